@@ -1,0 +1,47 @@
+# The only commands to know: `make run`, `make serve`, `make test`, `make check`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := torch==2.13.0
+# Without an NVIDIA GPU the CPU build is enough; it is a tenth of the size.
+TORCH_INDEX := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help install run serve test check format clean
+
+help:
+	@echo "make run     start the server with the embedded model, stream one text, stop"
+	@echo "make serve   start the server and keep it up (ports 8000, 8001, 8002 on loopback)"
+	@echo "make test    run the whole test suite"
+	@echo "make check   lint, formatting and types"
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' || \
+	  { echo "Python 3.10, 3.11 or 3.12 is needed; try: make PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --retries 1 $(TORCH_INDEX) --no-deps $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[server,dev]'
+	@touch $@
+
+run: $(INSTALLED)
+	$(BIN)/python examples/quickstart.py
+
+serve: $(INSTALLED)
+	$(BIN)/fastserve serve
+
+test: $(INSTALLED)
+	$(BIN)/pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

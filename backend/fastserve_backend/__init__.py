@@ -1,0 +1,27 @@
+"""FastServe on Triton: a preemptive LLM server.
+
+``LLM`` and ``SamplingParams`` are loaded on first use, so that the command line's client side works
+where only the client's dependencies are installed.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastserve_backend.llm import LLM, Completion
+    from fastserve_backend.sampling_params import SamplingParams
+
+__all__ = ["LLM", "Completion", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("LLM", "Completion"):
+        from fastserve_backend import llm
+
+        return getattr(llm, name)
+    if name == "SamplingParams":
+        from fastserve_backend.sampling_params import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,157 @@
+"""Engine configuration: each field says its unit and meaning once.
+
+The same models read ``engine.yaml`` and give ``fastserve serve`` its flags.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fastserve_backend.errors import ConfigError
+
+EMBEDDED_MODEL = "opt-125m"
+"""What runs when no model is named: built in, random weights, nothing to download."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelConfigSection(_Section):
+    model: str = Field(
+        "facebook/opt-125m",
+        min_length=1,
+        description="Hugging Face id, local directory, or a built-in name with load_format dummy.",
+    )
+    tokenizer: str | None = Field(
+        None, description="Directory or id of the tokenizer; default: the model's own."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of weights and KV; auto: the checkpoint's (CPU: never float16)."
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="auto reads the checkpoint; dummy makes random weights."
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="Most tokens, prompt and output, of one job; default: the model's."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Where the model runs; auto: cuda if there is one, else cpu."
+    )
+
+
+class KVCacheSection(_Section):
+    block_size: Literal[8, 16, 32, 64] = Field(16, description="Tokens in one KV block.")
+    device_memory_utilization: float = Field(
+        0.9,
+        gt=0.0,
+        le=1.0,
+        description="Share of the device's memory for weights, activations and KV blocks.",
+    )
+    device_blocks: int | None = Field(
+        None, ge=1, description="Number of KV blocks on the device; default: what memory allows."
+    )
+
+
+PolicyName = Literal["skip_join_mlfq", "fcfs"]
+
+
+class SchedulerSection(_Section):
+    policy: PolicyName = Field("skip_join_mlfq", description="Scheduling policy.")
+    max_num_seqs: int = Field(16, ge=1, le=4096, description="Most jobs in one iteration.")
+    max_num_batched_tokens: int = Field(
+        2048, ge=1, description="Most tokens in one iteration, prefill and decode together."
+    )
+    quantum_ratio: float = Field(
+        2.0, gt=1.0, le=64.0, description="Quantum of a queue over that of the queue above it."
+    )
+    base_quantum_ms: float | Literal["auto"] = Field(
+        "auto", description="Quantum of the highest queue, ms; auto: one decode iteration."
+    )
+    slo_ms: float = Field(300.0, gt=0.0, description="Wanted normalized latency, ms a token.")
+    starvation_ms: float | Literal["auto"] = Field(
+        "auto",
+        description="After this wait, ms, a job goes to the highest queue; auto: from slo_ms.",
+    )
+    max_queued_requests: int = Field(
+        4096, ge=1, description="Most unfinished jobs; more are refused as UNAVAILABLE."
+    )
+
+
+class EngineConfig(_Section):
+    """The whole of ``engine.yaml``."""
+
+    model: ModelConfigSection = ModelConfigSection()
+    kv_cache: KVCacheSection = KVCacheSection()
+    scheduler: SchedulerSection = SchedulerSection()
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
+        """Raises ConfigError with all problems in one message."""
+        try:
+            config = cls.model_validate(values)
+        except ValidationError as error:
+            problems = [_describe(item) for item in error.errors()]
+            raise ConfigError("invalid configuration:\n  " + "\n  ".join(problems)) from None
+        problems = config._impossible_combinations()
+        if problems:
+            raise ConfigError("invalid configuration:\n  " + "\n  ".join(problems))
+        return config
+
+    @classmethod
+    def from_yaml(cls, path: Path) -> EngineConfig:
+        """Raises ConfigError: unreadable file, YAML that is not a mapping, or invalid values."""
+        try:
+            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read {path}: {error}") from None
+        if values is None:
+            values = {}
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: expected a mapping with the sections model, kv_cache, …")
+        return cls.from_dict(values)
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    def with_keys(self, **keys: Any) -> EngineConfig:
+        """A copy with single keys replaced, whatever their section, validated again.
+
+        Key names are unique over the sections, so that each is also a flag of ``fastserve serve``.
+        """
+        values = self.model_dump()
+        for key, value in keys.items():
+            section = next((name for name in values if key in values[name]), None)
+            if section is None:
+                known = sorted(
+                    name for section_values in values.values() for name in section_values
+                )
+                raise ConfigError(f"{key}: unknown key; known keys are {', '.join(known)}")
+            values[section][key] = value
+        return EngineConfig.from_dict(values)
+
+    def _impossible_combinations(self) -> list[str]:
+        problems = []
+        scheduler = self.scheduler
+        if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+            problems.append(
+                f"scheduler.max_num_batched_tokens: got {scheduler.max_num_batched_tokens}; "
+                f"must be at least scheduler.max_num_seqs ({scheduler.max_num_seqs})"
+            )
+        for key in ("base_quantum_ms", "starvation_ms"):
+            value = getattr(scheduler, key)
+            if value != "auto" and not 0.0 < value < float("inf"):
+                problems.append(f"scheduler.{key}: got {value}; must be 'auto' or above 0 ms")
+        return problems
+
+
+def _describe(item: Any) -> str:
+    # pydantic names each member of a union in the location; the last part after the key is noise.
+    path = ".".join(str(part) for part in item["loc"][:2])
+    if item["type"] == "extra_forbidden":
+        return f"{path}: unknown key; remove it or fix its spelling"
+    return f"{path}: got {item['input']!r}; {item['msg']}"

@@ -1,0 +1,112 @@
+"""Turn new tokens into outputs for the clients: the host work that overlaps the next iteration."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastserve_backend.job import FinishReason, Job, JobOutput, TokenLogprob
+from fastserve_backend.models.tokenizer import Tokenizer
+from fastserve_backend.text_stream import TextStream
+from fastserve_backend.worker.messages import StepResult
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """One job's part of a step's result."""
+
+    token_id: int
+    logprob: float
+    """0 where the job asked for none."""
+    top: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def from_result(cls, result: StepResult) -> list[NewToken]:
+        token_ids = np.frombuffer(result.token_ids, dtype=np.int32).tolist()
+        if not result.logprobs:
+            return [cls(token_id, 0.0, ()) for token_id in token_ids]
+        logprobs = np.frombuffer(result.logprobs, dtype=np.float32).tolist()
+        tops: dict[int, tuple[tuple[int, float], ...]] = {}
+        for top in result.top_logprobs:
+            ids = np.frombuffer(top.token_ids, dtype=np.int32).tolist()
+            values = np.frombuffer(top.logprobs, dtype=np.float32).tolist()
+            tops[top.row] = tuple(zip(ids, values, strict=True))
+        return [
+            cls(token_id, logprob, tops.get(row, ()))
+            for row, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True))
+        ]
+
+
+class Delivery:
+    """Owns the text of every unfinished job. Used by the engine's thread alone."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, TextStream] = {}
+        self._pending: list[tuple[Job, NewToken, FinishReason | None]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token waits for ``flush``."""
+        return not self._pending
+
+    def open(self, job: Job) -> None:
+        self._texts[job.number] = TextStream(self._tokenizer.stream(), job.params.stop)
+
+    def add(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
+        """A new token, already among the job's; ``reason`` if the job ends with it."""
+        self._pending.append((job, token, reason))
+
+    def flush(self) -> list[Job]:
+        """Send all added tokens; returns the unfinished jobs that a stop word has just ended."""
+        pending, self._pending = self._pending, []
+        stopped = []
+        for job, token, reason in pending:
+            text, stop = self._text(job, token, reason)
+            if stop:
+                if reason is None:
+                    stopped.append(job)
+                reason = FinishReason.STOP
+            self._send(job, text, token, reason)
+            if reason is not None:
+                del self._texts[job.number]
+        return stopped
+
+    def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
+        """End the job without a further token; one that has ended already is left alone."""
+        if self._texts.pop(job.number, None) is None:
+            return
+        self._pending = [item for item in self._pending if item[0] is not job]
+        _emit(job, JobOutput(job.id, "", (), (), reason, error, job.stats()))
+
+    def _text(self, job: Job, token: NewToken, reason: FinishReason | None) -> tuple[str, bool]:
+        stream = self._texts[job.number]
+        if reason is FinishReason.STOP:
+            return stream.finish(), False  # the end-of-sequence token itself has no text
+        may_stop = len(job.output_ids) >= job.params.min_tokens
+        text, stop = stream.push(token.token_id, may_stop=may_stop)
+        if reason is not None and not stop:
+            text += stream.finish()
+        return text, stop
+
+    def _send(self, job: Job, text: str, token: NewToken, reason: FinishReason | None) -> None:
+        logprobs: Sequence[TokenLogprob] = ()
+        if job.params.logprobs is not None:
+            logprobs = (TokenLogprob(token.token_id, token.logprob, token.top),)
+        stats = job.stats() if reason is not None else None
+        _emit(job, JobOutput(job.id, text, (token.token_id,), logprobs, reason, None, stats))
+
+
+def _emit(job: Job, output: JobOutput) -> None:
+    if job.sink is None:
+        return
+    try:
+        job.sink(output)
+    except Exception:
+        # One client's trouble must not end the loop that serves all the others.
+        _log.exception("job %s: its sink raised", job.id)

@@ -1,0 +1,42 @@
+"""Errors that reach users. Each message names the field, what was given and what to do."""
+
+from __future__ import annotations
+
+
+class FastServeError(Exception):
+    """Base of every error that a user or an operator can cause or see."""
+
+
+class ConfigError(FastServeError):
+    """The configuration is not usable. The message lists every problem found."""
+
+
+class InvalidRequestError(FastServeError):
+    """A request is malformed or asks for more than this server has (Triton code INVALID_ARG).
+
+    Attributes:
+        field: name of the offending field, as the client sends it.
+    """
+
+    def __init__(self, field: str, given: object, allowed: str) -> None:
+        shown = repr(given)
+        if len(shown) > _MAX_SHOWN_CHARS:
+            shown = shown[:_MAX_SHOWN_CHARS] + "…"
+        super().__init__(f"{field}: got {shown}; {allowed}")
+        self.field = field
+
+
+class OverloadedError(FastServeError):
+    """The queue is full; trying again later can succeed (Triton code UNAVAILABLE)."""
+
+
+class DrainingError(FastServeError):
+    """The server finishes its accepted jobs and takes no new one (Triton code UNAVAILABLE)."""
+
+
+class EngineError(FastServeError):
+    """The engine or one of its ranks is broken (Triton code INTERNAL)."""
+
+
+# A rejected value is quoted back so that the caller recognises it; more would flood a log line.
+_MAX_SHOWN_CHARS = 80

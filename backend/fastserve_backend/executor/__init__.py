@@ -1,0 +1,1 @@
+"""Who carries out a step: real ranks."""

@@ -1,0 +1,150 @@
+"""Real ranks: ``torch.distributed`` subprocesses, one message a step each way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import zmq
+
+from fastserve_backend.errors import ConfigError, EngineError
+from fastserve_backend.worker.messages import (
+    Failed,
+    FromRank,
+    Hello,
+    Ready,
+    Setup,
+    Step,
+    StepResult,
+    Stop,
+    encoder,
+    from_rank_decoder,
+)
+
+# A rank's heartbeat comes every second; after this long it is stopped or its machine is.
+HEARTBEAT_TIMEOUT_S = 8.0
+# How long a rank may take to end by itself after Stop before it is killed.
+STOP_TIMEOUT_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class DistributedExecutor:
+    """Owns the rank processes, the socket to them and their private directory.
+
+    A dead rank is noticed at once (its process descriptor becomes readable), a stopped one by
+    missing heartbeats. The ranks end when this process does: each watches its standard input,
+    whose other end is held here.
+    """
+
+    def __init__(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="fastserve-ranks-"))  # mode 0700
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._address = f"ipc://{self._directory}/engine.sock"
+        self._socket.bind(self._address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._last_heard_s = 0.0
+        self._closed = False
+
+    def start(self, setup: Setup, timeout_s: float) -> Ready:
+        deadline = time.monotonic() + timeout_s
+        self._spawn()
+        while True:
+            message = self._receive(deadline)
+            if isinstance(message, Hello):
+                _log.info("rank %d is process %d", message.rank, message.pid)
+                self._send(setup)
+            elif isinstance(message, Ready):
+                return message
+            elif message is None:
+                raise EngineError(f"the ranks were not ready after {timeout_s:.0f} s")
+
+    def submit(self, step: Step) -> None:
+        self._send(step)
+
+    def collect(self) -> StepResult:
+        while True:
+            message = self._receive(None)
+            if isinstance(message, StepResult):
+                return message
+
+    def check(self) -> None:
+        while self._receive(time.monotonic()) is not None:
+            pass
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._process is not None:
+            self._stop(self._process)
+            os.close(self._pidfd)
+        self._socket.close()
+        self._context.term()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _spawn(self) -> None:
+        command = [python_executable(), "-m", "fastserve_backend.worker"]
+        command += ["--engine", self._address, "--rendezvous", str(self._directory / "rendezvous")]
+        environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        # The rank imports what this process imports, whatever path it was set up with.
+        environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._poller.register(self._pidfd, zmq.POLLIN)
+        self._last_heard_s = time.monotonic()
+
+    def _send(self, message: Setup | Step | Stop) -> None:
+        self._socket.send_multipart([b"rank-0", encoder.encode(message)])
+
+    def _receive(self, deadline: float | None) -> FromRank | None:
+        """The next message; None once ``deadline`` (monotonic seconds) has passed."""
+        while True:
+            now = time.monotonic()
+            wait_s = 1.0 if deadline is None else min(1.0, max(0.0, deadline - now))
+            ready = dict(self._poller.poll(int(wait_s * 1000)))
+            if self._socket in ready:
+                self._last_heard_s = time.monotonic()
+                _, data = self._socket.recv_multipart()
+                message: FromRank = from_rank_decoder.decode(data)
+                if isinstance(message, Failed):
+                    raise (ConfigError if message.user_error else EngineError)(message.reason)
+                return message
+            if self._pidfd in ready:
+                assert self._process is not None
+                raise EngineError(f"rank 0 died with exit code {self._process.wait()}")
+            now = time.monotonic()
+            if now - self._last_heard_s > HEARTBEAT_TIMEOUT_S:
+                raise EngineError(f"rank 0 has not answered for {HEARTBEAT_TIMEOUT_S:.0f} s")
+            if deadline is not None and now >= deadline:
+                return None
+
+    def _stop(self, process: subprocess.Popen[bytes]) -> None:
+        with suppress(zmq.ZMQError):
+            self._socket.send_multipart([b"rank-0", encoder.encode(Stop())], zmq.NOBLOCK)
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def python_executable() -> str:
+    """The interpreter that runs this code, also where Python is embedded in another program."""
+    running = Path(sys.executable or "")
+    if running.name.startswith("python"):
+        return str(running)
+    return str(Path(sys.prefix) / "bin" / "python3")

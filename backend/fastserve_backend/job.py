@@ -1,0 +1,133 @@
+"""A job: one request inside the engine, and what the engine reports about it."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fastserve_backend.sampling_params import SamplingParams
+
+
+class JobState(enum.Enum):
+    """``WAITING → RUNNING ⇄ PREEMPTED → FINISHED``.
+
+    WAITING: accepted, never scheduled. RUNNING: part of the latest iteration. PREEMPTED: scheduled
+    before, not in the latest iteration. FINISHED: ended once, for one reason, from any state.
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(str, enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural, of the model's unmodified distribution) of one generated token."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely (token id, log-probability) pairs, best first, as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobStats:
+    """What ``return_perf_metrics`` shows. Times are of the engine's clock, in seconds."""
+
+    arrival_s: float
+    first_scheduled_s: float | None
+    first_token_s: float | None
+    last_token_s: float | None
+    num_preemptions: int
+    num_swaps: int
+    queue_level: int
+    num_input_tokens: int
+    num_output_tokens: int
+    cumulative_logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutput:
+    """New tokens of one job, or its end. ``finish_reason`` is set exactly once, on the last one."""
+
+    job_id: str
+    text: str
+    """New text: never a broken UTF-8 sequence, never part of a stop word."""
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprob] = ()
+    """One entry a token of ``token_ids`` where the job asked for them, else empty."""
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    """Why the engine failed the job (``finish_reason`` ERROR)."""
+    stats: JobStats | None = None
+    """Set with ``finish_reason``."""
+
+
+OutputSink = Callable[[JobOutput], None]
+"""Called on the engine's thread: must return at once and not raise."""
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """The engine is the only one who changes a job; a policy owns ``queue_level`` alone."""
+
+    id: str
+    number: int
+    """Order of arrival, unique in one engine; blocks and queues know the job by it."""
+    prompt_ids: array[int]
+    params: SamplingParams
+    arrival_s: float
+    sink: OutputSink | None = None
+    seed: int = 0
+    """The seed in use: ``params.seed`` or a drawn one."""
+
+    state: JobState = JobState.WAITING
+    output_ids: array[int] = field(default_factory=lambda: array("i"))
+    num_computed: int = 0
+    """Tokens, from the first on, whose K and V are in the cache."""
+    queue_level: int = 0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    num_preemptions: int = 0
+    num_swaps: int = 0
+    cumulative_logprob: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that the next iteration runs: 1 in the decode phase, else the whole prefill."""
+        return self.num_tokens - self.num_computed
+
+    def uncomputed_ids(self) -> array[int]:
+        prompt_len = len(self.prompt_ids)
+        if self.num_computed >= prompt_len:
+            return self.output_ids[self.num_computed - prompt_len :]
+        return self.prompt_ids[self.num_computed :] + self.output_ids
+
+    def stats(self) -> JobStats:
+        return JobStats(
+            arrival_s=self.arrival_s,
+            first_scheduled_s=self.first_scheduled_s,
+            first_token_s=self.first_token_s,
+            last_token_s=self.last_token_s,
+            num_preemptions=self.num_preemptions,
+            num_swaps=self.num_swaps,
+            queue_level=self.queue_level,
+            num_input_tokens=len(self.prompt_ids),
+            num_output_tokens=len(self.output_ids),
+            cumulative_logprob=self.cumulative_logprob,
+        )

@@ -1,0 +1,157 @@
+"""The engine without a server: batch generation from Python."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from rich.progress import Progress
+
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.engine import Engine
+from fastserve_backend.errors import EngineError, OverloadedError
+from fastserve_backend.job import FinishReason, JobOutput, JobStats, TokenLogprob
+from fastserve_backend.sampling_params import SamplingParams
+
+# A wait for the next output checks this often that the engine still runs.
+_CHECK_S = 1.0
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(slots=True)
+class Completion:
+    """The whole answer to one prompt."""
+
+    prompt: Prompt
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stats: JobStats | None = None
+
+
+class LLM:
+    """One model with its ranks; use it in a ``with`` statement, or call ``close``.
+
+    Args:
+        model: as ``fastserve serve`` takes it.
+        options: any key of ``engine.yaml``, such as ``load_format="dummy"`` or ``max_num_seqs=32``.
+
+    Raises:
+        ConfigError, ModelError: the options or the model cannot be used.
+        EngineError: the ranks did not start.
+    """
+
+    def __init__(self, model: str, *, check_integrity: bool = False, **options: Any) -> None:
+        config = EngineConfig().with_keys(model=model, **options)
+        self.engine = Engine(config, check_integrity=check_integrity)
+        self.engine.start()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the ranks and free their memory; idempotent."""
+        self.engine.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Complete all prompts, batched together; results are in the order of the prompts.
+
+        Args:
+            prompts: a text, token ids, or a list of either.
+            params: one for all prompts, or one each.
+
+        Raises:
+            InvalidRequestError: a prompt or its parameters are not possible; nothing is generated.
+            EngineError: the engine broke.
+        """
+        jobs = _as_list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(jobs)
+        else:
+            each = list(params)
+        if len(each) != len(jobs):
+            raise ValueError(f"got {len(jobs)} prompts and {len(each)} SamplingParams")
+        ids = [self.engine.encode(p) if isinstance(p, str) else p for p in jobs]
+        for prompt_ids, one in zip(ids, each, strict=True):
+            self.engine.validate(prompt_ids, one)
+        completions = [Completion(prompt) for prompt in jobs]
+        outputs: queue.SimpleQueue[tuple[int, JobOutput]] = queue.SimpleQueue()
+        numbers: list[int] = []
+        unfinished = len(jobs)
+        try:
+            with Progress(disable=not progress, transient=True) as bar:
+                task = bar.add_task("generating", total=len(jobs))
+                while unfinished:
+                    while len(numbers) < len(jobs):
+                        index = len(numbers)
+                        try:
+                            numbers.append(self._submit(index, ids[index], each[index], outputs))
+                        except OverloadedError:
+                            break  # the rest when a job has ended
+                    index, output = self._next(outputs)
+                    if _add(completions[index], output):
+                        unfinished -= 1
+                        bar.advance(task)
+        finally:
+            for number, completion in zip(numbers, completions, strict=False):
+                if completion.finish_reason is None:
+                    self.engine.cancel(number)
+        return completions
+
+    def _submit(
+        self,
+        index: int,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        outputs: queue.SimpleQueue[tuple[int, JobOutput]],
+    ) -> int:
+        return self.engine.submit(
+            f"prompt-{index}", prompt_ids, params, lambda output: outputs.put((index, output))
+        )
+
+    def _next(self, outputs: queue.SimpleQueue[tuple[int, JobOutput]]) -> tuple[int, JobOutput]:
+        while True:
+            try:
+                return outputs.get(timeout=_CHECK_S)
+            except queue.Empty:
+                if self.engine.failure is not None and outputs.empty():
+                    raise EngineError(self.engine.failure) from None
+
+
+def _add(completion: Completion, output: JobOutput) -> bool:
+    """Append the output; True if it was the last."""
+    completion.text += output.text
+    completion.token_ids.extend(output.token_ids)
+    completion.logprobs.extend(output.logprobs)
+    if output.finish_reason is FinishReason.ERROR:
+        raise EngineError(output.error or "the engine failed")
+    completion.finish_reason = output.finish_reason
+    completion.stats = output.stats
+    return output.finish_reason is not None
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,200 @@
+"""Byte-level BPE tokenizers in Hugging Face's files, read with `tokenizers` alone.
+
+`transformers.AutoTokenizer` would import torch. What it does for these files is small:
+tokenizer.json is taken as it is; vocab.json with merges.txt (as OPT and GPT-2 ship) make a GPT-2
+tokenizer whose special tokens and begin-of-sequence token come from tokenizer_config.json and
+special_tokens_map.json.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as FastTokenizer
+
+from .errors import ModelError
+from .tokenizer import Tokenizer, utf8
+
+_GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
+_GPT2_SPECIAL = "<|endoftext|>"  # GPT-2's begin, end and unknown token where no file names others
+
+# Order in which transformers registers them, which fixes the ids of those not in vocab.json.
+_SPECIAL_KEYS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+def has_tokenizer_files(directory: Path) -> bool:
+    """True if `directory` holds a tokenizer that HFTokenizer reads."""
+    return (directory / "tokenizer.json").is_file() or (
+        (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file()
+    )
+
+
+class HFTokenizer(Tokenizer):
+    """A byte-level BPE tokenizer from `directory`, for a model of `vocab_size` ids.
+
+    `encode` equals `transformers.AutoTokenizer.from_pretrained(directory)(text).input_ids`. Raises
+    ModelError for missing, damaged or unsupported files.
+    """
+
+    def __init__(self, directory: Path, vocab_size: int) -> None:
+        if not has_tokenizer_files(directory):
+            raise ModelError(
+                f"tokenizer {str(directory)!r} has neither tokenizer.json nor vocab.json with "
+                "merges.txt"
+            )
+        try:
+            fast = _load(directory)
+        except ModelError:
+            raise
+        except Exception as error:  # `tokenizers` raises plain Exception for a damaged file
+            raise ModelError(f"tokenizer {str(directory)!r} cannot be read: {error}") from error
+        if not _is_byte_level(fast.decoder):
+            raise ModelError(
+                f"tokenizer {str(directory)!r} is not byte-level (its decoder is "
+                f"{type(fast.decoder).__name__}); only byte-level BPE is supported"
+            )
+        largest = max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
+        if largest >= vocab_size:
+            raise ModelError(
+                f"tokenizer {str(directory)!r} has token id {largest}, but the model's vocab_size "
+                f"is {vocab_size}; use the tokenizer that belongs to the model"
+            )
+        # Prompts are never cut or padded silently, whatever was left switched on in tokenizer.json.
+        fast.no_truncation()
+        fast.no_padding()
+        self.vocab_size = vocab_size
+        self._fast = fast
+        self._special = {
+            token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
+        }
+        self._bytes: dict[int, bytes] = {}
+
+    def encode(self, text: str) -> list[int]:
+        utf8(text)
+        ids: list[int] = self._fast.encode(text).ids
+        return ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = None if token_id in self._special else self._fast.id_to_token(token_id)
+            known = self._bytes[token_id] = b"" if token is None else _to_bytes(token)
+        return known
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable Latin-1 is itself, the rest U+0100 and up in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _to_bytes(token: str) -> bytes:
+    """Bytes of a token's written form; with a letter outside the alphabet it is plain text."""
+    try:
+        return bytes(_BYTE_OF[letter] for letter in token)
+    except KeyError:
+        return token.encode()
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    return isinstance(decoder, decoders.ByteLevel)
+
+
+def _load(directory: Path) -> FastTokenizer:
+    settings = _settings(directory)
+    if (directory / "tokenizer.json").is_file():
+        fast = FastTokenizer.from_file(str(directory / "tokenizer.json"))
+        _add_special_tokens(fast, settings)
+        return fast
+    tokenizer_class = settings.get("tokenizer_class")
+    if tokenizer_class not in _GPT2_CLASSES:
+        raise ModelError(
+            f"tokenizer {str(directory)!r} is a {tokenizer_class} without tokenizer.json; write "
+            "that file with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    fast = FastTokenizer(
+        models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt"))
+    )
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=bool(settings.get("add_prefix_space", False))
+    )
+    fast.decoder = decoders.ByteLevel()
+    for key in ("bos_token", "eos_token", "unk_token"):
+        settings.setdefault(key, _GPT2_SPECIAL)
+    _add_special_tokens(fast, settings)
+    begin = _text(settings["bos_token"]) if settings.get("add_bos_token") else None
+    end = _text(settings["eos_token"]) if settings.get("add_eos_token") else None
+    around = [token for token in (begin, end) if token is not None]
+    fast.post_processor = processors.TemplateProcessing(
+        single=[token for token in (begin, "$A", end) if token is not None],
+        special_tokens=[(token, fast.token_to_id(token)) for token in dict.fromkeys(around)],
+    )
+    return fast
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json; special_tokens_map.json counts where that lists no added tokens."""
+    settings: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = directory / name
+        if path.is_file() and "added_tokens_decoder" not in settings:
+            settings.update(json.loads(path.read_text(encoding="utf-8")))
+    legacy = directory / "added_tokens.json"
+    if legacy.is_file() and "added_tokens_decoder" not in settings:
+        named = {_text(settings[key]) for key in _SPECIAL_KEYS if settings.get(key)}
+        settings["added_tokens_decoder"] = {
+            token_id: {"content": text, "special": text in named}
+            for text, token_id in json.loads(legacy.read_text(encoding="utf-8")).items()
+        }
+    return settings
+
+
+def _add_special_tokens(fast: FastTokenizer, settings: dict[str, Any]) -> None:
+    added = settings.get("added_tokens_decoder") or {}
+    fast.add_tokens(
+        [
+            _token(value, special=False)
+            for _, value in sorted(added.items(), key=lambda x: int(x[0]))
+        ]
+    )
+    named = [settings.get(key) for key in _SPECIAL_KEYS]
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    known = set(fast.get_added_tokens_decoder())
+    for value in [*named, *extra]:
+        # A token that is there already keeps its own flags (such as eating the space before it).
+        if value is not None and fast.token_to_id(_text(value)) not in known:
+            fast.add_special_tokens([_token(value, special=True)])
+
+
+def _text(value: str | dict[str, Any]) -> str:
+    return value if isinstance(value, str) else str(value["content"])
+
+
+def _token(value: str | dict[str, Any], *, special: bool) -> AddedToken:
+    if isinstance(value, str):
+        return AddedToken(value, special=special, normalized=not special)
+    flags = {k: bool(value.get(k, False)) for k in ("single_word", "lstrip", "rstrip")}
+    special = special or bool(value.get("special", False))
+    return AddedToken(
+        value["content"],
+        special=special,
+        normalized=bool(value.get("normalized", not special)),
+        **flags,
+    )

@@ -1,0 +1,48 @@
+"""Hugging Face hub ids: fetch a repository's files into the local cache. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .errors import ModelError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+_TIMEOUT_S = 10.0  # for the one small request that lists a repository
+
+_CONFIG_AND_TOKENIZER = ("*.json", "merges.txt")
+
+
+def is_hub_id(model: str) -> bool:
+    """True for the form "owner/name"; asks nobody whether it exists."""
+    return _HUB_ID.fullmatch(model) is not None
+
+
+def download(model: str, *, weights: bool) -> Path:
+    """The local snapshot of hub repository `model`, fetched where the cache lacks it.
+
+    With `weights`, either its safetensors or, where it has none, its `pytorch_model*.bin` come too.
+    Without network the cache alone serves. Raises ModelError if the repository cannot be had.
+    """
+    # Imported here: most runs use local directories and should not pay for the import.
+    from huggingface_hub import HfApi, snapshot_download
+
+    patterns = list(_CONFIG_AND_TOKENIZER)
+    try:
+        if weights:
+            # (list_repo_files would retry for 20 seconds where there is no network)
+            files = HfApi().model_info(model, timeout=_TIMEOUT_S).siblings or []
+            safetensors = any(file.rfilename.endswith(".safetensors") for file in files)
+            patterns.append("model*.safetensors" if safetensors else "pytorch_model*.bin")
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises the errors of several libraries
+        try:
+            return Path(snapshot_download(model, local_files_only=True))
+        except Exception:
+            reason = next(iter(str(error).splitlines()), "")
+            raise ModelError(
+                f"model {model!r} is no local directory and cannot be fetched from the Hugging "
+                f"Face hub ({type(error).__name__}: {reason}); check the name and the network, or "
+                "give a local directory"
+            ) from error

@@ -1,0 +1,229 @@
+"""Building blocks that the architectures share. All activations are token-major: [T, ...], jobs
+flattened.
+
+A block names the checkpoint tensors it wants (`parameters`) and becomes usable when it has got them
+all. Inference only: the caller runs everything under `torch.inference_mode`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from fastserve_kernels import ops
+from torch import Tensor
+
+from .weights import Parameter
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Where the T tokens of a step live in the KV cache and what each of them attends to.
+
+    slots: int64 [T], `block_id * block_size + offset` to write a token's key and value to, -1 for
+    padding.
+    block_tables: int32 [S, max_blocks], one row a job. table_rows: int32 [T], a token's row in it.
+    context_lens: int32 [T], a token attends to positions [0, context_lens[t]); 0 for padding.
+    num_decode_tokens: rows [0, n) are decode rows, one a job.
+    fresh_prefills: ascending (start, end) row ranges, each a whole prompt with nothing in the cache
+    yet.
+    """
+
+    slots: Tensor
+    block_tables: Tensor
+    table_rows: Tensor
+    context_lens: Tensor
+    num_decode_tokens: int
+    fresh_prefills: Sequence[tuple[int, int]] = ()
+    paged_ranges: tuple[tuple[int, int], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Derive the row ranges between the fresh prefills: their context is in the cache."""
+        ranges: list[tuple[int, int]] = []
+        start = 0
+        for fresh_start, fresh_end in (*self.fresh_prefills, (len(self.slots), len(self.slots))):
+            if fresh_start > start:
+                ranges.append((start, fresh_start))
+            start = fresh_end
+        object.__setattr__(self, "paged_ranges", tuple(ranges))
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention of one layer over the paged cache; `scale` multiplies the scores.
+
+    kv_heads < heads is grouped-query attention.
+    """
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+
+    def __call__(self, qkv: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
+        """qkv [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim].
+
+        Writes the step's keys and values to the cache `kv` first.
+        """
+        by_head = qkv.view(len(qkv), -1, self.head_dim)
+        query = by_head[:, : self.heads]
+        key = by_head[:, self.heads : self.heads + self.kv_heads]
+        value = by_head[:, self.heads + self.kv_heads :]
+        ops.kv_write(kv, self.layer, key, value, batch.slots)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for start, end in batch.paged_ranges:
+            ops.paged_attention(
+                query[start:end],
+                kv,
+                self.layer,
+                batch.block_tables,
+                batch.table_rows[start:end],
+                batch.context_lens[start:end],
+                self.scale,
+                out=out[start:end],
+            )
+        if batch.fresh_prefills:
+            ops.prefill_attention(query, key, value, batch.fresh_prefills, self.scale, out=out)
+        return out.view(len(qkv), -1)
+
+
+class Linear:
+    """A linear layer, packed for the device once its tensors are there.
+
+    `parts` are checkpoint layers, name -> out features, that are stacked in this order to one
+    matrix and one multiplication (such as query, key and value).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        relu: bool = False,
+    ) -> None:
+        self._in_features = in_features
+        self._parts = dict(parts)
+        self._dtype, self._device = dtype, device
+        self._has_bias, self._relu = bias, relu
+        self._waiting = len(parts) * (2 if bias else 1)
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self._packed: ops.PackedLinear | None = None
+
+    def parameters(self) -> dict[str, Parameter]:
+        """The wanted tensors, "part.weight" [out, in] and "part.bias" [out]."""
+        wanted: dict[str, Parameter] = {}
+        start = 0
+        for part, size in self._parts.items():
+            rows = slice(start, start + size)
+            wanted[f"{part}.weight"] = Parameter(
+                (size, self._in_features), partial(self._take_weight, rows)
+            )
+            if self._has_bias:
+                wanted[f"{part}.bias"] = Parameter((size,), partial(self._take_bias, rows))
+            start += size
+        return wanted
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] -> [T, out]."""
+        assert self._packed is not None, "weights are not loaded"
+        return self._packed(x)
+
+    def tie(self, table: Tensor) -> None:
+        """Take `table` [out, in] for the weight instead; it is shared where the device allows."""
+        self._packed = ops.PackedLinear(table, None, relu=self._relu)
+
+    def _empty(self, *more: int) -> Tensor:
+        return torch.empty(sum(self._parts.values()), *more, dtype=self._dtype, device=self._device)
+
+    def _take_weight(self, rows: slice, tensor: Tensor) -> None:
+        if len(self._parts) == 1:
+            self._weight = tensor.to(self._device, self._dtype)
+        else:
+            if self._weight is None:
+                self._weight = self._empty(self._in_features)
+            self._weight[rows] = tensor
+        self._pack_when_complete()
+
+    def _take_bias(self, rows: slice, tensor: Tensor) -> None:
+        if self._bias is None:
+            self._bias = self._empty()
+        self._bias[rows] = tensor
+        self._pack_when_complete()
+
+    def _pack_when_complete(self) -> None:
+        self._waiting -= 1
+        if self._waiting == 0:
+            assert self._weight is not None
+            self._packed = ops.PackedLinear(self._weight, self._bias, relu=self._relu)
+            self._weight = self._bias = None  # the packed form is the only copy that stays
+
+
+class Embedding:
+    """A table of rows, [rows, width]."""
+
+    def __init__(self, rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = (rows, width)
+        self._dtype, self._device = dtype, device
+        self._table: Tensor | None = None
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": Parameter(self._shape, self._take)}
+
+    @property
+    def table(self) -> Tensor:
+        assert self._table is not None, "weights are not loaded"
+        return self._table
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """ids int64 [T] -> [T, width]."""
+        return self.table[ids]
+
+    def _take(self, tensor: Tensor) -> None:
+        # A copy: lookups in a mapped file would stall on its pages while serving.
+        self._table = tensor.to(self._device, self._dtype, copy=True)
+
+
+class LayerNorm:
+    """Layer normalisation of a sum, [T, width]; without `affine` it has no weights of its own."""
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        affine: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        eps: float = 1e-5,
+    ) -> None:
+        self._eps = eps
+        self._weight = torch.empty(width, dtype=dtype, device=device) if affine else None
+        self._bias = torch.empty(width, dtype=dtype, device=device) if affine else None
+
+    def parameters(self) -> dict[str, Parameter]:
+        if self._weight is None or self._bias is None:
+            return {}
+        shape = tuple(self._weight.shape)
+        return {
+            "weight": Parameter(shape, partial(_copy, self._weight), is_scale=True),
+            "bias": Parameter(shape, partial(_copy, self._bias)),
+        }
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + residual, its normalisation), both [T, width]."""
+        return ops.add_layer_norm(x, residual, self._weight, self._bias, self._eps)
+
+
+def _copy(target: Tensor, tensor: Tensor) -> None:
+    target.copy_(tensor)
+
+
+def prefixed(prefix: str, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """The same parameters with `prefix` and a dot in front of their names."""
+    return {f"{prefix}.{name}": parameter for name, parameter in parameters.items()}

@@ -1,0 +1,94 @@
+"""How one job's tokens are chosen and when it ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastserve_backend.errors import InvalidRequestError
+
+MAX_SEED = 2**64 - 1
+MAX_LOGPROBS = 20  # the OpenAI API's limit; each alternative is a string per token on the wire
+# Each new piece of text is compared with each prefix of each stop word: these bound that work.
+MAX_STOP_WORDS = 16
+MAX_STOP_WORD_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling and stopping of one job; field names follow the request fields.
+
+    Raises:
+        InvalidRequestError: a value is outside its range (NaN counts as outside).
+    """
+
+    max_tokens: int = 16
+    """Most tokens to generate, ≥ 1."""
+    min_tokens: int = 0
+    """End-of-sequence tokens and stop words are ignored before this many tokens."""
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    """Smallest set of tokens whose probability reaches this; in (0, 1]."""
+    top_k: int = -1
+    """Only the k most likely tokens; -1 (or 0) means all."""
+    repetition_penalty: float = 1.0
+    """> 1 makes tokens of the prompt and the output less likely (CTRL, Keskar et al. 2019)."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token that was generated; in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that it was generated; in [-2, 2]."""
+    seed: int | None = None
+    """Same seed, same prompt: same text, whatever else runs. None: drawn at submission."""
+    stop: tuple[str, ...] = ()
+    """Generation ends when one of these appears in the text; the word itself is not returned."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token (benchmarks force output lengths with it)."""
+    logprobs: int | None = None
+    """None: no log-probabilities. n ≥ 0: that of each token, and of the n most likely ones."""
+
+    def __post_init__(self) -> None:
+        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens, "0 to max_tokens")
+        _check_float("temperature", self.temperature, 0.0, 100.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InvalidRequestError("top_p", self.top_p, "must be above 0 and at most 1")
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_WORDS:
+            allowed = f"at most {MAX_STOP_WORDS} stop words"
+            raise InvalidRequestError("stop_words", f"{len(self.stop)} words", allowed)
+        for word in self.stop:
+            if not isinstance(word, str) or not 0 < len(word) <= MAX_STOP_WORD_CHARS:
+                allowed = f"each stop word has 1 to {MAX_STOP_WORD_CHARS} characters"
+                raise InvalidRequestError("stop_words", word, allowed)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+
+def _check_int(field: str, value: object, low: int, high: int, allowed: str | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        text = allowed or f"{low} to {high}"
+        raise InvalidRequestError(field, value, f"must be an integer, {text}")
+
+
+def _check_float(field: str, value: object, low: float, high: float) -> None:
+    # NaN is in no range, so the comparison refuses it too.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise InvalidRequestError(field, value, f"must be a finite number, {low:g} to {high:g}")

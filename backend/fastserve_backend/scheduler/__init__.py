@@ -1,0 +1,1 @@
+"""Policies: who runs in the next iteration. Pure decisions, no wall clock, no data moved."""

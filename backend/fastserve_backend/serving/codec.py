@@ -1,0 +1,240 @@
+"""What a request asks for: tensors, ``sampling_parameters`` and request parameters, all checked.
+
+Triton checks little: only how many inputs are missing, the type of each tensor and the shape that
+config.pbtxt gives it. NaN, -1, NUL and invalid UTF-8 pass, so everything is checked here. This
+module knows numpy arrays and strings, not Triton's objects.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from fastserve_client import protocol
+from numpy.typing import NDArray
+
+from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.sampling_params import SamplingParams
+
+# Room for all stop words at their longest, and for little else.
+MAX_SAMPLING_PARAMETERS_BYTES = 1 << 20
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
+_BOOLEANS = {"true": True, "false": False}
+_SPECS = {spec.name: spec for spec in protocol.INPUTS}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A valid request. Exactly one of ``text`` and ``input_ids`` is set."""
+
+    text: str | None
+    input_ids: list[int] | None
+    stream: bool
+    include_input: bool
+    """The prompt's text comes first in ``text_output``; never with ``stream``."""
+    params: SamplingParams
+    return_finish_reason: bool
+    return_num_input_tokens: bool
+    return_num_output_tokens: bool
+    return_cumulative_logprob: bool
+    return_logprobs: bool
+    return_perf_metrics: bool
+
+
+def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> GenerateRequest:
+    """Reads a request.
+
+    Args:
+        tensors: those that the request has, by name; strings as objects of type ``bytes``.
+        parameters: the request parameters, a JSON object (or empty).
+
+    Raises:
+        InvalidRequestError: names the first field that is wrong.
+    """
+    text, input_ids = _prompt(tensors)
+    values = _Values(tensors, parameters)
+    stream = values.boolean(protocol.STREAM)
+    exclude_input = values.get(protocol.EXCLUDE_INPUT_IN_OUTPUT, _to_bool)
+    if stream and exclude_input is False:
+        raise InvalidRequestError(
+            protocol.EXCLUDE_INPUT_IN_OUTPUT, False, "must be true, or left out, with stream"
+        )
+    return_logprobs = values.boolean(protocol.RETURN_LOGPROBS)
+    return_cumulative_logprob = values.boolean(protocol.RETURN_CUMULATIVE_LOGPROB)
+    return GenerateRequest(
+        text=text,
+        input_ids=input_ids,
+        stream=stream,
+        include_input=not stream and not exclude_input,
+        params=_sampling_params(values, return_logprobs or return_cumulative_logprob),
+        return_finish_reason=values.boolean(protocol.RETURN_FINISH_REASON),
+        return_num_input_tokens=values.boolean(protocol.RETURN_NUM_INPUT_TOKENS),
+        return_num_output_tokens=values.boolean(protocol.RETURN_NUM_OUTPUT_TOKENS),
+        return_cumulative_logprob=return_cumulative_logprob,
+        return_logprobs=return_logprobs,
+        return_perf_metrics=values.boolean(protocol.RETURN_PERF_METRICS),
+    )
+
+
+def _prompt(tensors: Mapping[str, NDArray[Any]]) -> tuple[str | None, list[int] | None]:
+    text_tensor = tensors.get(protocol.TEXT_INPUT)
+    ids_tensor = tensors.get(protocol.INPUT_IDS)
+    if (text_tensor is None) == (ids_tensor is None):
+        given = "neither" if text_tensor is None else "both"
+        allowed = f"exactly one of {protocol.TEXT_INPUT} and {protocol.INPUT_IDS} is required"
+        raise InvalidRequestError(f"{protocol.TEXT_INPUT}, {protocol.INPUT_IDS}", given, allowed)
+    if text_tensor is not None:
+        return _to_text(protocol.TEXT_INPUT, _single(protocol.TEXT_INPUT, text_tensor)), None
+    assert ids_tensor is not None
+    if ids_tensor.size == 0:
+        raise InvalidRequestError(protocol.INPUT_IDS, [], "at least one token id is required")
+    return None, ids_tensor.reshape(-1).tolist()
+
+
+def _sampling_params(values: _Values, needs_logprobs: bool) -> SamplingParams:
+    default = SamplingParams()
+    num_logprobs = values.get(protocol.LOGPROBS, _to_int)
+    stop = values.get(protocol.STOP_WORDS, _to_words)
+    other_stop = values.get(protocol.STOP, _to_words)
+    if stop is not None and other_stop is not None:
+        raise InvalidRequestError(
+            protocol.STOP, list(other_stop), f"{protocol.STOP_WORDS} is given too; give one of them"
+        )
+
+    def integer(name: str, otherwise: int) -> int:
+        value = values.get(name, _to_int)
+        return otherwise if value is None else value
+
+    def number(name: str, otherwise: float) -> float:
+        value = values.get(name, _to_float)
+        return otherwise if value is None else value
+
+    return SamplingParams(
+        max_tokens=integer(protocol.MAX_TOKENS, default.max_tokens),
+        min_tokens=integer(protocol.MIN_TOKENS, default.min_tokens),
+        temperature=number(protocol.TEMPERATURE, default.temperature),
+        top_p=number(protocol.TOP_P, default.top_p),
+        top_k=integer(protocol.TOP_K, default.top_k),
+        repetition_penalty=number(protocol.REPETITION_PENALTY, default.repetition_penalty),
+        presence_penalty=number(protocol.PRESENCE_PENALTY, default.presence_penalty),
+        frequency_penalty=number(protocol.FREQUENCY_PENALTY, default.frequency_penalty),
+        seed=values.get(protocol.SEED, _to_int),
+        stop=stop or other_stop or (),
+        ignore_eos=values.boolean(protocol.IGNORE_EOS),
+        logprobs=num_logprobs if num_logprobs is not None else (0 if needs_logprobs else None),
+    )
+
+
+class _Values:
+    """One value a name: the tensor's, else that in sampling_parameters, else the parameter's."""
+
+    def __init__(self, tensors: Mapping[str, NDArray[Any]], parameters: str) -> None:
+        unknown = [name for name in tensors if name not in _SPECS]
+        if unknown:
+            raise InvalidRequestError(unknown[0], "a tensor", "no input has this name")
+        self._tensors = tensors
+        self._sources = (
+            _sampling_object(tensors.get(protocol.SAMPLING_PARAMETERS)),
+            _json_object("parameters", parameters) if parameters else {},
+        )
+        for source in self._sources:
+            for key, value in source.items():
+                if key not in protocol.PARAMETER_KEYS:
+                    allowed = "unknown parameter; allowed are " + ", ".join(protocol.PARAMETER_KEYS)
+                    raise InvalidRequestError(key, value, allowed)
+
+    def get(self, name: str, convert: Callable[[str, Any], Any]) -> Any:
+        """The value, converted; None where it is given nowhere, or as JSON's null."""
+        tensor = self._tensors.get(name)
+        if tensor is not None:
+            return convert(name, _from_tensor(name, tensor))
+        for source in self._sources:
+            if source.get(name) is not None:
+                return convert(name, source[name])
+        return None
+
+    def boolean(self, name: str) -> bool:
+        return self.get(name, _to_bool) or False
+
+
+def _sampling_object(tensor: NDArray[Any] | None) -> dict[str, Any]:
+    if tensor is None:
+        return {}
+    name = protocol.SAMPLING_PARAMETERS
+    encoded = _single(name, tensor)
+    if len(encoded) > MAX_SAMPLING_PARAMETERS_BYTES:
+        allowed = f"at most {MAX_SAMPLING_PARAMETERS_BYTES} bytes"
+        raise InvalidRequestError(name, f"{len(encoded)} bytes", allowed)
+    return _json_object(name, _to_text(name, encoded))
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidRequestError(name, text, "must be a JSON object") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(name, text, "must be a JSON object")
+    return value
+
+
+def _single(name: str, tensor: NDArray[Any]) -> Any:
+    # The server has checked the shape, except in releases where an optional input slips through.
+    if tensor.size != 1:
+        raise InvalidRequestError(name, f"{tensor.size} values", "must be one value")
+    return tensor.reshape(-1)[0]
+
+
+def _from_tensor(name: str, tensor: NDArray[Any]) -> Any:
+    if _SPECS[name].variable_length:
+        return list(tensor.reshape(-1))
+    value = _single(name, tensor)
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _to_text(name: str, value: Any) -> str:
+    """Text of a string, which comes as bytes in a tensor and as ``str`` in JSON."""
+    try:
+        if isinstance(value, bytes):
+            return value.decode("utf-8")
+        if isinstance(value, str):
+            value.encode("utf-8")  # JSON can spell a lone surrogate, which no output could carry
+            return value
+    except UnicodeError:
+        raise InvalidRequestError(name, value, "must be valid UTF-8") from None
+    raise InvalidRequestError(name, value, "must be a string")
+
+
+def _to_int(name: str, value: Any) -> int:
+    if isinstance(value, str) and _INTEGER.fullmatch(value):
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise InvalidRequestError(name, value, "must be an integer")
+
+
+def _to_float(name: str, value: Any) -> float:
+    if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except (ValueError, OverflowError):
+            pass
+    raise InvalidRequestError(name, value, "must be a number")
+
+
+def _to_bool(name: str, value: Any) -> bool:
+    if isinstance(value, str):
+        value = _BOOLEANS.get(value.lower(), value)
+    if isinstance(value, bool):
+        return value
+    raise InvalidRequestError(name, value, "must be true or false")
+
+
+def _to_words(name: str, value: Any) -> tuple[str, ...]:
+    words = value if isinstance(value, list) else [value]
+    return tuple(_to_text(name, word) for word in words)

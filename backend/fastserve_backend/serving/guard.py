@@ -1,0 +1,73 @@
+"""A thread in the stub that ties its life to that of the server and of the launcher."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+from fastserve_backend.serving.runtime import (
+    LAUNCHER_VARIABLE,
+    RuntimeDirectory,
+    wait_readable,
+)
+
+logger = logging.getLogger(__name__)
+
+# A server that was killed can leave its stub running; nothing else tells the stub.
+_INTERVAL_S = 0.25
+
+
+class ParentGuard:
+    """Polls. When the server is gone, this process ends at once (the ranks follow); when the
+    launcher is gone, the server is asked to end; when the engine broke, the launcher is told.
+    """
+
+    def __init__(self, runtime: RuntimeDirectory | None) -> None:
+        self._runtime = runtime
+        self._server = os.getppid()
+        self._launcher = _open_launcher()
+        self._engine_failure: Callable[[], str | None] = lambda: None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="parent-guard", daemon=True)
+        self._thread.start()
+
+    def watch_engine(self, failure: Callable[[], str | None]) -> None:
+        """``failure`` says why the engine is broken, None while it works."""
+        self._engine_failure = failure
+
+    def close(self) -> None:
+        """The model is unloaded: the server itself ends this process."""
+        self._closed.set()
+        self._thread.join()
+        if self._launcher_is_gone() and self._runtime is not None:
+            self._runtime.remove()
+
+    def _run(self) -> None:
+        asked_to_end = False
+        reported = False
+        while not self._closed.wait(_INTERVAL_S):
+            if os.getppid() != self._server:
+                logger.error("tritonserver is gone; ending")
+                if self._launcher_is_gone() and self._runtime is not None:
+                    self._runtime.remove()
+                os._exit(1)
+            if not asked_to_end and self._launcher_is_gone():
+                logger.error("the launcher is gone; asking tritonserver to end")
+                os.kill(self._server, signal.SIGTERM)
+                asked_to_end = True
+            failure = self._engine_failure()
+            if failure is not None and self._runtime is not None and not reported:
+                self._runtime.report_failure(failure)
+                reported = True
+
+    def _launcher_is_gone(self) -> bool:
+        return self._launcher is not None and wait_readable(self._launcher, 0.0)
+
+
+def _open_launcher() -> int | None:
+    """A pidfd of the launcher: readable once it ended; None in a server started otherwise."""
+    pid = os.environ.get(LAUNCHER_VARIABLE)
+    return None if pid is None else os.pidfd_open(int(pid))

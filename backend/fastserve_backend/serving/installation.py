@@ -1,0 +1,112 @@
+"""Finds a tritonserver: that on PATH (NVIDIA's container), else the one in nvidia-pytriton."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+
+from fastserve_backend.serving.errors import LaunchError
+
+# Import roots that the server's stub and its children need, installed or in a source tree.
+_PACKAGES = ("fastserve_backend", "fastserve_client", "fastserve_kernels")
+
+_BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
+
+
+@dataclass(frozen=True)
+class TritonInstallation:
+    """A tritonserver binary and what its python backend needs to run this interpreter's packages.
+
+    ``bundle`` and ``stub`` are None for a server on PATH, which has its own backend directory.
+    """
+
+    binary: Path
+    bundle: Path | None = None
+    """Directory of the bundled python backend (read-only)."""
+    stub: Path | None = None
+    """Stub program built for the running version of Python."""
+    libraries: tuple[Path, ...] = ()
+
+    @classmethod
+    def find(cls) -> TritonInstallation:
+        """Raises LaunchError: no server, or none for the running version of Python."""
+        on_path = shutil.which("tritonserver")
+        if on_path is not None:
+            return cls(Path(on_path))
+        if util.find_spec("pytriton") is None:
+            raise LaunchError(
+                "no tritonserver found: put one on PATH (NVIDIA's Triton container has it) or "
+                "`pip install nvidia-pytriton`"
+            )
+        from pytriton.utils import distribution
+
+        root = Path(distribution.get_root_module_path()) / "tritonserver"
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        stub = Path(distribution.get_stub_path(version))
+        if not stub.exists():
+            raise LaunchError(
+                f"the tritonserver in nvidia-pytriton has no stub for Python {version}; use one of "
+                + ", ".join(sorted(path.name for path in stub.parent.parent.iterdir()))
+            )
+        if shutil.which("bash") is None:
+            raise LaunchError("tritonserver's python backend starts its stub with bash; install it")
+        libdir = sysconfig.get_config_var("LIBDIR")
+        libraries = [Path(distribution.get_libs_path())]
+        if libdir:
+            libraries.append(Path(libdir))
+        binary = root / "bin" / "tritonserver"
+        return cls(binary, root / "backends" / "python", stub, tuple(libraries))
+
+    def prepare_backends(self, directory: Path) -> list[str]:
+        """Fills ``directory`` with the python backend and returns the server's flags for it.
+
+        The library is copied: the server refuses a backend that is a symbolic link out of its
+        directory. The rest is copied with it, so that the directory stands alone.
+        """
+        if self.bundle is None or self.stub is None:
+            return []
+        target = directory / "python"
+        target.mkdir(parents=True, mode=0o700)
+        for name in _BACKEND_FILES:
+            shutil.copy(self.bundle / name, target / name)
+        shutil.copy(self.stub, target / self.stub.name)
+        return [f"--backend-directory={directory}"]
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """``base`` with the paths that the server, its stub and the ranks need.
+
+        The stub embeds Python: it finds this interpreter's site-packages through the first
+        ``python3`` on PATH, and libpython through LD_LIBRARY_PATH.
+        """
+        environment = dict(base)
+        _prepend(environment, "PATH", [Path(sys.executable).parent])
+        _prepend(environment, "LD_LIBRARY_PATH", self.libraries)
+        _prepend(environment, "PYTHONPATH", _import_roots())
+        return environment
+
+
+def _import_roots() -> list[Path]:
+    roots: list[Path] = []
+    for package in _PACKAGES:
+        spec = util.find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            continue
+        root = Path(next(iter(spec.submodule_search_locations))).resolve().parent
+        if root not in roots and root.name not in ("site-packages", "dist-packages"):
+            roots.append(root)
+    return roots
+
+
+def _prepend(
+    environment: dict[str, str], variable: str, paths: tuple[Path, ...] | list[Path]
+) -> None:
+    old = environment.get(variable)
+    parts = [str(path) for path in paths] + ([old] if old else [])
+    if parts:
+        environment[variable] = os.pathsep.join(parts)

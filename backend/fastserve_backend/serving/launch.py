@@ -1,0 +1,308 @@
+"""Starts a tritonserver with the model, keeps it running, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from select import POLLIN, poll
+from types import FrameType, TracebackType
+
+from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_METRICS_PORT
+
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.errors import LaunchError, ModelLoadError
+from fastserve_backend.serving.installation import TritonInstallation
+from fastserve_backend.serving.process import GRACE_S, SHORT_GRACE_S, ServerProcess
+from fastserve_backend.serving.repository import write_repository
+from fastserve_backend.serving.runtime import RuntimeDirectory
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 600.0
+"""Weights of a large model take minutes from a slow disk."""
+
+# About one start in eighty aborts inside tritonserver 24.10, before the model is asked anything.
+_START_TRIES = 3
+# A server that keeps dying has a cause that another restart will not remove.
+_MAX_RESTARTS = 3
+_RESTART_WINDOW_S = 600.0
+# How soon a broken engine, which its stub reports in a file, is noticed. Deaths wake at once.
+_WATCH_INTERVAL_S = 0.5
+
+
+class _Trouble(enum.Enum):
+    SERVER_DIED = enum.auto()
+    STUB_DIED = enum.auto()
+    ENGINE_FAILED = enum.auto()
+
+
+class TritonServer:
+    """A tritonserver that serves ``config``; a context manager that starts and stops it.
+
+    A dead server or stub, or a broken engine, is answered with a restart of the whole server: only
+    that ends the streams of clients whose stub is gone. After three restarts in ten minutes it
+    gives up and ``wait`` returns 1.
+
+    Port 0 picks a free one; ``endpoints`` has it after ``start``.
+
+    Args:
+        log_path: file to which the server's output is appended; None: this process's stderr.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        host: str = "127.0.0.1",
+        http_port: int = DEFAULT_HTTP_PORT,
+        grpc_port: int = DEFAULT_GRPC_PORT,
+        metrics_port: int = DEFAULT_METRICS_PORT,
+        log_path: Path | None = None,
+    ) -> None:
+        self._config = config
+        self._wanted = Endpoints(host, http_port, grpc_port, metrics_port)
+        self._log_path = log_path
+        self._endpoints: Endpoints | None = None
+        self._runtime: RuntimeDirectory | None = None
+        self._installation: TritonInstallation | None = None
+        self._backend_flags: list[str] = []
+        self._server: ServerProcess | None = None
+        self._supervisor: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._timeout_s = START_TIMEOUT_S
+        self.failure: str | None = None
+        """Why the server was given up; None while it runs or after ``stop``."""
+        self.restarts = 0
+
+    @property
+    def endpoints(self) -> Endpoints:
+        if self._endpoints is None:
+            raise LaunchError("the server has not been started")
+        return self._endpoints
+
+    @property
+    def pid(self) -> int:
+        """Process id of tritonserver; another one after a restart."""
+        if self._server is None:
+            raise LaunchError("the server is not running")
+        return self._server.pid
+
+    @property
+    def runtime(self) -> RuntimeDirectory:
+        if self._runtime is None:
+            raise LaunchError("the server is not running")
+        return self._runtime
+
+    def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Returns when the model has generated a token.
+
+        Raises:
+            PortInUseError: another process has one of the ports.
+            ModelLoadError: the model refused its configuration or checkpoint.
+            LaunchError: no tritonserver, or it did not become ready within ``timeout_s``.
+        """
+        if self._runtime is not None or self._stopping.is_set():
+            raise LaunchError("a TritonServer starts once; make another one")
+        self._warn_if_public()
+        self._timeout_s = timeout_s
+        self._installation = TritonInstallation.find()
+        self._endpoints = self._wanted.claim()
+        self._runtime = RuntimeDirectory.create()
+        try:
+            write_repository(self._runtime.repository, self._config)
+            self._backend_flags = self._installation.prepare_backends(self._runtime.backends)
+            self._launch()
+        except BaseException:
+            self._clean_up(SHORT_GRACE_S)
+            raise
+        self._supervisor = threading.Thread(target=self._supervise, name="fastserve-supervisor")
+        self._supervisor.start()
+
+    def request_stop(self) -> None:
+        """Asks for the end and returns at once; for signal handlers. ``wait`` waits for it."""
+        self._stopping.set()
+        self._wake_sender.send(b"x")
+
+    def stop(self) -> None:
+        """Drains, ends everything and removes what was written. Idempotent."""
+        if self._supervisor is not None:
+            self.request_stop()
+            self.wait()
+        self._wake_sender.close()
+        self._wake_receiver.close()
+
+    def wait(self) -> int:
+        """Waits until the server is stopped or given up; 0 or 1 (``failure`` says why)."""
+        if self._supervisor is not None:
+            self._supervisor.join()
+        return 0 if self.failure is None else 1
+
+    def __enter__(self) -> TritonServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _launch(self) -> None:
+        assert self._installation is not None
+        assert self._runtime is not None
+        deadline = time.monotonic() + self._timeout_s
+        for attempt in range(1, _START_TRIES + 1):
+            self._server = ServerProcess(
+                self._installation,
+                self._runtime,
+                self._backend_flags,
+                self.endpoints,
+                self._log_path,
+            )
+            try:
+                self._server.await_ready(deadline, self._stopping.is_set)
+                return
+            except ModelLoadError:
+                raise
+            except LaunchError as error:
+                last_try = attempt == _START_TRIES or time.monotonic() > deadline
+                if last_try or self._stopping.is_set():
+                    raise
+                logger.warning("start %d of %d failed: %s", attempt, _START_TRIES, error)
+                self._retire(SHORT_GRACE_S)
+
+    def _supervise(self) -> None:
+        restart_times: list[float] = []
+        while True:
+            trouble = self._watch()
+            if trouble is None:
+                self._clean_up(GRACE_S)
+                return
+            now = time.monotonic()
+            restart_times = [t for t in restart_times if now - t < _RESTART_WINDOW_S]
+            reason = self._describe(trouble)
+            try:
+                if len(restart_times) == _MAX_RESTARTS:
+                    raise LaunchError(
+                        f"{reason}; given up after {_MAX_RESTARTS} restarts in "
+                        f"{_RESTART_WINDOW_S / 60:.0f} minutes"
+                    )
+                logger.error("%s; restarting the server", reason)
+                restart_times.append(now)
+                self.restarts += 1
+                assert self._server is not None
+                # With its stub gone, the server would wait in vain for the streams in flight.
+                self._retire(GRACE_S if trouble is _Trouble.ENGINE_FAILED else 0.0)
+                self._launch()
+            except LaunchError as error:
+                if not self._stopping.is_set():
+                    logger.error("%s", error)
+                    self.failure = str(error)
+                self._clean_up(SHORT_GRACE_S)
+                return
+
+    def _watch(self) -> _Trouble | None:
+        """Blocks until something ended; None when a stop was asked for."""
+        assert self._server is not None
+        assert self._runtime is not None
+        server, stub = self._server.handle, self._server.stub_handle()
+        poller = poll()
+        for descriptor in (self._wake_receiver.fileno(), server, stub):
+            poller.register(descriptor, POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poller.poll(_WATCH_INTERVAL_S * 1000)}
+            if self._stopping.is_set():
+                return None
+            if server in ready:
+                return _Trouble.SERVER_DIED
+            if stub in ready:
+                return _Trouble.STUB_DIED
+            if self._runtime.failure() is not None:
+                return _Trouble.ENGINE_FAILED
+
+    def _describe(self, trouble: _Trouble) -> str:
+        assert self._server is not None
+        assert self._runtime is not None
+        if trouble is _Trouble.ENGINE_FAILED:
+            return f"the engine failed: {self._runtime.failure()}"
+        if trouble is _Trouble.SERVER_DIED:
+            return f"tritonserver ended with code {self._server.exit_code}"
+        return "the model's process ended"
+
+    def _retire(self, grace_s: float) -> None:
+        if self._server is not None:
+            self._server.stop(grace_s)
+            self._server = None
+
+    def _clean_up(self, grace_s: float) -> None:
+        self._retire(grace_s)
+        if self._runtime is not None:
+            self._runtime.remove()
+            self._runtime = None
+
+    def _warn_if_public(self) -> None:
+        host = self._wanted.host
+        try:
+            loopback = ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            loopback = host == "localhost"
+        if not loopback:
+            logger.warning(
+                "listening on %s without any authentication: whoever reaches these ports can use "
+                "the server; put a gateway with API keys in front of it",
+                host,
+            )
+
+
+def serve(
+    config: EngineConfig,
+    *,
+    host: str = "127.0.0.1",
+    http_port: int = DEFAULT_HTTP_PORT,
+    grpc_port: int = DEFAULT_GRPC_PORT,
+    metrics_port: int = DEFAULT_METRICS_PORT,
+    log_path: Path | None = None,
+    timeout_s: float = START_TIMEOUT_S,
+    on_ready: Callable[[TritonServer], None] = lambda server: None,
+) -> int:
+    """Serves in the foreground until SIGTERM or SIGINT, then drains; call it from the main thread.
+
+    Returns:
+        0 after a signal, 1 when the server was given up.
+
+    Raises:
+        LaunchError: the server did not start.
+    """
+    server = TritonServer(
+        config,
+        host=host,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        log_path=log_path,
+    )
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        server.request_stop()
+
+    stop_signals = (signal.SIGTERM, signal.SIGINT)
+    previous = {number: signal.signal(number, on_signal) for number in stop_signals}
+    try:
+        server.start(timeout_s)
+        on_ready(server)
+        return server.wait()
+    finally:
+        server.stop()
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,141 @@
+"""The Triton python-backend model: a thin layer between requests and the engine."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from fastserve_backend.clock import MonotonicClock
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.engine import Engine
+from fastserve_backend.errors import (
+    DrainingError,
+    FastServeError,
+    InvalidRequestError,
+    OverloadedError,
+)
+from fastserve_backend.serving.codec import decode_request
+from fastserve_backend.serving.guard import ParentGuard
+from fastserve_backend.serving.metrics import MetricsPublisher
+from fastserve_backend.serving.repository import ENGINE_FILE
+from fastserve_backend.serving.responses import ResponseEncoder, WallClock
+from fastserve_backend.serving.runtime import RuntimeDirectory
+from fastserve_backend.serving.streaming import (
+    Emitter,
+    RequestError,
+    ResponseStream,
+    unexpected_error,
+)
+
+logger = logging.getLogger(__name__)
+
+# Sending is 100 µs of CPU a response, half of it outside the interpreter's lock.
+_NUM_EMITTERS = 1
+# Triton calls finalize when no request is left, so this only covers the engine's own last steps.
+_DRAIN_TIMEOUT_S = 10.0
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# Request ids go to logs: they must not break lines, nor fill a disk.
+_MAX_REQUEST_ID_CHARS = 128
+
+
+class TritonPythonModel:
+    """What Triton calls. ``execute`` runs on one thread and never raises."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Loads the model that ``engine.yaml`` in the model's directory names.
+
+        Raises:
+            pb_utils.TritonModelException: it cannot be loaded; the message says why.
+        """
+        logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
+        runtime = RuntimeDirectory.from_environment()
+        if runtime is not None:
+            runtime.report_stub()
+        clock = MonotonicClock()
+        try:
+            config = EngineConfig.from_yaml(Path(args["model_repository"], ENGINE_FILE))
+            self._guard = ParentGuard(runtime)
+            self._engine = Engine(config, clock=clock)
+            self._engine.start()
+        except Exception as error:
+            if not isinstance(error, FastServeError):
+                logger.exception("the model could not be loaded")
+            reason = str(error) or repr(error)
+            if runtime is not None:
+                runtime.report_failure(reason)
+            raise pb_utils.TritonModelException(reason) from None
+        self._guard.watch_engine(lambda: self._engine.failure)
+        self._wall_clock = WallClock(clock)
+        self._emitters = [Emitter(f"emitter-{index}") for index in range(_NUM_EMITTERS)]
+        self._num_requests = 0
+        self._num_rejected = 0
+        self._metrics = MetricsPublisher(
+            self._engine, args["model_name"], args["model_version"], lambda: self._num_rejected
+        )
+
+    def execute(self, requests: list[Any]) -> None:
+        """Accepts or refuses each request; responses follow from the emitters."""
+        for request in requests:
+            emitter = self._emitters[self._num_requests % len(self._emitters)]
+            self._num_requests += 1
+            stream = ResponseStream(request.get_response_sender(), emitter)
+            try:
+                self._submit(request, stream)
+            except Exception as error:
+                self._num_rejected += 1
+                stream.push(_refusal(error))
+        self._metrics.notice()
+
+    def finalize(self) -> None:
+        """Called when no request is left, or after the server's exit timeout."""
+        self._guard.watch_engine(lambda: None)
+        self._engine.drain(_DRAIN_TIMEOUT_S)
+        self._metrics.close()
+        for emitter in self._emitters:
+            emitter.close()
+        self._engine.close()
+        self._guard.close()
+
+    def _submit(self, request: Any, stream: ResponseStream) -> None:
+        engine = self._engine
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        wanted = decode_request(tensors, request.parameters())
+        if wanted.text is not None:
+            prompt_ids = engine.encode(wanted.text)
+        else:
+            assert wanted.input_ids is not None
+            prompt_ids = wanted.input_ids
+        prompt = ""
+        if wanted.include_input:
+            prompt = wanted.text if wanted.text is not None else engine.tokenizer.decode(prompt_ids)
+        encoder = ResponseEncoder(
+            wanted,
+            len(prompt_ids),
+            prompt,
+            self._wall_clock,
+            lambda token_id: engine.tokenizer.decode([token_id]),
+        )
+        stream.expect(encoder, stream=wanted.stream)
+        number = engine.submit(_job_id(request), prompt_ids, wanted.params, stream.push)
+        stream.accepted(lambda: engine.cancel(number))
+
+
+def _refusal(error: Exception) -> RequestError:
+    if isinstance(error, InvalidRequestError):
+        return RequestError(str(error), pb_utils.TritonError.INVALID_ARG)
+    if isinstance(error, (OverloadedError, DrainingError)):
+        return RequestError(str(error), pb_utils.TritonError.UNAVAILABLE)
+    if isinstance(error, FastServeError):
+        return RequestError(str(error), pb_utils.TritonError.INTERNAL)
+    logger.error("a request failed unexpectedly", exc_info=error)
+    return unexpected_error()
+
+
+def _job_id(request: Any) -> str:
+    name = "".join(c for c in request.request_id() if c.isprintable())[:_MAX_REQUEST_ID_CHARS]
+    return name or uuid.uuid4().hex

@@ -1,0 +1,236 @@
+"""One run of a tritonserver: its command line, its readiness, its end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import re
+import secrets
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from fastserve_client.protocol import MAX_TOKENS, MODEL_NAME, TEMPERATURE, TEXT_INPUT
+
+from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.errors import LaunchError, ModelLoadError
+from fastserve_backend.serving.installation import TritonInstallation
+from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
+
+logger = logging.getLogger(__name__)
+
+DRAIN_TIMEOUT_S = 30
+"""How long a stopping server waits for streams in flight (tritonserver's own default)."""
+
+GRACE_S = DRAIN_TIMEOUT_S + 15.0
+"""After its exit timeout the server still unloads the model and closes the engine."""
+
+SHORT_GRACE_S = 5.0
+"""For a server without clients, which has nothing to drain."""
+
+# Loading a model takes as long as it takes; this is only for the stub's interpreter to come up.
+_STUB_TIMEOUT_S = 120
+_READY_POLL_S = 0.05
+_PROBE_PROMPT = "Hello"
+# The last lines of a log are where a server says why it ended; tables and notes are no reasons.
+_LOG_TAIL_BYTES = 16384
+_LOG_TAIL_LINES = 8
+_LOG_NOISE = re.compile(r"[+|]|I\d{4} |\s*$")
+
+# The python backend makes one of these in every server, and leaves it behind when it is killed.
+_BACKEND_DIRECTORIES = ("/tmp", "python_env_??????")
+
+_RESTRICTED_APIS = "model-repository,shared-memory,trace,logging"
+
+
+class ServerProcess:
+    """A started tritonserver. ``stop`` must be called, also when ``await_ready`` raised."""
+
+    def __init__(
+        self,
+        installation: TritonInstallation,
+        runtime: RuntimeDirectory,
+        backend_flags: list[str],
+        endpoints: Endpoints,
+        log_path: Path | None,
+    ) -> None:
+        self._runtime = runtime
+        self._endpoints = endpoints
+        self._log_path = log_path
+        self._stub_handle: int | None = None
+        self._foreign_directories = _backend_directories()
+        self._own_directories: set[Path] = set()
+        runtime.clear_reports()
+        command = [str(installation.binary), *backend_flags, *_flags(runtime, endpoints)]
+        environment = installation.environment(os.environ) | runtime.environment()
+        log: IO[bytes] | None = None if log_path is None else log_path.open("ab")
+        try:
+            # Its own session: Ctrl-C in the terminal must reach the launcher alone, which drains.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT if log is not None else None,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"cannot run {installation.binary}: {error}") from None
+        finally:
+            if log is not None:
+                log.close()
+        self.handle = os.pidfd_open(self._process.pid)
+        """A pidfd: readable once the server ended."""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    def stub_handle(self) -> int:
+        """A pidfd of the stub: readable once it ended. Only of a server that is ready."""
+        assert self._stub_handle is not None
+        return self._stub_handle
+
+    def await_ready(self, deadline: float, cancelled: Callable[[], bool]) -> None:
+        """Returns when the model generated a token.
+
+        Args:
+            deadline: of ``time.monotonic()``.
+            cancelled: asked while waiting; True ends the wait with a LaunchError.
+
+        Raises:
+            ModelLoadError: the model refused to load; its message is the model's own.
+            LaunchError: the server ended, or was not ready in time.
+        """
+        for path in ("/v2/health/ready", f"/v2/models/{MODEL_NAME}/ready"):
+            while not self._answers(path):
+                self._check_waiting(deadline, cancelled)
+                wait_readable(self.handle, _READY_POLL_S)
+        self._own_directories = _backend_directories() - self._foreign_directories
+        pid = self._runtime.stub_pid()
+        if pid is None:
+            raise LaunchError(f"the server does not run this model{self._log_hint()}")
+        try:
+            self._stub_handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            raise LaunchError(f"the model's process ended early{self._log_hint()}") from None
+        self._probe(deadline)
+
+    def stop(self, grace_s: float) -> None:
+        """Ends server, stub and ranks, and removes what they left. To be called once.
+
+        Args:
+            grace_s: how long the server may take to end by itself: ``GRACE_S`` lets streams in
+                flight end first, 0 kills.
+        """
+        if grace_s > 0 and self._process.poll() is None:
+            self._process.terminate()
+            if not wait_readable(self.handle, grace_s):
+                logger.warning("tritonserver did not end after SIGTERM; killing it")
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._runtime.kill_processes()
+        self._runtime.remove_shared_memory()
+        for directory in self._own_directories:
+            with suppress(OSError):  # removed by the server itself, or in use by another one
+                directory.rmdir()
+        for handle in (self.handle, self._stub_handle):
+            if handle is not None:
+                os.close(handle)
+
+    def _check_waiting(self, deadline: float, cancelled: Callable[[], bool]) -> None:
+        reason = self._runtime.failure()
+        if reason is not None:
+            raise ModelLoadError(reason)
+        code = self._process.poll()
+        if code is not None:
+            raise LaunchError(
+                f"tritonserver ended with code {code} before it was ready{self._log_hint()}"
+            )
+        if cancelled():
+            raise LaunchError("stopped before the server was ready")
+        if time.monotonic() > deadline:
+            raise LaunchError(f"the server was not ready in time{self._log_hint()}")
+
+    def _answers(self, path: str) -> bool:
+        try:
+            return self._request("GET", path, None, timeout_s=1.0)[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def _probe(self, deadline: float) -> None:
+        body = json.dumps({TEXT_INPUT: _PROBE_PROMPT, MAX_TOKENS: 1, TEMPERATURE: 0.0})
+        timeout_s = max(deadline - time.monotonic(), 1.0)
+        try:
+            path = f"/v2/models/{MODEL_NAME}/generate"
+            status, answer = self._request("POST", path, body, timeout_s)
+        except (OSError, http.client.HTTPException) as error:
+            raise LaunchError(f"no token from the model: {error}{self._log_hint()}") from None
+        if status != 200:
+            raise LaunchError(f"no token from the model: {answer}{self._log_hint()}")
+
+    def _request(
+        self, method: str, path: str, body: str | None, timeout_s: float
+    ) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(
+            self._endpoints.reachable_host, self._endpoints.http_port, timeout=timeout_s
+        )
+        try:
+            headers = {} if body is None else {"Content-Type": "application/json"}
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            return response.status, response.read().decode("utf-8", "replace")
+        finally:
+            connection.close()
+
+    def _log_hint(self) -> str:
+        if self._log_path is None:
+            return "; its output is above"
+        with self._log_path.open("rb") as file:
+            file.seek(max(0, self._log_path.stat().st_size - _LOG_TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+        reasons = [line for line in lines if not _LOG_NOISE.match(line)]
+        return f"; the end of {self._log_path}:\n" + "\n".join(reasons[-_LOG_TAIL_LINES:])
+
+
+def _backend_directories() -> set[Path]:
+    parent, pattern = _BACKEND_DIRECTORIES
+    return set(Path(parent).glob(pattern))
+
+
+def _flags(runtime: RuntimeDirectory, endpoints: Endpoints) -> list[str]:
+    # Nobody needs these interfaces here, and each lets a client change the server.
+    restriction = f"{_RESTRICTED_APIS}:fastserve-admin={secrets.token_hex(16)}"
+    return [
+        f"--model-repository={runtime.repository}",
+        "--model-control-mode=none",
+        "--disable-auto-complete-config",
+        f"--exit-timeout-secs={DRAIN_TIMEOUT_S}",
+        f"--http-address={endpoints.host}",
+        f"--http-port={endpoints.http_port}",
+        f"--grpc-address={endpoints.host}",
+        f"--grpc-port={endpoints.grpc_port}",
+        f"--metrics-address={endpoints.host}",
+        f"--metrics-port={endpoints.metrics_port}",
+        # The server's own polling of hardware; an idle server should be idle.
+        "--allow-cpu-metrics=false",
+        "--allow-gpu-metrics=false",
+        f"--http-restricted-api={restriction}",
+        f"--grpc-restricted-protocol={restriction}",
+        # A client that vanished without closing its connection is noticed within 3 s.
+        "--grpc-keepalive-time=2000",
+        "--grpc-keepalive-timeout=1000",
+        "--grpc-http2-max-pings-without-data=0",
+        f"--backend-config=python,shm-region-prefix-name={runtime.shared_memory_prefix}",
+        f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
+    ]

@@ -1,0 +1,43 @@
+"""Writes a Triton model repository for one engine configuration."""
+
+from __future__ import annotations
+
+import shutil
+from importlib import resources
+from pathlib import Path
+
+from fastserve_client.protocol import MODEL_NAME
+
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.errors import LaunchError
+
+ENGINE_FILE = "engine.yaml"
+
+
+def find_model_template() -> Path:
+    """The model directory that the project ships: in the source tree, else in the package's data.
+
+    Raises:
+        LaunchError: neither is there, so the installation is broken.
+    """
+    package = Path(str(resources.files("fastserve_backend")))
+    candidates = [
+        package.parent.parent / "model_repository" / MODEL_NAME,
+        package / "model_repository" / MODEL_NAME,
+    ]
+    for candidate in candidates:
+        if (candidate / "config.pbtxt").is_file():
+            return candidate
+    raise LaunchError(
+        "the model repository of the package is missing (looked for "
+        + " and ".join(str(path) for path in candidates)
+        + "); reinstall fastserve"
+    )
+
+
+def write_repository(directory: Path, config: EngineConfig) -> Path:
+    """Writes ``directory/fastserve``, with ``config`` as ``engine.yaml``; returns ``directory``."""
+    model = directory / MODEL_NAME
+    shutil.copytree(find_model_template(), model, ignore=shutil.ignore_patterns("__pycache__"))
+    (model / ENGINE_FILE).write_text(config.to_yaml(), encoding="utf-8")
+    return directory

@@ -1,0 +1,127 @@
+"""The output tensors of a response, as numpy arrays by name."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from fastserve_client import protocol
+from numpy.typing import NDArray
+
+from fastserve_backend.clock import Clock
+from fastserve_backend.job import JobOutput, JobStats, TokenLogprob
+from fastserve_backend.serving.codec import GenerateRequest
+
+Tensors = list[tuple[str, NDArray[Any]]]
+
+_NS_PER_S = 1_000_000_000
+
+
+class WallClock:
+    """Turns seconds of the engine's clock into nanoseconds since the Unix epoch.
+
+    The distance of the two clocks is taken once: later steps of the system's time change no
+    difference between the times of a job.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._offset_ns = time.time_ns() - int(clock.now() * _NS_PER_S)
+
+    def nanoseconds(self, engine_time_s: float | None) -> int:
+        """0 for None: the event did not happen."""
+        if engine_time_s is None:
+            return 0
+        return int(engine_time_s * _NS_PER_S) + self._offset_ns
+
+
+class ResponseEncoder:
+    """Builds the responses of one request, in order.
+
+    Args:
+        prompt: put in front of the text of the first response; empty for none.
+        token_text: text of one token id, for ``logprobs``.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        num_input_tokens: int,
+        prompt: str,
+        wall_clock: WallClock,
+        token_text: Callable[[int], str],
+    ) -> None:
+        self._request = request
+        self._num_input_tokens = num_input_tokens
+        self._prompt = prompt
+        self._wall_clock = wall_clock
+        self._token_text = token_text
+        self._cumulative_logprob = 0.0
+
+    def encode(self, outputs: Sequence[JobOutput]) -> Tensors:
+        """One response with all that ``outputs`` hold; the last of them may end the job."""
+        request = self._request
+        text = self._prompt + "".join(output.text for output in outputs)
+        self._prompt = ""
+        token_ids = [token for output in outputs for token in output.token_ids]
+        tensors: Tensors = [
+            (protocol.TEXT_OUTPUT, _strings(text)),
+            (protocol.OUTPUT_IDS, np.array(token_ids, np.int32)),
+        ]
+        last = outputs[-1]
+        if request.return_finish_reason:
+            reason = last.finish_reason.value if last.finish_reason is not None else ""
+            tensors.append((protocol.FINISH_REASON, _strings(reason)))
+        if request.return_num_input_tokens:
+            number = np.array([self._num_input_tokens], np.uint32)
+            tensors.append((protocol.NUM_INPUT_TOKENS, number))
+        if request.return_num_output_tokens:
+            number = np.array([len(token_ids)], np.uint32)
+            tensors.append((protocol.NUM_OUTPUT_TOKENS, number))
+        if request.params.logprobs is not None:
+            logprobs = [entry for output in outputs for entry in output.logprobs]
+            self._add_logprobs(tensors, logprobs)
+        if request.return_perf_metrics and last.stats is not None:
+            tensors += self._perf_metrics(last.stats)
+        return tensors
+
+    def _add_logprobs(self, tensors: Tensors, logprobs: list[TokenLogprob]) -> None:
+        self._cumulative_logprob += sum(entry.logprob for entry in logprobs)
+        if self._request.return_cumulative_logprob:
+            value = np.array([self._cumulative_logprob], np.float32)
+            tensors.append((protocol.CUMULATIVE_LOGPROB, value))
+        if self._request.return_logprobs:
+            entries = [self._logprob_entry(entry) for entry in logprobs]
+            text = json.dumps(entries, ensure_ascii=False)
+            tensors.append((protocol.LOGPROBS_OUTPUT, _strings(text)))
+
+    def _logprob_entry(self, entry: TokenLogprob) -> dict[str, Any]:
+        described = self._token(entry.token_id, entry.logprob)
+        if self._request.params.logprobs:
+            described["top"] = [self._token(token, logprob) for token, logprob in entry.top]
+        return described
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token_id": token_id, "token": self._token_text(token_id), "logprob": logprob}
+
+    def _perf_metrics(self, stats: JobStats) -> Tensors:
+        nanoseconds = self._wall_clock.nanoseconds
+        values = {
+            protocol.ARRIVAL_TIME_NS: nanoseconds(stats.arrival_s),
+            protocol.FIRST_SCHEDULED_TIME_NS: nanoseconds(stats.first_scheduled_s),
+            protocol.FIRST_TOKEN_TIME_NS: nanoseconds(stats.first_token_s),
+            protocol.LAST_TOKEN_TIME_NS: nanoseconds(stats.last_token_s),
+            protocol.NUM_PREEMPTIONS: stats.num_preemptions,
+            protocol.NUM_SWAPS: stats.num_swaps,
+            protocol.QUEUE_LEVEL: stats.queue_level,
+        }
+        return [
+            (spec.name, np.array([values[spec.name]], spec.datatype.lower()))
+            for spec in protocol.PERF_OUTPUTS
+        ]
+
+
+def _strings(text: str) -> NDArray[Any]:
+    return np.array([text.encode("utf-8")], dtype=np.object_)

@@ -1,0 +1,141 @@
+"""The private directory of one running server: what launcher and stub tell each other, and cleanup.
+
+The launcher passes its path in the environment of the server; stub and ranks inherit it. So it also
+marks every process that belongs to this server, orphans included.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from select import POLLIN, poll
+
+RUNTIME_VARIABLE = "FASTSERVE_RUNTIME_DIR"
+LAUNCHER_VARIABLE = "FASTSERVE_LAUNCHER_PID"
+
+# A process that was sent SIGKILL is gone as soon as the kernel has freed its memory.
+_KILL_WAIT_S = 10.0
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class RuntimeDirectory:
+    """``path`` holds the backend directory, the model repository and the reports of the stub."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stub_file = path / "stub.pid"
+        self._failure_file = path / "failure.txt"
+
+    @classmethod
+    def create(cls) -> RuntimeDirectory:
+        """Makes an empty one that only this user can read."""
+        return cls(Path(tempfile.mkdtemp(prefix="fastserve-")))
+
+    @classmethod
+    def from_environment(cls) -> RuntimeDirectory | None:
+        """That of the launcher that started this process; None in a server started otherwise."""
+        path = os.environ.get(RUNTIME_VARIABLE)
+        return cls(Path(path)) if path else None
+
+    @property
+    def backends(self) -> Path:
+        return self.path / "backends"
+
+    @property
+    def repository(self) -> Path:
+        return self.path / "repository"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "server.log"
+
+    @property
+    def shared_memory_prefix(self) -> str:
+        return f"{self.path.name}-"
+
+    def environment(self) -> dict[str, str]:
+        """What the server inherits; temporary files of its processes go with the directory."""
+        return {
+            RUNTIME_VARIABLE: str(self.path),
+            LAUNCHER_VARIABLE: str(os.getpid()),
+            "TMPDIR": str(self.path),
+        }
+
+    def report_stub(self) -> None:
+        """Called by the stub before it loads the model."""
+        _write_at_once(self._stub_file, str(os.getpid()))
+
+    def report_failure(self, reason: str) -> None:
+        """Called by the stub when the model cannot load, or its engine broke for good."""
+        _write_at_once(self._failure_file, reason)
+
+    def stub_pid(self) -> int | None:
+        text = _read(self._stub_file)
+        return int(text) if text else None
+
+    def failure(self) -> str | None:
+        return _read(self._failure_file)
+
+    def clear_reports(self) -> None:
+        self._stub_file.unlink(missing_ok=True)
+        self._failure_file.unlink(missing_ok=True)
+
+    def processes(self) -> list[int]:
+        """Ids of all processes of this server (server, stub, ranks), also orphaned ones."""
+        marker = f"{RUNTIME_VARIABLE}={self.path}".encode()
+        found = []
+        for entry in os.scandir("/proc"):
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                variables = Path(entry.path, "environ").read_bytes().split(b"\0")
+            except OSError:  # ended meanwhile, or another user's
+                continue
+            if marker in variables:
+                found.append(int(entry.name))
+        return found
+
+    def kill_processes(self) -> None:
+        """Ends what is left of this server and waits until it is gone."""
+        handles = []
+        for pid in self.processes():
+            try:
+                handles.append(os.pidfd_open(pid))
+            except ProcessLookupError:
+                continue
+            signal.pidfd_send_signal(handles[-1], signal.SIGKILL)
+        for handle in handles:
+            wait_readable(handle, _KILL_WAIT_S)
+            os.close(handle)
+
+    def remove_shared_memory(self) -> None:
+        """Removes what the python backend left in /dev/shm; only when its processes are gone."""
+        for path in _SHARED_MEMORY.glob(f"{self.shared_memory_prefix}*"):
+            path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def wait_readable(descriptor: int, timeout_s: float) -> bool:
+    """Whether ``descriptor`` (a pidfd is readable once its process ended) is readable in time."""
+    poller = poll()
+    poller.register(descriptor, POLLIN)
+    return bool(poller.poll(timeout_s * 1000))
+
+
+def _write_at_once(path: Path, text: str) -> None:
+    # A reader must never see half of it.
+    draft = path.with_suffix(".draft")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,218 @@
+"""From the engine's outputs to Triton's responses.
+
+What kills a tritonserver 24.10 shapes this: two threads that send on one response sender, a
+cancellation poll after the FINAL flag, and an exception in ``execute`` during such a poll. So one
+emitter thread owns everything that happens to a request's sender, from its acceptance to FINAL.
+
+There is no back-pressure in Triton: sending to a client that has stopped reading never blocks, and
+how much it has unread cannot be seen. What one request may pile up is bounded by its max_tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import triton_python_backend_utils as pb_utils
+
+from fastserve_backend.job import FinishReason, JobOutput
+from fastserve_backend.serving.responses import ResponseEncoder, Tensors
+
+logger = logging.getLogger(__name__)
+
+# Blocks of a cancelled job must be free within 250 ms, of which a running iteration takes its part.
+_MIN_POLL_INTERVAL_S = 0.05
+_MAX_POLL_INTERVAL_S = 0.15
+# One poll of one sender is a message to the server and back: 40 µs. This keeps all of them below a
+# twentieth of a core until the maximum interval is reached.
+_POLL_INTERVAL_PER_STREAM_S = 0.0008
+
+
+class ResponseSender(Protocol):
+    """Triton's ``InferenceResponseSender``."""
+
+    def send(self, response: Any = None, flags: int = 0) -> None: ...
+
+    def is_cancelled(self) -> bool: ...
+
+
+class RequestError(Exception):
+    """What a client is told, with a ``pb_utils.TritonError`` code."""
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def unexpected_error() -> RequestError:
+    """For our own mistakes: exception texts have file paths in them, which are not for clients."""
+    return RequestError("internal error; see the server's log", pb_utils.TritonError.INTERNAL)
+
+
+def _cancelled_error() -> RequestError:
+    return RequestError("the request was cancelled", pb_utils.TritonError.CANCELLED)
+
+
+class ResponseStream:
+    """One accepted request. ``push`` may be called by any one thread; the rest is its emitter's."""
+
+    def __init__(self, sender: ResponseSender, emitter: Emitter) -> None:
+        self._sender = sender
+        self._emitter = emitter
+        self._pending: deque[JobOutput | RequestError] = deque()
+        self._queued = False
+        self._encoder: ResponseEncoder | None = None
+        self._stream = False
+        self._cancel_job: Callable[[], None] | None = None
+        self._cancelled = False
+        self.finished = False
+
+    def expect(self, encoder: ResponseEncoder, *, stream: bool) -> None:
+        """How to answer; before the engine may call ``push``."""
+        self._encoder = encoder
+        self._stream = stream
+
+    def accepted(self, cancel_job: Callable[[], None]) -> None:
+        """The engine has the job; from now on the client's cancellation ends it."""
+        self._cancel_job = cancel_job
+        self._emitter.watch(self)
+
+    def push(self, output: JobOutput | RequestError) -> None:
+        """Hands over new tokens, the end, or an error (which is an end too). Returns at once."""
+        self._pending.append(output)
+        # The emitter clears the flag before it looks at what is pending, so nothing is missed.
+        if not self._queued:
+            self._queued = True
+            self._emitter.watch(self)
+
+    def emit(self) -> None:
+        """Sends all that is pending as one response; with the end comes FINAL."""
+        self._queued = False
+        outputs: list[JobOutput] = []
+        if not self._stream and not self._ends():
+            return
+        while self._pending and not self.finished:
+            output = self._pending.popleft()
+            if isinstance(output, RequestError):
+                self._fail(output)
+            elif self._cancelled or output.finish_reason is FinishReason.CANCELLED:
+                if output.finish_reason is not None:
+                    self._fail(_cancelled_error())
+            elif output.finish_reason is FinishReason.ERROR:
+                self._fail(RequestError(output.error or "", pb_utils.TritonError.INTERNAL))
+            else:
+                outputs.append(output)
+        if outputs and not self.finished:
+            self._send(outputs)
+
+    def poll_cancellation(self) -> None:
+        """Asks Triton whether the client went away, and if so cancels the job, once."""
+        if self._cancelled or self._cancel_job is None or not self._sender.is_cancelled():
+            return
+        self._cancelled = True
+        self._cancel_job()
+
+    def abort(self) -> None:
+        """After an unexpected error: ends the request as well as possible."""
+        if self._cancel_job is not None:
+            self._cancel_job()
+        if not self.finished:
+            self._fail(unexpected_error())
+
+    def _ends(self) -> bool:
+        # Without streaming, everything waits for the end.
+        last = self._pending[-1] if self._pending else None
+        return isinstance(last, RequestError) or (
+            last is not None and last.finish_reason is not None
+        )
+
+    def _send(self, outputs: list[JobOutput]) -> None:
+        assert self._encoder is not None
+        response = _response(self._encoder.encode(outputs))
+        if outputs[-1].finish_reason is None:
+            self._sender.send(response)
+        else:
+            self.finished = True
+            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def _fail(self, error: RequestError) -> None:
+        self.finished = True
+        triton_error = pb_utils.TritonError(str(error), error.code)
+        # Two steps: gRPC clients do not see the final marker of a response that is an error.
+        self._sender.send(pb_utils.InferenceResponse(output_tensors=[], error=triton_error))
+        self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+class Emitter:
+    """A thread that sends the responses of its requests and polls their cancellation.
+
+    It sleeps while nothing is pending and nobody could cancel. Tokens of one request that arrive
+    while it is busy with others go out together.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._inbox: queue.SimpleQueue[ResponseStream | None] = queue.SimpleQueue()
+        self._active: set[ResponseStream] = set()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def watch(self, stream: ResponseStream) -> None:
+        """Something of ``stream`` is new. Thread-safe, returns at once."""
+        self._inbox.put(stream)
+
+    def close(self) -> None:
+        """Ends the thread once all that was handed over is sent."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    def _run(self) -> None:
+        next_poll_s = 0.0
+        while True:
+            try:
+                timeout_s = max(0.0, next_poll_s - time.monotonic()) if self._active else None
+                stream = self._inbox.get(timeout=timeout_s)
+                if stream is None:
+                    return
+                self._guarded(stream, stream.emit)
+            except queue.Empty:
+                pass
+            now = time.monotonic()
+            if now >= next_poll_s:
+                for active in tuple(self._active):
+                    self._guarded(active, active.poll_cancellation)
+                next_poll_s = now + self._poll_interval_s()
+
+    def _guarded(self, stream: ResponseStream, action: Callable[[], None]) -> None:
+        if stream.finished:
+            return
+        try:
+            action()
+        except Exception:
+            logger.exception("sending a response failed")
+            try:
+                stream.abort()
+            except Exception:
+                logger.exception("ending that request failed too")
+        if stream.finished:
+            self._active.discard(stream)
+        else:
+            self._active.add(stream)
+
+    def _poll_interval_s(self) -> float:
+        wanted = len(self._active) * _POLL_INTERVAL_PER_STREAM_S
+        return min(max(wanted, _MIN_POLL_INTERVAL_S), _MAX_POLL_INTERVAL_S)
+
+
+def _response(tensors: Tensors) -> Any:
+    return pb_utils.InferenceResponse(
+        output_tensors=[pb_utils.Tensor(name, array) for name, array in tensors]
+    )

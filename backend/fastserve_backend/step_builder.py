@@ -1,0 +1,98 @@
+"""Encode the scheduled jobs as one ``Step`` for the ranks."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import numpy as np
+
+from fastserve_backend.job import Job
+from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.worker.messages import Penalties, Sampling, Step
+
+_MASK = 2**64 - 1
+
+
+def build_step(step_id: int, jobs: Sequence[Job], num_decodes: int, pool: BlockPool) -> Step:
+    """``jobs`` in the step's order, the first ``num_decodes`` with one uncomputed token each."""
+    token_ids, query_lens, starts = array("i"), array("i"), array("i")
+    block_counts, block_ids = array("i"), array("i")
+    for job in jobs:
+        ids = job.uncomputed_ids()
+        token_ids.extend(ids)
+        query_lens.append(len(ids))
+        starts.append(job.num_computed)
+        table = pool.table(job.number)
+        block_counts.append(len(table))
+        block_ids.extend(table)
+    return Step(
+        step_id=step_id,
+        num_decodes=num_decodes,
+        token_ids=token_ids.tobytes(),
+        query_lens=query_lens.tobytes(),
+        starts=starts.tobytes(),
+        block_counts=block_counts.tobytes(),
+        block_ids=block_ids.tobytes(),
+        sampling=_sampling(jobs),
+    )
+
+
+def _sampling(jobs: Sequence[Job]) -> Sampling | None:
+    """None if every job takes its most likely token and asks for nothing more."""
+    if all(_is_plain_greedy(job) for job in jobs):
+        return None
+    params = [job.params for job in jobs]
+    return Sampling(
+        temperature=np.array([0 if p.greedy else p.temperature for p in params], "f4").tobytes(),
+        top_k=np.array([max(0, p.top_k) for p in params], "i4").tobytes(),
+        top_p=np.array([p.top_p for p in params], "f4").tobytes(),
+        uniform=np.array([uniform(job.seed, len(job.output_ids)) for job in jobs], "f8").tobytes(),
+        no_eos=np.array([_must_not_end(job) for job in jobs], "?").tobytes(),
+        num_logprobs=np.array(
+            [-1 if p.logprobs is None else p.logprobs for p in params], "i4"
+        ).tobytes(),
+        penalties=[
+            Penalties(
+                row=row,
+                repetition=job.params.repetition_penalty,
+                presence=job.params.presence_penalty,
+                frequency=job.params.frequency_penalty,
+                prompt_ids=job.prompt_ids.tobytes(),
+                output_ids=job.output_ids.tobytes(),
+            )
+            for row, job in enumerate(jobs)
+            if job.params.has_penalties
+        ],
+    )
+
+
+def _is_plain_greedy(job: Job) -> bool:
+    params = job.params
+    return (
+        params.greedy
+        and params.logprobs is None
+        and not params.has_penalties
+        and not _must_not_end(job)
+    )
+
+
+def _must_not_end(job: Job) -> bool:
+    return len(job.output_ids) < job.params.min_tokens and not job.params.ignore_eos
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) for token ``index`` of a job: SplitMix64 (Steele et al. 2014) of both.
+
+    A function of seed and index alone, so that a job's tokens do not depend on its company, and a
+    job that is recomputed or moved draws the same numbers again.
+    """
+    # The seed is scrambled first, or neighbouring seeds would draw shifted copies of one sequence.
+    return (_mix(_mix(seed) + index * 0x9E3779B97F4A7C15) >> 11) / 2**53
+
+
+def _mix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

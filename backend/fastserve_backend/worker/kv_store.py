@@ -1,0 +1,68 @@
+"""The rank's KV blocks: how many fit, and their memory."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+from torch import Tensor
+
+from fastserve_backend.errors import ConfigError
+from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.loader import torch_dtype
+
+# On a CPU the cache shares memory with everything else on the machine, so without a number from the
+# operator it takes a part of what is free, and no more than any workload on a CPU can use.
+CPU_SHARE_OF_FREE_MEMORY = 0.25
+CPU_MAX_BYTES = 4 * 2**30
+
+
+def allocate_kv(
+    config: ModelConfig,
+    device: torch.device,
+    block_size: int,
+    num_blocks: int | None,
+    device_memory_utilization: float,
+) -> Tensor:
+    """``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, uninitialised.
+
+    One block of all layers is one contiguous run of memory, so that one copy moves it. Call after
+    the weights are loaded: the automatic size is what they left.
+
+    Raises:
+        ConfigError: the memory does not hold ``num_blocks``, or not one job of ``max_model_len``.
+    """
+    bytes_per_block = config.kv_bytes_per_block(block_size)
+    available = _available_bytes(device, device_memory_utilization)
+    if num_blocks is None:
+        num_blocks = available // bytes_per_block
+        needed = -(-config.max_model_len // block_size)
+        if num_blocks < needed:
+            raise ConfigError(
+                f"kv_cache: {available / 2**30:.2f} GiB are left for KV, but one job of "
+                f"{config.max_model_len} tokens needs {needed * bytes_per_block / 2**30:.2f} GiB; "
+                "lower model.max_model_len or raise kv_cache.device_memory_utilization"
+            )
+    shape = (
+        num_blocks,
+        config.num_layers,
+        2,
+        config.num_kv_heads,
+        block_size,
+        config.head_dim,
+    )
+    try:
+        return torch.empty(shape, dtype=torch_dtype(config), device=device)
+    except (RuntimeError, MemoryError):
+        raise ConfigError(
+            f"kv_cache.device_blocks: got {num_blocks}, which is "
+            f"{num_blocks * bytes_per_block / 2**30:.1f} GiB; about "
+            f"{available // bytes_per_block} fit"
+        ) from None
+
+
+def _available_bytes(device: torch.device, utilization: float) -> int:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(total * utilization) - (total - free))
+    free = psutil.virtual_memory().available
+    return min(CPU_MAX_BYTES, int(free * CPU_SHARE_OF_FREE_MEMORY))

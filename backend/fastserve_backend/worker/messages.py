@@ -1,0 +1,119 @@
+"""Typed messages between the engine and its ranks, as MessagePack.
+
+Arrays travel as little-endian bytes, so that encoding a step costs microseconds. Every ``Step`` is
+complete in itself: a rank keeps no state of a job but its KV blocks, so a job can be dropped,
+recomputed or moved to a fresh rank without a word to the old one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Hello(msgspec.Struct, tag="hello", array_like=True):
+    """A rank's first message: it runs and wants its ``Setup``."""
+
+    rank: int
+    pid: int
+
+
+class Setup(msgspec.Struct, tag="setup", array_like=True):
+    """What a rank needs to build its part of the model."""
+
+    model: str
+    load_format: Literal["auto", "dummy"]
+    dtype: str
+    max_model_len: int | None
+    device: Literal["auto", "cpu", "cuda"]
+    block_size: int
+    device_memory_utilization: float
+    device_blocks: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class Ready(msgspec.Struct, tag="ready", array_like=True):
+    """The model is loaded."""
+
+    num_blocks: int
+    hardware: str
+    """Processor or GPU, its share in use, kernels: what the latency profile depends on."""
+    dtype: str
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True):
+    """The rank cannot go on; it ends after this."""
+
+    reason: str
+    """One line for the user."""
+    user_error: bool
+    """True: the model or configuration is at fault, not the program."""
+
+
+class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
+    """Sent every second from a thread of its own, so that a stopped process is noticed."""
+
+
+class Sampling(msgspec.Struct, array_like=True):
+    """How the rows that sample choose their token. One entry a sampling row, in order."""
+
+    temperature: bytes  # float32 [R]; 0 = greedy
+    top_k: bytes  # int32 [R]; 0 = all
+    top_p: bytes  # float32 [R]
+    uniform: bytes  # float64 [R]: in [0, 1), the randomness of this token
+    no_eos: bytes  # bool [R]: end-of-sequence tokens may not be chosen
+    num_logprobs: bytes  # int32 [R]: -1 = none, n = the token's own and the n most likely
+    penalties: list[Penalties]
+
+
+class Penalties(msgspec.Struct, array_like=True):
+    row: int
+    repetition: float
+    presence: float
+    frequency: float
+    prompt_ids: bytes  # int32
+    output_ids: bytes  # int32
+
+
+class Step(msgspec.Struct, tag="step", array_like=True):
+    """One iteration. S jobs, T tokens in all; jobs in decode phase come first."""
+
+    step_id: int
+    num_decodes: int
+    """The first so many jobs run one token each, with all earlier ones in the cache."""
+    token_ids: bytes  # int32 [T], job after job
+    query_lens: bytes  # int32 [S]: tokens of each job in this step
+    starts: bytes  # int32 [S]: position of each job's first token
+    block_counts: bytes  # int32 [S]
+    block_ids: bytes  # int32 [sum(block_counts)]
+    sampling: Sampling | None
+    """None: every job's last token is chosen greedily, nothing else is asked."""
+
+
+class StepResult(msgspec.Struct, tag="result", array_like=True):
+    step_id: int
+    token_ids: bytes  # int32 [S]
+    compute_s: float
+    """From the step's arrival at the rank to its tokens."""
+    logprobs: bytes  # float32 [S], empty if no job asked
+    top_logprobs: list[TopLogprobs]
+
+
+class TopLogprobs(msgspec.Struct, array_like=True):
+    row: int
+    token_ids: bytes  # int32 [n]
+    logprobs: bytes  # float32 [n]
+
+
+class Stop(msgspec.Struct, tag="stop", array_like=True):
+    """End in order."""
+
+
+ToRank = Setup | Step | Stop
+FromRank = Hello | Ready | Failed | Heartbeat | StepResult
+
+encoder = msgspec.msgpack.Encoder()
+to_rank_decoder = msgspec.msgpack.Decoder(ToRank)
+from_rank_decoder = msgspec.msgpack.Decoder(FromRank)

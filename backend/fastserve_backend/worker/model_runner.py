@@ -1,0 +1,90 @@
+"""Turn a ``Step`` into tensors, run the model, choose the tokens."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.layers import AttentionBatch
+from fastserve_backend.models.loader import CausalLM
+from fastserve_backend.worker.messages import Step, StepResult
+from fastserve_backend.worker.sampler import sample
+
+IntArray = npt.NDArray[Any]
+
+
+class ModelRunner:
+    """Runs the steps of one rank on one device.
+
+    Args:
+        kv: the rank's cache, ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``.
+    """
+
+    def __init__(
+        self, model: CausalLM, config: ModelConfig, kv: Tensor, device: torch.device
+    ) -> None:
+        self._model = model
+        self._eos_token_ids = config.eos_token_ids
+        self._kv = kv
+        self._block_size = kv.shape[4]
+        self._device = device
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> StepResult:
+        """One iteration; the result has one token a job, chosen after the job's last token."""
+        started = time.perf_counter()
+        query_lens = np.frombuffer(step.query_lens, dtype=np.int32)
+        ends = np.cumsum(query_lens)
+        positions, batch = self._lay_out(step, query_lens, ends)
+        token_ids = np.frombuffer(step.token_ids, dtype=np.int32).astype(np.int64)
+        hidden = self._model.forward(
+            self._tensor(token_ids), self._tensor(positions), batch, self._kv
+        )
+        if len(hidden) != len(query_lens):
+            hidden = hidden[self._tensor(ends - 1)]  # only the last token of a prefill needs logits
+        tokens = sample(self._model.logits(hidden), step.sampling, self._eos_token_ids)
+        return StepResult(
+            step_id=step.step_id,
+            token_ids=tokens.token_ids.to(torch.int32).numpy().tobytes(),
+            compute_s=time.perf_counter() - started,
+            logprobs=tokens.logprobs,
+            top_logprobs=tokens.top_logprobs,
+        )
+
+    def _lay_out(
+        self, step: Step, query_lens: IntArray, ends: IntArray
+    ) -> tuple[IntArray, AttentionBatch]:
+        num_jobs, num_tokens = len(query_lens), int(ends[-1])
+        starts = np.frombuffer(step.starts, dtype=np.int32)
+        counts = np.frombuffer(step.block_counts, dtype=np.int32)
+        tables = np.zeros((num_jobs, int(counts.max())), dtype=np.int32)
+        tables[np.arange(tables.shape[1])[None, :] < counts[:, None]] = np.frombuffer(
+            step.block_ids, dtype=np.int32
+        )
+        rows = np.repeat(np.arange(num_jobs, dtype=np.int32), query_lens)
+        first_rows = ends - query_lens
+        positions = np.arange(num_tokens) + np.repeat(starts - first_rows, query_lens)
+        blocks = tables[rows, positions // self._block_size].astype(np.int64)
+        fresh = [
+            (int(first_rows[job]), int(ends[job]))
+            for job in range(step.num_decodes, num_jobs)
+            if starts[job] == 0
+        ]
+        batch = AttentionBatch(
+            slots=self._tensor(blocks * self._block_size + positions % self._block_size),
+            block_tables=self._tensor(tables),
+            table_rows=self._tensor(rows),
+            context_lens=self._tensor((positions + 1).astype(np.int32)),
+            num_decode_tokens=step.num_decodes,
+            fresh_prefills=fresh,
+        )
+        return positions, batch
+
+    def _tensor(self, values: IntArray) -> Tensor:
+        return torch.from_numpy(values).to(self._device)

@@ -1,0 +1,69 @@
+"""Client of the Triton model ``fastserve``; needs neither torch nor the server's package.
+
+    from fastserve_client import FastServeClient
+
+    with FastServeClient("grpc://127.0.0.1:8001") as client:
+        for chunk in client.stream("Once upon a time", max_tokens=32):
+            print(chunk.text, end="", flush=True)
+
+Names are loaded on first use: the server takes ``fastserve_client.protocol`` from here and must not
+load gRPC's client with it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastserve_client.endpoint import DEFAULT_URL, Endpoint
+    from fastserve_client.errors import (
+        ClientError,
+        ConnectionFailed,
+        InvalidRequest,
+        RequestCancelled,
+        RequestTimeout,
+        ServerError,
+        ServerUnavailable,
+    )
+    from fastserve_client.grpc_client import FastServeClient, TokenStream
+    from fastserve_client.options import SamplingOptions
+    from fastserve_client.results import Chunk, Completion, PerfMetrics, TokenLogprob
+
+__all__ = [
+    "FastServeClient",
+    "TokenStream",
+    "SamplingOptions",
+    "Chunk",
+    "Completion",
+    "TokenLogprob",
+    "PerfMetrics",
+    "DEFAULT_URL",
+    "Endpoint",
+    "ClientError",
+    "InvalidRequest",
+    "ServerUnavailable",
+    "ConnectionFailed",
+    "RequestTimeout",
+    "RequestCancelled",
+    "ServerError",
+]
+
+_MODULES = {
+    "FastServeClient": "grpc_client",
+    "TokenStream": "grpc_client",
+    "SamplingOptions": "options",
+    "DEFAULT_URL": "endpoint",
+    "Endpoint": "endpoint",
+    "Chunk": "results",
+    "Completion": "results",
+    "TokenLogprob": "results",
+    "PerfMetrics": "results",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_MODULES.get(name, 'errors')}")
+    return getattr(module, name)

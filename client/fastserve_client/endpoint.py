@@ -1,0 +1,58 @@
+"""Where a server listens: parsing of the URLs that users type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from fastserve_client.errors import InvalidRequest
+from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HOST
+
+DEFAULT_URL = f"grpc://{DEFAULT_HOST}:{DEFAULT_GRPC_PORT}"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The gRPC endpoint of a tritonserver."""
+
+    host: str
+    """Name or address; an IPv6 address without brackets."""
+    port: int
+
+    @classmethod
+    def parse(cls, url: str) -> Endpoint:
+        """Accepts ``grpc://HOST[:PORT]`` and, as Triton's own tools write it, ``HOST[:PORT]``.
+
+        Raises:
+            InvalidRequest: anything else; the message shows the expected form.
+        """
+        try:
+            parts = urlsplit(url if "://" in url else f"grpc://{url}")
+        except ValueError:
+            raise _bad_url(url, "not a valid URL") from None
+        if parts.scheme in ("http", "https"):
+            raise _bad_url(url, f"this client speaks gRPC, by default on port {DEFAULT_GRPC_PORT}")
+        if parts.scheme != "grpc":
+            raise _bad_url(url, f"unknown scheme {parts.scheme!r}")
+        if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
+            raise _bad_url(url, "it holds more than a host and a port")
+        try:
+            port = parts.port
+        except ValueError:
+            raise _bad_url(url, "the port is not a number from 1 to 65535") from None
+        if not parts.hostname or port == 0:
+            raise _bad_url(url, "the host is missing" if port != 0 else "port 0 names no server")
+        return cls(parts.hostname, DEFAULT_GRPC_PORT if port is None else port)
+
+    @property
+    def target(self) -> str:
+        """The form that gRPC channels take."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"grpc://{self.target}"
+
+
+def _bad_url(url: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"url: got {url!r}; {reason}; write it like {DEFAULT_URL}")

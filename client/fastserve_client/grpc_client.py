@@ -1,0 +1,182 @@
+"""The synchronous gRPC client."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from tritonclient.grpc import service_pb2_grpc
+
+from fastserve_client import protocol
+from fastserve_client.endpoint import DEFAULT_URL, Endpoint
+from fastserve_client.errors import ServerError, error_from_message, error_from_status
+from fastserve_client.grpc_codec import build_request, parse_response
+from fastserve_client.results import Chunk, Completion
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+    from fastserve_client.options import SamplingOptions
+
+# A prompt or a response can pass gRPC's default limit of 4 MiB; the server has its own limits.
+_CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
+
+
+class FastServeClient:
+    """Sends prompts to the model ``fastserve`` of a tritonserver.
+
+    All requests share one connection, and each has a gRPC stream (an HTTP/2 stream, not a
+    connection) of its own, opened through the stub that ``tritonclient`` generates from Triton's
+    protocol. ``tritonclient``'s own client object holds one stream at a time: requests
+    multiplexed on it could only be cancelled all together, and one error of the transport would
+    end them all. With a stream each, cancelling, a deadline or an error touches one request, and
+    the end of the stream is the end of that request.
+
+    Thread-safe. Connecting is lazy: a wrong address shows at the first request.
+    """
+
+    def __init__(self, url: str = DEFAULT_URL, *, model: str = protocol.MODEL_NAME) -> None:
+        """``url``: ``grpc://HOST[:PORT]``; ``model``: its name in the server's model repository.
+
+        Raises:
+            InvalidRequest: the URL cannot be understood.
+        """
+        self.endpoint = Endpoint.parse(url)
+        self.model = model
+        self._channel = grpc.insecure_channel(self.endpoint.target, options=_CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        timeout_s: float | None = None,
+        perf_metrics: bool = False,
+        request_id: str = "",
+        **sampling: Unpack[SamplingOptions],
+    ) -> TokenStream:
+        """Sends the request now and returns an iterator over its chunks.
+
+        Args:
+            prompt: text, or token ids.
+            timeout_s: seconds for the whole request; ``None`` waits as long as it takes.
+            perf_metrics: the last chunk carries the server's ``PerfMetrics``.
+            request_id: appears in the server's logs; by default the server makes one up.
+            **sampling: see ``SamplingOptions``.
+
+        Raises:
+            InvalidRequest: the request cannot be sent. (What the server refuses is raised by the
+                iteration, as are its other errors: see ``TokenStream``.)
+            TypeError: an unknown option.
+        """
+        return self._start(
+            build_request(
+                self.model,
+                prompt,
+                sampling,
+                stream=True,
+                perf_metrics=perf_metrics,
+                request_id=request_id,
+            ),
+            timeout_s,
+        )
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        timeout_s: float | None = None,
+        perf_metrics: bool = False,
+        request_id: str = "",
+        **sampling: Unpack[SamplingOptions],
+    ) -> Completion:
+        """The whole completion, in one response. Arguments as ``stream``, errors of both."""
+        request = build_request(
+            self.model,
+            prompt,
+            sampling,
+            stream=False,
+            perf_metrics=perf_metrics,
+            request_id=request_id,
+        )
+        with self._start(request, timeout_s) as chunks:
+            return Completion.from_chunks(chunks)
+
+    def close(self) -> None:
+        """Closes the connection; what still runs is cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(self, request: Any, timeout_s: float | None) -> TokenStream:
+        # The iterator of one request ends at once, which half-closes the stream: the server then
+        # closes its side after the last response, and no final marker has to be waited for.
+        call = self._stub.ModelStreamInfer(iter((request,)), timeout=timeout_s)
+        return TokenStream(call, str(self.endpoint))
+
+
+class TokenStream(Iterator[Chunk]):
+    """The chunks of one request, as they arrive.
+
+    Leaving the ``with`` block, ``close()``, or dropping the last reference before the end cancels
+    the request on the server, and nothing else. ``close()`` may be called from another thread or
+    a signal handler; a blocked iteration then ends.
+
+    Iterating raises:
+        InvalidRequest, ServerUnavailable, ConnectionFailed, RequestTimeout, RequestCancelled,
+        ServerError: see ``fastserve_client.errors``.
+    """
+
+    def __init__(self, call: Any, url: str) -> None:
+        self._call = call
+        self._url = url
+        self._closed = threading.Event()
+        self._finished = False
+
+    def __next__(self) -> Chunk:
+        if self._closed.is_set():
+            raise StopIteration
+        try:
+            response = next(self._call)
+        except StopIteration:
+            if self._finished:
+                raise
+            raise ServerError(f"{self._url} ended the stream before the job ended") from None
+        except grpc.RpcError as error:
+            if self._closed.is_set():
+                raise StopIteration from None
+            raise error_from_status(self._url, error.code().name, error.details() or "") from None
+        if response.error_message:
+            self.close()
+            raise error_from_message(response.error_message)
+        chunk = parse_response(response.infer_response)
+        self._finished = chunk.finish_reason is not None
+        return chunk
+
+    def close(self) -> None:
+        """Cancels the request if it still runs; idempotent."""
+        self._closed.set()
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

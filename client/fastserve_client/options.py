@@ -1,0 +1,63 @@
+"""The sampling options of a request, as keyword arguments and as one JSON tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from fastserve_client.errors import InvalidRequest
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Sampling and stopping; what is left out or ``None`` takes the server's default.
+
+    The server checks the values, so that every client sees the same limits and messages.
+    """
+
+    max_tokens: int | None
+    min_tokens: int | None
+    temperature: float | None
+    """0 means greedy."""
+    top_p: float | None
+    top_k: int | None
+    """-1 means all tokens."""
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    ignore_eos: bool | None
+    logprobs: int | None
+    """Also return the log-probability of each token, and this many of the most likely ones."""
+
+
+OPTION_NAMES = frozenset(SamplingOptions.__annotations__)
+
+
+def encode_options(options: Mapping[str, Any], flags: Mapping[str, bool]) -> str:
+    """The value of the ``sampling_parameters`` tensor: the options, and flags of the protocol.
+
+    One JSON tensor instead of a tensor for each value: the server pays for every tensor, and
+    JSON integers reach its checks with all their digits where a fixed-width tensor would wrap.
+
+    Raises:
+        TypeError: a name that is no option.
+        InvalidRequest: a value that JSON cannot carry (NaN, infinity, a foreign type).
+    """
+    unknown = sorted(options.keys() - OPTION_NAMES)
+    if unknown:
+        raise TypeError(
+            f"unknown sampling option {unknown[0]!r}; there are: {', '.join(sorted(OPTION_NAMES))}"
+        )
+    fields = []
+    for name, value in (*options.items(), *flags.items()):
+        if value is None:
+            continue
+        try:
+            fields.append(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}")
+        except (TypeError, ValueError):
+            raise InvalidRequest(
+                f"{name}: got {value!r}; must be a finite number, a bool or text"
+            ) from None
+    return "{" + ", ".join(fields) + "}"

@@ -1,0 +1,159 @@
+"""Wire names of the Triton model ``fastserve``: tensors, their types, and the limits of a request.
+
+Both sides import this module, so it depends on nothing: neither torch, numpy nor tritonclient.
+A tensor has dims [1] unless its ``TensorSpec`` says that its length varies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+MODEL_NAME: Final = "fastserve"
+
+DEFAULT_HOST: Final = "127.0.0.1"
+DEFAULT_HTTP_PORT: Final = 8000
+DEFAULT_GRPC_PORT: Final = 8001
+DEFAULT_METRICS_PORT: Final = 8002
+
+# Triton's names of datatypes in requests (KServe v2); its config.pbtxt says TYPE_STRING for BYTES.
+DataType = Literal["BYTES", "BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name and type of one input or output tensor."""
+
+    name: str
+    datatype: DataType
+    variable_length: bool = False
+    """Dims [-1] instead of [1]."""
+
+
+TEXT_INPUT: Final = "text_input"
+INPUT_IDS: Final = "input_ids"
+STREAM: Final = "stream"
+SAMPLING_PARAMETERS: Final = "sampling_parameters"
+"""A JSON object with any of ``PARAMETER_KEYS``; a tensor of the same name beats it."""
+EXCLUDE_INPUT_IN_OUTPUT: Final = "exclude_input_in_output"
+MAX_TOKENS: Final = "max_tokens"
+MIN_TOKENS: Final = "min_tokens"
+TEMPERATURE: Final = "temperature"
+TOP_P: Final = "top_p"
+TOP_K: Final = "top_k"
+REPETITION_PENALTY: Final = "repetition_penalty"
+PRESENCE_PENALTY: Final = "presence_penalty"
+FREQUENCY_PENALTY: Final = "frequency_penalty"
+SEED: Final = "seed"
+STOP_WORDS: Final = "stop_words"
+IGNORE_EOS: Final = "ignore_eos"
+RETURN_FINISH_REASON: Final = "return_finish_reason"
+RETURN_NUM_INPUT_TOKENS: Final = "return_num_input_tokens"
+RETURN_NUM_OUTPUT_TOKENS: Final = "return_num_output_tokens"
+RETURN_CUMULATIVE_LOGPROB: Final = "return_cumulative_logprob"
+RETURN_LOGPROBS: Final = "return_logprobs"
+RETURN_PERF_METRICS: Final = "return_perf_metrics"
+
+STOP: Final = "stop"
+"""Other name of ``STOP_WORDS`` inside ``SAMPLING_PARAMETERS``: a string or a list of strings."""
+LOGPROBS: Final = "logprobs"
+"""Only inside ``SAMPLING_PARAMETERS`` or as a request parameter: how many of the most likely tokens
+the ``logprobs`` output lists for each generated token (it needs ``return_logprobs`` as well)."""
+
+INPUTS: Final = (
+    TensorSpec(TEXT_INPUT, "BYTES"),
+    TensorSpec(INPUT_IDS, "INT32", variable_length=True),
+    TensorSpec(STREAM, "BOOL"),
+    TensorSpec(SAMPLING_PARAMETERS, "BYTES"),
+    TensorSpec(EXCLUDE_INPUT_IN_OUTPUT, "BOOL"),
+    TensorSpec(MAX_TOKENS, "INT32"),
+    TensorSpec(MIN_TOKENS, "INT32"),
+    TensorSpec(TEMPERATURE, "FP32"),
+    TensorSpec(TOP_P, "FP32"),
+    TensorSpec(TOP_K, "INT32"),
+    TensorSpec(REPETITION_PENALTY, "FP32"),
+    TensorSpec(PRESENCE_PENALTY, "FP32"),
+    TensorSpec(FREQUENCY_PENALTY, "FP32"),
+    TensorSpec(SEED, "UINT64"),
+    TensorSpec(STOP_WORDS, "BYTES", variable_length=True),
+    TensorSpec(IGNORE_EOS, "BOOL"),
+    TensorSpec(RETURN_FINISH_REASON, "BOOL"),
+    TensorSpec(RETURN_NUM_INPUT_TOKENS, "BOOL"),
+    TensorSpec(RETURN_NUM_OUTPUT_TOKENS, "BOOL"),
+    TensorSpec(RETURN_CUMULATIVE_LOGPROB, "BOOL"),
+    TensorSpec(RETURN_LOGPROBS, "BOOL"),
+    TensorSpec(RETURN_PERF_METRICS, "BOOL"),
+)
+
+TEXT_OUTPUT: Final = "text_output"
+"""New text of this response; never a broken UTF-8 sequence. May be empty while a character or a
+possible stop word is incomplete."""
+OUTPUT_IDS: Final = "output_ids"
+"""New tokens of this response; may be empty."""
+FINISH_REASON: Final = "finish_reason"
+"""One of ``FINISH_REASONS`` in the last response, empty before."""
+NUM_INPUT_TOKENS: Final = "num_input_tokens"
+NUM_OUTPUT_TOKENS: Final = "num_output_tokens"
+"""Tokens of this response, as Triton's vLLM backend counts; the sum is the length of the output."""
+CUMULATIVE_LOGPROB: Final = "cumulative_logprob"
+"""Sum over the tokens up to and with this response, natural logarithm."""
+LOGPROBS_OUTPUT: Final = "logprobs"
+"""JSON list, one object a token of ``OUTPUT_IDS``: ``token_id``, ``token`` (its text), ``logprob``,
+and ``top`` (a list of such objects, most likely first) where the request asked for some."""
+ARRIVAL_TIME_NS: Final = "arrival_time_ns"
+FIRST_SCHEDULED_TIME_NS: Final = "first_scheduled_time_ns"
+FIRST_TOKEN_TIME_NS: Final = "first_token_time_ns"
+LAST_TOKEN_TIME_NS: Final = "last_token_time_ns"
+NUM_PREEMPTIONS: Final = "num_preemptions"
+NUM_SWAPS: Final = "num_swaps"
+QUEUE_LEVEL: Final = "queue_level"
+
+PERF_OUTPUTS: Final = (
+    TensorSpec(ARRIVAL_TIME_NS, "INT64"),
+    TensorSpec(FIRST_SCHEDULED_TIME_NS, "INT64"),
+    TensorSpec(FIRST_TOKEN_TIME_NS, "INT64"),
+    TensorSpec(LAST_TOKEN_TIME_NS, "INT64"),
+    TensorSpec(NUM_PREEMPTIONS, "INT32"),
+    TensorSpec(NUM_SWAPS, "INT32"),
+    TensorSpec(QUEUE_LEVEL, "INT32"),
+)
+"""With ``RETURN_PERF_METRICS``, in the last response only. Times are nanoseconds since the Unix
+epoch on the server's clock; 0 where the event did not happen."""
+
+OUTPUTS: Final = (
+    TensorSpec(TEXT_OUTPUT, "BYTES", variable_length=True),
+    TensorSpec(OUTPUT_IDS, "INT32", variable_length=True),
+    TensorSpec(FINISH_REASON, "BYTES"),
+    TensorSpec(NUM_INPUT_TOKENS, "UINT32"),
+    TensorSpec(NUM_OUTPUT_TOKENS, "UINT32"),
+    TensorSpec(CUMULATIVE_LOGPROB, "FP32"),
+    TensorSpec(LOGPROBS_OUTPUT, "BYTES"),
+    *PERF_OUTPUTS,
+)
+
+PARAMETER_KEYS: Final = (
+    *(
+        spec.name
+        for spec in INPUTS
+        if spec.name not in (TEXT_INPUT, INPUT_IDS, SAMPLING_PARAMETERS)
+    ),
+    STOP,
+    LOGPROBS,
+)
+"""What may also be a key of ``SAMPLING_PARAMETERS`` or a request parameter. A tensor beats the
+former, that beats the latter; numbers and booleans may be strings; other keys are errors."""
+
+FINISH_STOP: Final = "stop"
+FINISH_LENGTH: Final = "length"
+FINISH_CANCELLED: Final = "cancelled"
+FINISH_ERROR: Final = "error"
+FINISH_REASONS: Final = (FINISH_STOP, FINISH_LENGTH, FINISH_CANCELLED, FINISH_ERROR)
+
+DEFAULT_MAX_TOKENS: Final = 16
+MAX_LOGPROBS: Final = 20
+MAX_STOP_WORDS: Final = 64
+MAX_STOP_WORD_CHARS: Final = 1024
+MAX_SEED: Final = 2**64 - 1
+MAX_INT32: Final = 2**31 - 1
+MAX_PENALTY: Final = 2.0
+MAX_TEMPERATURE: Final = 100.0

@@ -1,0 +1,94 @@
+"""What a client gets back: chunks of a stream, and whole completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token and its log-probability (natural logarithm)."""
+
+    token_id: int
+    token: str
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+    """The most likely tokens at this place, best first, as many as were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerfMetrics:
+    """The server's view of one job.
+
+    Times are nanoseconds since the Unix epoch on the server's clock, 0 where the event did not
+    happen: subtract them from one another, not from the client's clock.
+    """
+
+    arrival_time_ns: int
+    first_scheduled_time_ns: int
+    first_token_time_ns: int
+    last_token_time_ns: int
+    num_preemptions: int
+    num_swaps: int
+    queue_level: int
+    """Queue of the job when it ended; 0 is the highest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What is new since the chunk before."""
+
+    text: str
+    """May be empty: a character or a possible stop word is not complete yet."""
+    token_ids: tuple[int, ...]
+    """More than one where the server merged tokens to catch up."""
+    finish_reason: str | None = None
+    """``stop``, ``length``, ``cancelled`` or ``error``; set on the last chunk only."""
+    num_input_tokens: int | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One entry a token of ``token_ids`` where the request asked for them."""
+    cumulative_logprob: float | None = None
+    """Sum over all tokens so far, where the request asked for ``logprobs``."""
+    perf: PerfMetrics | None = None
+    """On the last chunk, where the request asked for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole generation, without the prompt."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    """``None`` when the chunks end before the job does, as after a client's own cancellation."""
+    num_input_tokens: int | None
+    logprobs: tuple[TokenLogprob, ...]
+    cumulative_logprob: float | None
+    perf: PerfMetrics | None
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def from_chunks(cls, chunks: Iterable[Chunk]) -> Completion:
+        """Joins the chunks of one stream, in order."""
+        texts: list[str] = []
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        last = Chunk(text="", token_ids=())
+        for chunk in chunks:
+            texts.append(chunk.text)
+            token_ids.extend(chunk.token_ids)
+            logprobs.extend(chunk.logprobs)
+            last = chunk
+        return cls(
+            text="".join(texts),
+            token_ids=tuple(token_ids),
+            finish_reason=last.finish_reason,
+            num_input_tokens=last.num_input_tokens,
+            logprobs=tuple(logprobs),
+            cumulative_logprob=last.cumulative_logprob,
+            perf=last.perf,
+        )

@@ -1,0 +1,134 @@
+"""Compiles the C++ kernels once per machine and source version, into the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+SOURCE_DIR = Path(__file__).parent / "src"
+COMPILE_FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp",
+    "-fPIC",
+    # Results must be the same in every build: fuse multiply-adds everywhere, reorder nothing.
+    "-ffp-contract=fast",
+)
+COMPILE_TIMEOUT_S = 300
+"""A build takes about 10 s on an idle core; this is for a machine that is badly overloaded."""
+
+
+class BuildError(RuntimeError):
+    """The kernels cannot be compiled or cached here; the message says why."""
+
+
+def find_compiler() -> str:
+    """Path of the C++ compiler: `$CXX`, else g++, else c++.
+
+    Raises BuildError when there is none.
+    """
+    for name in (os.environ.get("CXX"), "g++", "c++"):
+        path = shutil.which(name) if name else None
+        if path:
+            return path
+    raise BuildError("no C++ compiler found: install g++, or set CXX to one")
+
+
+def torch_openmp() -> Path | None:
+    """The libgomp that torch itself loads, so that kernels and torch share one thread pool."""
+    libraries = Path(torch.__file__).parent / "lib"
+    return next(iter(sorted(libraries.glob("libgomp*.so*"))), None)
+
+
+def cache_dir() -> Path:
+    """The private folder for compiled kernels, created if missing.
+
+    Raises BuildError if it cannot be created or others could write to it: what lies there
+    is loaded as code.
+    """
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(root) / "fastserve" / "kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except OSError as error:
+        raise BuildError(f"cache folder {folder} is unusable: {error}") from error
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise BuildError(f"cache folder {folder} must be yours, and writable by you only")
+    return folder
+
+
+def build() -> Path:
+    """The compiled library, built now unless the cache has it.
+
+    The name carries a hash of everything the machine code depends on. Processes that build at
+    the same time each compile to a file of their own and rename it into place.
+
+    Raises BuildError.
+    """
+    compiler = find_compiler()
+    openmp = torch_openmp()
+    sources = sorted(SOURCE_DIR.glob("*.cpp"))
+    target = cache_dir() / f"fastserve_kernels-{_build_key(compiler, openmp)}.so"
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as work:
+        objects = [str(Path(work) / f"{source.stem}.o") for source in sources]
+        compile_only = [compiler, *COMPILE_FLAGS, "-c", "-o"]
+        commands = [
+            [*compile_only, output, str(source)]
+            for output, source in zip(objects, sources, strict=True)
+        ]
+        with ThreadPoolExecutor(len(commands)) as pool:
+            for _ in pool.map(_compile, commands):
+                pass
+        library = str(Path(work) / "kernels.so")
+        # No -fopenmp when linking: it would add the compiler's own libgomp to torch's.
+        _compile([compiler, "-shared", "-o", library, *objects, str(openmp or "-fopenmp")])
+        os.replace(library, target)
+    return target
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]} failed: {error}") from error
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
+
+
+def _build_key(compiler: str, openmp: Path | None) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(SOURCE_DIR.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    try:
+        version = subprocess.run(
+            [compiler, "--version"], capture_output=True, timeout=COMPILE_TIMEOUT_S
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{compiler} failed: {error}") from error
+    parts = (*COMPILE_FLAGS, compiler, str(openmp), platform.machine(), _cpu_model())
+    digest.update(version + "\0".join(parts).encode())
+    return digest.hexdigest()[:24]
+
+
+def _cpu_model() -> str:
+    """What -march=native depends on: a home folder may be shared by different machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "features", "cpu part")
+    first_core = lines[: lines.index("")] if "" in lines else lines
+    return "\n".join(line for line in first_core if line.lower().startswith(wanted))

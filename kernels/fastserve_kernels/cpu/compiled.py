@@ -1,0 +1,150 @@
+"""The C++ kernels as Python calls: argument types, pointers and strides, nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastserve_kernels.cpu.builder import BuildError, build
+
+_INT = ctypes.c_int64
+_REAL = ctypes.c_double
+_POINTER = ctypes.c_void_p
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "fs_kv_write": (None, [_POINTER] * 4 + [_INT] * 10),
+    "fs_paged_attention": (None, [_INT] + [_POINTER] * 6 + [_INT] * 11 + [_REAL]),
+    "fs_prefill_attention": (None, [_INT] + [_POINTER] * 5 + [_INT] * 11 + [_REAL]),
+    "fs_add_layer_norm": (None, [_INT] + [_POINTER] * 6 + [_INT] * 4 + [_REAL]),
+    "fs_argmax_rows": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
+    "fs_packed_size": (_INT, [_INT] * 2),
+    "fs_pack_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
+    "fs_linear": (None, [_INT] + [_POINTER] * 4 + [_INT] * 5),
+}
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class CompiledKernels:
+    """The loaded library. Tensors are on the CPU and float32 or bfloat16, one dtype a call.
+
+    Work is shared out over torch's own OpenMP threads (`torch.set_num_threads`).
+    """
+
+    def __init__(self, library: Path) -> None:
+        """Raises BuildError when the library cannot be loaded."""
+        self.path = library
+        try:
+            functions = ctypes.CDLL(str(library))
+        except OSError as error:
+            raise BuildError(f"{library} cannot be loaded: {error}") from error
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(functions, name)
+            function.restype, function.argtypes = result, arguments
+        self._kv_write = functions.fs_kv_write
+        self._paged_attention = functions.fs_paged_attention
+        self._prefill_attention = functions.fs_prefill_attention
+        self._add_layer_norm = functions.fs_add_layer_norm
+        self._argmax_rows = functions.fs_argmax_rows
+        self._packed_size = functions.fs_packed_size
+        self._pack_weight = functions.fs_pack_weight
+        self._linear = functions.fs_linear
+
+    @classmethod
+    def load(cls) -> CompiledKernels:
+        """Builds the library if the cache lacks it, and loads it. Raises BuildError."""
+        return cls(build())
+
+    def kv_write(self, kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """See `ops.kv_write`."""
+        _, layers, _, kv_heads, block_size, head_dim = kv.shape
+        item = kv.element_size()
+        key_t, key_h, _ = key.stride()
+        value_t, value_h, _ = value.stride()
+        self._kv_write(
+            kv.data_ptr(), key.data_ptr(), value.data_ptr(), slots.data_ptr(), key.shape[0],
+            kv_heads, head_dim * item, block_size, layers, layer,
+            key_t * item, key_h * item, value_t * item, value_h * item,
+        )  # fmt: skip
+
+    def paged_attention(
+        self, query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_rows: Tensor,
+        context_lens: Tensor, scale: float, out: Tensor,
+    ) -> None:  # fmt: skip
+        """See `ops.paged_attention`."""
+        _, layers, _, kv_heads, block_size, head_dim = kv.shape
+        tokens, heads, _ = query.shape
+        stride_t, stride_h, _ = query.stride()
+        self._paged_attention(
+            _DTYPE_CODES[query.dtype], query.data_ptr(), kv.data_ptr(), out.data_ptr(),
+            block_tables.data_ptr(), table_rows.data_ptr(), context_lens.data_ptr(), tokens,
+            heads, kv_heads, head_dim, block_size, layers, layer, stride_t, stride_h,
+            out.stride(0), block_tables.stride(0), scale,
+        )  # fmt: skip
+
+    def prefill_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, ranges: Sequence[tuple[int, int]],
+        scale: float, out: Tensor,
+    ) -> None:  # fmt: skip
+        """See `ops.prefill_attention`."""
+        _, heads, head_dim = query.shape
+        query_t, query_h, _ = query.stride()
+        key_t, key_h, _ = key.stride()
+        value_t, value_h, _ = value.stride()
+        flat = (_INT * (2 * len(ranges)))(*(row for pair in ranges for row in pair))
+        self._prefill_attention(
+            _DTYPE_CODES[query.dtype], query.data_ptr(), key.data_ptr(), value.data_ptr(),
+            out.data_ptr(), ctypes.addressof(flat), len(ranges), heads, key.shape[1], head_dim,
+            query_t, query_h, key_t, key_h, value_t, value_h, out.stride(0), scale,
+        )  # fmt: skip
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `ops.add_layer_norm`."""
+        rows, size = x.shape
+        total, normed = torch.empty_like(x), torch.empty_like(x)
+        self._add_layer_norm(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), residual.data_ptr(),
+            None if weight is None else weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            total.data_ptr(), normed.data_ptr(), rows, size, x.stride(0), residual.stride(0), eps,
+        )  # fmt: skip
+        return total, normed
+
+    def argmax_rows(self, logits: Tensor) -> Tensor:
+        """See `ops.argmax_rows`."""
+        rows, size = logits.shape
+        out = torch.empty(rows, dtype=torch.int64)
+        self._argmax_rows(
+            _DTYPE_CODES[logits.dtype], logits.data_ptr(), out.data_ptr(), rows, size,
+            logits.stride(0),
+        )  # fmt: skip
+        return out
+
+    def pack_weight(self, weight: Tensor) -> Tensor:
+        """The packed form of weight [out, in], rows contiguous; opaque, for `linear`."""
+        out, size = weight.shape
+        panels = torch.empty(self._packed_size(out, size), dtype=weight.dtype)
+        self._pack_weight(
+            _DTYPE_CODES[weight.dtype], weight.data_ptr(), panels.data_ptr(), out, size,
+            weight.stride(0),
+        )  # fmt: skip
+        return panels
+
+    def linear(
+        self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, relu: bool
+    ) -> Tensor:
+        """x [T, in], rows contiguous, times the packed weight: [T, out_features]."""
+        rows, size = x.shape
+        y = torch.empty((rows, out_features), dtype=x.dtype)
+        self._linear(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), panels.data_ptr(),
+            None if bias is None else bias.data_ptr(), y.data_ptr(), rows, size, out_features,
+            x.stride(0), relu,
+        )  # fmt: skip
+        return y

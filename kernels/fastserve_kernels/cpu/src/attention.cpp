@@ -1,0 +1,420 @@
+// Attention over a paged KV cache, and causal attention over the fresh keys of whole prompts.
+//
+// Both are one loop: a group of queries walks over the positions in chunks, an online softmax
+// per query, reading every K and V row in place. A query's result depends on its own context
+// only, never on what else is in the batch.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include <omp.h>
+
+#include "vec.h"
+
+namespace fastserve {
+
+// Positions that share one softmax update: long enough to hide its latency, short enough that
+// a chunk of one KV head stays in the first-level cache.
+constexpr int CHUNK = 64;
+// Query heads that one work item walks together; bounds its state to the second-level cache.
+constexpr int MAX_ITEM_HEADS = 32;
+
+// Where the rows of one job's K and V lie. Paged: table != nullptr. Strides in elements.
+template <typename T>
+struct Rows {
+    const T* key;
+    const T* value;
+    int64_t head_stride_k, head_stride_v;
+    int64_t row_stride_k, row_stride_v;
+    const int32_t* table;
+    int64_t block_stride, block_size;
+
+    void locate(int64_t first, int count, const T** k, const T** v) const {
+        if (!table) {
+            for (int i = 0; i < count; ++i) {
+                k[i] = key + (first + i) * row_stride_k;
+                v[i] = value + (first + i) * row_stride_v;
+            }
+            return;
+        }
+        int64_t block = first / block_size, offset = first % block_size;
+        for (int i = 0; i < count; ++block, offset = 0) {
+            const int64_t base = table[block] * block_stride + offset * row_stride_k;
+            const int run = (int)std::min<int64_t>(count - i, block_size - offset);
+            for (int j = 0; j < run; ++j, ++i) {
+                k[i] = key + base + j * row_stride_k;
+                v[i] = value + base + j * row_stride_k;
+            }
+        }
+    }
+};
+
+struct Query {
+    float* q;    // [pairs() * PAIR], scaled to the log2 domain, in Pair order
+    float* acc;  // [pairs() * PAIR], unnormalised output in Pair order
+    float max, sum;
+    int64_t context;
+    int64_t kv_head;
+};
+
+// Sums of neighbours of x and y; `step` lanes count as one element. Step 1 stays within 128-bit
+// lanes (one cheap shuffle), step 4 moves whole ones.
+template <int STEP>
+static inline vf add_neighbours(vf x, vf y) {
+    vi even, odd;
+    for (int i = 0; i < W; ++i) {
+        if (STEP == 1) {
+            even[i] = i / 4 * 4 + i % 2 * 2 + (i % 4 / 2) * W;
+        } else {
+            const int lane = i / 4 * 2;  // counted over x and y together
+            even[i] = lane * 4 + i % 4;
+        }
+        odd[i] = even[i] + STEP;
+    }
+    return __builtin_shuffle(x, y, even) + __builtin_shuffle(x, y, odd);
+}
+
+// Lane i of the result is the sum over the lanes of x[i]. Overwrites x.
+static inline vf transpose_sum(vf* x) {
+    for (int i = 0; i < W / 2; ++i) x[i] = add_neighbours<1>(x[2 * i], x[2 * i + 1]);
+    for (int i = 0; i < W / 4; ++i) x[i] = add_neighbours<1>(x[2 * i], x[2 * i + 1]);
+    for (int n = W / 8; n > 0; n /= 2)
+        for (int i = 0; i < n; ++i) x[i] = add_neighbours<4>(x[2 * i], x[2 * i + 1]);
+    return x[0];
+}
+
+// The rows that the next query reads, fetched while this one is worked on: a KV head's share of a
+// block is only a few cache lines long, too short for the hardware to see a stream.
+template <typename T>
+struct Ahead {
+    const T* const* rows;  // nullptr: nothing to fetch
+    int64_t offset;
+    int count;
+
+    inline void fetch(int i, int size) const {
+        if (i >= count) return;
+        const char* line = (const char*)(rows[i] + offset);
+        for (int byte = 0; byte < size * (int)sizeof(T); byte += 64) __builtin_prefetch(line + byte);
+    }
+};
+
+// D > 0: head size known at compile time; D == 0: taken from `dim`.
+template <typename T, int D>
+struct Attend {
+    const int dim;
+
+    // Functions, not members: with a known D they are constants wherever they are used.
+    inline int size() const { return D ? D : dim; }
+    inline int pairs() const { return (size() + PAIR - 1) / PAIR; }
+    inline int full() const { return size() / PAIR; }   // Pairs without padding
+    inline int tail() const { return size() % PAIR; }   // elements of the padded Pair, or 0
+    inline int width(int c) const { return c < full() ? PAIR : tail(); }
+
+    __attribute__((always_inline)) inline vf dots(const float* q, const T* const* rows, int64_t head_offset) const {
+        vf acc[W] = {};
+        for (int c = 0; c < full(); ++c) {
+            const vf qa = *(const vf_mem*)(q + c * PAIR), qb = *(const vf_mem*)(q + c * PAIR + W);
+            for (int i = 0; i < W; ++i) {
+                const Pair k = load_pair(rows[i] + head_offset + c * PAIR);
+                acc[i] += qa * k.a;
+                acc[i] += qb * k.b;
+            }
+        }
+        if (tail()) {
+            const int c = full();
+            const vf qa = *(const vf_mem*)(q + c * PAIR), qb = *(const vf_mem*)(q + c * PAIR + W);
+            for (int i = 0; i < W; ++i) {
+                const Pair k = load_pair_n(rows[i] + head_offset + c * PAIR, tail());
+                acc[i] += qa * k.a;
+                acc[i] += qb * k.b;
+            }
+        }
+        return transpose_sum(acc);
+    }
+
+    template <int N>
+    __attribute__((always_inline)) inline void accumulate(float* acc, float rescale, const float* p, const T* const* rows,
+                           int64_t offset, int count, int last = PAIR) const {
+        Pair x[N];
+        for (int c = 0; c < N; ++c) {
+            x[c].a = *(const vf_mem*)(acc + c * PAIR) * rescale;
+            x[c].b = *(const vf_mem*)(acc + c * PAIR + W) * rescale;
+        }
+        for (int i = 0; i < count; ++i) {
+            const T* row = rows[i] + offset;
+            for (int c = 0; c < N; ++c) {
+                const Pair v =
+                    c == N - 1 ? load_pair_n(row + c * PAIR, last) : load_pair(row + c * PAIR);
+                x[c].a += p[i] * v.a;
+                x[c].b += p[i] * v.b;
+            }
+        }
+        for (int c = 0; c < N; ++c) {
+            *(vf_mem*)(acc + c * PAIR) = x[c].a;
+            *(vf_mem*)(acc + c * PAIR + W) = x[c].b;
+        }
+    }
+
+    void chunk(Query& query, const T* const* k, const T* const* v, int count, int64_t head_k,
+               int64_t head_v, const Ahead<T>& next_k, const Ahead<T>& next_v) const {
+        float p[CHUNK];
+        vf high = splat(-INFINITY);
+        const int padded = (count + W - 1) / W * W;  // k holds `padded` valid pointers
+        for (int i = 0; i < padded; i += W) {
+            for (int j = i; j < i + W; ++j) next_k.fetch(j, size());
+            vf s = dots(query.q, k + i, head_k);
+            if (i + W > count)
+                for (int j = count - i; j < W; ++j) s[j] = -INFINITY;
+            high = vmax(s, high);
+            *(vf_mem*)(p + i) = s;
+        }
+        const float max = std::max(query.max, hmax(high));
+        const float rescale = query.sum > 0.f ? std::exp2(query.max - max) : 0.f;
+        vf total = {};
+        for (int i = 0; i < padded; i += W) {
+            for (int j = i; j < i + W; ++j) next_v.fetch(j, size());
+            vf e = exp2_nonpositive(*(const vf_mem*)(p + i) - max);
+            if (i + W > count)
+                for (int j = count - i; j < W; ++j) e[j] = 0.f;
+            total += e;
+            *(vf_mem*)(p + i) = e;
+        }
+        query.sum = query.sum * rescale + hsum(total);
+        query.max = max;
+        // Four Pairs of accumulators at a time: they fit the registers of every target.
+        int c = 0;
+        for (; c + 4 <= full(); c += 4)
+            accumulate<4>(query.acc + c * PAIR, rescale, p, v, head_v + c * PAIR, count);
+        for (; c + 2 <= full(); c += 2)
+            accumulate<2>(query.acc + c * PAIR, rescale, p, v, head_v + c * PAIR, count);
+        for (; c < full(); ++c)
+            accumulate<1>(query.acc + c * PAIR, rescale, p, v, head_v + c * PAIR, count);
+        if (tail())
+            accumulate<1>(query.acc + c * PAIR, rescale, p, v, head_v + c * PAIR, count, tail());
+    }
+
+    void run(Query* queries, int count, const Rows<T>& rows) const {
+        int64_t longest = 0;
+        for (int i = 0; i < count; ++i) longest = std::max(longest, queries[i].context);
+        const T *pointers[4][CHUNK];
+        const T **k = pointers[0], **v = pointers[1], **next_k = pointers[2], **next_v = pointers[3];
+        int located = locate(rows, 0, longest, k, v);
+        for (int64_t first = 0; first < longest; first += CHUNK) {
+            const int next = locate(rows, first + CHUNK, longest, next_k, next_v);
+            for (int i = 0; i < count; ++i) {
+                Query& query = queries[i];
+                const int n = (int)std::min<int64_t>(located, query.context - first);
+                if (n <= 0) continue;
+                // Queries are sorted by KV head; only the last one of a head fetches.
+                Ahead<T> ahead_k{}, ahead_v{};
+                if (i + 1 == count) {
+                    ahead_k = {next_k, queries[0].kv_head * rows.head_stride_k, next};
+                    ahead_v = {next_v, queries[0].kv_head * rows.head_stride_v, next};
+                } else if (queries[i + 1].kv_head != query.kv_head) {
+                    ahead_k = {k, queries[i + 1].kv_head * rows.head_stride_k, located};
+                    ahead_v = {v, queries[i + 1].kv_head * rows.head_stride_v, located};
+                }
+                chunk(query, k, v, n, query.kv_head * rows.head_stride_k,
+                      query.kv_head * rows.head_stride_v, ahead_k, ahead_v);
+            }
+            std::swap(k, next_k);
+            std::swap(v, next_v);
+            located = next;
+        }
+    }
+
+    // Pointers to the rows of the chunk at `first`, repeated up to a multiple of W.
+    static int locate(const Rows<T>& rows, int64_t first, int64_t end, const T** k, const T** v) {
+        const int count = (int)std::max<int64_t>(0, std::min<int64_t>(CHUNK, end - first));
+        rows.locate(first, count, k, v);
+        for (int i = count; i % W; ++i) k[i] = k[count - 1];
+        return count;
+    }
+
+    void begin(Query& query, const T* source, float scale, float* memory) const {
+        query.q = memory;
+        query.acc = memory + pairs() * PAIR;
+        query.max = -INFINITY;
+        query.sum = 0.f;
+        for (int c = 0; c < pairs(); ++c) {
+            Pair x = load_pair_n(source + c * PAIR, width(c));
+            *(vf_mem*)(query.q + c * PAIR) = x.a * scale;
+            *(vf_mem*)(query.q + c * PAIR + W) = x.b * scale;
+            *(vf_mem*)(query.acc + c * PAIR) = vf{};
+            *(vf_mem*)(query.acc + c * PAIR + W) = vf{};
+        }
+    }
+
+    void finish(const Query& query, T* target) const {
+        const float inverse = query.sum > 0.f || query.sum != query.sum ? 1.f / query.sum : 0.f;
+        for (int c = 0; c < pairs(); ++c) {
+            Pair x = {*(const vf_mem*)(query.acc + c * PAIR) * inverse,
+                      *(const vf_mem*)(query.acc + c * PAIR + W) * inverse};
+            store_pair_n(target + c * PAIR, x, width(c));
+        }
+    }
+};
+
+// How many KV heads one work item takes: all that fit, but enough items to feed every thread.
+static int64_t heads_per_item(int64_t tokens, int64_t kv_heads, int64_t group, int64_t threads) {
+    int64_t most = std::max<int64_t>(1, MAX_ITEM_HEADS / group);
+    const int64_t wanted_items = 2 * threads;
+    while (most > 1 && tokens * ((kv_heads + most - 1) / most) < wanted_items) most = (most + 1) / 2;
+    return std::min(most, kv_heads);
+}
+
+struct PagedArgs {
+    const void *query, *kv;
+    void* out;
+    const int32_t *block_tables, *table_rows, *context_lens;
+    int64_t tokens, heads, kv_heads, dim, block_size, layers, layer;
+    int64_t query_stride_t, query_stride_h, out_stride_t, table_stride;
+    float scale;
+};
+
+constexpr float LOG2E = 1.44269504088896340736f;
+
+template <typename T, int D>
+static void paged(const PagedArgs& a) {
+    const Attend<T, D> attend{(int)a.dim};
+    const int64_t group = a.heads / a.kv_heads;
+    const int64_t head_stride = a.block_size * a.dim;
+    const int64_t part = a.kv_heads * head_stride;  // K (or V) of one layer of one block
+    const int64_t per_item = heads_per_item(a.tokens, a.kv_heads, group, omp_get_max_threads());
+    const int64_t splits = (a.kv_heads + per_item - 1) / per_item;
+    const int64_t items = a.tokens * splits;
+#pragma omp parallel if (items > 1)
+    {
+        const int64_t stride = 2 * attend.pairs() * PAIR;
+        std::vector<float> memory(per_item * group * stride);
+        std::vector<Query> queries(per_item * group);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t item = 0; item < items; ++item) {
+            const int64_t t = item / splits, first = item % splits * per_item;
+            const int64_t end = std::min(first + per_item, a.kv_heads);
+            const T* base = (const T*)a.kv + a.layer * 2 * part;
+            const Rows<T> rows{base, base + part, head_stride, head_stride, a.dim, a.dim,
+                               a.block_tables + a.table_rows[t] * a.table_stride,
+                               a.layers * 2 * part, a.block_size};
+            const T* query = (const T*)a.query + t * a.query_stride_t;
+            T* out = (T*)a.out + t * a.out_stride_t;
+            const int count = (int)((end - first) * group);
+            for (int i = 0; i < count; ++i) {
+                const int64_t head = first * group + i;
+                queries[i].context = a.context_lens[t];
+                queries[i].kv_head = head / group;
+                attend.begin(queries[i], query + head * a.query_stride_h, a.scale * LOG2E,
+                             memory.data() + i * stride);
+            }
+            attend.run(queries.data(), count, rows);
+            for (int i = 0; i < count; ++i)
+                attend.finish(queries[i], out + (first * group + i) * a.dim);
+        }
+    }
+}
+
+struct PrefillArgs {
+    const void *query, *key, *value;
+    void* out;
+    const int64_t* ranges;  // [count, 2] row ranges
+    int64_t count, heads, kv_heads, dim;
+    int64_t query_stride_t, query_stride_h, key_stride_t, key_stride_h, value_stride_t,
+        value_stride_h, out_stride_t;
+    float scale;
+};
+
+// Prompt rows whose queries walk over one KV head together, while its chunk is in cache.
+constexpr int64_t TILE = 16;
+
+template <typename T, int D>
+static void prefill(const PrefillArgs& a) {
+    const Attend<T, D> attend{(int)a.dim};
+    const int64_t group = a.heads / a.kv_heads;
+    struct Tile {
+        int64_t start, first, end;
+    };
+    std::vector<Tile> tiles;
+    for (int64_t r = 0; r < a.count; ++r)
+        for (int64_t start = a.ranges[2 * r], end = a.ranges[2 * r + 1], t = start; t < end;
+             t += TILE)
+            tiles.push_back({start, t, std::min(t + TILE, end)});
+    // Longest first, so that no thread is left with a long tile at the end.
+    std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& x, const Tile& y) {
+        return x.end - x.start > y.end - y.start;
+    });
+    const int64_t items = (int64_t)tiles.size() * a.kv_heads;
+#pragma omp parallel if (items > 1)
+    {
+        const int64_t stride = 2 * attend.pairs() * PAIR;
+        std::vector<float> memory(TILE * group * stride);
+        std::vector<Query> queries(TILE * group);
+#pragma omp for schedule(dynamic, 4)
+        for (int64_t item = 0; item < items; ++item) {
+            const Tile tile = tiles[item / a.kv_heads];
+            const int64_t kv_head = item % a.kv_heads;
+            const Rows<T> rows{(const T*)a.key + tile.start * a.key_stride_t,
+                               (const T*)a.value + tile.start * a.value_stride_t,
+                               a.key_stride_h, a.value_stride_h,
+                               a.key_stride_t, a.value_stride_t, nullptr, 0, 0};
+            int count = 0;
+            for (int64_t t = tile.first; t < tile.end; ++t)
+                for (int64_t g = 0; g < group; ++g, ++count) {
+                    queries[count].context = t - tile.start + 1;
+                    queries[count].kv_head = kv_head;
+                    attend.begin(queries[count],
+                                 (const T*)a.query + t * a.query_stride_t +
+                                     (kv_head * group + g) * a.query_stride_h,
+                                 a.scale * LOG2E, memory.data() + count * stride);
+                }
+            attend.run(queries.data(), count, rows);
+            for (int i = 0; i < count; ++i)
+                attend.finish(queries[i], (T*)a.out + (tile.first + i / group) * a.out_stride_t +
+                                              (kv_head * group + i % group) * a.dim);
+        }
+    }
+}
+
+template <typename T>
+static void paged_any(const PagedArgs& a) {
+    if (a.dim == 64) return paged<T, 64>(a);
+    if (a.dim == 80) return paged<T, 80>(a);
+    if (a.dim == 128) return paged<T, 128>(a);
+    paged<T, 0>(a);
+}
+
+template <typename T>
+static void prefill_any(const PrefillArgs& a) {
+    if (a.dim == 64) return prefill<T, 64>(a);
+    if (a.dim == 80) return prefill<T, 80>(a);
+    if (a.dim == 128) return prefill<T, 128>(a);
+    prefill<T, 0>(a);
+}
+
+}  // namespace fastserve
+
+extern "C" void fs_paged_attention(
+    int64_t dtype, const void* query, const void* kv, void* out, const int32_t* block_tables,
+    const int32_t* table_rows, const int32_t* context_lens, int64_t tokens, int64_t heads,
+    int64_t kv_heads, int64_t dim, int64_t block_size, int64_t layers, int64_t layer,
+    int64_t query_stride_t, int64_t query_stride_h, int64_t out_stride_t, int64_t table_stride,
+    double scale) {
+    const fastserve::PagedArgs args{
+        query, kv, out, block_tables, table_rows, context_lens, tokens, heads, kv_heads, dim,
+        block_size, layers, layer, query_stride_t, query_stride_h, out_stride_t, table_stride,
+        (float)scale};
+    if (dtype == fastserve::kBFloat16) return fastserve::paged_any<fastserve::bf16>(args);
+    fastserve::paged_any<float>(args);
+}
+
+extern "C" void fs_prefill_attention(
+    int64_t dtype, const void* query, const void* key, const void* value, void* out,
+    const int64_t* ranges, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim,
+    int64_t query_stride_t, int64_t query_stride_h, int64_t key_stride_t, int64_t key_stride_h,
+    int64_t value_stride_t, int64_t value_stride_h, int64_t out_stride_t, double scale) {
+    const fastserve::PrefillArgs args{
+        query, key, value, out, ranges, count, heads, kv_heads, dim, query_stride_t,
+        query_stride_h, key_stride_t, key_stride_h, value_stride_t, value_stride_h, out_stride_t,
+        (float)scale};
+    if (dtype == fastserve::kBFloat16) return fastserve::prefill_any<fastserve::bf16>(args);
+    fastserve::prefill_any<float>(args);
+}

@@ -1,0 +1,126 @@
+// Vector types and storage conversions shared by the CPU kernels.
+//
+// Everything is written with GCC/Clang vector extensions, so the same source is correct on any
+// instruction set; only the vector width follows the machine.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace fastserve {
+
+// Names of storage types in the C interface; the Python side passes these numbers.
+enum DType : int64_t { kFloat32 = 0, kBFloat16 = 1 };
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#else
+constexpr int W = 8;
+#endif
+constexpr int PAIR = 2 * W;  // elements in one Pair
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint32_t vu __attribute__((vector_size(W * 4)));
+// The same types for memory that need not be aligned and may hold another type.
+typedef float vf_mem __attribute__((vector_size(W * 4), aligned(1), may_alias));
+typedef uint32_t vu_mem __attribute__((vector_size(W * 4), aligned(1), may_alias));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+// 2*W consecutive elements as fp32. How they are spread over the two vectors depends on the
+// storage type (bf16: even/odd elements, because a shift and a mask are the cheapest way to widen;
+// fp32: first/second half). Loads and stores of one type agree, and all arithmetic between two
+// Pairs is per lane, so the order never matters in between.
+struct Pair {
+    vf a, b;
+};
+
+static inline vf splat(float x) { return x - vf{}; }
+
+static inline Pair load_pair(const float* p) {
+    return {*(const vf_mem*)p, *(const vf_mem*)(p + W)};
+}
+static inline Pair load_pair(const bf16* p) {
+    vu raw = *(const vu_mem*)p;
+    return {(vf)(raw << 16), (vf)(raw & 0xffff0000u)};
+}
+
+// fp32 -> bf16 in the upper half of each lane, round to nearest even; a NaN stays a NaN.
+static inline vu round_bf16(vf x) {
+    vu u = (vu)x;
+    vu rounded = u + 0x7fffu + ((u >> 16) & 1u);
+    vu quiet = u | 0x00400000u;
+    return (vu)(x == x ? (vi)rounded : (vi)quiet);
+}
+
+static inline void store_pair(float* p, Pair x) {
+    *(vf_mem*)p = x.a;
+    *(vf_mem*)(p + W) = x.b;
+}
+static inline void store_pair(bf16* p, Pair x) {
+    *(vu_mem*)p = (round_bf16(x.a) >> 16) | (round_bf16(x.b) & 0xffff0000u);
+}
+
+// The first n (0 < n <= PAIR) elements; the rest read as zero, and are never touched in memory.
+template <typename T>
+static inline Pair load_pair_n(const T* p, int n) {
+    if (n == PAIR) return load_pair(p);
+    T buffer[PAIR];
+    std::memset(buffer, 0, sizeof buffer);
+    std::memcpy(buffer, p, n * sizeof(T));
+    return load_pair(buffer);
+}
+template <typename T>
+static inline void store_pair_n(T* p, Pair x, int n) {
+    if (n == PAIR) return store_pair(p, x);
+    T buffer[PAIR];
+    store_pair(buffer, x);
+    std::memcpy(p, buffer, n * sizeof(T));
+}
+
+static inline float to_float(float x) { return x; }
+static inline float to_float(bf16 x) {
+    uint32_t u = (uint32_t)x.bits << 16;
+    float f;
+    std::memcpy(&f, &u, 4);
+    return f;
+}
+
+static inline vf vmax(vf x, vf y) { return x > y ? x : y; }
+
+static inline float hsum(vf x) {
+    float lanes[W];
+    *(vf_mem*)lanes = x;
+    for (int width = W / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+static inline float hmax(vf x) {
+    float lanes[W];
+    *(vf_mem*)lanes = x;
+    for (int width = W / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i)
+            lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+    return lanes[0];
+}
+
+// 2^x for x <= 0, relative error below 2e-7; anything under 2^-126 flushes to about 1e-38.
+static inline vf exp2_nonpositive(vf x) {
+    const vf round_magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+    x = vmax(x, splat(-126.f));
+    vf shifted = x + round_magic;
+    vf r = (x - (shifted - round_magic)) * 0.6931471805599453f;  // in [-ln2/2, ln2/2]
+    vf p = splat(1.3888889e-3f);                                  // Taylor of e^r, degree 6
+    p = p * r + 8.3333333e-3f;
+    p = p * r + 4.1666667e-2f;
+    p = p * r + 1.6666667e-1f;
+    p = p * r + 0.5f;
+    p = p * r + 1.f;
+    p = p * r + 1.f;
+    return (vf)((vu)p + ((vu)shifted << 23));
+}
+
+}  // namespace fastserve

@@ -1,0 +1,90 @@
+"""Inference-only linear layers with the weight packed once for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastserve_kernels.cpu.backend import compiled_for
+
+ONEDNN_ROWS_HINT = 16
+"""Rows that oneDNN lays the weight out for. Measured in fp32 for 1 to 2048 rows: a layout for 16
+or 256 serves every count, one for a single row loses up to 70% from 4 rows on."""
+
+
+class PackedLinear:
+    """y = x @ weight.T + bias, optionally with a ReLU, for inference.
+
+    The weight is kept in one packed copy; the given tensor is not kept unless the device wants it
+    as it is. `path` says what runs:
+
+    - "onednn": oneDNN's prepacked kernels. bfloat16 on CPUs that multiply it in hardware, and
+      float32 on a CPU without compiled kernels.
+    - "compiled": this package's kernel, float32 and bfloat16 on every other CPU. Results do not
+      depend on the number of rows in a call, bit for bit.
+    - "torch": `torch.nn.functional.linear`, for all else.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> None:
+        """weight [out, in], bias [out] of the same dtype and device, or None."""
+        weight = weight.detach()
+        bias = None if bias is None else bias.detach().contiguous()
+        self.out_features, self.in_features = weight.shape
+        self.path, self._apply = _choose(weight, bias, relu)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] of the weight's dtype, T may be 0 -> [T, out], contiguous."""
+        return self._apply(x)
+
+
+def _choose(
+    weight: Tensor, bias: Tensor | None, relu: bool
+) -> tuple[str, Callable[[Tensor], Tensor]]:
+    kernels = compiled_for(weight)
+    if weight.is_cpu and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        native = weight.dtype == torch.bfloat16 and _multiplies_bfloat16()
+        if native or (weight.dtype == torch.float32 and kernels is None):
+            return "onednn", _onednn(weight, bias, relu)
+    if kernels is None:
+        return "torch", _plain(weight, bias, relu)
+    panels = kernels.pack_weight(weight if weight.stride(1) == 1 else weight.contiguous())
+    out_features = weight.shape[0]
+
+    def apply(x: Tensor) -> Tensor:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        return kernels.linear(x, panels, bias, out_features, relu)
+
+    return "compiled", apply
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether the CPU has bfloat16 instructions; without, oneDNN emulates them, if it runs."""
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, check, bool)() for check in checks)
+
+
+def _onednn(weight: Tensor, bias: Tensor | None, relu: bool) -> Callable[[Tensor], Tensor]:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), ONEDNN_ROWS_HINT)
+    operation = torch.ops.mkldnn._linear_pointwise.default
+    attribute = "relu" if relu else "none"
+    out_features = weight.shape[0]
+
+    def apply(x: Tensor) -> Tensor:
+        if x.shape[0] == 0:
+            return x.new_empty((0, out_features))
+        y: Tensor = operation(x, packed, bias, attribute, [], "")
+        return y
+
+    return apply
+
+
+def _plain(weight: Tensor, bias: Tensor | None, relu: bool) -> Callable[[Tensor], Tensor]:
+    def apply(x: Tensor) -> Tensor:
+        y = F.linear(x, weight, bias)
+        return y.relu_() if relu else y
+
+    return apply

@@ -1,0 +1,141 @@
+"""Operations of a model step, token-major: T tokens of all jobs, flattened.
+
+Each runs on the device of its tensors. On a CPU, float32 and bfloat16 run in C++ that is compiled
+on first use (see `cpu.builder`); every other case, and a machine without a compiler, runs in plain
+torch with the same results up to rounding. Shapes and dtypes are the caller's contract and are not
+checked on every call.
+
+KV cache: one contiguous tensor [num_blocks, layers, 2, kv_heads, block_size, head_dim], where
+index 2 is (K, V) and slot = block_id * block_size + offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastserve_kernels.cpu import plain_torch
+from fastserve_kernels.cpu.backend import compiled_for, cpu_backend, set_cpu_backend
+from fastserve_kernels.linear import PackedLinear
+
+__all__ = [
+    "PackedLinear",
+    "add_layer_norm",
+    "argmax_rows",
+    "cpu_backend",
+    "kv_write",
+    "paged_attention",
+    "prefill_attention",
+    "set_cpu_backend",
+]
+
+SDPA_MIN_TOKENS = 1024
+"""Prompts at least this long go through SDPA: its tiling by then outweighs its fixed cost."""
+
+
+def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    """Writes the K and V of T tokens into one layer of the cache, in place.
+
+    key, value: [T, kv_heads, head_dim] of the cache's dtype, only the last dimension need be
+    contiguous. slots: int64 [T], contiguous; -1 skips the token.
+    """
+    kernels = compiled_for(kv)
+    if kernels is None:
+        plain_torch.kv_write(kv, layer, key, value, slots)
+    else:
+        kernels.kv_write(kv, layer, key, value, slots)
+
+
+def paged_attention(
+    query: Tensor,
+    kv: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    table_rows: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of T queries over the paged cache: decode, one row a job, or prompt chunks.
+
+    query: [T, heads, head_dim] of the cache's dtype, only the last dimension need be contiguous;
+    heads is a multiple of kv_heads, head_dim a multiple of 8 up to 256.
+    block_tables: int32 [S, max_blocks], rows contiguous. table_rows: int32 [T], the row of
+    block_tables that token t uses. context_lens: int32 [T]: token t attends to the positions
+    [0, context_lens[t]) of it; 0 gives zeros (padding).
+    out: [T, heads, head_dim] of query's dtype to write to, each row contiguous.
+
+    Returns out, or a new contiguous tensor. Blocks and slots past a context are never used,
+    whatever they hold. On a CPU with compiled kernels a row does not depend on the other rows,
+    bit for bit.
+    """
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    kernels = compiled_for(query)
+    if kernels is None:
+        plain_torch.paged_attention(
+            query, kv, layer, block_tables, table_rows, context_lens, scale, out
+        )
+    else:
+        kernels.paged_attention(
+            query, kv, layer, block_tables, table_rows, context_lens, scale, out
+        )
+    return out
+
+
+def prefill_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ranges: Sequence[tuple[int, int]],
+    scale: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention within whole prompts that have nothing in the cache before them.
+
+    query: [T, heads, head_dim], key, value: [T, kv_heads, head_dim], of one dtype, only the last
+    dimension need be contiguous. ranges: row ranges [start, end), one a prompt.
+    out: [T, heads, head_dim] to write to, each row contiguous; rows outside the ranges are left.
+
+    Returns out, or a new contiguous tensor in which rows outside the ranges are zero. A prompt's
+    result does not depend on the other prompts.
+    """
+    if out is None:
+        out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
+    kernels = compiled_for(query)
+    if kernels is None:
+        plain_torch.prefill_attention(query, key, value, ranges, scale, out)
+        return out
+    long = [pair for pair in ranges if pair[1] - pair[0] >= SDPA_MIN_TOKENS]
+    if long:
+        plain_torch.prefill_attention(query, key, value, long, scale, out)
+        ranges = [pair for pair in ranges if pair[1] - pair[0] < SDPA_MIN_TOKENS]
+    if ranges:
+        kernels.prefill_attention(query, key, value, ranges, scale, out)
+    return out
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Residual addition and layer norm in one pass: (x + residual, LayerNorm(x + residual)).
+
+    x, residual: [T, hidden] of one dtype, rows contiguous. weight, bias: [hidden] of that dtype,
+    or None. The sum is rounded to the dtype before it is normalised, in fp32.
+    Returns two new contiguous tensors [T, hidden].
+    """
+    kernels = compiled_for(x)
+    if kernels is None:
+        return plain_torch.add_layer_norm(x, residual, weight, bias, eps)
+    return kernels.add_layer_norm(x, residual, weight, bias, eps)
+
+
+def argmax_rows(logits: Tensor) -> Tensor:
+    """Index of each row's largest value, the first of equals: logits [R, vocab] -> int64 [R].
+
+    Rows contiguous. A NaN counts as the largest value, as in torch.
+    """
+    kernels = compiled_for(logits)
+    return torch.argmax(logits, dim=-1) if kernels is None else kernels.argmax_rows(logits)

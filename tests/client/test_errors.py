@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+from fastserve_backend.errors import InvalidRequestError
+from fastserve_client.errors import (
+    ClientError,
+    ConnectionFailed,
+    InvalidRequest,
+    RequestCancelled,
+    RequestTimeout,
+    ServerError,
+    ServerUnavailable,
+    error_from_message,
+    error_from_status,
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        # The first ones are the server's own words.
+        (str(InvalidRequestError("max_tokens", -1, "must be an integer, 1 to 9")), InvalidRequest),
+        (str(InvalidRequestError("stop_words", "shutting down", "too long")), InvalidRequest),
+        (
+            str(InvalidRequestError("text_input, input_ids", "both", "exactly one is required")),
+            InvalidRequest,
+        ),
+        ("4096 requests are queued already; try again later", ServerUnavailable),
+        ("the server is shutting down and takes no new requests", ServerUnavailable),
+        ("the job was cancelled", RequestCancelled),
+        ("rank 0 died (signal 9)", ServerError),
+        # The rest are Triton's.
+        ("unexpected inference input 'bogus' for model 'fastserve'", InvalidRequest),
+        (
+            "[request id: 7] unexpected shape for input 'seed' for model 'fastserve'. "
+            "Expected [1], got [2]",
+            InvalidRequest,
+        ),
+        (
+            "inference input 'seed' data-type is 'INT32', but model 'fastserve' expects 'UINT64'",
+            InvalidRequest,
+        ),
+        ("Request for unknown model: 'nosuch' is not found", ServerError),
+        ("", ServerError),
+    ],
+)
+def test_the_text_of_a_stream_error_decides_its_type(message: str, kind: type[ClientError]) -> None:
+    error = error_from_message(message)
+    assert type(error) is kind
+    assert str(error) == message
+
+
+def test_an_error_is_one_line() -> None:
+    assert str(error_from_message("in the\n  backend\n")) == "in the backend"
+    assert "\n" not in str(error_from_status("grpc://h:1", "UNKNOWN", "first\nsecond"))
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("UNAVAILABLE", ConnectionFailed),
+        ("DEADLINE_EXCEEDED", RequestTimeout),
+        ("CANCELLED", RequestCancelled),
+        ("INVALID_ARGUMENT", InvalidRequest),
+        ("RESOURCE_EXHAUSTED", InvalidRequest),
+        ("UNIMPLEMENTED", ServerError),
+        ("INTERNAL", ServerError),
+    ],
+)
+def test_a_status_maps_to_a_type_and_names_the_url(code: str, kind: type[ClientError]) -> None:
+    error = error_from_status("grpc://127.0.0.1:8001", code, "some details")
+    assert type(error) is kind
+    assert "grpc://127.0.0.1:8001" in str(error)
+
+
+def test_a_lost_connection_is_a_kind_of_unavailability() -> None:
+    error = error_from_status("grpc://h:1", "UNAVAILABLE", "Socket closed")
+    assert isinstance(error, ServerUnavailable)
+    assert "Socket closed" in str(error)
+    assert "fastserve serve" in str(error)

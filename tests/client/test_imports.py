@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import fastserve_client
+import pytest
+
+
+def _loaded_after(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has after ``statement``."""
+    script = f"import sys, json\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+    completed = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    return {name.partition(".")[0] for name in json.loads(completed.stdout)}
+
+
+def test_the_client_loads_neither_torch_nor_the_server() -> None:
+    loaded = _loaded_after("import fastserve_client.grpc_client, fastserve_client.terminal")
+    assert "tritonclient" in loaded
+    assert not loaded & {"torch", "fastserve_backend", "fastserve_kernels", "pydantic", "msgspec"}
+
+
+def test_the_wire_names_load_nothing() -> None:
+    loaded = _loaded_after("import fastserve_client.protocol")
+    assert not loaded & {"grpc", "tritonclient", "numpy", "google", "torch"}
+
+
+def test_every_public_name_is_there() -> None:
+    for name in fastserve_client.__all__:
+        assert getattr(fastserve_client, name) is not None
+
+
+def test_other_names_are_not() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'FastServ'"):
+        _ = fastserve_client.FastServ  # type: ignore[attr-defined]

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fastserve_kernels
+import pytest
+import torch
+from fastserve_kernels import ops
+from fastserve_kernels.cpu import builder
+
+DEADLINE_S = 120
+ROOT = Path(fastserve_kernels.__file__).parents[1]
+BUILD_ONE_FUNCTION = """
+import sys
+from pathlib import Path
+from fastserve_kernels.cpu import builder
+builder.SOURCE_DIR = Path(sys.argv[1])
+print(builder.build())
+"""
+PRINT_BACKEND = """
+from fastserve_kernels import ops
+print(ops.cpu_backend())
+"""
+PRINT_OPENMP_LIBRARIES = """
+import torch
+from fastserve_kernels import ops
+ops.set_cpu_backend("compiled")
+ops.argmax_rows(torch.randn(64, 1024))
+torch.randn(512, 512) @ torch.randn(512, 512)
+lines = open("/proc/self/maps").read().splitlines()
+print(len({line.split()[-1] for line in lines if "gomp" in line.lower()}))
+"""
+
+
+def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": paths, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    out, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, errors
+    return out.strip(), errors
+
+
+@pytest.fixture
+def auto_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For tests that break the build: what comes after finds the kernels again."""
+    yield
+    monkeypatch.undo()
+    ops.set_cpu_backend("auto")
+
+
+def test_two_processes_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, cache = tmp_path / "src", tmp_path / "cache"
+    source.mkdir()
+    (source / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
+    both = [start(BUILD_ONE_FUNCTION, str(source), XDG_CACHE_HOME=str(cache)) for _ in range(2)]
+    first, second = (Path(finish(process)[0]) for process in both)
+    assert first == second
+    assert list(first.parent.iterdir()) == [first], "one library, and no build folder left"
+    assert first.parent.stat().st_mode & 0o777 == 0o700
+    assert ctypes.CDLL(str(first)).one() == 1
+
+    monkeypatch.setattr(builder, "SOURCE_DIR", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    built = first.stat().st_mtime_ns
+    assert builder.build() == first
+    assert first.stat().st_mtime_ns == built, "a cached library is not built again"
+    (source / "one.cpp").write_text('extern "C" int one() { return 2; }\n')
+    assert builder.build() != first
+
+
+@pytest.mark.usefixtures("auto_again")
+def test_no_compiler_falls_back_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert ops.set_cpu_backend("auto") == "torch"
+    assert "no C++ compiler found: install g++" in caplog.text
+    with pytest.raises(builder.BuildError):
+        ops.set_cpu_backend("compiled")
+    assert ops.PackedLinear(torch.ones(2, 2).half()).path == "torch"
+
+
+@pytest.mark.usefixtures("auto_again")
+def test_failing_compiler_falls_back_with_its_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "broken-c++"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho no such flag >&2\nexit 1\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(compiler))
+    assert ops.set_cpu_backend("auto") == "torch"
+    assert "no such flag" in caplog.text
+    assert not list((tmp_path / "fastserve" / "kernels").iterdir())
+
+
+def test_a_cache_that_others_can_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "fastserve" / "kernels"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(builder.BuildError, match="writable by you only"):
+        builder.build()
+
+
+def test_environment_forces_the_fallback() -> None:
+    out, errors = finish(start(PRINT_BACKEND, FASTSERVE_CPU_KERNELS="torch"))
+    assert (out, errors) == ("torch", "")
+
+
+def test_unknown_choice_is_refused() -> None:
+    with pytest.raises(ValueError, match="'auto', 'compiled' or 'torch'"):
+        ops.set_cpu_backend("numba")  # type: ignore[arg-type]
+
+
+def test_one_openmp_runtime_in_the_process() -> None:
+    assert finish(start(PRINT_OPENMP_LIBRARIES))[0] == "1"
+
+
+def test_kernels_run_on_torch_threads() -> None:
+    """Results do not depend on how many threads torch was given."""
+    ops.set_cpu_backend("compiled")
+    linear = ops.PackedLinear(torch.randn(256, 128))
+    x = torch.randn(20, 128)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = linear(x)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(alone, linear(x))

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from fastserve_kernels import ops, reference
+from torch import Tensor
+
+Close = Callable[[Tensor, Tensor], None]
+
+
+@pytest.mark.parametrize("affine", ["both", "weight", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "size"), [(1, 768), (3, 16), (5, 100), (70, 1024), (0, 64)])
+def test_add_layer_norm(
+    backend: str, close: Close, rows: int, size: int, dtype: torch.dtype, affine: str
+) -> None:
+    # Strided rows, and a mean far from zero: the variance must not cancel.
+    x = torch.randn(rows, 2 * size).to(dtype)[:, :size] + 3
+    residual = torch.randn(rows, 3 * size).to(dtype)[:, size : 2 * size]
+    weight = torch.randn(size).to(dtype) if affine != "none" else None
+    bias = torch.randn(size).to(dtype) if affine == "both" else None
+    total, normed = ops.add_layer_norm(x, residual, weight, bias, 1e-5)
+    expected_total, expected = reference.add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert torch.equal(total, expected_total)
+    assert total.dtype == dtype
+    close(normed, expected)
+
+
+def test_constant_rows_normalise_to_the_bias(backend: str) -> None:
+    x = torch.full((2, 100), 5.0)
+    _, normed = ops.add_layer_norm(x, x, None, torch.full((100,), 0.5), 1e-5)
+    torch.testing.assert_close(normed, torch.full((2, 100), 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "size"), [(1, 7), (3, 1024), (17, 50_272), (2, 1025)])
+def test_argmax_rows(backend: str, rows: int, size: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(rows, size + 3).to(dtype)[:, :size]
+    assert torch.equal(ops.argmax_rows(logits), reference.argmax_rows(logits))
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), float("-inf")])
+def test_argmax_takes_the_first_of_equals(backend: str, special: float) -> None:
+    logits = torch.full((3, 3000), float("-inf"), dtype=torch.bfloat16)
+    logits[0, [1234, 2999]] = special
+    logits[1, [0, 17]] = special
+    logits[2, [2500, 2501]] = 1.0
+    expected = [0, 0, 2500] if special == float("-inf") else [1234, 0, 2500]
+    assert ops.argmax_rows(logits).tolist() == expected

@@ -1,0 +1,238 @@
+"""Model configurations: built-in sizes, config.json, and the mistakes users make with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+from fastserve_backend.models import ModelError, load_model_config
+from fastserve_backend.models.config import builtin_names
+from fastserve_backend.models.opt_config import OPTConfig
+
+SMALL: dict[str, Any] = {
+    "model_type": "opt",
+    "vocab_size": 301,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "ffn_dim": 80,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 48,
+    "torch_dtype": "float16",
+}
+
+
+def write(directory: Path, **changes: Any) -> str:
+    """A model directory with SMALL's config.json; None as a change removes the field."""
+    fields = {k: v for k, v in {**SMALL, **changes}.items() if v is not None}
+    (directory / "config.json").write_text(json.dumps(fields))
+    return str(directory)
+
+
+def load(model: str, **options: Any) -> OPTConfig:
+    config = load_model_config(model, **{"load_format": "dummy", **options})
+    assert isinstance(config, OPTConfig)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("opt-125m", 0.125),
+        ("opt-1.3b", 1.3),
+        ("opt-2.7b", 2.7),
+        ("opt-6.7b", 6.7),
+        ("opt-13b", 13),
+        ("opt-66b", 66),
+        ("opt-175b", 175),
+    ],
+)
+def test_builtin_sizes(name: str, billions: float) -> None:
+    config = load(name)
+    assert config.num_parameters / 1e9 == pytest.approx(billions, rel=0.03)
+    assert (config.name, config.directory, config.max_model_len) == (name, None, 2048)
+    assert config.eos_token_ids == (2,)
+    assert name in builtin_names()
+
+
+def test_kv_bytes_per_block() -> None:
+    # 2 (key, value) x 40 layers x 5120 x 16 tokens x 2 bytes
+    assert load("opt-13b").kv_bytes_per_block(16) == 13_107_200
+    assert load("opt-125m", dtype="float32").kv_bytes_per_block(8) == 2 * 12 * 768 * 8 * 4
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "device", "expected"),
+    [
+        ({"torch_dtype": "float16"}, "auto", "cpu", "bfloat16"),
+        ({"torch_dtype": "float16"}, "auto", "cuda", "float16"),
+        ({"torch_dtype": None, "dtype": "float16"}, "auto", "cuda", "float16"),
+        ({"torch_dtype": "bfloat16"}, "auto", "cpu", "bfloat16"),
+        ({"torch_dtype": "float32"}, "auto", "cuda", "float32"),
+        ({"torch_dtype": None}, "auto", "cpu", "float32"),
+        ({"torch_dtype": "float16"}, "float32", "cpu", "float32"),
+        ({"torch_dtype": "float16"}, "float16", "cpu", "float16"),
+    ],
+)
+def test_dtype(
+    tmp_path: Path, stored: dict[str, Any], asked: str, device: str, expected: str
+) -> None:
+    assert load(write(tmp_path, **stored), dtype=asked, device=device).dtype == expected
+
+
+def test_fields_left_out_take_transformers_defaults(tmp_path: Path) -> None:
+    from transformers import OPTConfig as TheirConfig
+
+    (tmp_path / "config.json").write_text('{"model_type": "opt"}')
+    ours, theirs = load(str(tmp_path)), TheirConfig()
+    assert ours.vocab_size == theirs.vocab_size
+    assert ours.hidden_size == theirs.hidden_size
+    assert ours.num_layers == theirs.num_hidden_layers
+    assert ours.num_heads == theirs.num_attention_heads
+    assert ours.intermediate_size == theirs.ffn_dim
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.word_embed_proj_dim == theirs.word_embed_proj_dim
+    assert ours.activation == theirs.activation_function
+    assert ours.do_layer_norm_before is theirs.do_layer_norm_before
+    assert ours.has_final_layer_norm is not theirs._remove_final_layer_norm
+    assert ours.tie_word_embeddings is theirs.tie_word_embeddings
+    assert ours.enable_bias is theirs.enable_bias
+    assert ours.layer_norm_elementwise_affine is theirs.layer_norm_elementwise_affine
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    assert ours.bos_token_id == theirs.bos_token_id
+
+
+def test_end_tokens(tmp_path: Path) -> None:
+    assert load(write(tmp_path, eos_token_id=5)).eos_token_ids == (5,)
+    assert load(write(tmp_path, eos_token_id=[5, 6])).eos_token_ids == (5, 6)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert load(str(tmp_path)).eos_token_ids == (7, 8)
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "config.json").write_text(
+        json.dumps({**SMALL, "eos_token_id": None, "bos_token_id": None})
+    )
+    config = load(str(tmp_path))
+    assert (config.eos_token_ids, config.bos_token_id) == ((), None)
+
+
+def test_max_model_len(tmp_path: Path) -> None:
+    model = write(tmp_path)
+    assert load(model).max_model_len == 48
+    assert load(model, max_model_len=20).max_model_len == 20
+    assert load(model, max_model_len=20).max_position_embeddings == 48
+    with pytest.raises(ModelError, match="max_model_len is 49, but the model has 48 positions"):
+        load(model, max_model_len=49)
+    with pytest.raises(ModelError, match="max_model_len is 0"):
+        load(model, max_model_len=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "bert"}, "model_type is 'bert', expected one of opt"),
+        ({"model_type": None}, "model_type is None, expected one of opt"),
+        ({"hidden_size": 30}, "hidden_size is 30, expected a multiple of num_attention_heads, 4"),
+        ({"num_attention_heads": 8}, "hidden_size / heads is 4, but .* need a multiple of 8"),
+        ({"hidden_size": "32"}, "hidden_size is '32', expected an integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"ffn_dim": 3.5}, "ffn_dim is 3.5"),
+        ({"enable_bias": "yes"}, "enable_bias is 'yes', expected true or false"),
+        ({"activation_function": "swish"}, "activation_function is 'swish', expected one of relu"),
+        ({"torch_dtype": "float64"}, "torch_dtype is 'float64', expected one of float32"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        ({"eos_token_id": [1, -1]}, "eos_token_id is"),
+        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+    ],
+)
+def test_bad_field(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(write(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "int8"}, "dtype is 'int8', expected one of auto, float32"),
+        ({"load_format": "gguf"}, "load_format is 'gguf', expected auto or dummy"),
+        ({"device": "tpu"}, "device is 'tpu', expected cpu or cuda"),
+    ],
+)
+def test_bad_option(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        load("opt-125m", **options)
+
+
+def test_builtin_has_no_weights() -> None:
+    with pytest.raises(ModelError, match=r"opt-125m.*without weights: use load_format dummy"):
+        load("opt-125m", load_format="auto")
+
+
+@pytest.mark.parametrize("model", ["opt-30b", "./nowhere", "/no/such/dir", "a/b/c", ""])
+def test_unknown_name_lists_the_known(model: str) -> None:
+    with pytest.raises(ModelError, match=r"built-in names are opt-125m, opt-1\.3b"):
+        load(model)
+
+
+def test_directory_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json does not exist"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "\udc80"])
+def test_config_that_is_no_json_object(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load(str(tmp_path))
+
+
+def test_directory_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"holds no weights \(model\.safetensors.*load_format dummy"
+    ):
+        load(write(tmp_path), load_format="auto")
+
+
+@pytest.fixture
+def offline_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache and no network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def test_hub_id_without_network(offline_hub: Path) -> None:
+    with pytest.raises(
+        ModelError, match=r"owner/name.*cannot be fetched.*check the name and the net"
+    ):
+        load("owner/name", load_format="auto")
+
+
+def test_hub_id_from_the_cache(offline_hub: Path) -> None:
+    repository = offline_hub / "models--owner--name"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    write(snapshot)
+    config = load("owner/name")
+    assert (config.name, config.directory) == ("owner/name", str(snapshot))
+
+
+def test_imports_no_torch() -> None:
+    """The engine process reads configurations and tokenizes; it must never load torch."""
+    code = """
+import sys
+from fastserve_backend.models import load_model_config, load_tokenizer
+config = load_model_config("opt-125m", load_format="dummy")
+load_tokenizer("opt-125m", None, config).encode("a")
+import fastserve_backend.models.hf_tokenizer, huggingface_hub
+assert not {"torch", "transformers"} & set(sys.modules)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)

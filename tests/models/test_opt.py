@@ -1,0 +1,298 @@
+"""Our OPT against transformers' in float32: logits of every position, however served."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fastserve_backend.models import ModelError, load_model_config
+from fastserve_backend.models.loader import CausalLM, load_model
+from opt_checkpoints import (
+    FORMATS,
+    VARIANTS,
+    PagedExecutor,
+    expected_logits,
+    load,
+    random_opt,
+    save_bin,
+    save_safetensors,
+)
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import OPTForCausalLM
+
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[OPTForCausalLM, CausalLM]:
+    """The same random weights in transformers' model and in ours."""
+    directory = tmp_path_factory.mktemp(request.param)
+    theirs = random_opt(**VARIANTS[request.param])
+    save_safetensors(theirs, directory)
+    return theirs, load(directory)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    chooser = random.Random(sum(lengths))
+    return [[chooser.randrange(301) for _ in range(length)] for length in lengths]
+
+
+def check(theirs: OPTForCausalLM, executor: PagedExecutor) -> None:
+    for job in executor.jobs:
+        assert job.done == len(job.tokens)
+        torch.testing.assert_close(
+            torch.stack(job.logits), expected_logits(theirs, job.tokens), rtol=0, atol=TOLERANCE
+        )
+
+
+@pytest.mark.parametrize("fresh_kernel", [True, False], ids=["prefill", "paged"])
+def test_whole_prompts_batched(pair: tuple[OPTForCausalLM, CausalLM], fresh_kernel: bool) -> None:
+    theirs, ours = pair
+    executor = PagedExecutor(ours, theirs.config, prompts(1, 7, 48, 4, 5), seed=1)
+    work = [(i, len(job.tokens)) for i, job in enumerate(executor.jobs)]
+    executor.step(work, fresh_kernel=fresh_kernel, padding=3)
+    check(theirs, executor)
+
+
+def test_decode_one_by_one(pair: tuple[OPTForCausalLM, CausalLM]) -> None:
+    theirs, ours = pair
+    executor = PagedExecutor(ours, theirs.config, prompts(20, 20), seed=2)
+    executor.step([(0, 5)], fresh_kernel=True)
+    executor.step([(1, 9)], fresh_kernel=True)
+    for _ in range(11):
+        executor.step([(0, 1), (1, 1)], fresh_kernel=True, padding=1)
+    for _ in range(4):
+        executor.step([(0, 1)], fresh_kernel=True)
+    check(theirs, executor)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_any_schedule(pair: tuple[OPTForCausalLM, CausalLM], seed: int) -> None:
+    """Chunks, decodes and whole prompts of several jobs mixed in any way give the same logits."""
+    theirs, ours = pair
+    chooser = random.Random(seed)
+    executor = PagedExecutor(ours, theirs.config, prompts(48, 3, 17, 30, 11), seed=seed)
+    while remaining := [i for i, job in enumerate(executor.jobs) if job.done < len(job.tokens)]:
+        work = []
+        for index in chooser.sample(remaining, chooser.randint(1, len(remaining))):
+            left = len(executor.jobs[index].tokens) - executor.jobs[index].done
+            work.append((index, chooser.choice([1, min(left, chooser.randint(1, 13)), left])))
+        executor.step(work, fresh_kernel=chooser.random() < 0.7, padding=chooser.randint(0, 2))
+    check(theirs, executor)
+
+
+@pytest.mark.parametrize("save", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("variant", ["base", "350m"])
+def test_checkpoint_formats(
+    tmp_path: Path, variant: str, save: Callable[[OPTForCausalLM, Path], None]
+) -> None:
+    theirs = random_opt(**VARIANTS[variant])
+    save(theirs, tmp_path)
+    executor = PagedExecutor(load(tmp_path), theirs.config, prompts(9), seed=5)
+    executor.step([(0, 9)], fresh_kernel=True)
+    check(theirs, executor)
+
+
+def test_untied_head_in_bin(tmp_path: Path) -> None:
+    theirs = random_opt(tie_word_embeddings=False)
+    save_bin(theirs, tmp_path)
+    executor = PagedExecutor(load(tmp_path), theirs.config, prompts(9), seed=5)
+    executor.step([(0, 9)], fresh_kernel=True)
+    check(theirs, executor)
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("only_head", [True, False], ids=["head_only", "head_differs"])
+def test_tied_config_with_a_head_in_the_checkpoint(tmp_path: Path, only_head: bool) -> None:
+    """As in transformers: one name for the table is enough, and two that differ are not tied."""
+    save_safetensors(random_opt(), tmp_path)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        embedding = "model.decoder.embed_tokens.weight"
+        tensors["lm_head.weight"] = tensors[embedding] + (0.0 if only_head else 0.1)
+        if only_head:
+            del tensors[embedding]
+
+    rewrite(tmp_path, change)
+    theirs = OPTForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    executor = PagedExecutor(load(tmp_path), theirs.config, prompts(9), seed=5)
+    executor.step([(0, 9)], fresh_kernel=True)
+    check(theirs, executor)
+
+
+def test_half_precision_checkpoint_is_computed_in_the_asked_dtype(tmp_path: Path) -> None:
+    theirs = random_opt().to(torch.bfloat16)
+    save_safetensors(theirs, tmp_path)
+    executor = PagedExecutor(load(tmp_path), theirs.config, prompts(9), seed=5)
+    executor.step([(0, 9)], fresh_kernel=True)
+    check(theirs.float(), executor)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_near(tmp_path: Path, dtype: str) -> None:
+    theirs = random_opt()
+    save_safetensors(theirs, tmp_path)
+    config = load_model_config(str(tmp_path), load_format="auto", dtype=dtype)
+    ours = load_model(config, torch.device("cpu"))
+    executor = PagedExecutor(ours, theirs.config, prompts(12), seed=5)
+    executor.cast(getattr(torch, dtype))
+    executor.step([(0, 12)], fresh_kernel=True)
+    got, want = (
+        torch.stack(executor.jobs[0].logits).float(),
+        expected_logits(theirs, executor.jobs[0].tokens),
+    )
+    assert (got - want).norm() / want.norm() < (0.03 if dtype == "bfloat16" else 0.005)
+
+
+class TestDummyWeights:
+    def build(self, tmp_path: Path, seed: int) -> tuple[CausalLM, OPTForCausalLM]:
+        theirs = random_opt()
+        theirs.config.save_pretrained(tmp_path)
+        config = load_model_config(str(tmp_path), load_format="dummy", dtype="float32")
+        return load_model(config, torch.device("cpu"), dummy_seed=seed), theirs
+
+    def logits(self, tmp_path: Path, seed: int) -> Tensor:
+        ours, theirs = self.build(tmp_path, seed)
+        executor = PagedExecutor(ours, theirs.config, prompts(12), seed=5)
+        executor.step([(0, 12)], fresh_kernel=True)
+        return torch.stack(executor.jobs[0].logits)
+
+    def test_a_function_of_the_seed(self, tmp_path: Path) -> None:
+        first = self.logits(tmp_path, 0)
+        torch.manual_seed(99)  # torch's global generator has no part in it
+        assert torch.equal(first, self.logits(tmp_path, 0))
+        assert not torch.allclose(first, self.logits(tmp_path, 1))
+
+    def test_look_like_initial_weights(self, tmp_path: Path) -> None:
+        from fastserve_backend.models.weights import dummy_tensors
+
+        ours, theirs = self.build(tmp_path, 0)
+        tensors = dict(dummy_tensors(ours.parameters(), 0, torch.float32))
+        assert sum(t.numel() for t in tensors.values()) == theirs.num_parameters()
+        for name, tensor in tensors.items():
+            centre = 1.0 if name.endswith("norm.weight") else 0.0
+            assert abs(tensor.mean().item() - centre) < 0.02, name
+            assert 0.01 < tensor.std().item() < 0.03, name
+        assert not torch.equal(
+            tensors["layers.0.self_attn.q_proj.weight"], tensors["layers.1.self_attn.q_proj.weight"]
+        )
+
+
+class TestBadWeights:
+    @pytest.fixture
+    def checkpoint(self, tmp_path: Path) -> Path:
+        save_safetensors(random_opt(), tmp_path)
+        return tmp_path
+
+    def test_missing_tensor(self, checkpoint: Path) -> None:
+        rewrite(checkpoint, lambda t: t.__delitem__("model.decoder.layers.1.fc1.bias"))
+        with pytest.raises(ModelError, match=r"lacks layers\.1\.fc1\.bias"):
+            load(checkpoint)
+
+    def test_unexpected_tensor(self, checkpoint: Path) -> None:
+        rewrite(checkpoint, lambda t: t.update(score=torch.zeros(2)))
+        with pytest.raises(ModelError, match="score is unexpected"):
+            load(checkpoint)
+
+    @pytest.mark.parametrize("name", ["model.decoder.layers.0.fc2.weight", "lm_head.weight"])
+    def test_wrong_shape(self, checkpoint: Path, name: str) -> None:
+        rewrite(checkpoint, lambda t: t.update({name: torch.zeros(3, 5)}))
+        with pytest.raises(
+            ModelError, match=r"weight has shape \(3, 5\), but .* asks for \(\d+, \d+\)"
+        ):
+            load(checkpoint)
+
+    def test_integer_tensor(self, checkpoint: Path) -> None:
+        name = "model.decoder.final_layer_norm.bias"
+        rewrite(checkpoint, lambda t: t.update({name: t[name].to(torch.int8)}))
+        with pytest.raises(ModelError, match=r"torch\.int8; only floating-point"):
+            load(checkpoint)
+
+    @pytest.mark.parametrize("keep", [4, 200, -100])
+    def test_truncated_safetensors(self, checkpoint: Path, keep: int) -> None:
+        file = checkpoint / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:keep])
+        with pytest.raises(ModelError, match=r"model\.safetensors is damaged or incomplete"):
+            load(checkpoint)
+
+    def test_tensor_twice(self, tmp_path: Path) -> None:
+        theirs = random_opt()
+        save_bin(theirs, tmp_path)
+        state = theirs.state_dict()
+        state["decoder.final_layer_norm.bias"] = state[
+            "model.decoder.final_layer_norm.bias"
+        ].clone()
+        torch.save(state, tmp_path / "pytorch_model.bin")
+        with pytest.raises(ModelError, match=r"final_layer_norm\.bias is twice"):
+            load(tmp_path)
+
+    def test_missing_shard(self, tmp_path: Path) -> None:
+        FORMATS["sharded_safetensors"](random_opt(), tmp_path)
+        lost = sorted(tmp_path.glob("model-00002-of-*.safetensors"))[0]
+        lost.unlink()
+        with pytest.raises(ModelError, match=f"{lost.name} is missing"):
+            load(tmp_path)
+
+    @pytest.mark.parametrize(
+        "index",
+        [
+            "{",
+            "[]",
+            '{"weight_map": 3}',
+            '{"weight_map": {"a": "../outside.bin"}}',
+            '{"weight_map": {"a": 1}}',
+        ],
+    )
+    def test_bad_index(self, tmp_path: Path, index: str) -> None:
+        random_opt().config.save_pretrained(tmp_path)
+        (tmp_path / "pytorch_model.bin.index.json").write_text(index)
+        with pytest.raises(ModelError, match=r"pytorch_model\.bin\.index\.json"):
+            load(tmp_path)
+
+    @pytest.mark.parametrize("keep", [0, 10, -300])
+    def test_truncated_bin(self, tmp_path: Path, keep: int) -> None:
+        save_bin(random_opt(), tmp_path)
+        file = tmp_path / "pytorch_model.bin"
+        file.write_bytes(file.read_bytes()[:keep])
+        with pytest.raises(ModelError, match=r"pytorch_model\.bin is (damaged|refused)"):
+            load(tmp_path)
+
+    def test_code_in_bin_is_refused(self, tmp_path: Path) -> None:
+        random_opt().config.save_pretrained(tmp_path)
+        torch.save({"a": _RunsCode(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+        with pytest.raises(ModelError, match="could run code"):
+            load(tmp_path)
+        assert not (tmp_path / "ran").exists()
+
+    @pytest.mark.parametrize("content", [[torch.zeros(1)], {"a": 1}, {3: torch.zeros(1)}])
+    def test_bin_without_named_tensors(self, tmp_path: Path, content: object) -> None:
+        random_opt().config.save_pretrained(tmp_path)
+        torch.save(content, tmp_path / "pytorch_model.bin")
+        with pytest.raises(ModelError, match="named tensor"):
+            load(tmp_path)
+
+
+class _RunsCode:
+    """An object whose unpickling would make a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return Path.touch, (self._path,)

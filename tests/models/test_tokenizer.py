@@ -1,0 +1,335 @@
+"""Tokenizers: the built-in one, Hugging Face's files against transformers, and streams of text."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastserve_backend.models import (
+    ModelConfig,
+    ModelError,
+    TokenizationError,
+    Tokenizer,
+    load_model_config,
+    load_tokenizer,
+)
+from fastserve_backend.models.hf_tokenizer import HFTokenizer
+from fastserve_backend.models.tokenizer import ByteTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+VOCAB_SIZE = 420
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+CORPUS = ["Hello world, this is a test of the tokenizer. 日本語のテキスト 😀👩‍👩‍👧 naïve café"] * 20
+TEXTS = [
+    "",
+    " ",
+    "Hello world",
+    " world",
+    "  two  spaces\n\n\ttab ",
+    "naïve café — “quotes” 日本語 한국어 العربية",
+    "😀👩‍👩‍👧🏳️‍🌈 e\u0301",
+    "</s> inside, <pad><unk> and <s>",
+    "a <tool call> [PAD] <custom ü> b",
+    "\x00\x7f\u2028\uffff",
+    "I'll they're it's 1234567890",
+]
+
+
+def train() -> FastTokenizer:
+    """A small byte-level BPE with OPT's special tokens at their ids."""
+    fast = FastTokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    fast.train_from_iterator(CORPUS, trainer)
+    return fast
+
+
+def write_json(directory: Path, name: str, content: dict[str, Any]) -> None:
+    (directory / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+def write_opt_files(directory: Path, **settings: Any) -> Path:
+    """vocab.json, merges.txt and the settings that OPT's repositories hold."""
+    train().model.save(str(directory))
+
+    def token(content: str) -> dict[str, Any]:
+        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True}
+        return {"__type": "AddedToken", "content": content, **flags}
+
+    opt = {
+        "errors": "replace",
+        "unk_token": token("</s>"),
+        "bos_token": token("</s>"),
+        "eos_token": token("</s>"),
+        "pad_token": token("<pad>"),
+        "add_prefix_space": False,
+        "add_bos_token": True,
+        "tokenizer_class": "GPT2Tokenizer",
+    }
+    config = {k: v for k, v in {**opt, **settings}.items() if v is not None}
+    write_json(directory, "tokenizer_config.json", config)
+    return directory
+
+
+def write_special_tokens_map(directory: Path) -> Path:
+    write_opt_files(directory, bos_token=None, eos_token=None, unk_token=None, pad_token=None)
+    named = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
+    write_json(directory, "special_tokens_map.json", named)
+    return directory
+
+
+def write_added_tokens(directory: Path) -> Path:
+    """Tokens that were added after training, as old repositories keep them."""
+    write_opt_files(directory, pad_token="[PAD]")
+    size = len(json.loads((directory / "vocab.json").read_text()))
+    write_json(directory, "added_tokens.json", {"[PAD]": size + 1, "<tool call>": size})
+    return directory
+
+
+def write_tokenizer_json(directory: Path) -> Path:
+    """tokenizer.json with a begin token in its post-processor and a token of plain text."""
+    fast = train()
+    fast.add_tokens(["<custom ü>"])
+    fast.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", 2)]
+    )
+    fast.enable_truncation(5)
+    fast.enable_padding(length=9)
+    fast.save(str(directory / "tokenizer.json"))
+    named = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    write_json(
+        directory,
+        "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", **named},
+    )
+    return directory
+
+
+LAYOUTS = {
+    "opt": write_opt_files,
+    "opt_no_bos": lambda directory: write_opt_files(directory, add_bos_token=False),
+    "opt_eos": lambda directory: write_opt_files(directory, add_eos_token=True),
+    "opt_prefix_space": lambda directory: write_opt_files(directory, add_prefix_space=True),
+    "opt_default_special": lambda directory: write_opt_files(directory, bos_token=None),
+    "special_tokens_map": write_special_tokens_map,
+    "added_tokens": write_added_tokens,
+    "tokenizer_json": write_tokenizer_json,
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(ours, transformers') from the same files."""
+    from transformers import AutoTokenizer
+
+    directory = LAYOUTS[request.param](tmp_path_factory.mktemp(request.param))
+    write_json(directory, "config.json", {"model_type": "opt"})
+    return HFTokenizer(directory, VOCAB_SIZE), AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def opt_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HFTokenizer:
+    return HFTokenizer(write_opt_files(tmp_path_factory.mktemp("opt_tokenizer")), VOCAB_SIZE)
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    stream = tokenizer.stream()
+    return [*(stream.step(i) for i in ids), stream.flush()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_encode_equals_transformers(both: Any, text: str) -> None:
+    ours, theirs = both
+    assert ours.encode(text) == theirs(text).input_ids
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, VOCAB_SIZE + 3), max_size=40))
+def test_decode_equals_transformers(both: Any, ids: list[int]) -> None:
+    """Any ids, so also broken UTF-8 and ids without a token."""
+    ours, theirs = both
+    expected = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert ours.decode(ids) == expected
+
+
+def test_opt_begins_with_its_end_token(opt_tokenizer: HFTokenizer) -> None:
+    assert opt_tokenizer.encode("Hello")[0] == 2
+    assert opt_tokenizer.encode("") == [2]
+    assert opt_tokenizer.vocab_size == VOCAB_SIZE
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer() -> ByteTokenizer:
+    return ByteTokenizer(50272)
+
+
+@pytest.fixture(scope="module", params=["opt_tokenizer", "byte_tokenizer"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    tokenizer: Tokenizer = request.getfixturevalue(request.param)
+    return tokenizer
+
+
+class TestBothKinds:
+    @settings(max_examples=100, deadline=None)
+    @given(st.text(max_size=60).filter(lambda text: "<" not in text))
+    def test_round_trip(self, tokenizer: Tokenizer, text: str) -> None:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.data())
+    def test_stream_is_decode(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
+        """Random ids are mostly bytes that make no UTF-8: the hardest case."""
+        ids = data.draw(st.lists(st.integers(0, 420), max_size=60))
+        assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.text(max_size=40).filter(lambda text: "<" not in text))
+    def test_stream_never_breaks_a_character(self, tokenizer: Tokenizer, text: str) -> None:
+        text = text.replace("\ufffd", "")
+        pieces = streamed(tokenizer, tokenizer.encode(text))
+        assert "".join(pieces) == text
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert pieces[-1] == ""
+
+    def test_stream_keeps_a_leading_space(self, tokenizer: Tokenizer) -> None:
+        generated = tokenizer.encode(" world")[1:]
+        assert "".join(streamed(tokenizer, generated)) == " world"
+
+    def test_unfinished_tail_is_flushed(self, tokenizer: Tokenizer) -> None:
+        ids = tokenizer.encode("a😀")[1:-1]
+        pieces = streamed(tokenizer, ids)
+        assert pieces[0] == "a"
+        assert set(pieces[1:-1]) <= {""}
+        assert pieces[-1] == "\ufffd"
+
+    def test_lone_invalid_byte_is_not_held_back(self, tokenizer: Tokenizer) -> None:
+        bad = next(i for i in range(4, 400) if tokenizer.token_bytes(i) == b"\xff")
+        pieces = streamed(tokenizer, [bad, bad, bad])
+        assert pieces == ["\ufffd"] * 3 + [""]
+
+    def test_special_tokens_are_silent(self, tokenizer: Tokenizer) -> None:
+        first = tokenizer.encode("a")[1]
+        assert streamed(tokenizer, [2, first, 1, 2]) == ["", "a", "", "", ""]
+
+    def test_long_streams_stay_cheap(self, tokenizer: Tokenizer) -> None:
+        """The last thousand steps of a long run cost about what the first thousand did."""
+        stream = tokenizer.stream()
+        bad = next(i for i in range(4, 400) if tokenizer.token_bytes(i) == b"\xff")
+
+        def thousand() -> float:
+            start = time.perf_counter()
+            for _ in range(1000):
+                stream.step(bad)
+            return time.perf_counter() - start
+
+        times = [thousand() for _ in range(30)]
+        assert min(times[-10:]) < 10 * min(times[:10])
+
+    @pytest.mark.parametrize("text", ["\ud800", "fine until \udfff here"])
+    def test_lone_surrogate(self, tokenizer: Tokenizer, text: str) -> None:
+        with pytest.raises(TokenizationError, match="lone surrogate, U\\+D"):
+            tokenizer.encode(text)
+
+
+class TestByteTokenizer:
+    @pytest.mark.parametrize("vocab_size", [260, 300, 50272, 300_000])
+    def test_every_id_has_its_own_text(self, vocab_size: int) -> None:
+        start = time.perf_counter()
+        tokenizer = ByteTokenizer(vocab_size)
+        assert time.perf_counter() - start < 0.3
+        words = [tokenizer.decode([i]) for i in range(260, vocab_size)]
+        assert len(set(words)) == len(words)
+        assert all(word[0] == " " and word[1:].isalpha() and word.isascii() for word in words)
+        assert {tokenizer.token_bytes(i) for i in range(4, 260)} == {bytes([b]) for b in range(256)}
+
+    def test_ids_outside_the_vocabulary_have_no_text(self) -> None:
+        assert ByteTokenizer(300).decode([300, 10**9]) == ""
+
+    def test_vocabulary_too_small(self) -> None:
+        with pytest.raises(ModelError, match="vocab_size is 259"):
+            ByteTokenizer(259)
+
+    def test_same_text_everywhere(self) -> None:
+        assert ByteTokenizer(300).encode("hi") == [2, 108, 109]
+        assert ByteTokenizer(50272).decode([260, 261, 359, 360]) == " baba babe bazu beba"
+
+
+def config(directory: Path | None, load_format: str, vocab_size: int = VOCAB_SIZE) -> ModelConfig:
+    if directory is None:
+        return load_model_config("opt-125m", load_format="dummy")
+    write_json(
+        directory,
+        "config.json",
+        {"model_type": "opt", "vocab_size": vocab_size},
+    )
+    (directory / "model.safetensors").touch()
+    return load_model_config(str(directory), load_format=load_format)  # type: ignore[arg-type]
+
+
+class TestLoadTokenizer:
+    def test_builtin(self) -> None:
+        tokenizer = load_tokenizer("opt-125m", None, config(None, "dummy"))
+        assert isinstance(tokenizer, ByteTokenizer)
+        assert tokenizer.vocab_size == 50272
+
+    @pytest.mark.parametrize("load_format", ["auto", "dummy"])
+    def test_the_models_own_files(self, tmp_path: Path, load_format: str) -> None:
+        write_opt_files(tmp_path)
+        tokenizer = load_tokenizer("m", None, config(tmp_path, load_format))
+        assert isinstance(tokenizer, HFTokenizer)
+
+    def test_named_tokenizer_wins(self, tmp_path: Path) -> None:
+        (tmp_path / "tokenizer").mkdir()
+        write_opt_files(tmp_path / "tokenizer")
+        tokenizer = load_tokenizer("m", str(tmp_path / "tokenizer"), config(None, "dummy"))
+        assert isinstance(tokenizer, HFTokenizer)
+
+    def test_random_weights_without_files(self, tmp_path: Path) -> None:
+        assert isinstance(load_tokenizer("m", None, config(tmp_path, "dummy")), ByteTokenizer)
+
+    def test_checkpoint_without_files(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=r"has no tokenizer \(tokenizer\.json"):
+            load_tokenizer("m", None, config(tmp_path, "auto"))
+
+    def test_named_tokenizer_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelError, match=r"'\./nowhere' is no directory"):
+            load_tokenizer("m", "./nowhere", config(None, "dummy"))
+        with pytest.raises(ModelError, match=r"neither tokenizer\.json nor vocab\.json"):
+            load_tokenizer("m", str(tmp_path), config(None, "dummy"))
+
+    def test_more_ids_than_the_model(self, tmp_path: Path) -> None:
+        write_opt_files(tmp_path)
+        with pytest.raises(ModelError, match=r"token id \d+, but the model's vocab_size is 300"):
+            load_tokenizer("m", None, config(tmp_path, "auto", vocab_size=300))
+
+    @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "tokenizer_config.json"])
+    def test_damaged_file(self, tmp_path: Path, name: str) -> None:
+        write_opt_files(tmp_path)
+        (tmp_path / name).write_text('{"half": ')
+        with pytest.raises(ModelError, match="cannot be read"):
+            load_tokenizer("m", None, config(tmp_path, "auto"))
+
+    def test_other_class_needs_tokenizer_json(self, tmp_path: Path) -> None:
+        write_opt_files(tmp_path, tokenizer_class="RobertaTokenizer")
+        with pytest.raises(ModelError, match=r"RobertaTokenizer without tokenizer\.json"):
+            load_tokenizer("m", None, config(tmp_path, "auto"))
+
+    def test_not_byte_level(self, tmp_path: Path) -> None:
+        fast = FastTokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+        fast.normalizer = normalizers.Lowercase()
+        fast.decoder = decoders.Metaspace()
+        fast.save(str(tmp_path / "tokenizer.json"))
+        with pytest.raises(ModelError, match="is not byte-level"):
+            load_tokenizer("m", None, config(tmp_path, "auto"))

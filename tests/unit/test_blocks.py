@@ -1,0 +1,95 @@
+"""Block tables: nothing is lost, nothing owned twice, whatever happens."""
+
+from __future__ import annotations
+
+import pytest
+from fastserve_backend.kv_cache.blocks import BlockPool, OutOfBlocksError
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+
+def test_a_table_grows_by_whole_blocks() -> None:
+    pool = BlockPool(num_blocks=4, block_size=16)
+    pool.grow(1, 16)
+    assert pool.num_held(1) == 1
+    pool.grow(1, 17)
+    assert pool.num_held(1) == 2
+    pool.grow(1, 5)
+    assert pool.num_held(1) == 2
+    assert len(set(pool.table(1))) == 2
+    assert pool.num_free == 2
+
+
+def test_growing_beyond_the_pool_changes_nothing() -> None:
+    pool = BlockPool(num_blocks=2, block_size=16)
+    pool.grow(1, 20)
+    with pytest.raises(OutOfBlocksError, match="job 2 needs 1 of 0 free blocks"):
+        pool.grow(2, 1)
+    assert pool.num_held(2) == 0
+    pool.check_integrity()
+
+
+def test_releasing_a_job_without_blocks_is_fine() -> None:
+    pool = BlockPool(num_blocks=2, block_size=16)
+    assert pool.release(5) == 0
+    assert pool.num_free == 2
+
+
+def test_integrity_check_sees_a_lost_and_a_doubled_block() -> None:
+    pool = BlockPool(num_blocks=3, block_size=16)
+    pool.grow(1, 16)
+    pool._free.pop()
+    with pytest.raises(AssertionError, match="lost or owned twice"):
+        pool.check_integrity()
+    pool._free.append(pool.table(1)[0])
+    with pytest.raises(AssertionError, match="lost or owned twice"):
+        pool.check_integrity()
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Grows and releases jobs at random beside a model that only counts."""
+
+    @initialize(num_blocks=st.integers(1, 40), block_size=st.sampled_from([1, 4, 16]))
+    def start(self, num_blocks: int, block_size: int) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self.tokens: dict[int, int] = {}
+
+    @rule(job=st.integers(0, 8), tokens=st.integers(1, 200))
+    def grow(self, job: int, tokens: int) -> None:
+        before = list(self.pool.table(job)) if self.pool.num_held(job) else []
+        fits = self.pool.missing(job, tokens) <= self.pool.num_free
+        try:
+            self.pool.grow(job, tokens)
+        except OutOfBlocksError:
+            assert not fits
+            assert self.pool.num_held(job) == len(before)
+        else:
+            assert fits
+            self.tokens[job] = max(tokens, self.tokens.get(job, 0))
+            assert list(self.pool.table(job))[: len(before)] == before
+
+    @rule(job=st.integers(0, 8))
+    def release(self, job: int) -> None:
+        held = self.pool.num_held(job)
+        assert self.pool.release(job) == held
+        self.tokens.pop(job, None)
+
+    @invariant()
+    def every_block_is_in_one_place(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_integrity()
+        for job, tokens in self.tokens.items():
+            assert self.pool.num_held(job) == self.pool.blocks_for(tokens)
+        assert self.pool.num_used == sum(map(self.pool.blocks_for, self.tokens.values()))
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            for job in list(self.tokens):
+                self.pool.release(job)
+            assert self.pool.num_free == self.pool.num_blocks
+
+
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPoolMachine = PoolMachine.TestCase

@@ -1,0 +1,75 @@
+"""engine.yaml: everything wrong is said at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.errors import ConfigError
+
+
+def test_yaml_round_trip(tmp_path: Path) -> None:
+    config = EngineConfig().with_keys(model="m", policy="fcfs", device_blocks=7, dtype="float32")
+    path = tmp_path / "engine.yaml"
+    path.write_text(config.to_yaml(), encoding="utf-8")
+    assert EngineConfig.from_yaml(path) == config
+
+
+def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text("")
+    assert EngineConfig.from_yaml(path) == EngineConfig()
+
+
+def test_every_problem_is_in_one_message() -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_dict(
+            {
+                "model": {"dtype": "int4", "colour": "red"},
+                "kv_cache": {"block_size": 17, "device_memory_utilization": 1.5},
+                "scheduler": {"policy": "lifo", "quantum_ratio": 1.0, "max_num_seqs": "many"},
+                "extra": {},
+            }
+        )
+    message = str(caught.value)
+    for part in (
+        "model.dtype: got 'int4'",
+        "model.colour: unknown key",
+        "kv_cache.block_size: got 17",
+        "kv_cache.device_memory_utilization: got 1.5",
+        "scheduler.policy: got 'lifo'",
+        "scheduler.quantum_ratio: got 1.0",
+        "scheduler.max_num_seqs: got 'many'",
+        "extra: unknown key",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "must be at least"),
+        ({"base_quantum_ms": 0}, "base_quantum_ms: got 0.0; must be 'auto' or above 0 ms"),
+        ({"starvation_ms": float("nan")}, "starvation_ms: got nan"),
+        ({"no_such_key": 1}, "no_such_key: unknown key; known keys are"),
+    ],
+)
+def test_impossible_values(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig().with_keys(**keys)
+
+
+@pytest.mark.parametrize("content", ["- a list", "model: [", "\xff"])
+def test_an_unreadable_file_is_named(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"engine\.yaml"):
+        EngineConfig.from_yaml(path)
+    with pytest.raises(ConfigError, match="missing"):
+        EngineConfig.from_yaml(tmp_path / "missing")
+
+
+def test_key_names_are_unique_over_the_sections() -> None:
+    names = [key for section in EngineConfig().model_dump().values() for key in section]
+    assert len(names) == len(set(names))

@@ -1,0 +1,80 @@
+"""Imports go one way, and the engine's process stays free of torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import fastserve_backend
+import fastserve_client
+import fastserve_kernels
+import pytest
+
+BACKEND = Path(fastserve_backend.__file__).parent
+CLIENT = Path(fastserve_client.__file__).parent
+KERNELS = Path(fastserve_kernels.__file__).parent
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Absolute names of everything that the file imports, at any depth of its code."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module)
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def python_files(folder: Path) -> list[Path]:
+    files = sorted(folder.rglob("*.py"))
+    assert files
+    return files
+
+
+# folder → what nothing in it may import. The order of the list is the direction of imports.
+FORBIDDEN = {
+    BACKEND / "scheduler": ("torch", "time", "zmq", "fastserve_backend.kv_cache",
+                            "fastserve_backend.executor", "fastserve_backend.engine",
+                            "fastserve_backend.serving", "fastserve_backend.worker"),
+    BACKEND / "kv_cache": ("torch", "time", "zmq", "fastserve_backend.scheduler",
+                           "fastserve_backend.executor", "fastserve_backend.engine",
+                           "fastserve_backend.serving", "fastserve_backend.worker"),
+    BACKEND / "executor": ("torch", "fastserve_backend.engine", "fastserve_backend.serving",
+                           "fastserve_backend.scheduler"),
+    BACKEND / "worker": ("fastserve_backend.engine", "fastserve_backend.serving",
+                         "fastserve_backend.scheduler", "fastserve_backend.executor"),
+    BACKEND / "models": ("fastserve_backend.worker", "fastserve_backend.engine",
+                         "fastserve_backend.serving"),
+    BACKEND / "serving": ("torch", "fastserve_backend.cli", "fastserve_backend.worker"),
+    KERNELS: ("fastserve_backend", "fastserve_client"),
+    CLIENT: ("torch", "fastserve_backend", "fastserve_kernels"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN, ids=lambda folder: folder.name)
+def test_imports_go_one_way(folder: Path) -> None:
+    for path in python_files(folder):
+        for name in imported_modules(path):
+            for forbidden in FORBIDDEN[folder]:
+                assert not f"{name}.".startswith(f"{forbidden}."), f"{path} imports {name}"
+
+
+def test_only_serving_knows_triton() -> None:
+    for path in python_files(BACKEND):
+        if path.parent.name != "serving":
+            assert "triton_python_backend_utils" not in imported_modules(path), path
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["fastserve_backend.engine", "fastserve_backend.cli", "fastserve_client",
+     "fastserve_backend.serving.launch", "fastserve_backend.serving.codec"],
+)  # fmt: skip
+def test_the_engines_process_is_free_of_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

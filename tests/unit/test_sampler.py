@@ -1,0 +1,130 @@
+"""Choosing tokens: distributions, filters, penalties, and independence from the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fastserve_backend.worker.messages import Penalties, Sampling
+from fastserve_backend.worker.sampler import sample
+
+EOS = (2,)
+
+
+def sampling(rows: int, penalties: list[Penalties] | None = None, **values: Any) -> Sampling:
+    def column(name: str, default: Any, dtype: str) -> bytes:
+        return np.broadcast_to(np.array(values.get(name, default), dtype), rows).tobytes()
+
+    return Sampling(
+        temperature=column("temperature", 1.0, "f4"),
+        top_k=column("top_k", 0, "i4"),
+        top_p=column("top_p", 1.0, "f4"),
+        uniform=column("uniform", 0.5, "f8"),
+        no_eos=column("no_eos", False, "?"),
+        num_logprobs=column("num_logprobs", -1, "i4"),
+        penalties=penalties or [],
+    )
+
+
+def choose(logits: torch.Tensor, how: Sampling | None) -> list[int]:
+    return sample(logits, how, EOS).token_ids.tolist()
+
+
+LOGITS = torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.4]]))
+UNIFORM = (np.arange(1000) + 0.5) / 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.1, 0.2, 0.3, 0.4]),
+        ({"top_k": 2}, [0, 0, 3 / 7, 4 / 7]),
+        ({"top_p": 0.35}, [0, 0, 0, 1]),
+        ({"top_p": 0.41}, [0, 0, 3 / 7, 4 / 7]),
+        ({"top_p": 0.8}, [0, 2 / 9, 3 / 9, 4 / 9]),
+        ({"top_k": 3, "top_p": 0.5}, [0, 0, 3 / 7, 4 / 7]),
+        ({"temperature": 0.5}, [1 / 30, 4 / 30, 9 / 30, 16 / 30]),
+        ({"temperature": 0.0}, [0, 0, 0, 1]),
+        ({"no_eos": True}, [1 / 7, 2 / 7, 0, 4 / 7]),
+        ({"top_k": 100, "top_p": 0.999999}, [0.1, 0.2, 0.3, 0.4]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frequencies_are_the_distributions(
+    options: dict[str, Any], expected: list[float], dtype: torch.dtype
+) -> None:
+    logits = LOGITS.to(dtype).expand(1000, -1).contiguous()
+    tokens = choose(logits, sampling(1000, uniform=UNIFORM, **options))
+    frequency = np.bincount(tokens, minlength=4) / 1000
+    assert frequency == pytest.approx(expected, abs=0.006)
+
+
+def test_none_means_greedy_for_all() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
+    assert choose(logits, None) == [1, 0]
+
+
+def test_a_row_is_chosen_as_if_it_were_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(12, 500, generator=generator)
+    options = {
+        "temperature": [0, 0.7, 1, 1.3] * 3,
+        "top_k": [0, 0, 40, 3] * 3,
+        "top_p": [1, 0.9, 0.5, 1] * 3,
+        "uniform": np.linspace(0.01, 0.99, 12),
+    }
+    together = choose(logits, sampling(12, **options))
+    for row in range(12):
+        alone = sampling(1, **{name: values[row] for name, values in options.items()})
+        assert choose(logits[row : row + 1], alone) == [together[row]]
+
+
+def test_extreme_uniform_numbers_stay_in_the_vocabulary() -> None:
+    logits = torch.zeros(2, 7)
+    for value in (0.0, 1 - 2**-53):
+        tokens = choose(logits, sampling(2, uniform=value, top_k=[0, 3]))
+        assert all(0 <= token < 7 for token in tokens)
+    certain = torch.full((1, 7), -torch.inf)
+    certain[0, 4] = 0.0
+    assert choose(certain, sampling(1, uniform=0.0)) == [4]
+
+
+def ids(*values: int) -> bytes:
+    return np.array(values, dtype=np.int32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("penalties", "expected"),
+    [
+        (Penalties(0, 1.0, 0.5, 0.25, ids(0, 3), ids(1, 1)), [1.0, 1.0, -1.0, 3.0]),
+        (Penalties(0, 2.0, 0.0, 0.0, ids(0, 2), ids(1)), [0.5, 1.0, -2.0, 3.0]),
+        (Penalties(0, 1.0, 0.0, 1.0, ids(), ids()), [1.0, 2.0, -1.0, 3.0]),
+    ],
+)
+def test_penalties(penalties: Penalties, expected: list[float]) -> None:
+    """Repetition counts prompt and output, presence and frequency the output alone."""
+    logits = torch.tensor([[1.0, 2.0, -1.0, 3.0]])
+    wanted = torch.log_softmax(torch.tensor(expected), 0)
+    for uniform in (0.02, 0.2, 0.4, 0.6, 0.8):
+        with_penalty = choose(logits, sampling(1, [penalties], uniform=uniform))
+        assert with_penalty == choose(wanted[None], sampling(1, uniform=uniform))
+    assert logits.tolist() == [[1.0, 2.0, -1.0, 3.0]]
+
+
+def test_logprobs_are_of_the_unmodified_distribution() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
+    how = sampling(
+        3, [Penalties(1, 3.0, 1.0, 1.0, ids(1), ids(2))],
+        temperature=[0, 2.0, 1.0], num_logprobs=[0, 5, -1],
+    )  # fmt: skip
+    result = sample(logits, how, EOS)
+    reference = torch.log_softmax(logits, -1)
+    own = np.frombuffer(result.logprobs, np.float32)
+    for row in (0, 1):
+        token = int(result.token_ids[row])
+        assert own[row] == pytest.approx(float(reference[row, token]), abs=1e-5)
+    (top,) = result.top_logprobs
+    assert top.row == 1
+    assert np.frombuffer(top.token_ids, np.int32).tolist() == reference[1].topk(5).indices.tolist()

@@ -108,7 +108,7 @@ def generate(
 def _print_endpoints(endpoints: Endpoints) -> None:
     console = Console(stderr=True, highlight=False)
     console.print("[bold green]ready[/]")
-    console.print(f"  gRPC     grpc://{endpoints.grpc_url}   (fastserve generate \"Hello\")")
+    console.print(f'  gRPC     grpc://{endpoints.grpc_url}   (fastserve generate "Hello")')
     console.print(f"  HTTP     {endpoints.http_url}/v2/models/fastserve/generate_stream")
     console.print(f"  metrics  {endpoints.metrics_url}")
 

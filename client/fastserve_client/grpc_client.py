@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -159,11 +160,19 @@ class TokenStream(Iterator[Chunk]):
                 raise StopIteration from None
             raise error_from_status(self._url, error.code().name, error.details() or "") from None
         if response.error_message:
-            self.close()
+            self._await_end()
             raise error_from_message(response.error_message)
         chunk = parse_response(response.infer_response)
         self._finished = chunk.finish_reason is not None
         return chunk
+
+    def _await_end(self) -> None:
+        # The server is about to end the stream. Cancelling in that moment was seen to make
+        # tritonserver 24.10 count the request as running for ever, so that it cannot unload.
+        self._closed.set()
+        with suppress(grpc.RpcError):
+            for _ in self._call:
+                pass
 
     def close(self) -> None:
         """Cancels the request if it still runs; idempotent."""

@@ -187,6 +187,12 @@ class TestBothKinds:
     def test_round_trip(self, tokenizer: Tokenizer, text: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
+    @settings(max_examples=50, deadline=None)
+    @given(st.lists(st.sampled_from(["Hello", " world", "</s>", "😀", "日", " tokenizer"])))
+    def test_max_token_bytes_bounds_the_text(self, tokenizer: Tokenizer, words: list[str]) -> None:
+        text = "".join(words)
+        assert len(text.encode()) <= len(tokenizer.encode(text)) * tokenizer.max_token_bytes
+
     @settings(max_examples=100, deadline=None)
     @given(st.data())
     def test_stream_is_decode(self, tokenizer: Tokenizer, data: st.DataObject) -> None:

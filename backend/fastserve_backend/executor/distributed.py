@@ -32,6 +32,9 @@ from fastserve_backend.worker.messages import (
 HEARTBEAT_TIMEOUT_S = 8.0
 # How long a rank may take to end by itself after Stop before it is killed.
 STOP_TIMEOUT_S = 5.0
+# Between two parallel regions a thread of the rank spins for so many loops before it sleeps. The
+# default, minutes of it, starves the server and the clients of the cores that they share with it.
+OPENMP_SPIN_COUNT = "2000"
 _log = logging.getLogger(__name__)
 
 
@@ -54,7 +57,9 @@ class DistributedExecutor:
         self._poller.register(self._socket, zmq.POLLIN)
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
-        self._last_heard_s = 0.0
+        # None until the first message: importing torch may take long and no thread of the rank runs
+        # yet. The time for that is bounded by start().
+        self._last_heard_s: float | None = None
         self._closed = False
 
     def start(self, setup: Setup, timeout_s: float) -> Ready:
@@ -98,12 +103,12 @@ class DistributedExecutor:
         command = [python_executable(), "-m", "fastserve_backend.worker"]
         command += ["--engine", self._address, "--rendezvous", str(self._directory / "rendezvous")]
         environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        environment.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
         # The rank imports what this process imports, whatever path it was set up with.
         environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._poller.register(self._pidfd, zmq.POLLIN)
-        self._last_heard_s = time.monotonic()
 
     def _send(self, message: Setup | Step | Stop) -> None:
         self._socket.send_multipart([b"rank-0", encoder.encode(message)])
@@ -125,7 +130,8 @@ class DistributedExecutor:
                 assert self._process is not None
                 raise EngineError(f"rank 0 died with exit code {self._process.wait()}")
             now = time.monotonic()
-            if now - self._last_heard_s > HEARTBEAT_TIMEOUT_S:
+            silent_s = 0.0 if self._last_heard_s is None else now - self._last_heard_s
+            if silent_s > HEARTBEAT_TIMEOUT_S:
                 raise EngineError(f"rank 0 has not answered for {HEARTBEAT_TIMEOUT_S:.0f} s")
             if deadline is not None and now >= deadline:
                 return None

@@ -74,6 +74,8 @@ class HFTokenizer(Tokenizer):
         fast.no_truncation()
         fast.no_padding()
         self.vocab_size = vocab_size
+        # A byte-level symbol is one byte; added tokens are text, of up to 4 bytes a character.
+        self.max_token_bytes = 4 * max(map(len, fast.get_vocab(with_added_tokens=True)))
         self._fast = fast
         self._special = {
             token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special

@@ -34,6 +34,8 @@ class Tokenizer(ABC):
     """A byte-level tokenizer. Instances may be shared by threads."""
 
     vocab_size: int
+    max_token_bytes: int
+    """Most bytes of UTF-8 that one token of a prompt stands for: a bound on a prompt's length."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -92,6 +94,7 @@ class ByteTokenizer(Tokenizer):
                 f"at least {first_word}; add tokenizer files to the model or enlarge vocab_size"
             )
         self.vocab_size = vocab_size
+        self.max_token_bytes = 1
         self._first_word = first_word
 
     def encode(self, text: str) -> list[int]:

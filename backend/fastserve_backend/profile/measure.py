@@ -41,10 +41,8 @@ def load_or_measure(
     if profile is not None:
         return profile
     _log.info("measuring the latency profile of %s", key)
-    bench = _Bench(executor, now, num_blocks, block_size)
-    profile = fit(
-        key, bench.prefills(min(max_tokens, num_blocks * block_size)), bench.decodes(max_seqs)
-    )
+    bench = _Bench(executor, now, block_size, min(max_tokens, num_blocks * block_size))
+    profile = fit(key, bench.prefills(), bench.decodes(max_seqs))
     try:
         profile.save(path)
     except OSError as error:
@@ -56,15 +54,16 @@ class _Bench:
     """Times single steps on random tokens. Jobs share blocks: the values do not matter here."""
 
     def __init__(
-        self, executor: Executor, now: Callable[[], float], num_blocks: int, block_size: int
+        self, executor: Executor, now: Callable[[], float], block_size: int, max_tokens: int
     ) -> None:
         self._executor = executor
         self._now = now
-        self._num_blocks = num_blocks
         self._block_size = block_size
+        self._max_tokens = max_tokens
         self._step_id = 0
 
-    def prefills(self, max_tokens: int) -> list[PrefillSample]:
+    def prefills(self) -> list[PrefillSample]:
+        max_tokens = self._max_tokens
         started = self._now()
         samples: list[PrefillSample] = []
         lengths = [length for length in PREFILL_TOKENS if length <= max_tokens]
@@ -79,9 +78,8 @@ class _Bench:
     def decodes(self, max_seqs: int) -> list[DecodeSample]:
         started = self._now()
         samples: list[DecodeSample] = []
-        room = self._num_blocks * self._block_size - 1
         for batch in sorted({min(batch, max_seqs) for batch in DECODE_BATCHES}):
-            for context in (min(room, context) for context in DECODE_CONTEXTS):
+            for context in (min(self._max_tokens - 1, context) for context in DECODE_CONTEXTS):
                 if len(samples) >= 3 and self._now() - started > BUDGET_S:
                     break
                 seconds = self._time(batch, 1, context)

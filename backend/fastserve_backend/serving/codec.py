@@ -89,7 +89,10 @@ def _prompt(tensors: Mapping[str, NDArray[Any]]) -> tuple[str | None, list[int] 
         allowed = f"exactly one of {protocol.TEXT_INPUT} and {protocol.INPUT_IDS} is required"
         raise InvalidRequestError(f"{protocol.TEXT_INPUT}, {protocol.INPUT_IDS}", given, allowed)
     if text_tensor is not None:
-        return _to_text(protocol.TEXT_INPUT, _single(protocol.TEXT_INPUT, text_tensor)), None
+        text = _to_text(protocol.TEXT_INPUT, _single(protocol.TEXT_INPUT, text_tensor))
+        if not text:
+            raise InvalidRequestError(protocol.TEXT_INPUT, text, "must not be empty")
+        return text, None
     assert ids_tensor is not None
     if ids_tensor.size == 0:
         raise InvalidRequestError(protocol.INPUT_IDS, [], "at least one token id is required")

@@ -22,21 +22,37 @@ _INTERVAL_S = 0.25
 
 class ParentGuard:
     """Polls. When the server is gone, this process ends at once (the ranks follow); when the
-    launcher is gone, the server is asked to end; when the engine broke, the launcher is told.
+    launcher is gone, the server is asked to end; when the engine broke, the launcher is told; when
+    the launcher wants to stop the server, the model is drained and the launcher told.
+
+    Triton drains by itself on SIGTERM, but it never finishes when a request that it refused on a
+    gRPC stream has pinned the model, so the launcher asks the model first.
     """
 
     def __init__(self, runtime: RuntimeDirectory | None) -> None:
         self._runtime = runtime
         self._server = os.getppid()
         self._launcher = _open_launcher()
-        self._engine_failure: Callable[[], str | None] = lambda: None
+        self._engine_failure: Callable[[], str | None] = _no_failure
+        self._drain: Callable[[], bool] = _nothing_to_drain
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="parent-guard", daemon=True)
         self._thread.start()
 
-    def watch_engine(self, failure: Callable[[], str | None]) -> None:
-        """``failure`` says why the engine is broken, None while it works."""
+    def watch_engine(self, failure: Callable[[], str | None], drain: Callable[[], bool]) -> None:
+        """From now on there is an engine.
+
+        Args:
+            failure: says why the engine is broken, None while it works.
+            drain: refuses new requests and says whether none is left.
+        """
         self._engine_failure = failure
+        self._drain = drain
+
+    def release_engine(self) -> None:
+        """The engine is about to be closed."""
+        self._engine_failure = _no_failure
+        self._drain = _nothing_to_drain
 
     def close(self) -> None:
         """The model is unloaded: the server itself ends this process."""
@@ -47,7 +63,6 @@ class ParentGuard:
 
     def _run(self) -> None:
         asked_to_end = False
-        reported = False
         while not self._closed.wait(_INTERVAL_S):
             if os.getppid() != self._server:
                 logger.error("tritonserver is gone; ending")
@@ -58,13 +73,26 @@ class ParentGuard:
                 logger.error("the launcher is gone; asking tritonserver to end")
                 os.kill(self._server, signal.SIGTERM)
                 asked_to_end = True
-            failure = self._engine_failure()
-            if failure is not None and self._runtime is not None and not reported:
-                self._runtime.report_failure(failure)
-                reported = True
+            if self._runtime is not None:
+                self._answer_launcher(self._runtime)
+
+    def _answer_launcher(self, runtime: RuntimeDirectory) -> None:
+        failure = self._engine_failure()
+        if failure is not None and runtime.failure() is None:
+            runtime.report_failure(failure)
+        if runtime.drain_requested() and not runtime.drained() and self._drain():
+            runtime.report_drained()
 
     def _launcher_is_gone(self) -> bool:
-        return self._launcher is not None and wait_readable(self._launcher, 0.0)
+        return self._launcher is not None and bool(wait_readable(0.0, self._launcher))
+
+
+def _no_failure() -> str | None:
+    return None
+
+
+def _nothing_to_drain() -> bool:
+    return True
 
 
 def _open_launcher() -> int | None:

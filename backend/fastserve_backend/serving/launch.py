@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from select import POLLIN, poll
 from types import FrameType, TracebackType
 
 from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_METRICS_PORT
@@ -20,9 +19,9 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError
 from fastserve_backend.serving.installation import TritonInstallation
-from fastserve_backend.serving.process import GRACE_S, SHORT_GRACE_S, ServerProcess
+from fastserve_backend.serving.process import ServerProcess
 from fastserve_backend.serving.repository import write_repository
-from fastserve_backend.serving.runtime import RuntimeDirectory
+from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ class TritonServer:
             self._backend_flags = self._installation.prepare_backends(self._runtime.backends)
             self._launch()
         except BaseException:
-            self._clean_up(SHORT_GRACE_S)
+            self._clean_up()
             raise
         self._supervisor = threading.Thread(target=self._supervise, name="fastserve-supervisor")
         self._supervisor.start()
@@ -180,14 +179,16 @@ class TritonServer:
                 if last_try or self._stopping.is_set():
                     raise
                 logger.warning("start %d of %d failed: %s", attempt, _START_TRIES, error)
-                self._retire(SHORT_GRACE_S)
+                self._retire(kill=False)
 
     def _supervise(self) -> None:
         restart_times: list[float] = []
         while True:
             trouble = self._watch()
             if trouble is None:
-                self._clean_up(GRACE_S)
+                assert self._server is not None
+                self._server.drain()
+                self._clean_up()
                 return
             now = time.monotonic()
             restart_times = [t for t in restart_times if now - t < _RESTART_WINDOW_S]
@@ -203,13 +204,13 @@ class TritonServer:
                 self.restarts += 1
                 assert self._server is not None
                 # With its stub gone, the server would wait in vain for the streams in flight.
-                self._retire(GRACE_S if trouble is _Trouble.ENGINE_FAILED else 0.0)
+                self._retire(kill=trouble is not _Trouble.ENGINE_FAILED)
                 self._launch()
             except LaunchError as error:
                 if not self._stopping.is_set():
                     logger.error("%s", error)
                     self.failure = str(error)
-                self._clean_up(SHORT_GRACE_S)
+                self._clean_up()
                 return
 
     def _watch(self) -> _Trouble | None:
@@ -217,11 +218,9 @@ class TritonServer:
         assert self._server is not None
         assert self._runtime is not None
         server, stub = self._server.handle, self._server.stub_handle()
-        poller = poll()
-        for descriptor in (self._wake_receiver.fileno(), server, stub):
-            poller.register(descriptor, POLLIN)
+        wake = self._wake_receiver.fileno()
         while True:
-            ready = {descriptor for descriptor, _ in poller.poll(_WATCH_INTERVAL_S * 1000)}
+            ready = wait_readable(_WATCH_INTERVAL_S, wake, server, stub)
             if self._stopping.is_set():
                 return None
             if server in ready:
@@ -240,13 +239,13 @@ class TritonServer:
             return f"tritonserver ended with code {self._server.exit_code}"
         return "the model's process ended"
 
-    def _retire(self, grace_s: float) -> None:
+    def _retire(self, *, kill: bool) -> None:
         if self._server is not None:
-            self._server.stop(grace_s)
+            self._server.stop(kill=kill)
             self._server = None
 
-    def _clean_up(self, grace_s: float) -> None:
-        self._retire(grace_s)
+    def _clean_up(self) -> None:
+        self._retire(kill=False)
         if self._runtime is not None:
             self._runtime.remove()
             self._runtime = None

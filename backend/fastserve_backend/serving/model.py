@@ -69,7 +69,6 @@ class TritonPythonModel:
             if runtime is not None:
                 runtime.report_failure(reason)
             raise pb_utils.TritonModelException(reason) from None
-        self._guard.watch_engine(lambda: self._engine.failure)
         self._wall_clock = WallClock(clock)
         self._emitters = [Emitter(f"emitter-{index}") for index in range(_NUM_EMITTERS)]
         self._num_requests = 0
@@ -77,6 +76,7 @@ class TritonPythonModel:
         self._metrics = MetricsPublisher(
             self._engine, args["model_name"], args["model_version"], lambda: self._num_rejected
         )
+        self._guard.watch_engine(lambda: self._engine.failure, self._drain)
 
     def execute(self, requests: list[Any]) -> None:
         """Accepts or refuses each request; responses follow from the emitters."""
@@ -93,13 +93,17 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Called when no request is left, or after the server's exit timeout."""
-        self._guard.watch_engine(lambda: None)
+        self._guard.release_engine()
         self._engine.drain(_DRAIN_TIMEOUT_S)
         self._metrics.close()
         for emitter in self._emitters:
             emitter.close()
         self._engine.close()
         self._guard.close()
+
+    def _drain(self) -> bool:
+        """Refuses new requests; whether all accepted ones have been answered."""
+        return self._engine.drain(0.0) and not any(e.num_active for e in self._emitters)
 
     def _submit(self, request: Any, stream: ResponseStream) -> None:
         engine = self._engine

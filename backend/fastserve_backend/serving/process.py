@@ -25,14 +25,12 @@ from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30
-"""How long a stopping server waits for streams in flight (tritonserver's own default)."""
+"""How long a stopping server may take to finish streams in flight (tritonserver's own default)."""
 
-GRACE_S = DRAIN_TIMEOUT_S + 15.0
-"""After its exit timeout the server still unloads the model and closes the engine."""
-
-SHORT_GRACE_S = 5.0
-"""For a server without clients, which has nothing to drain."""
-
+# A server with nothing in flight needs about two seconds, and its ranks a few more if they are busy.
+# One whose model a refused gRPC request has pinned would never end (Triton up to 24.10 at least).
+_EXIT_TIMEOUT_S = 8.0
+_DRAIN_POLL_S = 0.05
 # Loading a model takes as long as it takes; this is only for the stub's interpreter to come up.
 _STUB_TIMEOUT_S = 120
 _READY_POLL_S = 0.05
@@ -114,7 +112,7 @@ class ServerProcess:
         for path in ("/v2/health/ready", f"/v2/models/{MODEL_NAME}/ready"):
             while not self._answers(path):
                 self._check_waiting(deadline, cancelled)
-                wait_readable(self.handle, _READY_POLL_S)
+                wait_readable(_READY_POLL_S, self.handle)
         self._own_directories = _backend_directories() - self._foreign_directories
         pid = self._runtime.stub_pid()
         if pid is None:
@@ -125,16 +123,26 @@ class ServerProcess:
             raise LaunchError(f"the model's process ended early{self._log_hint()}") from None
         self._probe(deadline)
 
-    def stop(self, grace_s: float) -> None:
+    def drain(self) -> None:
+        """Returns when all requests are answered, the server or stub ended, or time is up."""
+        self._runtime.request_drain()
+        deadline = time.monotonic() + DRAIN_TIMEOUT_S
+        while not self._runtime.drained():
+            if wait_readable(_DRAIN_POLL_S, self.handle, self.stub_handle()):
+                return
+            if time.monotonic() > deadline:
+                logger.warning("requests are unfinished after %d s; ending them", DRAIN_TIMEOUT_S)
+                return
+
+    def stop(self, *, kill: bool) -> None:
         """Ends server, stub and ranks, and removes what they left. To be called once.
 
         Args:
-            grace_s: how long the server may take to end by itself: ``GRACE_S`` lets streams in
-                flight end first, 0 kills.
+            kill: at once; for a server that hangs anyway because its stub is gone.
         """
-        if grace_s > 0 and self._process.poll() is None:
+        if not kill and self._process.poll() is None:
             self._process.terminate()
-            if not wait_readable(self.handle, grace_s):
+            if not wait_readable(_EXIT_TIMEOUT_S, self.handle):
                 logger.warning("tritonserver did not end after SIGTERM; killing it")
         if self._process.poll() is None:
             self._process.kill()

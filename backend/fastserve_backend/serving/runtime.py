@@ -28,6 +28,8 @@ class RuntimeDirectory:
         self.path = path
         self._stub_file = path / "stub.pid"
         self._failure_file = path / "failure.txt"
+        self._drain_file = path / "drain"
+        self._drained_file = path / "drained"
 
     @classmethod
     def create(cls) -> RuntimeDirectory:
@@ -72,6 +74,20 @@ class RuntimeDirectory:
         """Called by the stub when the model cannot load, or its engine broke for good."""
         _write_at_once(self._failure_file, reason)
 
+    def request_drain(self) -> None:
+        """Called by the launcher: the stub shall refuse new requests and finish those it has."""
+        self._drain_file.touch()
+
+    def drain_requested(self) -> bool:
+        return self._drain_file.exists()
+
+    def report_drained(self) -> None:
+        """Called by the stub once every request has its last response."""
+        self._drained_file.touch()
+
+    def drained(self) -> bool:
+        return self._drained_file.exists()
+
     def stub_pid(self) -> int | None:
         text = _read(self._stub_file)
         return int(text) if text else None
@@ -80,8 +96,13 @@ class RuntimeDirectory:
         return _read(self._failure_file)
 
     def clear_reports(self) -> None:
-        self._stub_file.unlink(missing_ok=True)
-        self._failure_file.unlink(missing_ok=True)
+        for file in (
+            self._stub_file,
+            self._failure_file,
+            self._drain_file,
+            self._drained_file,
+        ):
+            file.unlink(missing_ok=True)
 
     def processes(self) -> list[int]:
         """Ids of all processes of this server (server, stub, ranks), also orphaned ones."""
@@ -108,7 +129,7 @@ class RuntimeDirectory:
                 continue
             signal.pidfd_send_signal(handles[-1], signal.SIGKILL)
         for handle in handles:
-            wait_readable(handle, _KILL_WAIT_S)
+            wait_readable(_KILL_WAIT_S, handle)
             os.close(handle)
 
     def remove_shared_memory(self) -> None:
@@ -120,11 +141,15 @@ class RuntimeDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def wait_readable(descriptor: int, timeout_s: float) -> bool:
-    """Whether ``descriptor`` (a pidfd is readable once its process ended) is readable in time."""
+def wait_readable(timeout_s: float, *descriptors: int) -> set[int]:
+    """Those of ``descriptors`` that are readable, as soon as one is, or none after ``timeout_s``.
+
+    A pidfd is readable once its process has ended.
+    """
     poller = poll()
-    poller.register(descriptor, POLLIN)
-    return bool(poller.poll(timeout_s * 1000))
+    for descriptor in descriptors:
+        poller.register(descriptor, POLLIN)
+    return {descriptor for descriptor, _ in poller.poll(timeout_s * 1000)}
 
 
 def _write_at_once(path: Path, text: str) -> None:

@@ -89,7 +89,8 @@ static void pack(const T* weight, T* panels, int64_t out, int64_t in, int64_t st
         T* panel = panels + p * in * PAIR;
         for (int n = 0; n < PAIR; ++n) {
             const int64_t row = p * PAIR + n;
-            for (int64_t k = 0; k < in; ++k) panel[k * PAIR + n] = row < out ? weight[row * stride + k] : T{};
+            for (int64_t k = 0; k < in; ++k)
+                panel[k * PAIR + n] = row < out ? weight[row * stride + k] : T{};
         }
     }
 }

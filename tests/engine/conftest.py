@@ -1,0 +1,74 @@
+"""A small random OPT checkpoint, and engines with real ranks that serve it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fastserve_backend import LLM
+from small_model import EOS_TOKEN_IDS, MAX_MODEL_LEN, VOCAB_SIZE
+from transformers import OPTConfig, OPTForCausalLM
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights wide enough apart that rounding never decides a greedy token."""
+    directory = tmp_path_factory.mktemp("opt")
+    config = OPTConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        num_hidden_layers=3,
+        ffn_dim=128,
+        num_attention_heads=4,
+        max_position_embeddings=MAX_MODEL_LEN,
+        word_embed_proj_dim=64,
+        eos_token_id=list(EOS_TOKEN_IDS),
+    )
+    torch.manual_seed(11)
+    model = OPTForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Strong positions, so that greedy answers do not settle on one token.
+            spread = 0.8 if "embed_positions" in name else 0.3
+            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, spread)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint: Path) -> OPTForCausalLM:
+    return OPTForCausalLM.from_pretrained(checkpoint).eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer of single bytes, in Hugging Face's file."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    directory = tmp_path_factory.mktemp("tokenizer")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+    vocab |= {symbol: index + 4 for index, symbol in enumerate(alphabet)}
+    fast = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>"])
+    fast.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def llm(checkpoint: Path, tokenizer: Path) -> Iterator[LLM]:
+    """An engine that most tests share: room for all, ten jobs at once."""
+    with LLM(
+        str(checkpoint),
+        tokenizer=str(tokenizer),
+        max_num_seqs=10,
+        device_blocks=600,
+        check_integrity=True,
+    ) as shared:
+        yield shared
+        snapshot = shared.engine.snapshot()
+        assert snapshot.free_blocks == snapshot.num_blocks

@@ -1,0 +1,150 @@
+"""Sampling and stopping through the engine with real ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.job import FinishReason
+from small_model import EOS_TOKEN_IDS
+from transformers import OPTForCausalLM
+
+PROMPT = [10, 50, 90, 130, 170]
+HOT = 4.0  # flattens the small model's sharp distributions
+
+
+def test_a_seed_gives_the_same_text_whatever_else_runs(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=40, seed=99, temperature=1.2, top_p=0.95, ignore_eos=True)
+    (alone,) = llm.generate([PROMPT], params, progress=False)
+    company = [
+        SamplingParams(max_tokens=60, seed=n, top_k=n + 1, ignore_eos=True) for n in range(8)
+    ]
+    together = llm.generate(
+        [*([PROMPT] * 8), PROMPT, PROMPT], [*company, params, SamplingParams(seed=98)],
+        progress=False,
+    )  # fmt: skip
+    assert together[8].token_ids == alone.token_ids
+    assert together[8].text == alone.text
+    assert together[9].token_ids != alone.token_ids[:16]
+
+
+def test_without_a_seed_texts_differ(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20, temperature=1.5, ignore_eos=True)
+    first, second = llm.generate([PROMPT, PROMPT], params, progress=False)
+    assert first.token_ids != second.token_ids
+
+
+def test_logprobs_are_those_of_the_reference(llm: LLM, reference: OPTForCausalLM) -> None:
+    params = SamplingParams(max_tokens=12, seed=4, temperature=1.3, logprobs=3, ignore_eos=True)
+    (completion,) = llm.generate([PROMPT], params, progress=False)
+    ids = torch.tensor([PROMPT + completion.token_ids])
+    with torch.inference_mode():
+        logprobs = torch.log_softmax(reference(ids).logits[0].float(), -1)
+    assert len(completion.logprobs) == 12
+    for index, entry in enumerate(completion.logprobs):
+        row = logprobs[len(PROMPT) - 1 + index]
+        assert entry.token_id == completion.token_ids[index]
+        assert entry.logprob == pytest.approx(float(row[entry.token_id]), abs=1e-3)
+        best = row.topk(3)
+        assert [token for token, _ in entry.top] == best.indices.tolist()
+    assert completion.stats is not None
+    total = sum(entry.logprob for entry in completion.logprobs)
+    assert completion.stats.cumulative_logprob == pytest.approx(total, abs=1e-3)
+
+
+def test_end_of_sequence(llm: LLM) -> None:
+    ends = set(EOS_TOKEN_IDS)
+    params = [SamplingParams(max_tokens=200, seed=n, temperature=HOT) for n in range(10)]
+    completions = llm.generate([PROMPT] * 10, params, progress=False)
+    seed, token_ids = next(
+        (n, completion.token_ids)
+        for n, completion in enumerate(completions)
+        if 5 <= len(completion.token_ids) <= 150
+    )
+    assert completions[seed].finish_reason is FinishReason.STOP
+    assert token_ids[-1] in ends
+    assert not ends & set(token_ids[:-1])
+    length = len(token_ids)
+    options = {"seed": seed, "temperature": HOT}
+    ignoring, later, exact = llm.generate(
+        [PROMPT] * 3,
+        [
+            SamplingParams(max_tokens=length + 3, ignore_eos=True, **options),
+            SamplingParams(max_tokens=length + 3, min_tokens=length + 2, **options),
+            SamplingParams(max_tokens=length, **options),
+        ],
+        progress=False,
+    )
+    assert len(ignoring.token_ids) == length + 3
+    assert ignoring.token_ids[:length] == token_ids
+    assert ignoring.finish_reason is FinishReason.LENGTH
+    assert len(later.token_ids) >= length + 2
+    assert not ends & set(later.token_ids[: length + 1])
+    assert exact.finish_reason is FinishReason.STOP
+
+
+def test_stop_words_end_the_text_and_free_the_job(llm: LLM) -> None:
+    base = {"max_tokens": 120, "seed": 8, "temperature": 1.4, "ignore_eos": True}
+    (whole,) = llm.generate([PROMPT], SamplingParams(**base), progress=False)
+    word = whole.text[40:44]  # in single-byte tokens, so the word spans several of them
+    assert len(word) == 4
+    at = whole.text.find(word)
+    (stopped,) = llm.generate([PROMPT], SamplingParams(**base, stop=(word,)), progress=False)
+    assert stopped.text == whole.text[:at]
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
+    assert stopped.stats is not None
+    assert stopped.stats.num_output_tokens == len(stopped.token_ids) < 120
+    (both,) = llm.generate(
+        [PROMPT], SamplingParams(**base, stop=(word,), min_tokens=100), progress=False
+    )
+    assert len(both.token_ids) >= 100
+
+
+def test_times_and_counts_are_plausible(llm: LLM) -> None:
+    completions = llm.generate([PROMPT] * 15, SamplingParams(max_tokens=9), progress=False)
+    for completion in completions:
+        stats = completion.stats
+        assert stats is not None
+        assert stats.num_input_tokens == len(PROMPT)
+        assert stats.num_output_tokens == len(completion.token_ids)
+        assert stats.first_scheduled_s is not None
+        assert stats.first_token_s is not None
+        assert stats.last_token_s is not None
+        assert (
+            stats.arrival_s <= stats.first_scheduled_s < stats.first_token_s <= stats.last_token_s
+        )
+
+
+def test_text_prompts_are_encoded_and_results_are_in_order(llm: LLM) -> None:
+    texts = ["one", "two and a half", "three"]
+    greedy = SamplingParams(max_tokens=5, temperature=0)
+    together = llm.generate(texts, greedy, progress=False)
+    assert [completion.prompt for completion in together] == texts
+    for text, completion in zip(texts, together, strict=True):
+        ids = llm.engine.encode(text)
+        (again,) = llm.generate([ids], greedy, progress=False)
+        assert again.token_ids == completion.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ("", SamplingParams(), "text_input"),
+        ([], SamplingParams(), "input_ids"),
+        ([5, 384], SamplingParams(), "input_ids"),
+        ([-1], SamplingParams(), "input_ids"),
+        ("x" * 5000, SamplingParams(), "text_input"),
+        ("x" * 320, SamplingParams(), "text_input"),
+        ([5] * 310, SamplingParams(max_tokens=11), "max_tokens"),
+    ],
+)
+def test_impossible_prompts_are_refused(
+    llm: LLM, prompt: str | list[int], params: SamplingParams, field: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        llm.generate([[7, 8], prompt], params, progress=False)
+    assert caught.value.field == field
+    (fine,) = llm.generate([[7, 8]], SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
+    assert len(fine.token_ids) == 2

@@ -1,0 +1,225 @@
+"""Cancellation, admission, draining, and ranks that die or stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.errors import ConfigError, DrainingError, EngineError, OverloadedError
+from fastserve_backend.executor import distributed
+from fastserve_backend.job import FinishReason, JobOutput
+from fastserve_backend.models.errors import ModelError
+
+LONG = SamplingParams(max_tokens=300, ignore_eos=True)
+DEADLINE_S = 20.0
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
+    """Poll a condition that another process decides."""
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        pause.wait(0.005)
+
+
+class Collector:
+    """A sink that keeps outputs and knows when the job has ended."""
+
+    def __init__(self) -> None:
+        self.outputs: list[JobOutput] = []
+        self.started = threading.Event()
+        self.ended = threading.Event()
+
+    def __call__(self, output: JobOutput) -> None:
+        assert not self.ended.is_set(), "output after the end"
+        self.outputs.append(output)
+        self.started.set()
+        if output.finish_reason is not None:
+            self.ended.set()
+
+    def wait(self) -> JobOutput:
+        assert self.ended.wait(DEADLINE_S)
+        return self.outputs[-1]
+
+
+@contextmanager
+def small_engine(checkpoint: Path, tokenizer: Path, **options: object) -> Iterator[LLM]:
+    keys = {"max_num_seqs": 4, "device_blocks": 60} | options
+    with LLM(str(checkpoint), tokenizer=str(tokenizer), check_integrity=True, **keys) as llm:
+        yield llm
+
+
+def rank_of(llm: LLM) -> psutil.Process:
+    (rank,) = [
+        child
+        for child in psutil.Process().children()
+        if "fastserve_backend.worker" in child.cmdline()
+        and f"{llm.engine._executor._directory}" in " ".join(child.cmdline())  # type: ignore[attr-defined]
+    ]
+    return rank
+
+
+def test_cancelling_in_every_state_frees_everything(checkpoint: Path, tokenizer: Path) -> None:
+    with small_engine(checkpoint, tokenizer) as llm:
+        engine = llm.engine
+        sinks = [Collector() for _ in range(12)]
+        numbers = [engine.submit(f"j{n}", [5] * 8, LONG, sink) for n, sink in enumerate(sinks)]
+        assert sinks[0].started.wait(DEADLINE_S)
+        for number in (*numbers, 10**9):  # running, preempted and waiting jobs, and an unknown one
+            engine.cancel(number)
+            engine.cancel(number)
+        for sink in sinks:
+            assert sink.wait().finish_reason is FinishReason.CANCELLED
+        wait_until(lambda: engine.snapshot().free_blocks == 60)
+        assert sum(engine.snapshot().level_sizes) == 0
+        assert engine.counters.finished["cancelled"] == 12
+        (after,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
+        assert after.finish_reason is not None
+
+
+def test_a_full_queue_refuses_and_recovers(checkpoint: Path, tokenizer: Path) -> None:
+    with small_engine(checkpoint, tokenizer, max_queued_requests=3) as llm:
+        sinks = [Collector() for _ in range(3)]
+        numbers = [llm.engine.submit("j", [5], LONG, sink) for sink in sinks]
+        with pytest.raises(OverloadedError, match="3 requests are queued already"):
+            llm.engine.submit("j", [5], LONG, Collector())
+        assert llm.engine.counters.rejected == 1
+        for number in numbers:
+            llm.engine.cancel(number)
+        for sink in sinks:
+            sink.wait()
+        # More prompts than the queue takes: the offline class feeds them as room appears.
+        answers = llm.generate([[5]] * 9, SamplingParams(max_tokens=2), progress=False)
+        assert all(answer.finish_reason is not None for answer in answers)
+
+
+def test_draining_finishes_what_was_accepted(checkpoint: Path, tokenizer: Path) -> None:
+    with small_engine(checkpoint, tokenizer) as llm:
+        sinks = [Collector() for _ in range(6)]
+        for sink in sinks:
+            llm.engine.submit("j", [5], SamplingParams(max_tokens=30, ignore_eos=True), sink)
+        assert llm.engine.drain(DEADLINE_S)
+        for sink in sinks:
+            assert sink.wait().finish_reason is FinishReason.LENGTH
+            assert sum(len(output.token_ids) for output in sink.outputs) == 30
+        with pytest.raises(DrainingError):
+            llm.engine.submit("j", [5], LONG, Collector())
+
+
+def test_closing_cancels_what_runs_and_leaves_nothing_behind(
+    checkpoint: Path, tokenizer: Path
+) -> None:
+    with small_engine(checkpoint, tokenizer) as llm:
+        sink = Collector()
+        llm.engine.submit("j", [5], LONG, sink)
+        assert sink.started.wait(DEADLINE_S)
+        rank = rank_of(llm)
+        directory = llm.engine._executor._directory  # type: ignore[attr-defined]
+        assert directory.stat().st_mode & 0o777 == 0o700
+        llm.close()
+        assert sink.wait().finish_reason is FinishReason.CANCELLED
+        assert not rank.is_running()
+        assert not directory.exists()
+        llm.close()
+        with pytest.raises((EngineError, DrainingError)):
+            llm.engine.submit("j", [5], LONG, Collector())
+
+
+def test_a_killed_rank_fails_its_jobs_at_once(checkpoint: Path, tokenizer: Path) -> None:
+    with small_engine(checkpoint, tokenizer) as llm:
+        sinks = [Collector() for _ in range(8)]
+        for sink in sinks:
+            llm.engine.submit("j", [5], LONG, sink)
+        assert sinks[0].started.wait(DEADLINE_S)
+        rank_of(llm).kill()
+        killed = time.monotonic()
+        for sink in sinks:
+            output = sink.wait()
+            assert output.finish_reason is FinishReason.ERROR
+            assert output.error == "rank 0 died with exit code -9"
+        assert time.monotonic() - killed < 3
+        with pytest.raises(EngineError, match="rank 0 died"):
+            llm.engine.submit("j", [5], LONG, Collector())
+        with pytest.raises(EngineError):
+            llm.generate([[5]], LONG, progress=False)
+
+
+def test_a_rank_that_dies_while_idle_is_noticed(checkpoint: Path, tokenizer: Path) -> None:
+    with small_engine(checkpoint, tokenizer) as llm:
+        rank_of(llm).kill()
+        wait_until(lambda: llm.engine.failure is not None, 3)
+
+
+def test_a_stopped_rank_is_noticed(
+    checkpoint: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_engine(checkpoint, tokenizer) as llm:
+        monkeypatch.setattr(distributed, "HEARTBEAT_TIMEOUT_S", 2.5)
+        monkeypatch.setattr(distributed, "STOP_TIMEOUT_S", 0.5)
+        sink = Collector()
+        llm.engine.submit("j", [5], LONG, sink)
+        assert sink.started.wait(DEADLINE_S)
+        rank = rank_of(llm)
+        rank.send_signal(signal.SIGSTOP)
+        output = sink.wait()
+        assert output.finish_reason is FinishReason.ERROR
+        assert output.error is not None
+        assert "has not answered" in output.error
+        wait_until(lambda: not rank.is_running())
+
+
+def test_a_raising_sink_disturbs_nobody(checkpoint: Path, tokenizer: Path) -> None:
+    def bad_sink(output: JobOutput) -> None:
+        raise RuntimeError("client's trouble")
+
+    with small_engine(checkpoint, tokenizer) as llm:
+        good = Collector()
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        llm.engine.submit("bad", [5], params, bad_sink)
+        llm.engine.submit("good", [5], params, good)
+        assert good.wait().finish_reason is FinishReason.LENGTH
+        assert llm.engine.drain(DEADLINE_S)
+
+
+def test_ranks_end_when_the_engines_process_is_killed(checkpoint: Path, tokenizer: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, threading; from fastserve_backend import LLM\n"
+        f"llm = LLM({str(checkpoint)!r}, tokenizer={str(tokenizer)!r}, device_blocks=40)\n"
+        "print('up', flush=True); threading.Event().wait()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        assert host.stdout.readline() == "up\n"
+        (rank,) = psutil.Process(host.pid).children()
+        os.kill(host.pid, signal.SIGKILL)
+    wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_batched_tokens": 64}, "max_num_batched_tokens: got 64"),
+        ({"max_model_len": 100000}, "max_model_len"),
+        ({"device_blocks": 10**12}, "device_blocks: got 1000000000000"),
+        ({"tokenizer": "/nowhere/tokenizer"}, "tokenizer"),
+    ],
+)
+def test_what_cannot_start_says_why(
+    checkpoint: Path, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises((ConfigError, ModelError), match=message):
+        LLM(str(checkpoint), **({"load_format": "dummy"} | options))
+    mine = [child for child in psutil.Process().children() if child.name().startswith("python")]
+    assert not [child for child in mine if "nowhere" in " ".join(child.cmdline())]

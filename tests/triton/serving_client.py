@@ -1,0 +1,185 @@
+"""Clients of the running server, on tritonclient and plain HTTP; no part of the project's client."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+import tritonclient.grpc as grpcclient
+from fastserve_client import protocol
+from tritonclient.utils import InferenceServerException
+
+_DTYPES: dict[str, Any] = {
+    "BYTES": np.object_,
+    "BOOL": np.bool_,
+    "INT32": np.int32,
+    "UINT64": np.uint64,
+    "FP32": np.float32,
+}
+_SPECS = {spec.name: spec for spec in protocol.INPUTS}
+GENERATE = f"/v2/models/{protocol.MODEL_NAME}/generate"
+GENERATE_STREAM = f"/v2/models/{protocol.MODEL_NAME}/generate_stream"
+
+ANSWER_TIMEOUT_S = 30.0
+
+
+def tensors(module: Any = grpcclient, **values: Any) -> list[Any]:
+    """``InferInput`` of ``module`` for each value; strings and bytes become BYTES tensors."""
+    return [_tensor(module, name, value) for name, value in values.items()]
+
+
+def _tensor(module: Any, name: str, value: Any) -> Any:
+    spec = _SPECS[name]
+    items = list(value) if spec.variable_length else [value]
+    if spec.datatype == "BYTES":
+        items = [item.encode() if isinstance(item, str) else item for item in items]
+        array = np.empty(len(items), np.object_)
+        array[:] = items
+    else:
+        array = np.array(items, _DTYPES[spec.datatype])
+    tensor = module.InferInput(name, list(array.shape), spec.datatype)
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+@dataclass
+class Answer:
+    """All that came back for one request."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    outputs: dict[str, Any] = field(default_factory=dict)
+    """Last value of each other output."""
+    num_responses: int = 0
+    num_finals: int = 0
+    error: InferenceServerException | None = None
+
+    def add(self, result: Any) -> None:
+        message = result.get_response()
+        self.num_finals += message.parameters["triton_final_response"].bool_param
+        if not message.outputs:
+            return  # the bare FINAL after an error
+        self.num_responses += 1
+        self.text += result.as_numpy(protocol.TEXT_OUTPUT)[0].decode()
+        self.token_ids += result.as_numpy(protocol.OUTPUT_IDS).tolist()
+        for output in message.outputs:
+            if output.name not in (protocol.TEXT_OUTPUT, protocol.OUTPUT_IDS):
+                self.outputs[output.name] = result.as_numpy(output.name)[0]
+
+
+class GrpcStream:
+    """One request on a gRPC stream of its own."""
+
+    def __init__(
+        self,
+        url: str,
+        parameters: dict[str, Any] | None = None,
+        request_id: str = "",
+        raw_inputs: list[Any] | None = None,
+        headers: dict[str, str] | None = None,
+        **inputs: Any,
+    ) -> None:
+        self._client = grpcclient.InferenceServerClient(url)
+        self._events: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self.answer = Answer()
+        self._client.start_stream(
+            lambda result, error: self._events.put((result, error)), headers=headers
+        )
+        self._client.async_stream_infer(
+            protocol.MODEL_NAME,
+            [*tensors(**inputs), *(raw_inputs or [])],
+            request_id=request_id,
+            enable_empty_final_response=True,
+            parameters=parameters,
+        )
+
+    def step(self, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        """Takes one response."""
+        result, error = self._events.get(timeout=timeout_s)
+        if error is not None:
+            self.answer.error = error
+        else:
+            self.answer.add(result)
+
+    def first_token(self) -> None:
+        while not self.answer.token_ids:
+            self.step()
+            assert self.answer.error is None, self.answer.error
+
+    def finish(self) -> Answer:
+        """Reads to FINAL, then closes the stream and counts what the server still sent."""
+        while not self.answer.num_finals:
+            self.step()
+        self._client.stop_stream()
+        while not self._events.empty():
+            self.step()
+        self._client.close()
+        return self.answer
+
+    def until_error(self, timeout_s: float) -> InferenceServerException:
+        """For streams whose server goes away, which get no FINAL."""
+        deadline = time.monotonic() + timeout_s
+        while self.answer.error is None:
+            self.step(max(0.0, deadline - time.monotonic()))
+        return self.answer.error
+
+    def cancel(self) -> None:
+        self._client.stop_stream(cancel_requests=True)
+        self._client.close()
+
+
+def generate(url: str, **request: Any) -> Answer:
+    """One request over gRPC, to its end."""
+    return GrpcStream(url, **request).finish()
+
+
+def post(base_url: str, path: str, body: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    return httpx.post(base_url + path, content=content, headers=headers, timeout=ANSWER_TIMEOUT_S)
+
+
+def server_sent_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+@contextmanager
+def http_stream(base_url: str, body: Any) -> Iterator[Iterator[dict[str, Any]]]:
+    """``generate_stream``; leaving the context closes the connection."""
+    url = base_url + GENERATE_STREAM
+    with httpx.stream("POST", url, json=body, timeout=ANSWER_TIMEOUT_S) as response:
+        assert response.status_code == 200, response.read()
+        yield server_sent_events(response.iter_lines())
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    for line in httpx.get(url).text.splitlines():
+        family, _, rest = line.partition("{")
+        described, _, value = rest.rpartition("} ")
+        if family == name and all(f'{key}="{text}"' in described for key, text in labels.items()):
+            return float(value)
+    raise KeyError(name, labels)
+
+
+def used_blocks(metrics_url: str) -> float:
+    return metric(metrics_url, "fastserve_kv_blocks", tier="device", state="used")
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float) -> float:
+    """Seconds until ``condition`` held. Fails after ``timeout_s``."""
+    started = time.monotonic()
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() - started < timeout_s, f"not within {timeout_s} s"
+        pause.wait(0.002)
+    return time.monotonic() - started

@@ -1,0 +1,257 @@
+"""Bad requests are refused with INVALID_ARG and the field's name, and disturb nobody."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from fastserve_backend.serving.endpoints import Endpoints
+from serving_client import (
+    GENERATE,
+    GENERATE_STREAM,
+    GrpcStream,
+    generate,
+    metric,
+    post,
+    wait_for,
+)
+
+STATUS_HEADER = {"triton_grpc_error": "true"}
+GOOD_PROMPT = "Once upon a time"
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A request that must be refused, and the field that the message must begin with."""
+
+    label: str
+    field: str
+    inputs: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any] | None = None
+    prompt: bool = True
+
+    def request(self) -> dict[str, Any]:
+        prompt = {"text_input": GOOD_PROMPT} if self.prompt else {}
+        return {**prompt, **self.inputs, "parameters": self.parameters}
+
+
+def tensor(name: str, value: Any, label: str = "") -> Bad:
+    return Bad(f"{name}={label or value!r}", name, {name: value})
+
+
+def in_object(name: str, value: Any, label: str = "") -> Bad:
+    inputs = {"sampling_parameters": json.dumps({name: value})}
+    return Bad(f"object {name}={label or value!r}", name, inputs)
+
+
+def as_parameter(name: str, value: Any) -> Bad:
+    return Bad(f"parameter {name}={value!r}", name, parameters={name: value})
+
+
+def raw_object(text: Any, label: str) -> Bad:
+    return Bad(f"object {label}", "sampling_parameters", {"sampling_parameters": text})
+
+
+def prompt(label: str, field_name: str, **inputs: Any) -> Bad:
+    return Bad(label, field_name, inputs, prompt=False)
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+CASES = [
+    # The prompt.
+    prompt("no prompt", "text_input, input_ids", max_tokens=4),
+    prompt("two prompts", "text_input, input_ids", text_input="a", input_ids=[5]),
+    prompt("empty prompt", "text_input", text_input=""),
+    prompt("invalid UTF-8", "text_input", text_input=b"ok \xff\xfe"),
+    prompt("cut UTF-8", "text_input", text_input="é".encode()[:1]),
+    prompt("encoded surrogate", "text_input", text_input=b"\xed\xa0\x80"),
+    prompt("too long text", "text_input", text_input="a" * 5000),
+    prompt("hopelessly long text", "text_input", text_input="a" * 3_000_000),
+    prompt("no ids", "input_ids", input_ids=[]),
+    prompt("negative id", "input_ids", input_ids=[5, -1]),
+    prompt("id beyond the vocabulary", "input_ids", input_ids=[5, 1024]),
+    prompt("huge id", "input_ids", input_ids=[2**31 - 1]),
+    prompt("room for no output", "max_tokens", input_ids=[5] * 4090),
+    # Lengths.
+    tensor("max_tokens", 0),
+    tensor("max_tokens", -1),
+    tensor("max_tokens", 4097),
+    tensor("max_tokens", 3900, "more KV than the pool holds"),
+    tensor("max_tokens", 2**31 - 1),
+    tensor("min_tokens", -1),
+    tensor("min_tokens", 17, "above max_tokens"),
+    # Sampling.
+    tensor("temperature", -0.1),
+    tensor("temperature", NAN),
+    tensor("temperature", INFINITY),
+    tensor("temperature", 1e30),
+    tensor("top_p", 0.0),
+    tensor("top_p", 1.5),
+    tensor("top_p", -1.0),
+    tensor("top_p", NAN),
+    tensor("top_k", -2),
+    tensor("repetition_penalty", 0.0),
+    tensor("repetition_penalty", -1.0),
+    tensor("repetition_penalty", NAN),
+    tensor("presence_penalty", 2.5),
+    tensor("presence_penalty", -INFINITY),
+    tensor("frequency_penalty", -2.5),
+    tensor("frequency_penalty", NAN),
+    tensor("stop_words", [""], "an empty word"),
+    tensor("stop_words", ["ok", b"\xff"], "invalid UTF-8"),
+    tensor("stop_words", ["x" * 2000], "a long word"),
+    tensor("stop_words", ["x"] * 65, "too many"),
+    # sampling_parameters.
+    raw_object("{", "not JSON"),
+    raw_object("[1]", "a list"),
+    raw_object("null", "null"),
+    raw_object("", "empty"),
+    raw_object(b"\xff", "invalid UTF-8"),
+    raw_object("[" * 100_000, "deep nesting"),
+    raw_object('{"top_k": ' + "9" * 5000 + "}", "an endless number"),
+    raw_object(" " * (1 << 20) + "{}", "too large"),
+    in_object("max_tokens", 1.5),
+    in_object("max_tokens", "many"),
+    in_object("max_tokens", True),
+    in_object("max_tokens", [4]),
+    in_object("max_tokens", 10**30),
+    in_object("max_tokens", "1" * 30),
+    in_object("temperature", "hot"),
+    in_object("temperature", {"a": 1}),
+    in_object("temperature", NAN),
+    in_object("temperature", "inf"),
+    in_object("top_p", 10**400, "a huge integer"),
+    in_object("seed", -1),
+    in_object("seed", 2**64),
+    in_object("seed", "abc"),
+    in_object("stop", 5),
+    in_object("stop", ["ok", 5]),
+    in_object("stop", ["\ud800"], "a lone surrogate"),
+    in_object("ignore_eos", 1),
+    in_object("ignore_eos", "maybe"),
+    in_object("stream", "perhaps"),
+    in_object("logprobs", -1),
+    in_object("logprobs", 21),
+    in_object("best_of", 2),
+    in_object("text_input", "no"),
+    Bad(
+        "stop twice",
+        "stop",
+        {"stop_words": ["a"], "sampling_parameters": json.dumps({"stop": ["b"]})},
+    ),
+    # Request parameters.
+    as_parameter("no_such_key", 1),
+    as_parameter("input_ids", 1),
+    as_parameter("max_tokens", 0),
+    as_parameter("max_tokens", "many"),
+    as_parameter("temperature", "nan"),
+    as_parameter("return_logprobs", "perhaps"),
+    # Combinations.
+    Bad(
+        "prompt in a stream",
+        "exclude_input_in_output",
+        {"stream": True, "exclude_input_in_output": False},
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def good_stream(endpoints: Endpoints) -> Iterator[GrpcStream]:
+    """A request that streams while all the bad ones come; at the end it must be whole."""
+    stream = GrpcStream(
+        endpoints.grpc_url,
+        text_input=GOOD_PROMPT,
+        stream=True,
+        max_tokens=2500,
+        ignore_eos=True,
+        seed=5,
+    )
+    stream.first_token()
+    yield stream
+    answer = stream.finish()
+    assert answer.error is None
+    assert len(answer.token_ids) == 2500
+    assert answer.num_finals == 1
+
+
+@pytest.mark.parametrize("bad", CASES, ids=lambda bad: bad.label)
+def test_refused_by_name(bad: Bad, endpoints: Endpoints, good_stream: GrpcStream) -> None:
+    answer = generate(endpoints.grpc_url, **bad.request())
+    assert answer.error is not None
+    message = answer.error.message()
+    assert message.startswith(f"{bad.field}: got ")
+    assert len(message) < 1000
+    assert answer.num_finals == 1
+    assert answer.num_responses == 0
+    # The messages of a gRPC stream carry no code, unless one asks for the status of the call.
+    with_status = GrpcStream(endpoints.grpc_url, headers=STATUS_HEADER, **bad.request())
+    assert with_status.until_error(10.0).status() == "StatusCode.INVALID_ARGUMENT"
+    with_status.cancel()
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"text_input": GOOD_PROMPT, "max_tokens": 0}, "max_tokens"),
+        ({"text_input": GOOD_PROMPT, "temprature": 1}, "temprature"),
+        ({"text_input": ""}, "text_input"),
+        ({"text_input": GOOD_PROMPT, "parameters": {"top_p": 2}}, "top_p"),
+    ],
+)
+def test_http_says_400_and_why(body: dict[str, Any], named: str, endpoints: Endpoints) -> None:
+    for path in (GENERATE, GENERATE_STREAM):
+        response = post(endpoints.http_url, path, body)
+        assert response.status_code == 400
+        assert f"{named}: got " in response.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"[]",
+        b'{"text_input": "a\\ud800"}',
+        b'{"text_input": null}',
+        b'{"text_input": ["a", "b"]}',
+        b'{"text_input": {"a": 1}}',
+        b'{"text_input": "a", "max_tokens": "four"}',
+        b'{"text_input": "a", "input_ids": [1, 2]}',
+    ],
+)
+def test_what_the_server_itself_refuses_is_an_error_too(body: bytes, endpoints: Endpoints) -> None:
+    response = post(endpoints.http_url, GENERATE, body)
+    assert response.status_code >= 400
+    assert "error" in response.json()
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "datatype"),
+    [
+        ("max_tokens", np.array([4], np.int64), "INT64"),
+        ("max_tokens", np.array([4, 5], np.int32), "INT32"),
+        ("no_such_input", np.array([4], np.int32), "INT32"),
+    ],
+)
+def test_wrong_tensors_get_an_error_on_the_stream(
+    name: str, array: Any, datatype: str, endpoints: Endpoints
+) -> None:
+    # The server refuses these before the model sees them.
+    wrong = grpcclient.InferInput(name, list(array.shape), datatype)
+    wrong.set_data_from_numpy(array)
+    stream = GrpcStream(endpoints.grpc_url, raw_inputs=[wrong], text_input=GOOD_PROMPT)
+    assert name in stream.until_error(10.0).message()
+    stream.cancel()
+
+
+def test_afterwards_nothing_is_held(endpoints: Endpoints) -> None:
+    rejected = "fastserve_requests_rejected_total"
+    wait_for(lambda: metric(endpoints.metrics_url, rejected) >= 2 * len(CASES), 5.0)
+    assert generate(endpoints.grpc_url, text_input=GOOD_PROMPT, max_tokens=2).error is None

@@ -1,0 +1,192 @@
+"""``fastserve_client`` and ``fastserve generate`` against the running server."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_client import (
+    Completion,
+    FastServeClient,
+    InvalidRequest,
+    RequestCancelled,
+    RequestTimeout,
+    ServerError,
+)
+from fastserve_client.terminal import ExitCode, generate_to_terminal
+
+DEADLINE_S = 30.0
+LONG = 3000  # tokens; takes far longer than any of these tests waits
+
+
+@pytest.fixture
+def client(endpoints: Endpoints) -> Iterator[FastServeClient]:
+    with FastServeClient(endpoints.grpc_url) as client:
+        yield client
+
+
+def test_a_stream_and_a_single_response_agree(client: FastServeClient) -> None:
+    chunks = list(client.stream("Hello", max_tokens=12, temperature=0, ignore_eos=True))
+    streamed = Completion.from_chunks(chunks)
+    whole = client.generate("Hello", max_tokens=12, temperature=0, ignore_eos=True)
+    assert streamed == whole
+    assert whole.num_output_tokens == 12
+    assert whole.finish_reason == "length"
+    assert whole.num_input_tokens is not None
+    assert not whole.text.startswith("Hello")
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+
+def test_token_ids_instead_of_text(client: FastServeClient) -> None:
+    completion = client.generate([5, 6, 7], max_tokens=3, ignore_eos=True)
+    assert completion.num_input_tokens == 3
+    assert completion.num_output_tokens == 3
+
+
+def test_logprobs_and_perf_metrics(client: FastServeClient) -> None:
+    before_ns = time.time_ns()
+    completion = client.generate(
+        "Hello", max_tokens=4, temperature=0, ignore_eos=True, logprobs=2, perf_metrics=True
+    )
+    assert [entry.token_id for entry in completion.logprobs] == list(completion.token_ids)
+    assert all(len(entry.top) == 2 for entry in completion.logprobs)
+    assert completion.logprobs[0].top[0].token_id == completion.token_ids[0]  # greedy
+    assert completion.cumulative_logprob == pytest.approx(
+        sum(entry.logprob for entry in completion.logprobs), abs=1e-3
+    )
+    perf = completion.perf
+    assert perf is not None
+    assert before_ns - 10**9 < perf.arrival_time_ns <= perf.first_scheduled_time_ns
+    assert perf.first_scheduled_time_ns < perf.first_token_time_ns < perf.last_token_time_ns
+
+
+def test_the_same_seed_gives_the_same_text(client: FastServeClient) -> None:
+    first, second = (client.generate("Hello", max_tokens=16, seed=2**64 - 1) for _ in range(2))
+    assert first == second
+
+
+def test_what_the_server_refuses_names_field_and_value(client: FastServeClient) -> None:
+    with pytest.raises(InvalidRequest, match=r"^temperature: got -1"):
+        list(client.stream("Hello", temperature=-1))
+    with pytest.raises(InvalidRequest, match=r"^max_tokens: got 1000000"):
+        client.generate("Hello", max_tokens=1_000_000)
+
+
+def test_another_model_is_a_server_error(endpoints: Endpoints) -> None:
+    with (
+        FastServeClient(endpoints.grpc_url, model="nosuch") as client,
+        pytest.raises(ServerError, match="nosuch"),
+    ):
+        client.generate("Hello")
+
+
+def test_closing_one_stream_leaves_the_others_alone(client: FastServeClient) -> None:
+    doomed = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
+    other = client.stream("Hello", max_tokens=40, ignore_eos=True)
+    next(doomed)
+    doomed.close()
+    assert list(doomed) == []
+    assert Completion.from_chunks(other).num_output_tokens == 40
+
+
+def test_closing_from_another_thread_ends_a_blocked_iteration(client: FastServeClient) -> None:
+    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
+    next(chunks)
+    consumer = threading.Thread(target=lambda: list(chunks), daemon=True)
+    consumer.start()
+    chunks.close()
+    consumer.join(DEADLINE_S)
+    assert not consumer.is_alive()
+
+
+def test_closing_the_client_ends_its_streams(client: FastServeClient) -> None:
+    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
+    next(chunks)
+    client.close()
+    with pytest.raises(RequestCancelled):
+        list(chunks)
+
+
+def test_a_timeout_is_of_the_whole_request(client: FastServeClient) -> None:
+    with pytest.raises(RequestTimeout, match="did not finish in time"):
+        client.generate("Hello", max_tokens=LONG, ignore_eos=True, timeout_s=0.2)
+
+
+def test_many_streams_at_once(client: FastServeClient) -> None:
+    expected = client.generate("Hello", max_tokens=20, temperature=0, ignore_eos=True)
+    results: list[Completion] = []
+
+    def consume() -> None:
+        chunks = client.stream("Hello", max_tokens=20, temperature=0, ignore_eos=True)
+        results.append(Completion.from_chunks(chunks))
+
+    threads = [threading.Thread(target=consume, daemon=True) for _ in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert results == [expected] * 24
+
+
+def test_generate_streams_text_and_a_closing_line(endpoints: Endpoints) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    code = generate_to_terminal(
+        "Hello", url=endpoints.grpc_url, out=out, err=err, max_tokens=8, ignore_eos=True
+    )
+    assert code == ExitCode.OK
+    assert out.getvalue().endswith("\n")
+    ttft, rate, tokens, reason = err.getvalue().strip().split(" | ")
+    assert ttft.startswith("TTFT ")
+    assert ttft.endswith(" ms")
+    assert rate.endswith(" tokens/s")
+    assert (tokens, reason) == ("8 tokens", "finish reason: length")
+
+
+def test_generate_shows_a_refusal_in_one_line(endpoints: Endpoints) -> None:
+    err = io.StringIO()
+    code = generate_to_terminal(
+        "Hello", url=endpoints.grpc_url, out=io.StringIO(), err=err, top_p=2.0
+    )
+    assert code == ExitCode.USAGE
+    assert err.getvalue().startswith("error: top_p: got 2.0; ")
+    assert err.getvalue().count("\n") == 1
+
+
+def _generate_process(endpoints: Endpoints) -> subprocess.Popen[bytes]:
+    script = (
+        "import sys; from fastserve_client.terminal import generate_to_terminal; "
+        f"sys.exit(generate_to_terminal('Hello', url={endpoints.grpc_url!r}, "
+        f"max_tokens={LONG}, ignore_eos=True))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def test_ctrl_c_ends_generate_with_its_closing_line(endpoints: Endpoints) -> None:
+    with _generate_process(endpoints) as process:
+        assert process.stdout is not None
+        os.read(process.stdout.fileno(), 1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == ExitCode.INTERRUPTED
+    assert err.decode().endswith("finish reason: cancelled\n")
+    assert "Traceback" not in err.decode()
+
+
+def test_a_reader_that_goes_away_ends_generate_quietly(endpoints: Endpoints) -> None:
+    with _generate_process(endpoints) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        os.read(process.stdout.fileno(), 1)
+        process.stdout.close()
+        assert process.wait(DEADLINE_S) == ExitCode.BROKEN_PIPE
+        assert process.stderr.read() == b""

@@ -59,6 +59,12 @@ class EngineCounters:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     iterations: int = 0
+    compute_s: float = 0.0
+    """Seconds that the ranks computed."""
+    iteration_s: float = 0.0
+    """Seconds from sending a step to having its tokens; what exceeds ``compute_s`` is messaging."""
+    between_s: float = 0.0
+    """Seconds from having a step's tokens to sending the next step: the ranks were idle."""
     preemptions: int = 0
     recomputed_jobs: int = 0
     """Jobs whose KV was dropped for want of blocks, and had to be computed again."""
@@ -115,6 +121,7 @@ class Engine:
         # The engine's thread alone touches what follows.
         self._jobs: dict[int, Job] = {}
         self._previous_batch: list[Job] = []
+        self._last_result_s: float | None = None
         self._policy: Policy
         self._pool: BlockPool
         self._delivery: Delivery
@@ -311,14 +318,16 @@ class Engine:
     def _iterate(self, step_id: int) -> None:
         batch = self._schedule()
         if not batch:
+            self._last_result_s = None
             for job in self._delivery.flush():
                 self._end(job, FinishReason.STOP)
             self._executor.check()
             return
         decodes = [job for job in batch if job.num_uncomputed == 1]
         batch = decodes + [job for job in batch if job.num_uncomputed > 1]
+        step = build_step(step_id, batch, len(decodes), self._pool)
         started_s = self.clock.now()
-        self._executor.submit(build_step(step_id, batch, len(decodes), self._pool))
+        self._executor.submit(step)
         # The host's work for the last step, while the ranks compute this one. A job that a stop
         # word ends here may be part of this step: its blocks are freed after it, its new token
         # ignored.
@@ -327,6 +336,11 @@ class Engine:
         now = self.clock.now()
         self._policy.iteration_done(batch, now - started_s, now)
         self.counters.iterations += 1
+        self.counters.compute_s += result.compute_s
+        self.counters.iteration_s += now - started_s
+        if self._last_result_s is not None:
+            self.counters.between_s += started_s - self._last_result_s
+        self._last_result_s = now
         for job in stopped:
             self._end(job, FinishReason.STOP)
         self._apply(batch, result, now)

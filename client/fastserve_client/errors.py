@@ -73,8 +73,10 @@ def error_from_status(url: str, code: str, details: str) -> ClientError:
     """
     line = " ".join(details.split())
     if code == "UNAVAILABLE":
+        # gRPC puts what failed first and why last: "failed to connect to …: Connection refused".
+        reason = line.rpartition(": ")[2]
         return ConnectionFailed(
-            f"no server at {url} ({line}); start one with 'fastserve serve MODEL', "
+            f"no server at {url} ({reason}); start one with 'fastserve serve MODEL', "
             "or name another URL"
         )
     if code == "DEADLINE_EXCEEDED":

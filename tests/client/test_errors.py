@@ -73,8 +73,18 @@ def test_a_status_maps_to_a_type_and_names_the_url(code: str, kind: type[ClientE
     assert "grpc://127.0.0.1:8001" in str(error)
 
 
-def test_a_lost_connection_is_a_kind_of_unavailability() -> None:
-    error = error_from_status("grpc://h:1", "UNAVAILABLE", "Socket closed")
+@pytest.mark.parametrize(
+    ("details", "reason"),
+    [
+        ("Socket closed", "Socket closed"),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: "
+            "Failed to connect to remote host: Connection refused",
+            "Connection refused",
+        ),
+    ],
+)
+def test_a_lost_connection_says_why_and_what_to_do(details: str, reason: str) -> None:
+    error = error_from_status("grpc://h:1", "UNAVAILABLE", details)
     assert isinstance(error, ServerUnavailable)
-    assert "Socket closed" in str(error)
-    assert "fastserve serve" in str(error)
+    assert str(error).startswith(f"no server at grpc://h:1 ({reason}); start one with 'fastserve ")

@@ -1,0 +1,245 @@
+"""Speed of OPT-125M on a CPU: through the engine, through the Triton server, and inside a step.
+
+    python benchmarks/cpu_decode.py            # all three, about two minutes
+    python benchmarks/cpu_decode.py engine     # only one of engine, triton, step
+
+Dummy weights, bfloat16, prompts of 64 tokens, 64 tokens generated, greedy. Decode is counted from
+the moment when every job has its first token; prefill is 32 prompts at once until that moment.
+Each figure is the median of the repeats, with the least and the most in brackets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.config import EngineConfig
+from rich.console import Console
+from rich.table import Table
+
+MODEL, VOCAB_SIZE = "opt-125m", 50272
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
+BATCHES = (1, 16, 32)
+PREFILL_BATCH = 32
+OPTIONS = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": 32}
+CONTEXT = PROMPT_TOKENS + OUTPUT_TOKENS // 2  # of the average decode step
+
+console = Console(width=100)
+
+
+def prompts(count: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(300, VOCAB_SIZE) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+
+
+def summary(values: list[float], digits: int = 0) -> str:
+    median, low, high = statistics.median(values), min(values), max(values)
+    return f"{median:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def rates(first_s: list[float], last_s: list[float], start_s: float) -> tuple[float, float]:
+    """(prefill tokens/s, decode tokens/s) of one run from each job's first and last token."""
+    all_first = max(first_s)
+    prefill = len(first_s) * PROMPT_TOKENS / (all_first - start_s)
+    decode = len(first_s) * (OUTPUT_TOKENS - 1) / (max(last_s) - all_first)
+    return prefill, decode
+
+
+def report(title: str, run: Callable[[int], tuple[float, float]], repeats: int) -> None:
+    """``run(batch)`` gives the rates of one run; batches alternate, so that noise hits all."""
+    decode: dict[int, list[float]] = defaultdict(list)
+    prefill: list[float] = []
+    run(1)
+    for _ in range(repeats):
+        for batch in BATCHES:
+            prefill_rate, decode_rate = run(batch)
+            decode[batch].append(decode_rate)
+            if batch == PREFILL_BATCH:
+                prefill.append(prefill_rate)
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    table.add_column("tokens/s, median [least, most]", justify="right")
+    for batch in BATCHES:
+        table.add_row(f"decode, batch {batch}", summary(decode[batch]))
+    table.add_row(f"prefill, {PREFILL_BATCH} × {PROMPT_TOKENS} tokens", summary(prefill))
+    console.print(table)
+
+
+def engine(repeats: int) -> None:
+    started = time.monotonic()
+    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
+    with LLM(MODEL, **OPTIONS) as llm:
+        console.print(f"engine ready after {time.monotonic() - started:.1f} s")
+
+        def run(batch: int) -> tuple[float, float]:
+            done = llm.generate(prompts(batch), params, progress=False)
+            stats = [completion.stats for completion in done if completion.stats is not None]
+            return rates(
+                [s.first_token_s or 0.0 for s in stats],
+                [s.last_token_s or 0.0 for s in stats],
+                min(s.arrival_s for s in stats),
+            )
+
+        report("Through the engine", run, repeats)
+        counters = llm.engine.counters
+        steps = counters.iterations
+        console.print(
+            f"mean step over {steps} steps: rank {counters.compute_s / steps * 1e3:.2f} ms, messages "
+            f"{(counters.iteration_s - counters.compute_s) / steps * 1e3:.2f} ms, scheduling between "
+            f"steps {counters.between_s / steps * 1e3:.2f} ms\n"
+        )
+
+
+def triton(repeats: int) -> None:
+    from fastserve_backend.serving.launch import TritonServer
+    from fastserve_client import FastServeClient
+
+    started = time.monotonic()
+    config = EngineConfig().with_keys(model=MODEL, **OPTIONS)
+    with TritonServer(config, http_port=0, grpc_port=0, metrics_port=0) as server:
+        console.print(f"server ready after {time.monotonic() - started:.1f} s")
+        with FastServeClient(f"grpc://{server.endpoints.grpc_url}") as client:
+
+            def run(batch: int) -> tuple[float, float]:
+                first = [0.0] * batch
+                last = [0.0] * batch
+
+                def read(index: int, prompt: list[int]) -> None:
+                    options: Any = {"max_tokens": OUTPUT_TOKENS, "temperature": 0.0}
+                    with client.stream(prompt, ignore_eos=True, **options) as chunks:
+                        for chunk in chunks:
+                            if chunk.token_ids:
+                                last[index] = time.monotonic()
+                                first[index] = first[index] or last[index]
+
+                start_s = time.monotonic()
+                readers = [
+                    threading.Thread(target=read, args=(index, prompt))
+                    for index, prompt in enumerate(prompts(batch))
+                ]
+                for reader in readers:
+                    reader.start()
+                for reader in readers:
+                    reader.join()
+                return rates(first, last, start_s)
+
+            report("Through the Triton server, streaming over gRPC", run, repeats)
+
+
+def step(repeats: int) -> None:
+    """Where a rank's time goes: one decode step in this process, every kernel call timed."""
+    import torch
+    from fastserve_backend.models.config import load_model_config
+    from fastserve_backend.models.loader import load_model
+    from fastserve_backend.worker.kv_store import allocate_kv
+    from fastserve_backend.worker.model_runner import ModelRunner
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    device = torch.device("cpu")
+    config = load_model_config(MODEL, load_format="dummy", dtype="bfloat16")
+    kv = allocate_kv(config, device, 16, max(BATCHES) * 8, 0.9)
+    kv.zero_()
+    runner = ModelRunner(load_model(config, device), config, kv, device)
+    table = Table(title=f"One decode step in the rank, context {CONTEXT}, ms", title_justify="left")
+    table.add_column("")
+    columns = []
+    for batch in BATCHES:
+        message = decode_step(batch)
+        with timed_kernels() as spent:
+            for _ in range(3):
+                runner.run(message)
+            spent.clear()
+            runs = repeats * 10
+            totals = [runner.run(message).compute_s for _ in range(runs)]
+            parts = {name: seconds / runs for name, seconds in spent.items()}
+        total = statistics.mean(totals)
+        columns.append({"whole step": total, **parts, "the rest": total - sum(parts.values())})
+        table.add_column(f"batch {batch}", justify="right")
+    for name in columns[0]:
+        table.add_row(name, *(f"{column.get(name, 0.0) * 1e3:.2f}" for column in columns))
+    console.print(table)
+
+
+def decode_step(batch: int) -> Any:
+    from array import array
+
+    from fastserve_backend.worker.messages import Step
+
+    blocks = -(-CONTEXT // 16)
+    ids = [block for job in range(batch) for block in range(job * 8, job * 8 + blocks)]
+    return Step(
+        step_id=0,
+        num_decodes=batch,
+        token_ids=array("i", range(1000, 1000 + batch)).tobytes(),
+        query_lens=array("i", [1] * batch).tobytes(),
+        starts=array("i", [CONTEXT - 1] * batch).tobytes(),
+        block_counts=array("i", [blocks] * batch).tobytes(),
+        block_ids=array("i", ids).tobytes(),
+        sampling=None,
+    )
+
+
+@contextmanager
+def timed_kernels() -> Iterator[dict[str, float]]:
+    """Seconds spent in each kind of kernel call while the context is open."""
+    from fastserve_kernels import ops
+
+    spent: dict[str, float] = defaultdict(float)
+    linear = ops.PackedLinear
+    originals: list[tuple[Any, str, Any]] = [
+        (ops, name, getattr(ops, name))
+        for name in ("kv_write", "paged_attention", "add_layer_norm", "argmax_rows")
+    ]
+    originals.append((linear, "__call__", linear.__call__))
+
+    def wrap(function: Any, label: Callable[[Any], str]) -> Any:
+        def call(*args: Any, **keywords: Any) -> Any:
+            begin = time.perf_counter()
+            result = function(*args, **keywords)
+            spent[label(args[0])] += time.perf_counter() - begin
+            return result
+
+        return call
+
+    def linear_label(layer: Any) -> str:
+        return "LM head" if layer.out_features == VOCAB_SIZE else "linears of the layers"
+
+    for owner, name, function in originals:
+        constant = name.replace("_", " ")
+        label = linear_label if name == "__call__" else lambda _, constant=constant: constant
+        setattr(owner, name, wrap(function, label))
+    try:
+        yield spent
+    finally:
+        for owner, name, function in originals:
+            setattr(owner, name, function)
+
+
+def main() -> int:
+    parts = {"engine": engine, "triton": triton, "step": step}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", nargs="*", help=f"of {', '.join(parts)} (default: all)")
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    if unknown := set(arguments.part) - set(parts):
+        parser.error(f"part: got {unknown.pop()!r}; choose from {', '.join(parts)}")
+    for name, part in parts.items():
+        if not arguments.part or name in arguments.part:
+            part(arguments.repeats)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

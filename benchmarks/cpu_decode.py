@@ -1,11 +1,13 @@
 """Speed of OPT-125M on a CPU: through the engine, through the Triton server, and inside a step.
 
-    python benchmarks/cpu_decode.py            # all three, about two minutes
-    python benchmarks/cpu_decode.py engine     # only one of engine, triton, step
+    python benchmarks/cpu_decode.py            # all four parts, about three minutes
+    python benchmarks/cpu_decode.py engine     # only one of machine, step, engine, triton
 
 Dummy weights, bfloat16, prompts of 64 tokens, 64 tokens generated, greedy. Decode is counted from
 the moment when every job has its first token; prefill is 32 prompts at once until that moment.
-Each figure is the median of the repeats, with the least and the most in brackets.
+Each figure is the median of the repeats, with the least and the most in brackets. "machine"
+measures what this processor can do at best, and what that makes of each figure: a decode step
+reads all weights once and multiplies each with every job's vector.
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ import os
 import random
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.config import EngineConfig
 from rich.console import Console
@@ -94,9 +100,9 @@ def engine(repeats: int) -> None:
         counters = llm.engine.counters
         steps = counters.iterations
         console.print(
-            f"mean step over {steps} steps: rank {counters.compute_s / steps * 1e3:.2f} ms, messages "
-            f"{(counters.iteration_s - counters.compute_s) / steps * 1e3:.2f} ms, scheduling between "
-            f"steps {counters.between_s / steps * 1e3:.2f} ms\n"
+            f"mean of {steps} steps: rank {counters.compute_s / steps * 1e3:.2f} ms, messages "
+            f"{(counters.iteration_s - counters.compute_s) / steps * 1e3:.2f} ms, scheduling "
+            f"between steps {counters.between_s / steps * 1e3:.2f} ms\n"
         )
 
 
@@ -106,7 +112,12 @@ def triton(repeats: int) -> None:
 
     started = time.monotonic()
     config = EngineConfig().with_keys(model=MODEL, **OPTIONS)
-    with TritonServer(config, http_port=0, grpc_port=0, metrics_port=0) as server:
+    with (
+        tempfile.NamedTemporaryFile(suffix=".log") as log,
+        TritonServer(
+            config, http_port=0, grpc_port=0, metrics_port=0, log_path=Path(log.name)
+        ) as server,
+    ):
         console.print(f"server ready after {time.monotonic() - started:.1f} s")
         with FastServeClient(f"grpc://{server.endpoints.grpc_url}") as client:
 
@@ -134,6 +145,54 @@ def triton(repeats: int) -> None:
                 return rates(first, last, start_s)
 
             report("Through the Triton server, streaming over gRPC", run, repeats)
+            console.print(f"idle server, stub and rank: {idle_percent(server.pid):.2f}% of a core")
+
+
+def idle_percent(server_pid: int) -> float:
+    """CPU time of the server and its children over ten seconds without a request."""
+    server = psutil.Process(server_pid)
+    processes = [server, *server.children(recursive=True)]
+
+    def cpu_s() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    before = cpu_s()
+    threading.Event().wait(10.0)
+    return (cpu_s() - before) * 10.0
+
+
+def machine(repeats: int) -> None:
+    import torch
+    from fastserve_backend.models.config import load_model_config
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    data = torch.ones(2**28, dtype=torch.uint8).view(torch.int64)
+    bandwidth = data.nbytes / shortest_s(data.sum, repeats)
+    matrices = [torch.ones(2048, 2048, dtype=t) for t in (torch.float32, torch.bfloat16)]
+    flops = 2 * 2048**3 / min(shortest_s(partial(torch.mm, m, m), repeats) for m in matrices)
+    console.print(
+        f"this processor reads {bandwidth / 1e9:.0f} GB/s and multiplies {flops / 1e9:.0f} GFLOP/s"
+    )
+    table = Table()
+    table.add_column("")
+    table.add_column("best possible tokens/s", justify="right")
+    parameters = load_model_config(MODEL, load_format="dummy").num_parameters
+    for batch in BATCHES:
+        floor_s = max(parameters * 2 / bandwidth, parameters * 2 * batch / flops)
+        table.add_row(f"decode, batch {batch}", f"{batch / floor_s:.0f}")
+    head = VOCAB_SIZE * 768  # a prompt needs it for its last token alone
+    per_token = 2 * (parameters - head * (1 - 1 / PROMPT_TOKENS))
+    table.add_row("prefill", f"{flops / per_token:.0f}")
+    console.print(table)
+
+
+def shortest_s(call: Callable[[], Any], repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 2):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 def step(repeats: int) -> None:
@@ -226,7 +285,7 @@ def timed_kernels() -> Iterator[dict[str, float]]:
 
 
 def main() -> int:
-    parts = {"engine": engine, "triton": triton, "step": step}
+    parts = {"machine": machine, "step": step, "engine": engine, "triton": triton}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

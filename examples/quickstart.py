@@ -1,7 +1,9 @@
 """Start a real tritonserver with the embedded model, stream one text from it, stop it."""
 
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 from fastserve_backend.config import EMBEDDED_MODEL, EngineConfig
 from fastserve_backend.serving.launch import TritonServer
@@ -14,7 +16,12 @@ def main() -> int:
     config = EngineConfig().with_keys(model=EMBEDDED_MODEL, load_format="dummy")
     print(f"Starting tritonserver with {EMBEDDED_MODEL} (random weights) …", file=sys.stderr)
     started = time.monotonic()
-    with TritonServer(config, http_port=0, grpc_port=0, metrics_port=0) as server:
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        TritonServer(
+            config, http_port=0, grpc_port=0, metrics_port=0, log_path=Path(logs) / "server.log"
+        ) as server,
+    ):
         print(f"Ready after {time.monotonic() - started:.1f} s.", file=sys.stderr)
         return int(generate_to_terminal(PROMPT, url=server.endpoints.grpc_url, max_tokens=64))
 

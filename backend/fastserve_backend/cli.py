@@ -133,7 +133,7 @@ def _add_serve_command() -> None:
                 continue
             default = field.get_default()
             option = typer.Option(
-                help=field.description + (f" Default: {default}." if default is not None else ""),
+                help=f"{field.description}{'' if default is None else f' Default: {default}.'}",
                 metavar=_choices(field.annotation),
                 rich_help_panel=f"engine.yaml: {section}",
                 show_default=False,

@@ -135,35 +135,18 @@ class Engine:
             ConfigError, ModelError: the configuration or the model cannot be used.
             EngineError: a rank died or was not ready within ``timeout_s``.
         """
-        model = self.config.model
-        self.model_config = load_model_config(
-            model.model,
-            load_format=model.load_format,
-            device="cuda" if model.device == "cuda" else "cpu",
-            dtype=model.dtype,
-            max_model_len=model.max_model_len,
-        )
-        self.tokenizer = load_tokenizer(model.model, model.tokenizer, self.model_config)
-        max_model_len = self.model_config.max_model_len
-        if self.config.scheduler.max_num_batched_tokens < max_model_len:
-            raise ConfigError(
-                "scheduler.max_num_batched_tokens: got "
-                f"{self.config.scheduler.max_num_batched_tokens}; one prompt may have as many "
-                "tokens as the model allows, so it must be at least model.max_model_len "
-                f"({max_model_len})"
-            )
         try:
-            ready = self._executor.start(self._setup(), timeout_s)
-            self._pool = BlockPool(ready.num_blocks, self.config.kv_cache.block_size)
-            self.profile = self._load_profile(ready)
+            ready = self._load(timeout_s)
         except BaseException:
             self._executor.close()
             raise
-        self._policy = make_policy(self.config.scheduler, self.profile, max_model_len)
+        self._policy = make_policy(
+            self.config.scheduler, self.profile, self.model_config.max_model_len
+        )
         self._delivery = Delivery(self.tokenizer)
         _log.info(
             "ready: %s, %s, %d KV blocks of %d tokens, %s",
-            model.model,
+            self.config.model.model,
             ready.hardware,
             ready.num_blocks,
             self._pool.block_size,
@@ -186,6 +169,8 @@ class Engine:
             self._inbox.put(_Stop())
             self._thread.join(CLOSE_TIMEOUT_S)
             self._thread = None
+        else:
+            self._executor.close()
 
     # --- Jobs ---------------------------------------------------------------------------------
 
@@ -453,6 +438,29 @@ class Engine:
             self._num_unfinished -= 1
             self._admission.notify_all()
 
+    def _load(self, timeout_s: float) -> Ready:
+        model = self.config.model
+        self.model_config = load_model_config(
+            model.model,
+            load_format=model.load_format,
+            device="cuda" if model.device == "cuda" else "cpu",
+            dtype=model.dtype,
+            max_model_len=model.max_model_len,
+        )
+        self.tokenizer = load_tokenizer(model.model, model.tokenizer, self.model_config)
+        max_model_len = self.model_config.max_model_len
+        if self.config.scheduler.max_num_batched_tokens < max_model_len:
+            raise ConfigError(
+                "scheduler.max_num_batched_tokens: got "
+                f"{self.config.scheduler.max_num_batched_tokens}; one prompt may have as many "
+                "tokens as the model allows, so it must be at least model.max_model_len "
+                f"({max_model_len})"
+            )
+        ready = self._executor.start(self._setup(), timeout_s)
+        self._pool = BlockPool(ready.num_blocks, self.config.kv_cache.block_size)
+        self.profile = self._load_profile(ready)
+        return ready
+
     def _setup(self) -> Setup:
         model, kv, scheduler = self.config.model, self.config.kv_cache, self.config.scheduler
         return Setup(
@@ -470,7 +478,8 @@ class Engine:
 
     def _load_profile(self, ready: Ready) -> LatencyProfile:
         shape = asdict(self.model_config)
-        for key in ("name", "directory", "load_format"):  # a model's times do not depend on these
+        # Times do not depend on where the weights come from; the rank knows the real dtype.
+        for key in ("name", "directory", "load_format", "dtype"):
             del shape[key]
         return load_or_measure(
             Path(platformdirs.user_cache_dir("fastserve")) / "profiles",

@@ -16,7 +16,7 @@ from fastserve_backend.errors import EngineError, OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput, JobStats, TokenLogprob
 from fastserve_backend.sampling_params import SamplingParams
 
-# A wait for the next output checks this often that the engine still runs.
+# A wait for the next output looks this often whether the engine takes more jobs.
 _CHECK_S = 1.0
 
 Prompt = str | Sequence[int]
@@ -107,7 +107,10 @@ class LLM:
                             numbers.append(self._submit(index, ids[index], each[index], outputs))
                         except OverloadedError:
                             break  # the rest when a job has ended
-                    index, output = self._next(outputs)
+                    try:
+                        index, output = outputs.get(timeout=_CHECK_S)
+                    except queue.Empty:
+                        continue  # another thread's jobs may fill the queue
                     if _add(completions[index], output):
                         unfinished -= 1
                         bar.advance(task)
@@ -127,14 +130,6 @@ class LLM:
         return self.engine.submit(
             f"prompt-{index}", prompt_ids, params, lambda output: outputs.put((index, output))
         )
-
-    def _next(self, outputs: queue.SimpleQueue[tuple[int, JobOutput]]) -> tuple[int, JobOutput]:
-        while True:
-            try:
-                return outputs.get(timeout=_CHECK_S)
-            except queue.Empty:
-                if self.engine.failure is not None and outputs.empty():
-                    raise EngineError(self.engine.failure) from None
 
 
 def _add(completion: Completion, output: JobOutput) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -216,10 +217,16 @@ def test_ranks_end_when_the_engines_process_is_killed(checkpoint: Path, tokenize
         ({"tokenizer": "/nowhere/tokenizer"}, "tokenizer"),
     ],
 )
-def test_what_cannot_start_says_why(
-    checkpoint: Path, options: dict[str, object], message: str
+def test_what_cannot_start_says_why_and_leaves_nothing_behind(
+    checkpoint: Path,
+    options: dict[str, object],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(psutil.Process().children())
     with pytest.raises((ConfigError, ModelError), match=message):
         LLM(str(checkpoint), **({"load_format": "dummy"} | options))
-    mine = [child for child in psutil.Process().children() if child.name().startswith("python")]
-    assert not [child for child in mine if "nowhere" in " ".join(child.cmdline())]
+    assert list(tmp_path.iterdir()) == []
+    assert set(psutil.Process().children()) <= before

@@ -33,7 +33,7 @@ TINY_OPT = {
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small OPT with random weights and the byte-level tokenizer, quick and with long contexts."""
+    """A small OPT, random weights, byte-level tokenizer: quick, and with long contexts."""
     directory = tmp_path_factory.mktemp("tiny-opt")
     (directory / "config.json").write_text(json.dumps(TINY_OPT), encoding="utf-8")
     return directory

@@ -1,4 +1,4 @@
-"""Clients of the running server, on tritonclient and plain HTTP; no part of the project's client."""
+"""Clients of the running server, on tritonclient and plain HTTP, not on the project's client."""
 
 from __future__ import annotations
 
@@ -130,6 +130,12 @@ class GrpcStream:
         while self.answer.error is None:
             self.step(max(0.0, deadline - time.monotonic()))
         return self.answer.error
+
+    def pending(self) -> int:
+        """Takes all that has come so far; the number of tokens up to now."""
+        while not self._events.empty():
+            self.step()
+        return len(self.answer.token_ids)
 
     def cancel(self) -> None:
         self._client.stop_stream(cancel_requests=True)

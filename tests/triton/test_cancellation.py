@@ -97,9 +97,7 @@ def test_blocks_are_free_soon(
 def test_others_go_on(endpoints: Endpoints) -> None:
     alone = generate(endpoints.grpc_url, text_input="b", max_tokens=200, seed=3, ignore_eos=True)
     leave = cancel_grpc_stream(endpoints)
-    stays = GrpcStream(
-        endpoints.grpc_url, text_input="b", max_tokens=200, seed=3, ignore_eos=True
-    )
+    stays = GrpcStream(endpoints.grpc_url, text_input="b", max_tokens=200, seed=3, ignore_eos=True)
     leave()
     answer = stays.finish()
     assert answer.error is None

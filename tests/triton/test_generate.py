@@ -41,9 +41,7 @@ def test_grpc_streams_token_by_token_with_one_final(endpoints: Endpoints) -> Non
 
 async def test_grpc_asyncio_client(endpoints: Endpoints) -> None:
     client = aio_grpcclient.InferenceServerClient(endpoints.grpc_url)
-    inputs = tensors(
-        aio_grpcclient, text_input=PROMPT, stream=True, max_tokens=7, ignore_eos=True
-    )
+    inputs = tensors(aio_grpcclient, text_input=PROMPT, stream=True, max_tokens=7, ignore_eos=True)
 
     async def requests():  # type: ignore[no-untyped-def]
         yield {

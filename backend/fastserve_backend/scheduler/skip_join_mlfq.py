@@ -58,8 +58,9 @@ class SkipJoinMLFQ:
         # A dict is a FIFO with O(1) removal from anywhere.
         self._queues: list[dict[int, Job]] = [{} for _ in quanta]
         self._entries: dict[int, _Entry] = {}
-        # Jobs not yet promoted → since when they wait. A job is re-appended when it ran, and time
-        # never goes back, so the first entry is always the one that has waited longest.
+        # Jobs not yet promoted → since when they wait. A job is re-appended when it ran, so the
+        # first entry has waited longest, but for arrivals during an iteration: those stand behind
+        # the jobs that ran in it, and are promoted at most that iteration late.
         self._waiting_since: dict[int, tuple[float, Job]] = {}
         self.num_demotions = 0
         self.num_promotions = 0

@@ -20,6 +20,10 @@ from numpy.typing import NDArray
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.sampling_params import SamplingParams
 
+GRPC_STATUS_HEADER = "triton_grpc_error"
+"""Header of a gRPC stream that wants errors as the status of the call. The launcher has the server
+forward it as a request parameter, because such a stream must be answered in another way."""
+
 # Room for all stop words at their longest, and for little else.
 MAX_SAMPLING_PARAMETERS_BYTES = 1 << 20
 
@@ -147,7 +151,7 @@ class _Values:
         )
         for source in self._sources:
             for key, value in source.items():
-                if key not in protocol.PARAMETER_KEYS:
+                if key not in protocol.PARAMETER_KEYS and key != GRPC_STATUS_HEADER:
                     allowed = "unknown parameter; allowed are " + ", ".join(protocol.PARAMETER_KEYS)
                     raise InvalidRequestError(key, value, allowed)
 

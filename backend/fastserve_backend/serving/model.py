@@ -19,7 +19,7 @@ from fastserve_backend.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from fastserve_backend.serving.codec import decode_request
+from fastserve_backend.serving.codec import GRPC_STATUS_HEADER, decode_request
 from fastserve_backend.serving.guard import ParentGuard
 from fastserve_backend.serving.metrics import MetricsPublisher
 from fastserve_backend.serving.repository import ENGINE_FILE
@@ -83,7 +83,10 @@ class TritonPythonModel:
         for request in requests:
             emitter = self._emitters[self._num_requests % len(self._emitters)]
             self._num_requests += 1
-            stream = ResponseStream(request.get_response_sender(), emitter)
+            errors_end_call = GRPC_STATUS_HEADER in request.parameters()
+            stream = ResponseStream(
+                request.get_response_sender(), emitter, errors_end_call=errors_end_call
+            )
             try:
                 self._submit(request, stream)
             except Exception as error:

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import IO
 
 from fastserve_client.protocol import MAX_TOKENS, MODEL_NAME, TEMPERATURE, TEXT_INPUT
 
+from fastserve_backend.serving.codec import GRPC_STATUS_HEADER
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError
 from fastserve_backend.serving.installation import TritonInstallation
@@ -25,10 +27,10 @@ from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30
-"""How long a stopping server may take to finish streams in flight (tritonserver's own default)."""
+"""What a stopping server may take to finish streams in flight (tritonserver's own default)."""
 
-# A server with nothing in flight needs about two seconds, and its ranks a few more if they are busy.
-# One whose model a refused gRPC request has pinned would never end (Triton up to 24.10 at least).
+# A server with nothing in flight needs two seconds, and its ranks a few more if they are busy. One
+# whose model a refused gRPC request has pinned would never end (Triton up to 24.10 at least).
 _EXIT_TIMEOUT_S = 8.0
 _DRAIN_POLL_S = 0.05
 # Loading a model takes as long as it takes; this is only for the stub's interpreter to come up.
@@ -121,7 +123,7 @@ class ServerProcess:
             self._stub_handle = os.pidfd_open(pid)
         except ProcessLookupError:
             raise LaunchError(f"the model's process ended early{self._log_hint()}") from None
-        self._probe(deadline)
+        self._probe(deadline, cancelled, self._stub_handle)
 
     def drain(self) -> None:
         """Returns when all requests are answered, the server or stub ended, or time is up."""
@@ -176,16 +178,30 @@ class ServerProcess:
         except (OSError, http.client.HTTPException):
             return False
 
-    def _probe(self, deadline: float) -> None:
-        body = json.dumps({TEXT_INPUT: _PROBE_PROMPT, MAX_TOKENS: 1, TEMPERATURE: 0.0})
+    def _probe(self, deadline: float, cancelled: Callable[[], bool], stub_handle: int) -> None:
+        # In a thread: without its stub the server would never answer, nor hang up.
+        problems: list[str] = []
         timeout_s = max(deadline - time.monotonic(), 1.0)
+        probe = threading.Thread(target=self._generate, args=(timeout_s, problems), daemon=True)
+        probe.start()
+        while probe.is_alive():
+            self._check_waiting(deadline, cancelled)
+            if wait_readable(0.0, stub_handle):
+                raise LaunchError(f"the model's process ended early{self._log_hint()}")
+            probe.join(_READY_POLL_S)
+        if problems:
+            raise LaunchError(f"no token from the model: {problems[0]}{self._log_hint()}")
+
+    def _generate(self, timeout_s: float, problems: list[str]) -> None:
+        body = json.dumps({TEXT_INPUT: _PROBE_PROMPT, MAX_TOKENS: 1, TEMPERATURE: 0.0})
+        path = f"/v2/models/{MODEL_NAME}/generate"
         try:
-            path = f"/v2/models/{MODEL_NAME}/generate"
             status, answer = self._request("POST", path, body, timeout_s)
         except (OSError, http.client.HTTPException) as error:
-            raise LaunchError(f"no token from the model: {error}{self._log_hint()}") from None
-        if status != 200:
-            raise LaunchError(f"no token from the model: {answer}{self._log_hint()}")
+            problems.append(str(error))
+        else:
+            if status != 200:
+                problems.append(answer)
 
     def _request(
         self, method: str, path: str, body: str | None, timeout_s: float
@@ -239,6 +255,7 @@ def _flags(runtime: RuntimeDirectory, endpoints: Endpoints) -> list[str]:
         "--grpc-keepalive-time=2000",
         "--grpc-keepalive-timeout=1000",
         "--grpc-http2-max-pings-without-data=0",
+        f"--grpc-header-forward-pattern={GRPC_STATUS_HEADER}",
         f"--backend-config=python,shm-region-prefix-name={runtime.shared_memory_prefix}",
         f"--backend-config=python,stub-timeout-seconds={_STUB_TIMEOUT_S}",
     ]

@@ -61,7 +61,11 @@ def _cancelled_error() -> RequestError:
 class ResponseStream:
     """One accepted request. ``push`` may be called by any one thread; the rest is its emitter's."""
 
-    def __init__(self, sender: ResponseSender, emitter: Emitter) -> None:
+    def __init__(
+        self, sender: ResponseSender, emitter: Emitter, *, errors_end_call: bool = False
+    ) -> None:
+        """``errors_end_call``: the gRPC stream ends with the first error, as its status."""
+        self._errors_end_call = errors_end_call
         self._sender = sender
         self._emitter = emitter
         self._pending: deque[JobOutput | RequestError] = deque()
@@ -143,9 +147,15 @@ class ResponseStream:
     def _fail(self, error: RequestError) -> None:
         self.finished = True
         triton_error = pb_utils.TritonError(str(error), error.code)
-        # Two steps: gRPC clients do not see the final marker of a response that is an error.
-        self._sender.send(pb_utils.InferenceResponse(output_tensors=[], error=triton_error))
-        self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        response = pb_utils.InferenceResponse(output_tensors=[], error=triton_error)
+        final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        if self._errors_end_call:
+            # A FINAL after the call has ended is a segmentation fault of the server.
+            self._sender.send(response, flags=final)
+        else:
+            # Two steps: gRPC clients do not see the final marker of a response that is an error.
+            self._sender.send(response)
+            self._sender.send(flags=final)
 
 
 class Emitter:

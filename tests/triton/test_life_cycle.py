@@ -1,0 +1,242 @@
+"""Starting, stopping, and everything that can die. Afterwards nothing may be left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import START_TIMEOUT_S
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.errors import LaunchError, ModelLoadError, PortInUseError
+from fastserve_backend.serving.launch import TritonServer
+from fastserve_backend.serving.runtime import RuntimeDirectory
+from serving_client import GENERATE, GrpcStream, generate, post, wait_for
+from tritonclient.utils import InferenceServerException
+
+RESTART_TIMEOUT_S = 60.0
+# A broken rank must not leave clients waiting.
+RANK_DEATH_LIMIT_S = 3.0
+SERVE = """
+import sys
+from pathlib import Path
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.launch import serve
+
+def on_ready(server):
+    print(server.runtime.path, *sys.argv[3:], server.endpoints.http_port, flush=True)
+    print(server.endpoints.grpc_port, server.endpoints.metrics_port, flush=True)
+
+config = EngineConfig.from_yaml(Path(sys.argv[1]))
+log_path = Path(sys.argv[2])
+sys.exit(
+    serve(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path, on_ready=on_ready)
+)
+"""
+
+
+def backend_directories() -> set[Path]:
+    """What the python backend makes in every server."""
+    return set(Path("/tmp").glob("python_env_??????"))
+
+
+@contextmanager
+def leaving_nothing() -> Iterator[list[tuple[RuntimeDirectory, Endpoints]]]:
+    """The body adds what it started; at the end all of it must be gone."""
+    started: list[tuple[RuntimeDirectory, Endpoints]] = []
+    directories = backend_directories()
+    yield started
+    for runtime, endpoints in started:
+        wait_for(lambda runtime=runtime: not runtime.processes(), 10.0)
+        wait_for(lambda runtime=runtime: not runtime.path.exists(), 5.0)
+        assert not list(Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*"))
+        endpoints.claim()  # raises if somebody listens there
+    assert backend_directories() <= directories
+
+
+def start(config: EngineConfig, log_path: Path) -> TritonServer:
+    server = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
+    server.start(START_TIMEOUT_S)
+    return server
+
+
+def kill(pid: int | None) -> None:
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
+def rank_pid(runtime: RuntimeDirectory) -> int:
+    (pid,) = (
+        pid
+        for pid in runtime.processes()
+        if b"fastserve_backend.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    )
+    return pid
+
+
+def long_stream(server: TritonServer) -> GrpcStream:
+    stream = GrpcStream(
+        server.endpoints.grpc_url,
+        text_input="a long one",
+        stream=True,
+        max_tokens=3500,
+        ignore_eos=True,
+    )
+    stream.first_token()
+    return stream
+
+
+def is_serving(server: TritonServer, restarts: int) -> bool:
+    if server.restarts < restarts:
+        return False
+    try:
+        body = {"text_input": "hello", "max_tokens": 1}
+        return post(server.endpoints.http_url, GENERATE, body).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_the_stub_never_imports_torch_and_ranks_do(server: TritonServer) -> None:
+    stub = server.runtime.stub_pid()
+    assert "libtorch" not in Path(f"/proc/{stub}/maps").read_text()
+    assert "libtorch" in Path(f"/proc/{rank_pid(server.runtime)}/maps").read_text()
+
+
+def test_runtime_directory_is_private(server: TritonServer) -> None:
+    assert server.runtime.path.stat().st_mode & 0o777 == 0o700
+
+
+def test_everything_that_dies_is_restarted_a_few_times(
+    tiny_config: EngineConfig, tmp_path: Path
+) -> None:
+    with leaving_nothing() as started:
+        server = start(tiny_config, tmp_path / "server.log")
+        started.append((server.runtime, server.endpoints))
+        try:
+            # A rank: its jobs fail with the reason, and new requests do too until the restart.
+            streams = [long_stream(server) for _ in range(3)]
+            kill(rank_pid(server.runtime))
+            for stream in streams:
+                message = stream.until_error(RANK_DEATH_LIMIT_S).message()
+                assert "rank 0 died" in message
+                stream.cancel()
+            wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
+
+            # The stub: tritonserver would let its clients wait for ever.
+            stream = long_stream(server)
+            kill(server.runtime.stub_pid())
+            assert stream.until_error(15.0)
+            stream.cancel()
+            wait_for(lambda: is_serving(server, 2), RESTART_TIMEOUT_S)
+
+            # The server.
+            stream = long_stream(server)
+            kill(server.pid)
+            assert stream.until_error(15.0)
+            stream.cancel()
+            wait_for(lambda: is_serving(server, 3), RESTART_TIMEOUT_S)
+
+            # Enough.
+            kill(server.pid)
+            assert server.wait() == 1
+            assert "given up" in (server.failure or "")
+        finally:
+            server.stop()
+
+
+def test_sigterm_finishes_streams_in_flight(tiny_config: EngineConfig, tmp_path: Path) -> None:
+    config_path = tmp_path / "engine.yaml"
+    config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
+    with leaving_nothing() as started:
+        launcher = _serve(config_path, tmp_path / "server.log")
+        runtime, endpoints = _started(launcher)
+        started.append((runtime, endpoints))
+        request = {"text_input": "a", "stream": True, "max_tokens": 400, "ignore_eos": True}
+        streams = [GrpcStream(endpoints.grpc_url, **request) for _ in range(3)]
+        for stream in streams:
+            stream.first_token()
+        # One whose refusal by the server pins the model: it must not hold up the end.
+        pinning = GrpcStream(endpoints.grpc_url, raw_inputs=[_wrong_shape()], text_input="a")
+        pinning.until_error(10.0)
+        pinning.cancel()
+
+        launcher.send_signal(signal.SIGTERM)
+        wait_for(lambda: _refuses(endpoints), 5.0)
+        for stream in streams:
+            answer = stream.finish()
+            assert answer.error is None
+            assert len(answer.token_ids) == 400
+            assert answer.num_finals == 1
+        assert launcher.wait(30.0) == 0
+
+
+def test_server_ends_with_its_launcher(tiny_config: EngineConfig, tmp_path: Path) -> None:
+    config_path = tmp_path / "engine.yaml"
+    config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
+    with leaving_nothing() as started:
+        launcher = _serve(config_path, tmp_path / "server.log")
+        started.append(_started(launcher))
+        launcher.kill()
+        launcher.wait()
+
+
+def test_a_model_that_cannot_load_says_why_in_one_line(tmp_path: Path) -> None:
+    config = EngineConfig().with_keys(model=str(tmp_path / "nowhere"))
+    with leaving_nothing(), pytest.raises(ModelLoadError, match="nowhere") as caught:
+        start(config, tmp_path / "server.log")
+    assert "\n" not in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize("purpose", ["http", "grpc", "metrics"])
+def test_busy_port_is_named_before_anything_starts(purpose: str, tiny_config: EngineConfig) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, f"{purpose}_port": port}
+        with pytest.raises(PortInUseError, match=f"--{purpose}-port") as caught:
+            TritonServer(tiny_config, **ports).start()
+    assert caught.value.port == port
+
+
+def test_unknown_host_is_an_error(tiny_config: EngineConfig) -> None:
+    with pytest.raises(LaunchError, match=r"host: got 'no\.such\.host\.invalid'"):
+        TritonServer(tiny_config, host="no.such.host.invalid").start()
+
+
+def _serve(config_path: Path, log_path: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SERVE, str(config_path), str(log_path)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def _started(launcher: subprocess.Popen[str]) -> tuple[RuntimeDirectory, Endpoints]:
+    assert launcher.stdout is not None
+    path, http_port = launcher.stdout.readline().split()
+    grpc_port, metrics_port = launcher.stdout.readline().split()
+    endpoints = Endpoints("127.0.0.1", int(http_port), int(grpc_port), int(metrics_port))
+    return RuntimeDirectory(Path(path)), endpoints
+
+
+def _refuses(endpoints: Endpoints) -> bool:
+    """Whether a new request is turned away as UNAVAILABLE."""
+    try:
+        error = generate(endpoints.grpc_url, text_input="late", max_tokens=1).error
+    except InferenceServerException as failure:
+        error = failure
+    return error is not None and "shutting down" in error.message()
+
+
+def _wrong_shape() -> object:
+    import numpy as np
+    import tritonclient.grpc as grpcclient
+
+    wrong = grpcclient.InferInput("max_tokens", [2], "INT32")
+    wrong.set_data_from_numpy(np.array([4, 5], np.int32))
+    return wrong

@@ -1,7 +1,7 @@
 """Speed of OPT-125M on a CPU: through the engine, through the Triton server, and inside a step.
 
-    python benchmarks/cpu_decode.py            # all four parts, about three minutes
-    python benchmarks/cpu_decode.py engine     # only one of machine, step, engine, triton
+    python benchmarks/cpu_decode.py            # all three parts, about three minutes
+    python benchmarks/cpu_decode.py serving    # only one of machine, step, serving
 
 Dummy weights, bfloat16, prompts of 64 tokens, 64 tokens generated, greedy. Decode is counted from
 the moment when every job has its first token; prefill is 32 prompts at once until that moment.
@@ -30,6 +30,8 @@ from typing import Any
 import psutil
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.launch import TritonServer
+from fastserve_client import FastServeClient
 from rich.console import Console
 from rich.table import Table
 
@@ -37,7 +39,7 @@ MODEL, VOCAB_SIZE = "opt-125m", 50272
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
 BATCHES = (1, 16, 32)
 PREFILL_BATCH = 32
-OPTIONS = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": 32}
+OPTIONS: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": 32}
 CONTEXT = PROMPT_TOKENS + OUTPUT_TOKENS // 2  # of the average decode step
 
 console = Console(width=100)
@@ -61,27 +63,49 @@ def rates(first_s: list[float], last_s: list[float], start_s: float) -> tuple[fl
     return prefill, decode
 
 
-def report(title: str, run: Callable[[int], tuple[float, float]], repeats: int) -> None:
-    """``run(batch)`` gives the rates of one run; batches alternate, so that noise hits all."""
-    decode: dict[int, list[float]] = defaultdict(list)
-    prefill: list[float] = []
-    run(1)
-    for _ in range(repeats):
-        for batch in BATCHES:
-            prefill_rate, decode_rate = run(batch)
-            decode[batch].append(decode_rate)
-            if batch == PREFILL_BATCH:
-                prefill.append(prefill_rate)
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    table.add_column("tokens/s, median [least, most]", justify="right")
-    for batch in BATCHES:
-        table.add_row(f"decode, batch {batch}", summary(decode[batch]))
-    table.add_row(f"prefill, {PREFILL_BATCH} × {PROMPT_TOKENS} tokens", summary(prefill))
-    console.print(table)
+Run = Callable[[int], tuple[float, float]]
+"""(prefill, decode) tokens/s of one run with this many prompts at once."""
 
 
-def engine(repeats: int) -> None:
+def serving(repeats: int) -> None:
+    """The engine in this process and a Triton server take turns, so that noise hits both."""
+    with engine() as (llm, run_engine), triton() as (server_pid, run_triton):
+        sides = {"engine": run_engine, "Triton": run_triton}
+        decode: dict[tuple[str, int], list[float]] = defaultdict(list)
+        prefill: dict[str, list[float]] = defaultdict(list)
+        for run in sides.values():
+            run(1)  # warm
+        for _ in range(repeats):
+            for batch in BATCHES:
+                for name, run in sides.items():
+                    prefill_rate, decode_rate = run(batch)
+                    decode[name, batch].append(decode_rate)
+                    if batch == PREFILL_BATCH:
+                        prefill[name].append(prefill_rate)
+        table = Table(title="Tokens/s, median [least, most]", title_justify="left")
+        for heading in ("", "through the engine", "through Triton, gRPC", "Triton / engine"):
+            table.add_column(heading, justify="right" if heading else "left")
+        rows = {f"decode, batch {b}": {n: decode[n, b] for n in sides} for b in BATCHES}
+        rows[f"prefill, {PREFILL_BATCH} × {PROMPT_TOKENS} tokens"] = dict(prefill)
+        for label, rates_of in rows.items():
+            ratio = statistics.median(
+                ours / direct
+                for ours, direct in zip(rates_of["Triton"], rates_of["engine"], strict=True)
+            )
+            table.add_row(label, *(summary(values) for values in rates_of.values()), f"{ratio:.2f}")
+        console.print(table)
+        counters = llm.engine.counters
+        steps = counters.iterations
+        console.print(
+            f"engine, mean of {steps} steps: rank {counters.compute_s / steps * 1e3:.2f} ms, "
+            f"messages {(counters.iteration_s - counters.compute_s) / steps * 1e3:.2f} ms, "
+            f"scheduling between steps {counters.between_s / steps * 1e3:.2f} ms"
+        )
+        console.print(f"idle server, stub and rank: {idle_percent(server_pid):.2f}% of a core")
+
+
+@contextmanager
+def engine() -> Iterator[tuple[LLM, Run]]:
     started = time.monotonic()
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
     with LLM(MODEL, **OPTIONS) as llm:
@@ -96,20 +120,12 @@ def engine(repeats: int) -> None:
                 min(s.arrival_s for s in stats),
             )
 
-        report("Through the engine", run, repeats)
-        counters = llm.engine.counters
-        steps = counters.iterations
-        console.print(
-            f"mean of {steps} steps: rank {counters.compute_s / steps * 1e3:.2f} ms, messages "
-            f"{(counters.iteration_s - counters.compute_s) / steps * 1e3:.2f} ms, scheduling "
-            f"between steps {counters.between_s / steps * 1e3:.2f} ms\n"
-        )
+        yield llm, run
 
 
-def triton(repeats: int) -> None:
-    from fastserve_backend.serving.launch import TritonServer
-    from fastserve_client import FastServeClient
-
+@contextmanager
+def triton() -> Iterator[tuple[int, Run]]:
+    """The server's process id, and runs that are timed by the client as it receives tokens."""
     started = time.monotonic()
     config = EngineConfig().with_keys(model=MODEL, **OPTIONS)
     with (
@@ -117,35 +133,34 @@ def triton(repeats: int) -> None:
         TritonServer(
             config, http_port=0, grpc_port=0, metrics_port=0, log_path=Path(log.name)
         ) as server,
+        FastServeClient(f"grpc://{server.endpoints.grpc_url}") as client,
     ):
         console.print(f"server ready after {time.monotonic() - started:.1f} s")
-        with FastServeClient(f"grpc://{server.endpoints.grpc_url}") as client:
 
-            def run(batch: int) -> tuple[float, float]:
-                first = [0.0] * batch
-                last = [0.0] * batch
+        def run(batch: int) -> tuple[float, float]:
+            first = [0.0] * batch
+            last = [0.0] * batch
 
-                def read(index: int, prompt: list[int]) -> None:
-                    options: Any = {"max_tokens": OUTPUT_TOKENS, "temperature": 0.0}
-                    with client.stream(prompt, ignore_eos=True, **options) as chunks:
-                        for chunk in chunks:
-                            if chunk.token_ids:
-                                last[index] = time.monotonic()
-                                first[index] = first[index] or last[index]
+            def read(index: int, prompt: list[int]) -> None:
+                options: Any = {"max_tokens": OUTPUT_TOKENS, "temperature": 0.0}
+                with client.stream(prompt, ignore_eos=True, **options) as chunks:
+                    for chunk in chunks:
+                        if chunk.token_ids:
+                            last[index] = time.monotonic()
+                            first[index] = first[index] or last[index]
 
-                start_s = time.monotonic()
-                readers = [
-                    threading.Thread(target=read, args=(index, prompt))
-                    for index, prompt in enumerate(prompts(batch))
-                ]
-                for reader in readers:
-                    reader.start()
-                for reader in readers:
-                    reader.join()
-                return rates(first, last, start_s)
+            start_s = time.monotonic()
+            readers = [
+                threading.Thread(target=read, args=(index, prompt))
+                for index, prompt in enumerate(prompts(batch))
+            ]
+            for reader in readers:
+                reader.start()
+            for reader in readers:
+                reader.join()
+            return rates(first, last, start_s)
 
-            report("Through the Triton server, streaming over gRPC", run, repeats)
-            console.print(f"idle server, stub and rank: {idle_percent(server.pid):.2f}% of a core")
+        yield server.pid, run
 
 
 def idle_percent(server_pid: int) -> float:
@@ -285,7 +300,7 @@ def timed_kernels() -> Iterator[dict[str, float]]:
 
 
 def main() -> int:
-    parts = {"machine": machine, "step": step, "engine": engine, "triton": triton}
+    parts = {"machine": machine, "step": step, "serving": serving}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -30,6 +30,9 @@ GENERATE_STREAM = f"/v2/models/{protocol.MODEL_NAME}/generate_stream"
 
 ANSWER_TIMEOUT_S = 30.0
 
+# The messages of a gRPC stream carry no code; with this header the call ends with a status.
+STATUS_HEADER = {"triton_grpc_error": "true"}
+
 
 def tensors(module: Any = grpcclient, **values: Any) -> list[Any]:
     """``InferInput`` of ``module`` for each value; strings and bytes become BYTES tensors."""

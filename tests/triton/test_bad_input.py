@@ -14,6 +14,7 @@ from fastserve_backend.serving.endpoints import Endpoints
 from serving_client import (
     GENERATE,
     GENERATE_STREAM,
+    STATUS_HEADER,
     GrpcStream,
     generate,
     metric,
@@ -21,7 +22,6 @@ from serving_client import (
     wait_for,
 )
 
-STATUS_HEADER = {"triton_grpc_error": "true"}
 GOOD_PROMPT = "Once upon a time"
 
 

@@ -19,8 +19,7 @@ from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError, PortInUseError
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.runtime import RuntimeDirectory
-from serving_client import GENERATE, GrpcStream, generate, post, wait_for
-from tritonclient.utils import InferenceServerException
+from serving_client import GENERATE, STATUS_HEADER, GrpcStream, post, wait_for
 
 RESTART_TIMEOUT_S = 60.0
 # A broken rank must not leave clients waiting.
@@ -43,23 +42,16 @@ sys.exit(
 """
 
 
-def backend_directories() -> set[Path]:
-    """What the python backend makes in every server."""
-    return set(Path("/tmp").glob("python_env_??????"))
-
-
 @contextmanager
 def leaving_nothing() -> Iterator[list[tuple[RuntimeDirectory, Endpoints]]]:
     """The body adds what it started; at the end all of it must be gone."""
     started: list[tuple[RuntimeDirectory, Endpoints]] = []
-    directories = backend_directories()
     yield started
     for runtime, endpoints in started:
         wait_for(lambda runtime=runtime: not runtime.processes(), 10.0)
         wait_for(lambda runtime=runtime: not runtime.path.exists(), 5.0)
         assert not list(Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*"))
         endpoints.claim()  # raises if somebody listens there
-    assert backend_directories() <= directories
 
 
 def start(config: EngineConfig, log_path: Path) -> TritonServer:
@@ -82,13 +74,14 @@ def rank_pid(runtime: RuntimeDirectory) -> int:
     return pid
 
 
-def long_stream(server: TritonServer) -> GrpcStream:
+def long_stream(server: TritonServer, headers: dict[str, str] | None = None) -> GrpcStream:
     stream = GrpcStream(
         server.endpoints.grpc_url,
         text_input="a long one",
         stream=True,
         max_tokens=3500,
         ignore_eos=True,
+        headers=headers,
     )
     stream.first_token()
     return stream
@@ -122,11 +115,12 @@ def test_everything_that_dies_is_restarted_a_few_times(
         started.append((server.runtime, server.endpoints))
         try:
             # A rank: its jobs fail with the reason, and new requests do too until the restart.
-            streams = [long_stream(server) for _ in range(3)]
+            streams = [long_stream(server, headers=STATUS_HEADER) for _ in range(3)]
             kill(rank_pid(server.runtime))
             for stream in streams:
-                message = stream.until_error(RANK_DEATH_LIMIT_S).message()
-                assert "rank 0 died" in message
+                error = stream.until_error(RANK_DEATH_LIMIT_S)
+                assert error.status() == "StatusCode.INTERNAL"
+                assert "rank 0 died" in error.message()
                 stream.cancel()
             wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
 
@@ -149,6 +143,7 @@ def test_everything_that_dies_is_restarted_a_few_times(
             assert server.wait() == 1
             assert "given up" in (server.failure or "")
         finally:
+            server.stop()
             server.stop()
 
 
@@ -206,6 +201,27 @@ def test_busy_port_is_named_before_anything_starts(purpose: str, tiny_config: En
     assert caught.value.port == port
 
 
+def test_listening_for_others_is_warned_about(
+    tiny_config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        server = TritonServer(tiny_config, host="0.0.0.0", http_port=other.getsockname()[1])
+        with pytest.raises(PortInUseError):
+            server.start()
+    assert "without any authentication" in caplog.text
+
+
+def test_sigterm_while_starting_ends_quietly(tiny_config: EngineConfig, tmp_path: Path) -> None:
+    config_path, log_path = tmp_path / "engine.yaml", tmp_path / "server.log"
+    config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
+    launcher = _serve(config_path, log_path)
+    wait_for(log_path.exists, 30.0)  # the server's process has been started
+    launcher.send_signal(signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=30.0)
+    assert launcher.returncode == 0
+    assert output == ""
+
+
 def test_unknown_host_is_an_error(tiny_config: EngineConfig) -> None:
     with pytest.raises(LaunchError, match=r"host: got 'no\.such\.host\.invalid'"):
         TritonServer(tiny_config, host="no.such.host.invalid").start()
@@ -226,11 +242,11 @@ def _started(launcher: subprocess.Popen[str]) -> tuple[RuntimeDirectory, Endpoin
 
 def _refuses(endpoints: Endpoints) -> bool:
     """Whether a new request is turned away as UNAVAILABLE."""
-    try:
-        error = generate(endpoints.grpc_url, text_input="late", max_tokens=1).error
-    except InferenceServerException as failure:
-        error = failure
-    return error is not None and "shutting down" in error.message()
+    late = GrpcStream(endpoints.grpc_url, headers=STATUS_HEADER, text_input="late", max_tokens=1)
+    late.step()
+    late.cancel()
+    error = late.answer.error
+    return error is not None and error.status() == "StatusCode.UNAVAILABLE"
 
 
 def _wrong_shape() -> object:

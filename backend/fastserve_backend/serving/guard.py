@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from fastserve_backend.serving.runtime import (
     LAUNCHER_VARIABLE,
@@ -16,6 +19,9 @@ from fastserve_backend.serving.runtime import (
 
 logger = logging.getLogger(__name__)
 
+# Far above what a library may hold the interpreter's lock while the model loads.
+_STUCK_TIMEOUT_S = 30.0
+_REARM_INTERVAL_S = 5.0
 # A server that was killed can leave its stub running; nothing else tells the stub.
 _INTERVAL_S = 0.25
 
@@ -24,6 +30,9 @@ class ParentGuard:
     """Polls. When the server is gone, this process ends at once (the ranks follow); when the
     launcher is gone, the server is asked to end; when the engine broke, the launcher is told; when
     the launcher wants to stop the server, the model is drained and the launcher told.
+
+    A second guard needs no interpreter: a call to a server that was killed can hold the
+    interpreter's lock for ever, so when this thread has not run for long, the process ends.
 
     Triton drains by itself on SIGTERM, but it never finishes when a request that it refused on a
     gRPC stream has pinned the model, so the launcher asks the model first.
@@ -58,20 +67,27 @@ class ParentGuard:
         """The model is unloaded: the server itself ends this process."""
         self._closed.set()
         self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
         if self._launcher_is_gone() and self._runtime is not None:
             self._runtime.remove()
 
     def _run(self) -> None:
         asked_to_end = False
+        next_rearm_s = 0.0
         while not self._closed.wait(_INTERVAL_S):
+            if time.monotonic() >= next_rearm_s:
+                faulthandler.dump_traceback_later(_STUCK_TIMEOUT_S, exit=True)
+                next_rearm_s = time.monotonic() + _REARM_INTERVAL_S
             if os.getppid() != self._server:
                 logger.error("tritonserver is gone; ending")
                 if self._launcher_is_gone() and self._runtime is not None:
+                    self._runtime.remove_shared_memory()
                     self._runtime.remove()
                 os._exit(1)
             if not asked_to_end and self._launcher_is_gone():
                 logger.error("the launcher is gone; asking tritonserver to end")
-                os.kill(self._server, signal.SIGTERM)
+                with suppress(ProcessLookupError):  # it may have been killed a moment ago
+                    os.kill(self._server, signal.SIGTERM)
                 asked_to_end = True
             if self._runtime is not None:
                 self._answer_launcher(self._runtime)

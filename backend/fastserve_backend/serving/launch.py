@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import enum
 import ipaddress
 import logging
@@ -10,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -81,6 +83,7 @@ class TritonServer:
         self.failure: str | None = None
         """Why the server was given up; None while it runs or after ``stop``."""
         self.restarts = 0
+        """How often the server was started anew, and came up."""
 
     @property
     def endpoints(self) -> Endpoints:
@@ -100,6 +103,10 @@ class TritonServer:
         if self._runtime is None:
             raise LaunchError("the server is not running")
         return self._runtime
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._stopping.is_set()
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Returns when the model has generated a token.
@@ -123,16 +130,22 @@ class TritonServer:
         except BaseException:
             self._clean_up()
             raise
-        self._supervisor = threading.Thread(target=self._supervise, name="fastserve-supervisor")
+        self._supervisor = threading.Thread(
+            target=self._supervise, name="fastserve-supervisor", daemon=True
+        )
         self._supervisor.start()
+        # A program that forgets to stop the server must end all the same, and cleanly.
+        atexit.register(self.stop)
 
     def request_stop(self) -> None:
         """Asks for the end and returns at once; for signal handlers. ``wait`` waits for it."""
         self._stopping.set()
-        self._wake_sender.send(b"x")
+        with suppress(OSError):  # it has been stopped already
+            self._wake_sender.send(b"x")
 
     def stop(self) -> None:
         """Drains, ends everything and removes what was written. Idempotent."""
+        atexit.unregister(self.stop)
         if self._supervisor is not None:
             self.request_stop()
             self.wait()
@@ -201,11 +214,11 @@ class TritonServer:
                     )
                 logger.error("%s; restarting the server", reason)
                 restart_times.append(now)
-                self.restarts += 1
                 assert self._server is not None
                 # With its stub gone, the server would wait in vain for the streams in flight.
                 self._retire(kill=trouble is not _Trouble.ENGINE_FAILED)
                 self._launch()
+                self.restarts += 1
             except LaunchError as error:
                 if not self._stopping.is_set():
                     logger.error("%s", error)
@@ -278,7 +291,7 @@ def serve(
     """Serves in the foreground until SIGTERM or SIGINT, then drains; call it from the main thread.
 
     Returns:
-        0 after a signal, 1 when the server was given up.
+        0 after a signal, also one during the start; 1 when the server was given up.
 
     Raises:
         LaunchError: the server did not start.
@@ -301,6 +314,10 @@ def serve(
         server.start(timeout_s)
         on_ready(server)
         return server.wait()
+    except LaunchError:
+        if not server.stop_requested:
+            raise
+        return 0
     finally:
         server.stop()
         for number, handler in previous.items():

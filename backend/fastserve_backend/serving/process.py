@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 DRAIN_TIMEOUT_S = 30
 """What a stopping server may take to finish streams in flight (tritonserver's own default)."""
 
-# A server with nothing in flight needs two seconds, and its ranks a few more if they are busy. One
-# whose model a refused gRPC request has pinned would never end (Triton up to 24.10 at least).
-_EXIT_TIMEOUT_S = 8.0
+# A server with nothing in flight needs two seconds. One whose model is pinned would wait in vain:
+# Triton 24.10 leaks a gRPC stream's request that it refuses itself, and now and then one that is
+# cancelled while its last response is on the way.
+_EXIT_TIMEOUT_S = 5.0
 _DRAIN_POLL_S = 0.05
 # Loading a model takes as long as it takes; this is only for the stub's interpreter to come up.
 _STUB_TIMEOUT_S = 120
@@ -161,6 +162,7 @@ class ServerProcess:
     def _check_waiting(self, deadline: float, cancelled: Callable[[], bool]) -> None:
         reason = self._runtime.failure()
         if reason is not None:
+            wait_readable(_EXIT_TIMEOUT_S, self.handle)  # such a server ends by itself, and cleanly
             raise ModelLoadError(reason)
         code = self._process.poll()
         if code is not None:

@@ -39,5 +39,17 @@ def write_repository(directory: Path, config: EngineConfig) -> Path:
     """Writes ``directory/fastserve``, with ``config`` as ``engine.yaml``; returns ``directory``."""
     model = directory / MODEL_NAME
     shutil.copytree(find_model_template(), model, ignore=shutil.ignore_patterns("__pycache__"))
+    paths = {"model": config.model.model, "tokenizer": config.model.tokenizer}
+    config = config.with_keys(
+        **{key: _ascii_path(path, model / f"{key}-files") for key, path in paths.items()}
+    )
     (model / ENGINE_FILE).write_text(config.to_yaml(), encoding="utf-8")
     return directory
+
+
+def _ascii_path(path: str | None, link: Path) -> str | None:
+    # The stub's Python takes file names for ASCII and cannot be told otherwise.
+    if path is None or path.isascii() or not Path(path).exists():
+        return path
+    link.symlink_to(Path(path).resolve())
+    return str(link)

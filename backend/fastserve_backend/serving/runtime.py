@@ -133,7 +133,7 @@ class RuntimeDirectory:
             os.close(handle)
 
     def remove_shared_memory(self) -> None:
-        """Removes what the python backend left in /dev/shm; only when its processes are gone."""
+        """Removes what the python backend left in /dev/shm; only when the server is gone."""
         for path in _SHARED_MEMORY.glob(f"{self.shared_memory_prefix}*"):
             path.unlink(missing_ok=True)
 

@@ -26,7 +26,7 @@ from fastserve_backend.serving.responses import ResponseEncoder, Tensors
 logger = logging.getLogger(__name__)
 
 # Blocks of a cancelled job must be free within 250 ms, of which a running iteration takes its part.
-_MIN_POLL_INTERVAL_S = 0.05
+_MIN_POLL_INTERVAL_S = 0.1
 _MAX_POLL_INTERVAL_S = 0.15
 # One poll of one sender is a message to the server and back: 40 µs. This keeps all of them below a
 # twentieth of a core until the maximum interval is reached.
@@ -165,7 +165,9 @@ class Emitter:
     while it is busy with others go out together.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, on_end: Callable[[], None]) -> None:
+        """``on_end`` is called after each request's last response; must return at once."""
+        self._on_end = on_end
         self._inbox: queue.SimpleQueue[ResponseStream | None] = queue.SimpleQueue()
         self._active: set[ResponseStream] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -214,6 +216,7 @@ class Emitter:
                 logger.exception("ending that request failed too")
         if stream.finished:
             self._active.discard(stream)
+            self._on_end()
         else:
             self._active.add(stream)
 

@@ -1,0 +1,69 @@
+"""The files that the server reads: they must say what the code says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import START_TIMEOUT_S
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving import launch
+from fastserve_backend.serving.launch import TritonServer
+from fastserve_backend.serving.repository import (
+    ENGINE_FILE,
+    find_model_template,
+    write_repository,
+)
+from fastserve_client import protocol
+
+
+def test_shipped_engine_file_has_every_default() -> None:
+    path = find_model_template() / ENGINE_FILE
+    assert EngineConfig.from_yaml(path) == EngineConfig()
+    text = path.read_text(encoding="utf-8")
+    for section in EngineConfig().model_dump().values():
+        for key in section:
+            assert f"  {key}: " in text
+
+
+def test_written_repository_has_the_given_configuration(tmp_path: Path) -> None:
+    config = EngineConfig().with_keys(model="opt-125m", load_format="dummy", max_num_seqs=3)
+    model = write_repository(tmp_path, config) / protocol.MODEL_NAME
+    assert EngineConfig.from_yaml(model / ENGINE_FILE) == config
+    assert (model / "1" / "model.py").is_file()
+    assert not list(model.rglob("__pycache__"))
+
+
+def test_model_directory_may_have_any_name(tmp_path: Path) -> None:
+    """The stub opens files as ASCII, so it gets another name for them."""
+    directory = tmp_path / "Größe 大"
+    directory.mkdir()
+    config = EngineConfig().with_keys(model=str(directory), tokenizer="someone/else")
+    model = write_repository(tmp_path / "repository", config) / protocol.MODEL_NAME
+    written = EngineConfig.from_yaml(model / ENGINE_FILE)
+    assert written.model.model.isascii()
+    assert Path(written.model.model).samefile(directory)
+    assert written.model.tokenizer == "someone/else"
+
+
+def test_shim_makes_a_named_backend(
+    tiny_config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``backend: "fastserve"``: the model is only a config.pbtxt and an engine.yaml."""
+
+    def write_named(directory: Path, config: EngineConfig) -> Path:
+        model = write_repository(directory, config) / protocol.MODEL_NAME
+        backend = directory.parent / "backends" / "fastserve"
+        backend.mkdir(parents=True)
+        (model / "1" / "model.py").rename(backend / "model.py")
+        text = (model / "config.pbtxt").read_text(encoding="utf-8")
+        named = text.replace('backend: "python"', 'backend: "fastserve"')
+        assert named != text
+        (model / "config.pbtxt").write_text(named, encoding="utf-8")
+        return directory
+
+    monkeypatch.setattr(launch, "write_repository", write_named)
+    log_path = tmp_path / "server.log"
+    server = TritonServer(tiny_config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
+    server.start(START_TIMEOUT_S)
+    server.stop()

@@ -71,8 +71,7 @@ def parse_response(response: Any) -> Chunk:
         return Chunk(
             text="".join(texts),
             token_ids=token_ids,
-            # An empty string stands for "not finished": an output tensor cannot be null.
-            finish_reason=_first(values, protocol.FINISH_REASON) or None,
+            finish_reason=_first(values, protocol.FINISH_REASON),
             num_input_tokens=_first(values, protocol.NUM_INPUT_TOKENS),
             logprobs=_parse_logprobs(logprobs[0]) if logprobs else (),
             cumulative_logprob=_first(values, protocol.CUMULATIVE_LOGPROB),

@@ -46,6 +46,7 @@ class Chunk:
     finish_reason: str | None = None
     """``stop``, ``length``, ``cancelled`` or ``error``; set on the last chunk only."""
     num_input_tokens: int | None = None
+    """Tokens of the prompt; set on the last chunk only."""
     logprobs: tuple[TokenLogprob, ...] = ()
     """One entry a token of ``token_ids`` where the request asked for them."""
     cumulative_logprob: float | None = None

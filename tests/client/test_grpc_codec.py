@@ -130,7 +130,7 @@ def test_an_unknown_option_is_a_programming_error_that_lists_the_options() -> No
 
 
 def test_a_chunk_in_the_middle() -> None:
-    response = _response(text_output=["é"], output_ids=[7, 9], finish_reason=[""])
+    response = _response(text_output=["é"], output_ids=[7, 9])
     assert parse_response(response) == Chunk(text="é", token_ids=(7, 9), finish_reason=None)
 
 

@@ -1,6 +1,6 @@
 """Speed of OPT-125M on a CPU: through the engine, through the Triton server, and inside a step.
 
-    python benchmarks/cpu_decode.py            # all three parts, about three minutes
+    python benchmarks/cpu_decode.py            # all three parts, several minutes
     python benchmarks/cpu_decode.py serving    # only one of machine, step, serving
 
 Dummy weights, bfloat16, prompts of 64 tokens, 64 tokens generated, greedy. Decode is counted from

@@ -462,7 +462,7 @@ class Engine:
         return ready
 
     def _setup(self) -> Setup:
-        model, kv, scheduler = self.config.model, self.config.kv_cache, self.config.scheduler
+        model, kv = self.config.model, self.config.kv_cache
         return Setup(
             model=model.model,
             load_format=model.load_format,
@@ -472,8 +472,6 @@ class Engine:
             block_size=kv.block_size,
             device_memory_utilization=kv.device_memory_utilization,
             device_blocks=kv.device_blocks,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_num_batched_tokens=scheduler.max_num_batched_tokens,
         )
 
     def _load_profile(self, ready: Ready) -> LatencyProfile:

@@ -32,8 +32,8 @@ from fastserve_backend.worker.messages import (
 HEARTBEAT_TIMEOUT_S = 8.0
 # How long a rank may take to end by itself after Stop before it is killed.
 STOP_TIMEOUT_S = 5.0
-# Between two parallel regions a thread of the rank spins for so many loops before it sleeps. The
-# default, minutes of it, starves the server and the clients of the cores that they share with it.
+# Between two parallel regions a thread of the rank spins for so many loops before it sleeps. With
+# libgomp's far longer default it keeps the server and the clients from cores that they share.
 OPENMP_SPIN_COUNT = "2000"
 _log = logging.getLogger(__name__)
 

@@ -30,8 +30,6 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
     block_size: int
     device_memory_utilization: float
     device_blocks: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from fastserve_client.errors import ClientError
 from pydantic.fields import FieldInfo
 from rich.console import Console
 
 from fastserve_backend.config import EMBEDDED_MODEL, EngineConfig
-from fastserve_backend.errors import FastServeError
+from fastserve_backend.errors import ConfigError, FastServeError
 
 if TYPE_CHECKING:
     from fastserve_backend.serving.endpoints import Endpoints
@@ -35,7 +36,7 @@ def main() -> None:
     """Entry point: a user's mistake is one line on stderr and exit code 1."""
     try:
         app()
-    except FastServeError as error:
+    except (FastServeError, ClientError) as error:
         Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
         sys.exit(1)
 
@@ -105,6 +106,100 @@ def generate(
     raise typer.Exit(int(code))
 
 
+def _simulate(
+    model: str,
+    config: Path | None,
+    policies: str,
+    rates: str | None,
+    dataset: str,
+    num_jobs: int,
+    seed: int,
+    max_prompt_tokens: int | None,
+    max_total_tokens: int | None,
+    length_ratio: float | None,
+    hardware: str,
+    profile: Path | None,
+    tensor_parallel_size: int,
+    pipeline_parallel_size: int,
+    output: Path | None,
+    plot: Path | None,
+    **keys: Any,
+) -> None:
+    """What each policy does to latency: the engine's own scheduler against a modelled cluster.
+
+    MODEL is as of serve; a built-in name needs nothing but its name. Times in the table are in
+    seconds.
+    """
+    from fastserve_client.workload import LengthLimits
+
+    from fastserve_backend.simulation.command import Cluster, Workload, simulate_command
+
+    given = {key: value for key, value in keys.items() if value is not None}
+    given.setdefault("load_format", "dummy")  # no weights are needed
+    base = EngineConfig() if config is None else EngineConfig.from_yaml(config)
+    simulate_command(
+        base.with_keys(model=model, **given),
+        Cluster(profile, hardware, tensor_parallel_size, pipeline_parallel_size),
+        Workload(
+            dataset,
+            num_jobs,
+            seed,
+            LengthLimits(max_prompt_tokens, max_total_tokens),
+            length_ratio,
+        ),
+        policies=[policy.strip() for policy in policies.split(",")],
+        rates=[] if rates is None else [_rate(rate) for rate in rates.split(",")],
+        output=output,
+        plot=plot,
+    )
+
+
+def _rate(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"rates: got {text!r}; must be numbers separated by commas") from None
+
+
+@app.command()
+def profile(
+    model: Annotated[
+        str | None, typer.Argument(help="As of serve; default: the configuration's.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="An engine.yaml; flags override it.")] = None,
+    load_format: Annotated[str | None, typer.Option(metavar="auto|dummy")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="auto|float32|bfloat16|float16")] = None,
+    device: Annotated[str | None, typer.Option(metavar="auto|cpu|cuda")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="As of the engine.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="As of the engine.")] = None,
+    device_blocks: Annotated[int | None, typer.Option(help="As of the engine.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Most jobs to measure at once.")] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens to measure at once.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON to write; default: where the engine looks for it.")
+    ] = None,
+) -> None:
+    """Measure how long iterations take, on real ranks, and how well that predicts others."""
+    from fastserve_backend.profile.command import profile_command
+
+    keys = {
+        "model": model,
+        "load_format": load_format,
+        "dtype": dtype,
+        "device": device,
+        "max_model_len": max_model_len,
+        "block_size": block_size,
+        "device_blocks": device_blocks,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+    }
+    given = {key: value for key, value in keys.items() if value is not None}
+    base = EngineConfig() if config is None else EngineConfig.from_yaml(config)
+    profile_command(base.with_keys(**given), output)
+
+
 def _print_endpoints(endpoints: Endpoints) -> None:
     console = Console(stderr=True, highlight=False)
     console.print("[bold green]ready[/]")
@@ -126,6 +221,83 @@ def _add_serve_command() -> None:
         "grpc_port": (Annotated[int, typer.Option(help="Triton gRPC.")], 8001),
         "metrics_port": (Annotated[int, typer.Option(help="Prometheus metrics.")], 8002),
     }
+    _register("serve", _serve, parameters | _config_flags())
+
+
+def _add_simulate_command() -> None:
+    """With the flags of ``serve`` that matter here, so that a set-up can be tried first."""
+    parameters: dict[str, tuple[Any, Any]] = {
+        "model": (Annotated[str, typer.Argument(help="As of serve.")], ...),
+        "config": (
+            Annotated[Path | None, typer.Option(help="An engine.yaml; flags override it.")],
+            None,
+        ),
+        "policies": (
+            Annotated[str, typer.Option(help="To compare, separated by commas.")],
+            "fcfs,skip_join_mlfq",
+        ),
+        "rates": (
+            Annotated[
+                str | None,
+                typer.Option(
+                    help="Jobs per second, separated by commas; left out: the timestamps of "
+                    "a data set that has them."
+                ),
+            ],
+            None,
+        ),
+        "dataset": (
+            Annotated[
+                str,
+                typer.Option(
+                    help="sharegpt or alpaca (packaged, synthetic), equal:PROMPT:OUTPUT, or a "
+                    "file: lengths CSV, ShareGPT or Alpaca JSON, Azure LLM trace."
+                ),
+            ],
+            "sharegpt",
+        ),
+        "num_jobs": (Annotated[int, typer.Option(help="Jobs of a trace.")], 1000),
+        "seed": (Annotated[int, typer.Option(help="Of arrivals and lengths.")], 0),
+        "max_prompt_tokens": (
+            Annotated[int | None, typer.Option(help="Leave out jobs with longer prompts.")],
+            1024,
+        ),
+        "max_total_tokens": (
+            Annotated[int | None, typer.Option(help="Leave out jobs that are longer in all.")],
+            2048,
+        ),
+        "length_ratio": (
+            Annotated[
+                float | None,
+                typer.Option(help="Scale lengths to this mean prompt / mean output ratio."),
+            ],
+            None,
+        ),
+        "hardware": (
+            Annotated[str, typer.Option(help="a100-40g, a100-80g, h100 or h200.")],
+            "a100-80g",
+        ),
+        "profile": (
+            Annotated[
+                Path | None,
+                typer.Option(help="A file of fastserve profile, in place of --hardware."),
+            ],
+            None,
+        ),
+        "tensor_parallel_size": (Annotated[int, typer.Option(help="GPUs a stage.")], 1),
+        "pipeline_parallel_size": (Annotated[int, typer.Option(help="Pipeline stages.")], 1),
+        "output": (Annotated[Path | None, typer.Option(help="Write the report as JSON.")], None),
+        "plot": (Annotated[Path | None, typer.Option(help="Draw the sweep: PNG, SVG.")], None),
+    }
+    flags = _config_flags()
+    for key in ("policy", "tokenizer", "device", "max_queued_requests"):
+        del flags[key]
+    _register("simulate", _simulate, parameters | flags)
+
+
+def _config_flags() -> dict[str, tuple[Any, Any]]:
+    """Annotation and default of a flag for each configuration key but the model."""
+    parameters: dict[str, tuple[Any, Any]] = {}
     for section, section_field in EngineConfig.model_fields.items():
         fields: Mapping[str, FieldInfo] = section_field.annotation.model_fields  # type: ignore[union-attr]
         for key, field in fields.items():
@@ -139,17 +311,21 @@ def _add_serve_command() -> None:
                 show_default=False,
             )
             parameters[key] = (Annotated[_flag_type(field.annotation) | None, option], None)
-    command: Any = _serve
-    command.__signature__ = inspect.Signature(
+    return parameters
+
+
+def _register(name: str, function: Any, parameters: dict[str, tuple[Any, Any]]) -> None:
+    """Add ``function``, which takes ``parameters`` as keywords, as a command."""
+    function.__signature__ = inspect.Signature(
         [
             inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+                key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
             )
-            for name, (annotation, default) in parameters.items()
+            for key, (annotation, default) in parameters.items()
         ]
     )
-    command.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
-    app.command("serve")(command)
+    function.__annotations__ = {key: annotation for key, (annotation, _) in parameters.items()}
+    app.command(name)(function)
 
 
 def _flag_type(annotation: Any) -> Any:
@@ -178,6 +354,7 @@ def _members(annotation: Any) -> list[Any]:
 
 
 _add_serve_command()
+_add_simulate_command()
 
 if __name__ == "__main__":
     main()

@@ -26,7 +26,7 @@ class VirtualClock:
     def now(self) -> float:
         return self._now_s
 
-    def advance(self, seconds: float) -> None:
-        if seconds < 0:
-            raise ValueError(f"a clock cannot go back {-seconds} s")
-        self._now_s += seconds
+    def advance_to(self, now_s: float) -> None:
+        if now_s < self._now_s:
+            raise ValueError(f"a clock cannot go back from {self._now_s} s to {now_s} s")
+        self._now_s = now_s

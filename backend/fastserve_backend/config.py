@@ -57,7 +57,7 @@ class KVCacheSection(_Section):
     )
 
 
-PolicyName = Literal["skip_join_mlfq", "fcfs"]
+PolicyName = Literal["skip_join_mlfq", "mlfq", "fixed_priority", "srpt", "fcfs"]
 
 
 class SchedulerSection(_Section):
@@ -65,6 +65,12 @@ class SchedulerSection(_Section):
     max_num_seqs: int = Field(16, ge=1, le=4096, description="Most jobs in one iteration.")
     max_num_batched_tokens: int = Field(
         2048, ge=1, description="Most tokens in one iteration, prefill and decode together."
+    )
+    prefill_chunk_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Most prefill tokens in one iteration; longer prompts run in chunks. "
+        "Default: prompts run whole.",
     )
     quantum_ratio: float = Field(
         2.0, gt=1.0, le=64.0, description="Quantum of a queue over that of the queue above it."

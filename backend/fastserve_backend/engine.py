@@ -1,8 +1,7 @@
-"""The engine: the step loop, and the only one who changes jobs and block tables.
+"""The engine: starts the ranks, admits jobs, and runs the step loop on a thread of its own.
 
-One thread runs ``take arrivals and cancellations → select → plan KV → send the step → deliver the
-tokens of the step before while the ranks work → receive tokens → update jobs``. Everything else
-talks to it through thread-safe methods.
+Everything else talks to the loop through an inbox of arrivals and cancellations, which the thread
+takes between two turns.
 """
 
 from __future__ import annotations
@@ -13,18 +12,13 @@ import queue
 import random
 import threading
 from array import array
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-
-import platformdirs
 
 from fastserve_backend.clock import Clock, MonotonicClock
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.delivery import Delivery, NewToken
+from fastserve_backend.counters import EngineCounters, EngineSnapshot
+from fastserve_backend.delivery import Delivery
 from fastserve_backend.errors import (
-    ConfigError,
     DrainingError,
     EngineError,
     InvalidRequestError,
@@ -32,57 +26,25 @@ from fastserve_backend.errors import (
 )
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.executor.distributed import DistributedExecutor
-from fastserve_backend.job import FinishReason, Job, JobState, OutputSink
+from fastserve_backend.executor.simulated import load_of
+from fastserve_backend.job import FinishReason, Job, OutputSink
 from fastserve_backend.kv_cache.blocks import BlockPool
-from fastserve_backend.kv_cache.planner import plan
 from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.models.tokenizer import TokenizationError, Tokenizer, load_tokenizer
-from fastserve_backend.profile.latency import LatencyProfile
-from fastserve_backend.profile.measure import load_or_measure
+from fastserve_backend.profile.correction import CorrectedLatency
+from fastserve_backend.profile.latency import Identity
+from fastserve_backend.profile.loads import Limits
+from fastserve_backend.profile.measure import cache_path, load_or_measure
 from fastserve_backend.sampling_params import MAX_SEED, SamplingParams
-from fastserve_backend.scheduler.base import Policy
-from fastserve_backend.scheduler.registry import make_policy
-from fastserve_backend.step_builder import build_step
-from fastserve_backend.worker.messages import Ready, Setup, StepResult
+from fastserve_backend.scheduler.registry import check_batch_limits, make_policy
+from fastserve_backend.step_loop import StepLoop
+from fastserve_backend.worker.messages import Ready, Setup, Step
 
 # How often an idle engine looks whether its ranks are alive.
 IDLE_CHECK_S = 0.5
 # How long close() waits for the loop to end: one iteration, and the ranks' own time to stop.
 CLOSE_TIMEOUT_S = 60.0
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """Totals since the start; only the engine's thread writes them."""
-
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    iterations: int = 0
-    compute_s: float = 0.0
-    """Seconds that the ranks computed."""
-    iteration_s: float = 0.0
-    """Seconds from sending a step to having its tokens; what exceeds ``compute_s`` is messaging."""
-    between_s: float = 0.0
-    """Seconds from having a step's tokens to sending the next step: the ranks were idle."""
-    preemptions: int = 0
-    recomputed_jobs: int = 0
-    """Jobs whose KV was dropped for want of blocks, and had to be computed again."""
-    finished: Counter[str] = field(default_factory=Counter)
-    """Jobs by finish reason."""
-    rejected: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """The engine at one moment."""
-
-    running: int
-    waiting: int
-    level_sizes: tuple[int, ...]
-    """Jobs in each queue of the policy, highest first."""
-    num_blocks: int
-    free_blocks: int
 
 
 class _Stop:
@@ -94,7 +56,7 @@ class Engine:
 
     tokenizer: Tokenizer
     model_config: ModelConfig
-    profile: LatencyProfile
+    profile: CorrectedLatency
 
     def __init__(
         self,
@@ -118,13 +80,7 @@ class Engine:
         self._admission = threading.Condition()  # guards the next two
         self._num_unfinished = 0
         self._draining = False
-        # The engine's thread alone touches what follows.
-        self._jobs: dict[int, Job] = {}
-        self._previous_batch: list[Job] = []
-        self._last_result_s: float | None = None
-        self._policy: Policy
-        self._pool: BlockPool
-        self._delivery: Delivery
+        self._loop: StepLoop  # the engine's thread alone calls it
 
     # --- Life ---------------------------------------------------------------------------------
 
@@ -140,17 +96,27 @@ class Engine:
         except BaseException:
             self._executor.close()
             raise
-        self._policy = make_policy(
-            self.config.scheduler, self.profile, self.model_config.max_model_len
+        policy = make_policy(self.config.scheduler, self.profile, self.model_config.max_model_len)
+        block_size = self.config.kv_cache.block_size
+        self._loop = StepLoop(
+            policy,
+            BlockPool(ready.num_blocks, block_size),
+            self._executor,
+            Delivery(self.tokenizer),
+            self.clock,
+            eos_token_ids=self.model_config.eos_token_ids,
+            counters=self.counters,
+            on_end=self._count_end,
+            on_iteration=self._observe,
+            check_integrity=self._check_integrity,
         )
-        self._delivery = Delivery(self.tokenizer)
         _log.info(
             "ready: %s, %s, %d KV blocks of %d tokens, %s",
             self.config.model.model,
             ready.hardware,
             ready.num_blocks,
-            self._pool.block_size,
-            self._policy.describe(),
+            block_size,
+            policy.describe(),
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -229,13 +195,13 @@ class Engine:
 
     def snapshot(self) -> EngineSnapshot:
         """For metrics and tests, from any thread."""
-        running = len(self._previous_batch)
+        running, pool = self._loop.num_running, self._loop.pool
         return EngineSnapshot(
             running=running,
             waiting=max(0, self._num_unfinished - running),
-            level_sizes=tuple(self._policy.level_sizes()),
-            num_blocks=self._pool.num_blocks,
-            free_blocks=self._pool.num_free,
+            level_sizes=tuple(self._loop.policy.level_sizes()),
+            num_blocks=pool.num_blocks,
+            free_blocks=pool.num_free,
         )
 
     def validate(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -259,7 +225,7 @@ class Engine:
                 f"the prompt has {len(prompt_ids)} tokens and the model takes {limit} in all, "
                 f"so at most {limit - len(prompt_ids)}",
             )
-        capacity = self._pool.num_blocks * self._pool.block_size
+        capacity = self._loop.pool.num_blocks * self._loop.pool.block_size
         if total > capacity:
             raise InvalidRequestError(
                 "max_tokens",
@@ -279,17 +245,14 @@ class Engine:
             self._num_unfinished += 1
             self._inbox.put(job)
 
-    # --- The loop -----------------------------------------------------------------------------
+    # --- The thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
         reason = "the engine was closed"
         try:
-            for step_id in itertools.count():
-                if not self._take_inbox():
-                    for job in list(self._jobs.values()):
-                        self._cancel(job)
-                    break
-                self._iterate(step_id)
+            while self._take_inbox():
+                self._loop.turn()
+            self._loop.cancel_all()
         except EngineError as error:
             reason = str(error)
             _log.error("%s; all jobs fail", reason)
@@ -300,41 +263,9 @@ class Engine:
             self._fail(reason)
             self._executor.close()
 
-    def _iterate(self, step_id: int) -> None:
-        batch = self._schedule()
-        if not batch:
-            self._last_result_s = None
-            for job in self._delivery.flush():
-                self._end(job, FinishReason.STOP)
-            self._executor.check()
-            return
-        decodes = [job for job in batch if job.num_uncomputed == 1]
-        batch = decodes + [job for job in batch if job.num_uncomputed > 1]
-        step = build_step(step_id, batch, len(decodes), self._pool)
-        started_s = self.clock.now()
-        self._executor.submit(step)
-        # The host's work for the last step, while the ranks compute this one. A job that a stop
-        # word ends here may be part of this step: its blocks are freed after it, its new token
-        # ignored.
-        stopped = self._delivery.flush()
-        result = self._executor.collect()
-        now = self.clock.now()
-        self._policy.iteration_done(batch, now - started_s, now)
-        self.counters.iterations += 1
-        self.counters.compute_s += result.compute_s
-        self.counters.iteration_s += now - started_s
-        if self._last_result_s is not None:
-            self.counters.between_s += started_s - self._last_result_s
-        self._last_result_s = now
-        for job in stopped:
-            self._end(job, FinishReason.STOP)
-        self._apply(batch, result, now)
-        if self._check_integrity:
-            self._pool.check_integrity()
-
     def _take_inbox(self) -> bool:
         """Arrivals and cancellations; waits for one if there is nothing to do. False to stop."""
-        wait = not self._jobs and self._delivery.is_empty
+        wait = self._loop.is_idle
         while True:
             try:
                 item = self._inbox.get(block=wait, timeout=IDLE_CHECK_S)
@@ -344,78 +275,12 @@ class Engine:
             if isinstance(item, _Stop):
                 return False
             if isinstance(item, Job):
-                self._jobs[item.number] = item
-                self._policy.add(item, item.arrival_s)
-                self._delivery.open(item)
-                self.counters.prompt_tokens += len(item.prompt_ids)
-            elif (job := self._jobs.get(item)) is not None:
-                self._cancel(job)
-
-    def _schedule(self) -> list[Job]:
-        """The next batch, all its blocks allocated; empty only if there is no job."""
-        if not self._jobs:
-            self._previous_batch = []
-            return []
-        now = self.clock.now()
-        selected = self._policy.select(now)
-        kv = plan(selected, self._policy.by_lowest_priority(), self._pool)
-        for job in kv.dropped:
-            job.num_computed = 0
-            self.counters.recomputed_jobs += 1
-        if len(kv.scheduled) < len(selected):
-            chosen = {job.number for job in kv.scheduled}
-            self._policy.not_run([job for job in selected if job.number not in chosen])
-        for job in self._previous_batch:
-            if job.state is JobState.RUNNING:
-                job.state = JobState.PREEMPTED
-        for job in kv.scheduled:
-            job.state = JobState.RUNNING
-            if job.first_scheduled_s is None:
-                job.first_scheduled_s = now
-        for job in self._previous_batch:
-            if job.state is JobState.PREEMPTED:
-                job.num_preemptions += 1
-                self.counters.preemptions += 1
-        self._previous_batch = kv.scheduled
-        return kv.scheduled
-
-    def _apply(self, batch: Sequence[Job], result: StepResult, now: float) -> None:
-        for job, token in zip(batch, NewToken.from_result(result), strict=True):
-            if job.state is not JobState.RUNNING:
-                continue  # a stop word ended it while this iteration ran
-            job.num_computed = job.num_tokens
-            job.output_ids.append(token.token_id)
-            job.cumulative_logprob += token.logprob
-            if job.first_token_s is None:
-                job.first_token_s = now
-            job.last_token_s = now
-            self.counters.generation_tokens += 1
-            reason = self._finish_reason(job, token.token_id)
-            self._delivery.add(job, token, reason)
-            if reason is not None:
-                self._end(job, reason)
-
-    def _finish_reason(self, job: Job, token_id: int) -> FinishReason | None:
-        if not job.params.ignore_eos and token_id in self.model_config.eos_token_ids:
-            return FinishReason.STOP
-        if len(job.output_ids) >= job.params.max_tokens:
-            return FinishReason.LENGTH
-        return None
-
-    def _cancel(self, job: Job) -> None:
-        self._delivery.close(job, FinishReason.CANCELLED)
-        self._end(job, FinishReason.CANCELLED)
-
-    def _end(self, job: Job, reason: FinishReason) -> None:
-        """Forget the job and free its blocks. Only between iterations, when no step uses them."""
-        del self._jobs[job.number]
-        job.state = JobState.FINISHED
-        self._policy.remove(job)
-        self._pool.release(job.number)
-        self._count_end(reason)
+                self._loop.add(item)
+            else:
+                self._loop.cancel(item)
 
     def _fail(self, reason: str) -> None:
-        """End every job with ERROR, whatever state the loop has left them in."""
+        """Refuse new jobs from now on and end all that are left with ERROR."""
         with self._admission:
             self.failure = reason
         while True:
@@ -424,19 +289,16 @@ class Engine:
             except queue.Empty:
                 break
             if isinstance(item, Job):  # admitted before the failure was visible
-                self._jobs[item.number] = item
-                self._delivery.open(item)
-        for job in self._jobs.values():
-            job.state = JobState.FINISHED
-            self._delivery.close(job, FinishReason.ERROR, reason)
-            self._count_end(FinishReason.ERROR)
-        self._jobs.clear()
+                self._loop.add(item)
+        self._loop.fail_all(reason)
 
-    def _count_end(self, reason: FinishReason) -> None:
+    def _count_end(self, job: Job, reason: FinishReason) -> None:
         self.counters.finished[reason.value] += 1
         with self._admission:
             self._num_unfinished -= 1
             self._admission.notify_all()
+
+    # --- Start --------------------------------------------------------------------------------
 
     def _load(self, timeout_s: float) -> Ready:
         model = self.config.model
@@ -448,16 +310,8 @@ class Engine:
             max_model_len=model.max_model_len,
         )
         self.tokenizer = load_tokenizer(model.model, model.tokenizer, self.model_config)
-        max_model_len = self.model_config.max_model_len
-        if self.config.scheduler.max_num_batched_tokens < max_model_len:
-            raise ConfigError(
-                "scheduler.max_num_batched_tokens: got "
-                f"{self.config.scheduler.max_num_batched_tokens}; one prompt may have as many "
-                "tokens as the model allows, so it must be at least model.max_model_len "
-                f"({max_model_len})"
-            )
+        check_batch_limits(self.config.scheduler, self.model_config.max_model_len)
         ready = self._executor.start(self._setup(), timeout_s)
-        self._pool = BlockPool(ready.num_blocks, self.config.kv_cache.block_size)
         self.profile = self._load_profile(ready)
         return ready
 
@@ -474,18 +328,32 @@ class Engine:
             device_blocks=kv.device_blocks,
         )
 
-    def _load_profile(self, ready: Ready) -> LatencyProfile:
-        shape = asdict(self.model_config)
-        # Times do not depend on where the weights come from; the rank knows the real dtype.
-        for key in ("name", "directory", "load_format", "dtype"):
-            del shape[key]
-        return load_or_measure(
-            Path(platformdirs.user_cache_dir("fastserve")) / "profiles",
-            f"{shape} as {ready.dtype} on {ready.hardware}, block size {self._pool.block_size}",
-            self._executor,
-            self.clock.now,
-            num_blocks=ready.num_blocks,
-            block_size=self._pool.block_size,
-            max_tokens=self.model_config.max_model_len,
-            max_seqs=self.config.scheduler.max_num_seqs,
+    def _load_profile(self, ready: Ready) -> CorrectedLatency:
+        scheduler = self.config.scheduler
+        identity = Identity.of(
+            self.model_config,
+            hardware=ready.hardware,
+            dtype=ready.dtype,
+            block_size=self.config.kv_cache.block_size,
         )
+        limits = Limits(
+            max_seqs=scheduler.max_num_seqs,
+            max_batched_tokens=scheduler.max_num_batched_tokens,
+            max_model_len=self.model_config.max_model_len,
+            num_blocks=ready.num_blocks,
+            block_size=identity.block_size,
+        )
+        return CorrectedLatency(
+            load_or_measure(cache_path(identity), identity, self._executor, self.clock.now, limits)
+        )
+
+    def _observe(self, step: Step, elapsed_s: float) -> None:
+        """An iteration has ended: let the predictions follow the machine."""
+        if self.profile.observe(load_of(step), elapsed_s):
+            self._loop.policy.recalibrate()
+            _log.info(
+                "iterations take %.2f (decode) and %.2f (with prefill) times the profile's "
+                "prediction",
+                self.profile.decode_ratio,
+                self.profile.prefill_ratio,
+            )

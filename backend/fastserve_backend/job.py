@@ -99,6 +99,8 @@ class Job:
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
+    executed_s: float = 0.0
+    """Time of the iterations that it took part in; the rest of its latency is queueing."""
     num_preemptions: int = 0
     num_swaps: int = 0
     cumulative_logprob: float = 0.0
@@ -109,7 +111,8 @@ class Job:
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that the next iteration runs: 1 in the decode phase, else the whole prefill."""
+        """Tokens to run before the next token: 1 in the decode phase, else the rest of the
+        prefill."""
         return self.num_tokens - self.num_computed
 
     def uncomputed_ids(self) -> array[int]:

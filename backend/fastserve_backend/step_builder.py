@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -14,12 +14,30 @@ from fastserve_backend.worker.messages import Penalties, Sampling, Step
 _MASK = 2**64 - 1
 
 
-def build_step(step_id: int, jobs: Sequence[Job], num_decodes: int, pool: BlockPool) -> Step:
-    """``jobs`` in the step's order, the first ``num_decodes`` with one uncomputed token each."""
+def in_step_order(scheduled: Iterable[tuple[Job, int]]) -> list[tuple[Job, int]]:
+    """Decodes, then prefills that end in this step, then those that go on in a later one."""
+    decodes, last_chunks, partial = [], [], []
+    for item in scheduled:
+        job, num_tokens = item
+        if job.num_uncomputed == 1:
+            decodes.append(item)
+        elif job.num_uncomputed == num_tokens:
+            last_chunks.append(item)
+        else:
+            partial.append(item)
+    return decodes + last_chunks + partial
+
+
+def build_step(step_id: int, scheduled: Sequence[tuple[Job, int]], pool: BlockPool) -> Step:
+    """``scheduled``, in the step's order: jobs and how many of their uncomputed tokens to run."""
+    num_decodes = num_partial = 0
     token_ids, query_lens, starts = array("i"), array("i"), array("i")
     block_counts, block_ids = array("i"), array("i")
-    for job in jobs:
+    for job, num_tokens in scheduled:
         ids = job.uncomputed_ids()
+        num_decodes += len(ids) == 1
+        num_partial += len(ids) > num_tokens
+        ids = ids[:num_tokens]
         token_ids.extend(ids)
         query_lens.append(len(ids))
         starts.append(job.num_computed)
@@ -29,12 +47,13 @@ def build_step(step_id: int, jobs: Sequence[Job], num_decodes: int, pool: BlockP
     return Step(
         step_id=step_id,
         num_decodes=num_decodes,
+        num_partial=num_partial,
         token_ids=token_ids.tobytes(),
         query_lens=query_lens.tobytes(),
         starts=starts.tobytes(),
         block_counts=block_counts.tobytes(),
         block_ids=block_ids.tobytes(),
-        sampling=_sampling(jobs),
+        sampling=_sampling([job for job, _ in scheduled[: len(scheduled) - num_partial]]),
     )
 
 

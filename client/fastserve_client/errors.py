@@ -39,6 +39,13 @@ class ServerError(ClientError):
     """The server failed the job (``INTERNAL``), or its answer makes no sense."""
 
 
+class WorkloadError(ClientError):
+    """A workload, or the report about it, cannot be made as asked.
+
+    The message names the field or the file (with its line), and what is allowed.
+    """
+
+
 # Triton's gRPC streams carry an error's text but not its code. (The header `triton_grpc_error`
 # asks for codes too, but tritonserver 24.10 was seen to crash when responses follow the error, so
 # this client never sends it.) So the text decides:

@@ -69,7 +69,52 @@ def test_one_after_another(llm: LLM, prompts: list[list[int]], expected: list[li
 @pytest.mark.parametrize(
     "options",
     [
+        {"prefill_chunk_tokens": 1, "max_num_batched_tokens": 10},
+        {"prefill_chunk_tokens": 13, "policy": "fcfs"},
+        {"prefill_chunk_tokens": 50, "max_num_seqs": 22},
+        {"prefill_chunk_tokens": 10**6},
+    ],
+    ids=str,
+)
+def test_prefill_in_chunks(
+    checkpoint: Path,
+    tokenizer: Path,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    options: dict[str, Any],
+) -> None:
+    """Wherever a prompt is cut, and whatever shares the batch with the cut ends."""
+    sampled = SamplingParams(
+        max_tokens=30, seed=3, temperature=1.1, repetition_penalty=1.2, logprobs=2, ignore_eos=True
+    )
+    with LLM(
+        str(checkpoint),
+        tokenizer=str(tokenizer),
+        device_blocks=600,
+        check_integrity=True,
+        **({"max_num_seqs": 10} | options),
+    ) as chunked:
+        params = [SHORT if index % 3 else sampled for index in range(len(prompts))]
+        answers = chunked.generate(prompts, params, progress=False)
+        greedy = [index for index in range(len(prompts)) if index % 3]
+        assert tokens([answers[index] for index in greedy]) == [
+            expected[index][: SHORT.max_tokens] for index in greedy
+        ]
+        (alone,) = chunked.generate([prompts[0]], sampled, progress=False)
+        assert alone.token_ids == answers[0].token_ids
+        assert len(answers[0].logprobs) == 30
+        snapshot = chunked.engine.snapshot()
+        assert snapshot.free_blocks == snapshot.num_blocks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
         {"policy": "skip_join_mlfq", "base_quantum_ms": 0.01},
+        {"policy": "skip_join_mlfq", "base_quantum_ms": 0.01, "prefill_chunk_tokens": 30},
+        {"policy": "mlfq", "base_quantum_ms": 0.01},
+        {"policy": "fixed_priority"},
+        {"policy": "srpt"},
         {"policy": "fcfs"},
         {"policy": "skip_join_mlfq", "starvation_ms": 1},
         {"policy": "skip_join_mlfq", "block_size": 8, "max_num_seqs": 3},
@@ -101,6 +146,6 @@ def test_with_too_few_blocks_for_all(
         assert answers == [answer[: SHORT.max_tokens] for answer in expected]
         snapshot = small.engine.snapshot()
         assert snapshot.free_blocks == snapshot.num_blocks == blocks
-        if options["policy"] != "fcfs" and options["max_num_seqs"] == 10:
+        if "mlfq" in options["policy"] and options["max_num_seqs"] == 10:
             assert small.engine.counters.preemptions > 0
             assert small.engine.counters.recomputed_jobs > 0

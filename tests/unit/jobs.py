@@ -8,21 +8,30 @@ from fastserve_backend.job import Job
 from fastserve_backend.sampling_params import SamplingParams
 
 
-def make_job(number: int, prompt_len: int, *, computed: bool = False) -> Job:
+def make_job(
+    number: int,
+    prompt_len: int,
+    *,
+    max_tokens: int = 1000,
+    arrival_s: float = 0.0,
+    computed: bool = False,
+) -> Job:
     """A job with a prompt of this many tokens; ``computed``: it is in the decode phase."""
     job = Job(
         id=f"job-{number}",
         number=number,
         prompt_ids=array("i", range(prompt_len)),
-        params=SamplingParams(max_tokens=1000),
-        arrival_s=0.0,
+        params=SamplingParams(max_tokens=max_tokens),
+        arrival_s=arrival_s,
     )
     if computed:
         run_iteration(job)
     return job
 
 
-def run_iteration(job: Job) -> None:
-    """What an iteration does to a job: all its tokens are in the cache, and there is a new one."""
-    job.num_computed = job.num_tokens
-    job.output_ids.append(7)
+def run_iteration(job: Job, num_tokens: int | None = None) -> None:
+    """What an iteration does to a job: so many tokens (all that are left by default) are in the
+    cache, and there is a new one unless some are still left."""
+    job.num_computed += job.num_uncomputed if num_tokens is None else num_tokens
+    if job.num_uncomputed == 0:
+        job.output_ids.append(7)

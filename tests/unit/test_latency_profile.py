@@ -1,56 +1,150 @@
-"""Fitting and keeping iteration times."""
+"""The latency profile: what it predicts, what it is for, and its file."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fastserve_backend.profile.latency import DecodeSample, LatencyProfile, PrefillSample, fit
+from fastserve_backend.errors import ConfigError
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.profile.iteration import IterationLoad
+from fastserve_backend.profile.latency import Curve, Identity, LatencyProfile
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import identity, known_profile
 
 
-def true_profile() -> LatencyProfile:
-    return LatencyProfile("key", 0.004, 5e-5, 3e-9, 0.005, 2e-4, 1e-7)
+def test_an_iteration_costs_the_sum_of_its_parts() -> None:
+    profile = known_profile()
+    assert profile.decode_s(500) == pytest.approx(0.004 + 1e-5 + 1e-3 + 500e-6)
+    tokens = 16 * 1e-5 + 48 * 1e-4 + 36 * 2e-4
+    assert profile.prefill_s(100) == pytest.approx(0.004 + tokens + 1e-3 + 5050e-8)
+    mix = IterationLoad.of([(499, 1, True), (0, 10, True), (30, 10, False)])
+    assert profile.iteration_s(mix) == pytest.approx(
+        0.004 + (16 * 1e-5 + 5 * 1e-4) + (1e-3 + 1e-4) + 500e-6 + 55e-8 + 355 * 5e-8
+    )
 
 
-def test_a_fit_recovers_the_times_it_was_made_from() -> None:
-    truth = true_profile()
-    prefills = [PrefillSample(n, truth.prefill_s(n)) for n in (8, 32, 128, 512, 2000)]
-    decodes = [
-        DecodeSample(b, b * c, 0.005 + 2e-4 * b + 1e-7 * b * c)
-        for b in (1, 4, 16)
-        for c in (16, 500)
-    ]
-    fitted = fit("key", prefills, decodes)
-    for n in (10, 100, 1000):
-        assert fitted.prefill_s(n) == pytest.approx(truth.prefill_s(n), rel=1e-6)
-        assert fitted.decode_s(n) == pytest.approx(truth.decode_s(n), rel=1e-6)
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    st.lists(st.floats(0, 1e-2), min_size=7, max_size=7),
+    st.integers(0, 1000),
+)
+def test_a_curve_is_the_integral_of_its_slopes(
+    widths: list[int], slopes: list[float], x: int
+) -> None:
+    knots = [0]
+    for width in widths:
+        knots.append(knots[-1] + width)
+    curve = Curve(tuple(knots), tuple(slopes[: len(knots)]))
+    by_hand = sum(slopes[max(i for i, knot in enumerate(knots) if knot <= n)] for n in range(x))
+    assert curve(x) == pytest.approx(by_hand)
 
 
-def test_noise_never_gives_a_negative_or_falling_prediction() -> None:
-    prefills = [PrefillSample(8, 0.02), PrefillSample(64, 0.01), PrefillSample(512, 0.015)]
-    decodes = [DecodeSample(1, 16, 0.02), DecodeSample(4, 64, 0.01), DecodeSample(16, 256, 0.005)]
-    fitted = fit("key", prefills, decodes)
-    times = [fitted.prefill_s(n) for n in (1, 10, 100, 1000, 10000)]
-    assert times == sorted(times)
-    assert times[0] > 0
-    assert fitted.decode_s(1) > 0
+@pytest.mark.parametrize(
+    ("knots", "slopes"),
+    [((), ()), ((1,), (1.0,)), ((0, 4, 4), (1.0, 1.0, 1.0)), ((0, 4), (1.0,)), ((0,), (-1e-9,))],
+)
+def test_a_curve_that_could_fall_is_refused(
+    knots: tuple[int, ...], slopes: tuple[float, ...]
+) -> None:
+    with pytest.raises(ValueError, match=r"knots|slopes|coefficient"):
+        Curve(knots, slopes)
 
 
-def test_too_few_samples_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 samples"):
-        fit("key", [PrefillSample(1, 1.0)], [])
-
-
-def test_a_profile_survives_the_disk_and_only_for_its_key(tmp_path: Path) -> None:
+def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "profile.json"
-    true_profile().save(path)
-    assert LatencyProfile.load(path, "key") == true_profile()
-    assert LatencyProfile.load(path, "another machine") is None
+    profile = replace(known_profile(), held_out_error=0.05, num_samples=40)
+    profile.save(path)
+    assert LatencyProfile.load(path) == profile
+    assert [file.name for file in path.parent.iterdir()] == ["profile.json"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "key": "key"}', "\x00"])
-def test_a_damaged_profile_is_ignored(tmp_path: Path, content: str) -> None:
+def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    known_profile().save(path)
+    document = json.loads(path.read_text())
+    values = document["identity"]
+    assert values["model"] == "tiny"
+    assert values["hardware"] == "a slide rule"
+    assert values["dtype"] == "float32"
+    assert (values["tensor_parallel_size"], values["pipeline_parallel_size"]) == (1, 1)
+    assert document["num_blocks"] == 4096
+
+
+def saved(path: Path, **changes: Any) -> Path:
+    known_profile().save(path)
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(values))
+    return path
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 2}', '{"format": 1}', "\x00", "3"])
+def test_a_damaged_file_is_one_clear_error(tmp_path: Path, content: str) -> None:
     path = tmp_path / "profile.json"
     path.write_text(content)
-    assert LatencyProfile.load(path, "key") is None
-    assert LatencyProfile.load(tmp_path / "missing.json", "key") is None
+    with pytest.raises(ConfigError, match=r"^profile: .*profile\.json") as caught:
+        LatencyProfile.load(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"base_s": "fast"},
+        {"base_s": -1.0},
+        {"base_s": float("nan")},
+        {"tokens": {"knots": [0], "slopes_s": []}},
+        {"tokens": [1, 2]},
+        {"decode_context_s": None},
+        {"identity": None},
+        {"identity": {"model": "tiny"}},
+        {"num_blocks": "many"},
+    ],
+    ids=str,
+)
+def test_damaged_values_are_one_clear_error(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = saved(tmp_path / "profile.json", **changes)
+    with pytest.raises(ConfigError, match="damaged"):
+        LatencyProfile.load(path)
+
+
+def test_files_that_cannot_be_read_are_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"profile: cannot read .*missing\.json: No such file"):
+        LatencyProfile.load(tmp_path / "missing.json")
+    binary = tmp_path / "binary.json"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="profile: "):
+        LatencyProfile.load(binary)
+
+
+def test_a_profile_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    small = load_model_config("opt-125m", load_format="dummy")
+    large = load_model_config("opt-1.3b", load_format="dummy")
+    measured = Identity.of(small, hardware="cpu", dtype="bfloat16", block_size=16)
+    path = tmp_path / "profile.json"
+    replace(known_profile(), identity=measured).save(path)
+    profile = LatencyProfile.load(path)
+    profile.require(small)
+    profile.require(replace(small, name="a copy of it", max_model_len=512))
+    with pytest.raises(ConfigError, match=r"profile: .*'opt-125m' for 'opt-1\.3b'") as caught:
+        profile.require(large)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_cache_key_is_of_all_that_times_depend_on_and_of_nothing_else() -> None:
+    key = identity().key
+    assert identity(model="another name").key == key
+    for changes in (
+        {"shape": {"num_layers": 3, "hidden_size": 64}},
+        {"hardware": "an abacus"},
+        {"dtype": "bfloat16"},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"block_size": 32},
+        {"max_model_len": 512},
+    ):
+        assert identity(**changes).key != key, changes

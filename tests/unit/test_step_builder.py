@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
-from fastserve_backend.step_builder import build_step, uniform
+from fastserve_backend.step_builder import build_step, in_step_order, uniform
 from fastserve_backend.worker.messages import Step, encoder, to_rank_decoder
 from jobs import make_job
 
@@ -13,14 +14,19 @@ def ints(data: bytes) -> list[int]:
     return np.frombuffer(data, dtype=np.int32).tolist()
 
 
+def held(pool: BlockPool, *jobs: Job) -> list[tuple[Job, int]]:
+    """The jobs with all their uncomputed tokens, and with blocks for them."""
+    for job in jobs:
+        pool.grow(job.number, job.num_tokens)
+    return [(job, job.num_uncomputed) for job in jobs]
+
+
 def test_a_mixed_step_survives_the_wire() -> None:
     pool = BlockPool(8, 4)
-    decoding, fresh = make_job(0, 5, computed=True), make_job(1, 6)
-    for job in (decoding, fresh):
-        pool.grow(job.number, job.num_tokens)
-    step = to_rank_decoder.decode(encoder.encode(build_step(3, [decoding, fresh], 1, pool)))
+    scheduled = held(pool, make_job(0, 5, computed=True), make_job(1, 6))
+    step = to_rank_decoder.decode(encoder.encode(build_step(3, scheduled, pool)))
     assert isinstance(step, Step)
-    assert (step.step_id, step.num_decodes) == (3, 1)
+    assert (step.step_id, step.num_decodes, step.num_partial) == (3, 1, 0)
     assert ints(step.token_ids) == [7, 0, 1, 2, 3, 4, 5]
     assert ints(step.query_lens) == [1, 6]
     assert ints(step.starts) == [5, 0]
@@ -34,11 +40,55 @@ def test_a_dropped_job_is_sent_whole() -> None:
     job = make_job(0, 3, computed=True)
     job.output_ids.extend([8, 9])
     job.num_computed = 0
-    pool.grow(0, job.num_tokens)
-    step = build_step(0, [job], 0, pool)
+    step = build_step(0, held(pool, job), pool)
     assert ints(step.token_ids) == [0, 1, 2, 7, 8, 9]
+    assert (step.num_decodes, step.num_partial) == (0, 0)
     job.num_computed = 2  # partly in the cache, across the end of the prompt
     assert list(job.uncomputed_ids()) == [2, 7, 8, 9]
+
+
+def test_decodes_come_first_then_ending_prefills_then_those_that_go_on() -> None:
+    begun = make_job(4, 9)
+    begun.num_computed = 8  # its last chunk is one token: a decode to the ranks
+    scheduled = [
+        (make_job(0, 6), 4),
+        (make_job(1, 6), 6),
+        (make_job(2, 5, computed=True), 1),
+        (make_job(3, 2), 1),
+        (begun, 1),
+        (make_job(5, 3), 3),
+    ]
+    assert [job.number for job, _ in in_step_order(scheduled)] == [2, 4, 1, 5, 0, 3]
+    assert in_step_order([]) == []
+
+
+def test_a_chunk_is_sent_with_its_place_and_samples_nothing_before_the_last() -> None:
+    pool = BlockPool(8, 4)
+    decoding, ending, begun = make_job(0, 5, computed=True), make_job(1, 9), make_job(2, 12)
+    ending.num_computed, begun.num_computed = 4, 3
+    held(pool, decoding, ending)
+    pool.grow(begun.number, 8)
+    step = build_step(0, [(decoding, 1), (ending, 5), (begun, 5)], pool)
+    assert (step.num_decodes, step.num_partial) == (1, 1)
+    assert ints(step.token_ids) == [7, 4, 5, 6, 7, 8, 3, 4, 5, 6, 7]
+    assert ints(step.query_lens) == [1, 5, 5]
+    assert ints(step.starts) == [5, 4, 3]
+    assert ints(step.block_counts) == [2, 3, 2]
+    assert ints(step.block_ids) == [*pool.table(0), *pool.table(1), *pool.table(2)]
+    assert step.sampling is not None
+    assert len(np.frombuffer(step.sampling.temperature, "f4")) == 2  # rows that sample
+
+
+def test_a_chunk_of_a_dropped_job_crosses_the_end_of_its_prompt() -> None:
+    pool = BlockPool(8, 4)
+    job = make_job(0, 3, computed=True)
+    job.output_ids.extend([8, 9])
+    job.num_computed = 0
+    held(pool, job)
+    step = build_step(0, [(job, 5)], pool)
+    assert ints(step.token_ids) == [0, 1, 2, 7, 8]
+    assert (step.num_decodes, step.num_partial) == (0, 1)
+    assert step.sampling is None  # nothing is sampled
 
 
 def test_uniform_numbers_are_reproducible_spread_out_and_unrelated_between_seeds() -> None:

@@ -19,12 +19,19 @@ class Executor(Protocol):
         """
         ...
 
-    def submit(self, step: Step) -> None:
-        """Begin a step. At most one may be unfinished."""
+    @property
+    def can_submit(self) -> bool:
+        """Whether the first pipeline stage is free. With one stage: no step is unfinished."""
         ...
 
-    def collect(self) -> StepResult:
-        """Wait for the step that was submitted.
+    def submit(self, step: Step) -> None:
+        """Begin a step; only if ``can_submit``."""
+        ...
+
+    def collect(self) -> StepResult | None:
+        """Wait until the oldest unfinished step ends, or until the first stage is free for another.
+
+        There must be an unfinished step. None: it goes on, and it may be worth submitting another.
 
         Raises:
             EngineError: a rank died or stopped answering; the executor is of no further use.

@@ -60,6 +60,7 @@ class DistributedExecutor:
         # None until the first message: importing torch may take long and no thread of the rank runs
         # yet. The time for that is bounded by start().
         self._last_heard_s: float | None = None
+        self._num_unfinished = 0
         self._closed = False
 
     def start(self, setup: Setup, timeout_s: float) -> Ready:
@@ -75,13 +76,19 @@ class DistributedExecutor:
             elif message is None:
                 raise EngineError(f"the ranks were not ready after {timeout_s:.0f} s")
 
+    @property
+    def can_submit(self) -> bool:
+        return self._num_unfinished == 0
+
     def submit(self, step: Step) -> None:
         self._send(step)
+        self._num_unfinished += 1
 
     def collect(self) -> StepResult:
         while True:
             message = self._receive(None)
             if isinstance(message, StepResult):
+                self._num_unfinished -= 1
                 return message
 
     def check(self) -> None:

@@ -27,8 +27,8 @@ class AttentionBatch:
     block_tables: int32 [S, max_blocks], one row a job. table_rows: int32 [T], a token's row in it.
     context_lens: int32 [T], a token attends to positions [0, context_lens[t]); 0 for padding.
     num_decode_tokens: rows [0, n) are decode rows, one a job.
-    fresh_prefills: ascending (start, end) row ranges, each a whole prompt with nothing in the cache
-    yet.
+    fresh_prefills: ascending (start, end) row ranges, each the beginning of a prompt, with nothing
+    in the cache yet.
     """
 
     slots: Tensor
@@ -40,7 +40,7 @@ class AttentionBatch:
     paged_ranges: tuple[tuple[int, int], ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Derive the row ranges between the fresh prefills: their context is in the cache."""
+        """Derive the row ranges between the fresh prefills: they attend to the cache."""
         ranges: list[tuple[int, int]] = []
         start = 0
         for fresh_start, fresh_end in (*self.fresh_prefills, (len(self.slots), len(self.slots))):

@@ -1,123 +1,207 @@
-"""A fitted model of iteration times, and its file.
-
-``prefill = a + b·n + c·n²`` over the prompt's length; ``decode = a + b·B + c·Σcontext`` over the
-jobs of the batch. The scheduler asks it for the time of a job's next iteration (FastServe §4.1:
-the job profiler).
-"""
+"""The latency profile: a fitted model of iteration times, what it was measured on, and its file."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import tempfile
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import msgspec
+
+from fastserve_backend.errors import ConfigError
+from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 
 # Times of a real machine are positive; a fit through noise may not be, and a zero quantum breaks
 # the queues.
 MIN_ITERATION_S = 1e-6
-_FORMAT = 1
+_FORMAT = 2
 
-Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSample:
-    num_tokens: int
-    seconds: float
+# What a model's configuration says that its iteration times do not depend on, or that a profile
+# states by itself.
+_NOT_SHAPE = frozenset(
+    ("name", "directory", "load_format", "dtype", "max_model_len", "bos_token_id", "eos_token_ids")
+)
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeSample:
-    batch_size: int
-    context_tokens: int
-    """Sum over the batch."""
-    seconds: float
+@dataclass(frozen=True)
+class Identity:
+    """What iteration times depend on."""
 
-
-@dataclass(frozen=True, slots=True)
-class LatencyProfile:
-    """Coefficients in seconds, seconds a token, seconds a token squared; seconds a job."""
-
-    key: str
-    """Model, hardware, types and layout that it was measured on."""
-    prefill_base_s: float
-    prefill_token_s: float
-    prefill_token2_s: float
-    decode_base_s: float
-    decode_job_s: float
-    decode_context_s: float
-
-    def prefill_s(self, num_tokens: int) -> float:
-        """Time of an iteration that runs one prompt of ``num_tokens`` tokens alone."""
-        n = float(num_tokens)
-        value = self.prefill_base_s + self.prefill_token_s * n + self.prefill_token2_s * n * n
-        return max(MIN_ITERATION_S, value)
-
-    def decode_s(self, context_tokens: int) -> float:
-        """Time of an iteration that decodes one job with this context alone."""
-        value = self.decode_base_s + self.decode_job_s + self.decode_context_s * context_tokens
-        return max(MIN_ITERATION_S, value)
-
-    def save(self, path: Path) -> None:
-        """Atomically, so that a reader never sees half a file."""
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"format": _FORMAT} | asdict(self), file, indent=2)
-        os.replace(temporary, path)
+    model: str
+    """Its name when it was measured; two names of one shape take the same time."""
+    shape: Mapping[str, Any]
+    """Layers, widths and whatever else the architecture is made of."""
+    hardware: str
+    dtype: str
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    block_size: int
+    max_model_len: int
+    """No longer job was measured."""
 
     @classmethod
-    def load(cls, path: Path, key: str) -> LatencyProfile | None:
-        """The profile in ``path`` if it is readable and was measured for ``key``, else None."""
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            if values.pop("format") != _FORMAT or values["key"] != key:
-                return None
-            return cls(**values)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
+    def of(cls, model: ModelConfig, *, hardware: str, dtype: str, block_size: int) -> Identity:
+        """``hardware`` and ``dtype`` as the rank reports them."""
+        return cls(
+            model=model.name,
+            shape=shape_of(model),
+            hardware=hardware,
+            dtype=dtype,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            block_size=block_size,
+            max_model_len=model.max_model_len,
+        )
+
+    @property
+    def key(self) -> str:
+        """The same for identities of the same iteration times."""
+        values = asdict(self)
+        del values["model"]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def fit(
-    key: str, prefills: Sequence[PrefillSample], decodes: Sequence[DecodeSample]
-) -> LatencyProfile:
-    """Least squares on relative errors; negative coefficients are set to zero and refitted.
+def shape_of(model: ModelConfig) -> dict[str, Any]:
+    """The part of the configuration that iteration times depend on."""
+    shape = {key: value for key, value in asdict(model).items() if key not in _NOT_SHAPE}
+    plain: dict[str, Any] = json.loads(json.dumps(shape))  # compares equal to what a file gives
+    return plain
 
-    Raises:
-        ValueError: fewer than three samples of either kind.
+
+@dataclass(frozen=True)
+class Curve:
+    """A piecewise linear function that is 0 at 0 and never falls: the last slope goes on."""
+
+    knots: tuple[int, ...]
+    """Where each slope begins, ascending; the first is 0."""
+    slopes_s: tuple[float, ...]
+    """Seconds for each one more, >= 0."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError if the function would not be as described."""
+        ascending = all(a < b for a, b in zip(self.knots, self.knots[1:], strict=False))
+        if not self.knots or self.knots[0] != 0 or not ascending:
+            raise ValueError(f"knots must ascend from 0: {self.knots}")
+        if len(self.slopes_s) != len(self.knots):
+            raise ValueError(f"{len(self.knots)} knots but {len(self.slopes_s)} slopes")
+        _check_coefficients(*self.slopes_s)
+        values = [0.0]
+        for index, slope_s in enumerate(self.slopes_s[:-1]):
+            values.append(values[-1] + slope_s * (self.knots[index + 1] - self.knots[index]))
+        object.__setattr__(self, "_values", values)
+
+    def __call__(self, x: int) -> float:
+        index = bisect_right(self.knots, x) - 1
+        value: float = self._values[index]  # type: ignore[attr-defined]
+        return value + self.slopes_s[index] * (x - self.knots[index])
+
+
+@dataclass(frozen=True)
+class LatencyProfile(LatencyModel):
+    """``base + tokens(T) + sampled(R) + c1·Σ context + c2·Σ prefill pairs + c3·Σ chunk pairs``.
+
+    The curves bend where a machine turns from reading weights to multiplying by them; the pairs of
+    a prompt of n tokens are its n². Nothing in it falls, so it cannot misbehave beyond what was
+    measured.
     """
-    if len(prefills) < 3 or len(decodes) < 3:
-        raise ValueError(f"need 3 samples of each kind: {len(prefills)}, {len(decodes)}")
-    tokens = np.array([sample.num_tokens for sample in prefills], dtype=np.float64)
-    prefill = _fit_nonnegative(
-        np.stack([np.ones_like(tokens), tokens, tokens**2], axis=1),
-        np.array([sample.seconds for sample in prefills]),
-    )
-    batch = np.array([sample.batch_size for sample in decodes], dtype=np.float64)
-    context = np.array([sample.context_tokens for sample in decodes], dtype=np.float64)
-    decode = _fit_nonnegative(
-        np.stack([np.ones_like(batch), batch, context], axis=1),
-        np.array([sample.seconds for sample in decodes]),
-    )
-    return LatencyProfile(key, *prefill, *decode)
+
+    identity: Identity
+    num_blocks: int
+    """KV blocks of the machine when it was measured."""
+    num_samples: int
+    """Iterations that the fit is made from."""
+    held_out_error: float | None
+    """Mean of |predicted - measured| / measured over iterations that the fit has not seen; None if
+    there were none."""
+    base_s: float
+    tokens: Curve
+    """Over the tokens of all jobs: the linear layers."""
+    sampled: Curve
+    """Over the jobs that get a token: the LM head."""
+    decode_context_s: float
+    """For each position that a decoded token attends to."""
+    prefill_pair_s: float
+    """For each pair of a prompt's token and a position before it."""
+    chunk_pair_s: float
+    """The same where the prefill continues, and reads the positions from KV blocks."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for coefficients that no fit gives."""
+        _check_coefficients(
+            self.base_s, self.decode_context_s, self.prefill_pair_s, self.chunk_pair_s
+        )
+
+    def iteration_s(self, load: IterationLoad) -> float:
+        value = (
+            self.base_s
+            + self.tokens(load.num_tokens)
+            + self.sampled(load.num_sampled)
+            + self.decode_context_s * load.decode_context
+            + self.prefill_pair_s * load.prefill_pairs
+            + self.chunk_pair_s * load.chunk_pairs
+        )
+        return value if value > MIN_ITERATION_S else MIN_ITERATION_S
+
+    def require(self, model: ModelConfig) -> None:
+        """Raises ConfigError if this was measured for a model of another shape."""
+        wanted, measured = shape_of(model), self.identity.shape
+        differing = sorted(
+            key for key in {*wanted, *measured} if wanted.get(key) != measured.get(key)
+        )
+        if differing:
+            first = differing[0]
+            raise ConfigError(
+                f"profile: got one of {self.identity.model!r} for {model.name!r}; {first} is "
+                f"{measured.get(first)!r} there and {wanted.get(first)!r} here, run "
+                f"'fastserve profile' for {model.name!r}"
+            )
+
+    def save(self, path: Path) -> None:
+        """Atomically, so that a reader never sees half a file. Raises OSError."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        document = {"format": _FORMAT} | asdict(self)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(document, file, indent=2)
+                file.write("\n")
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: Path) -> LatencyProfile:
+        """Raises ConfigError: the file cannot be read, is damaged, or of another format."""
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"profile: cannot read {path}: {error.strerror}") from None
+        except ValueError as error:
+            raise ConfigError(f"profile: {path} is not JSON: {error}") from None
+        version = document.get("format") if isinstance(document, dict) else None
+        if version != _FORMAT:
+            raise ConfigError(
+                f"profile: {path} has format {version!r}; this version reads {_FORMAT}, run "
+                "'fastserve profile' again"
+            )
+        try:
+            return msgspec.convert(document, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"profile: {path} is damaged ({error}); run 'fastserve profile' again"
+            ) from None
 
 
-def _fit_nonnegative(features: Floats, seconds: Floats) -> list[float]:
-    # Dividing each row by its time makes the residuals relative: a 5 ms iteration counts as much as
-    # a 500 ms one.
-    weighted = features / seconds[:, None]
-    active = list(range(features.shape[1]))
-    result = [0.0] * features.shape[1]
-    while active:
-        solution = np.linalg.lstsq(weighted[:, active], np.ones_like(seconds), rcond=None)[0]
-        if (solution >= 0).all():
-            for column, value in zip(active, solution, strict=True):
-                result[column] = float(value)
-            break
-        del active[int(np.argmin(solution))]
-    return result
+def _check_coefficients(*values: float) -> None:
+    for value in values:
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"a coefficient must be a number of seconds, at least 0: {value}")

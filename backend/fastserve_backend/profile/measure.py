@@ -2,47 +2,75 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
+import random
 import statistics
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import platformdirs
+
+from fastserve_backend.errors import ConfigError
 from fastserve_backend.executor.base import Executor
-from fastserve_backend.profile.latency import DecodeSample, LatencyProfile, PrefillSample, fit
+from fastserve_backend.profile.drift import typical_seconds
+from fastserve_backend.profile.fit import Sample, fit, mean_error
+from fastserve_backend.profile.iteration import IterationLoad
+from fastserve_backend.profile.latency import Identity, LatencyProfile
+from fastserve_backend.profile.loads import Limits, Mix, brief_grid, full_grid, random_mixes
 from fastserve_backend.worker.messages import Step
 
-# Prompt lengths and batch sizes that show the shape of the curve; the shortest come first, so that
-# a slow machine that runs out of time still has three of each.
-PREFILL_TOKENS = (8, 32, 128, 512, 1024)
-DECODE_BATCHES = (1, 4, 16, 64)
-DECODE_CONTEXTS = (16, 128, 512)
-# Profiling stops taking longer samples once it has spent this long: a start must stay short.
-BUDGET_S = 4.0
-REPEATS = 3
+# A start must stay short; a slow machine measures shorter prompts and fewer repeats in this time.
+BRIEF_BUDGET_S = 5.0
+# What a user who asked for a profile waits for it.
+FULL_BUDGET_S = 80.0
+# After so many repeats the medians move no more.
+_MAX_ROUNDS = 7
+# Iterations of more than so many times the typical length average out disturbances by themselves:
+# only each third round has them.
+_LONG = 4.0
+_LONG_PERIOD = 3
+# Of the time, for a first round that warms everything up and drops what is too long.
+_WARM_UP_SHARE = 0.3
+_BRIEF_MIXES = 4
+_FULL_MIXES = 16
+_HELD_OUT_MIXES = 24
+# So much KV does not fit in a processor's caches, as in serving, and is written in a few seconds.
+_KV_TOKENS = 8192
+_SEED = 17
 _log = logging.getLogger(__name__)
+
+Progress = Callable[[float], None]
+"""Called with the share of the measurement's time that has passed."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    profile: LatencyProfile
+    held_out: list[Sample]
+    """Iterations that the fit has not seen."""
+
+
+def cache_path(identity: Identity) -> Path:
+    """Where the engine looks for the profile at its start."""
+    return Path(platformdirs.user_cache_dir("fastserve")) / "profiles" / f"{identity.key}.json"
 
 
 def load_or_measure(
-    directory: Path,
-    key: str,
-    executor: Executor,
-    now: Callable[[], float],
-    *,
-    num_blocks: int,
-    block_size: int,
-    max_tokens: int,
-    max_seqs: int,
+    path: Path, identity: Identity, executor: Executor, now: Callable[[], float], limits: Limits
 ) -> LatencyProfile:
-    """The profile for ``key`` (model, hardware, types), measured at most once a machine."""
-    path = directory / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-    profile = LatencyProfile.load(path, key)
-    if profile is not None:
-        return profile
-    _log.info("measuring the latency profile of %s", key)
-    bench = _Bench(executor, now, block_size, min(max_tokens, num_blocks * block_size))
-    profile = fit(key, bench.prefills(), bench.decodes(max_seqs))
+    """The profile in ``path``, or a brief measurement that is kept there for the next start."""
+    if path.exists():
+        try:
+            profile = LatencyProfile.load(path)
+        except ConfigError as error:
+            _log.warning("%s", error)
+        else:
+            if profile.identity.key == identity.key:
+                return profile
+    _log.info("measuring the latency profile of %s on %s", identity.model, identity.hardware)
+    profile = measure_briefly(identity, executor, now, limits)
     try:
         profile.save(path)
     except OSError as error:
@@ -50,62 +78,138 @@ def load_or_measure(
     return profile
 
 
-class _Bench:
-    """Times single steps on random tokens. Jobs share blocks: the values do not matter here."""
+def measure_briefly(
+    identity: Identity, executor: Executor, now: Callable[[], float], limits: Limits
+) -> LatencyProfile:
+    """Good enough to begin with, in about ``BRIEF_BUDGET_S``."""
+    mixes = brief_grid(limits) + random_mixes(limits, _BRIEF_MIXES, random.Random(_SEED))
+    bench = _Bench(executor, now, limits)
+    times = bench.times(mixes, BRIEF_BUDGET_S, lambda share: None)
+    return fit(identity, limits.num_blocks, _samples(mixes, times))
 
-    def __init__(
-        self, executor: Executor, now: Callable[[], float], block_size: int, max_tokens: int
-    ) -> None:
+
+def measure_fully(
+    identity: Identity,
+    executor: Executor,
+    now: Callable[[], float],
+    limits: Limits,
+    progress: Progress,
+) -> Measurement:
+    """As well as ``FULL_BUDGET_S`` allow, and tested on iterations that the fit does not see."""
+    rng = random.Random(_SEED)
+    held_out = random_mixes(limits, _HELD_OUT_MIXES, rng)
+    training = full_grid(limits) + random_mixes(limits, _FULL_MIXES, rng)
+    mixes = training + held_out
+    times = _Bench(executor, now, limits).times(mixes, FULL_BUDGET_S, progress)
+    profile = fit(identity, limits.num_blocks, _samples(training, times))
+    tests = _samples(held_out, times[len(training) :])
+    error = mean_error(profile, tests) if tests else None
+    return Measurement(replace(profile, held_out_error=error), tests)
+
+
+def _samples(mixes: Sequence[Mix], times: Sequence[float | None]) -> list[Sample]:
+    """Of those that were measured; ``times`` may go on with those of other mixes."""
+    return [
+        Sample(IterationLoad.of(mix), seconds)
+        for mix, seconds in zip(mixes, times, strict=False)
+        if seconds is not None
+    ]
+
+
+class _Bench:
+    """Times single steps of tokens that nobody asked for."""
+
+    def __init__(self, executor: Executor, now: Callable[[], float], limits: Limits) -> None:
         self._executor = executor
         self._now = now
-        self._block_size = block_size
-        self._max_tokens = max_tokens
-        self._step_id = 0
+        self._block_size = limits.block_size
+        self._num_blocks = min(limits.num_blocks, max(1, _KV_TOKENS // limits.block_size))
+        self._num_written = 0  # blocks [0, n) hold keys and values
+        self._next_block = 0
+        self._num_steps = 0
 
-    def prefills(self) -> list[PrefillSample]:
-        max_tokens = self._max_tokens
-        started = self._now()
-        samples: list[PrefillSample] = []
-        lengths = [length for length in PREFILL_TOKENS if length <= max_tokens]
-        if len(lengths) < 3:
-            lengths = [max(1, max_tokens // 4), max(1, max_tokens // 2), max_tokens]
-        for length in lengths:
-            if len(samples) >= 3 and self._now() - started > BUDGET_S:
+    def times(
+        self, mixes: Sequence[Mix], budget_s: float, progress: Progress
+    ) -> list[float | None]:
+        """Typical seconds of each mix; None for those that there was no time for.
+
+        Repeats of one mix are far apart and the order is new in each round, so that a slow spell of
+        the machine hits all mixes and few repeats of each.
+        """
+        started_s = self._now()
+
+        def share_of_time() -> float:
+            return (self._now() - started_s) / budget_s
+
+        by_size = sorted(range(len(mixes)), key=lambda i: sum(count for _, count, _ in mixes[i]))
+        first: dict[int, float] = {}
+        for index in by_size:
+            if share_of_time() > _WARM_UP_SHARE and first:
                 break
-            samples.append(PrefillSample(length, self._time(1, length, 0)))
-        return samples
+            first[index] = self._time(mixes[index])
+            progress(share_of_time())
+        timings: list[tuple[int, float]] = []
+        for index in self._rounds(first):
+            if share_of_time() >= 1.0:
+                break
+            timings.append((index, self._time(mixes[index])))
+            progress(share_of_time())
+        progress(1.0)
+        seconds = first | typical_seconds(timings)
+        return [seconds.get(index) for index in range(len(mixes))]
 
-    def decodes(self, max_seqs: int) -> list[DecodeSample]:
-        started = self._now()
-        samples: list[DecodeSample] = []
-        for batch in sorted({min(batch, max_seqs) for batch in DECODE_BATCHES}):
-            for context in (min(self._max_tokens - 1, context) for context in DECODE_CONTEXTS):
-                if len(samples) >= 3 and self._now() - started > BUDGET_S:
-                    break
-                seconds = self._time(batch, 1, context)
-                samples.append(DecodeSample(batch, batch * (context + 1), seconds))
-        return samples
+    def _rounds(self, first: Mapping[int, float]) -> Iterator[int]:
+        """Which mix to time next; ``first`` has the seconds of each from its warm-up."""
+        rng = random.Random(_SEED)
+        longest_s = _LONG * statistics.median(first.values())
+        for number in range(_MAX_ROUNDS):
+            order = [
+                index
+                for index, seconds in first.items()
+                if number % _LONG_PERIOD == 0 or seconds <= longest_s
+            ]
+            rng.shuffle(order)
+            yield from order
 
-    def _time(self, num_jobs: int, query_len: int, start: int) -> float:
-        """Median seconds of the step, after one that warms it up."""
-        blocks = -(-(start + query_len) // self._block_size)
-        table = array("i", range(blocks))
-        times = []
-        for repeat in range(REPEATS + 1):
-            self._step_id += 1
-            step = Step(
-                step_id=self._step_id,
-                num_decodes=num_jobs if query_len == 1 else 0,
-                token_ids=array("i", [3] * (num_jobs * query_len)).tobytes(),
-                query_lens=array("i", [query_len] * num_jobs).tobytes(),
-                starts=array("i", [start] * num_jobs).tobytes(),
-                block_counts=array("i", [blocks] * num_jobs).tobytes(),
-                block_ids=(table * num_jobs).tobytes(),
-                sampling=None,
+    def _time(self, mix: Mix) -> float:
+        step = self._step(mix)
+        started_s = self._now()
+        self._executor.submit(step)
+        while self._executor.collect() is None:
+            pass
+        return self._now() - started_s
+
+    def _step(self, mix: Mix) -> Step:
+        # A step's order of jobs: decodes, prefills that end here, prefills that go on later.
+        ordered = sorted(mix, key=lambda job: (not job[2], job[1] > 1))
+        tables = [self._table(start, count) for start, count, _ in ordered]
+        self._num_steps += 1
+        return Step(
+            step_id=self._num_steps,
+            num_decodes=sum(count == 1 and samples for _, count, samples in ordered),
+            num_partial=sum(not samples for *_, samples in ordered),
+            token_ids=array("i", [3] * sum(count for _, count, _ in ordered)).tobytes(),
+            query_lens=array("i", [count for _, count, _ in ordered]).tobytes(),
+            starts=array("i", [start for start, _, _ in ordered]).tobytes(),
+            block_counts=array("i", [len(table) for table in tables]).tobytes(),
+            block_ids=b"".join(table.tobytes() for table in tables),
+            sampling=None,
+        )
+
+    def _table(self, start: int, count: int) -> array[int]:
+        """The next blocks in turn: those written before if the job reads any, else of all.
+
+        Reading memory that was never written is faster than serving is. Jobs may share blocks: the
+        values do not matter.
+        """
+        needed = -(-(start + count) // self._block_size)
+        if start == 0:
+            self._num_written = max(
+                self._num_written, min(self._num_blocks, self._next_block + needed)
             )
-            started = self._now()
-            self._executor.submit(step)
-            self._executor.collect()
-            if repeat > 0:
-                times.append(self._now() - started)
-        return statistics.median(times)
+            span = self._num_blocks
+        else:
+            span = max(1, self._num_written)
+        table = array("i", ((self._next_block + index) % span for index in range(needed)))
+        self._next_block = (self._next_block + needed) % span
+        return table

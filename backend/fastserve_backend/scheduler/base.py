@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from fastserve_backend.job import Job
 
@@ -15,15 +15,38 @@ class BatchLimits:
 
     max_seqs: int
     max_tokens: int
-    """Prefill and decode tokens together; at least the longest job, or that one would never run."""
+    """Prefill and decode tokens together; without chunks at least the longest job, or that one
+    would never run."""
+    prefill_chunk_tokens: int | None = None
+    """Most prefill tokens, all jobs together: a longer prefill runs in chunks, over several
+    iterations (Sarathi-Serve, Agrawal et al. 2024). None: every prefill runs whole."""
+
+    def describe(self) -> str:
+        chunk = self.prefill_chunk_tokens
+        chunks = "" if chunk is None else f", prefill in chunks of {chunk}"
+        return f"at most {self.max_seqs} jobs and {self.max_tokens} tokens an iteration{chunks}"
+
+
+class Scheduled(NamedTuple):
+    """A job's part of an iteration: its next ``num_tokens`` tokens without K and V."""
+
+    job: Job
+    num_tokens: int
 
 
 class IterationTimes(Protocol):
-    """Predicted execution time of a job's next iteration, in seconds (FastServe §4.1)."""
+    """Predicted execution time until a job's next token, in seconds (FastServe §4.1)."""
 
     def prefill_s(self, num_tokens: int) -> float: ...
 
     def decode_s(self, context_tokens: int) -> float: ...
+
+
+def time_to_next_token(job: Job, times: IterationTimes) -> float:
+    """Seconds that the job has to run before it has its next token."""
+    if job.num_uncomputed == 1:
+        return times.decode_s(job.num_tokens)
+    return times.prefill_s(job.num_uncomputed)
 
 
 class Policy(Protocol):
@@ -37,22 +60,28 @@ class Policy(Protocol):
         """The job ended, for whatever reason; it must be known."""
         ...
 
-    def select(self, now: float) -> list[Job]:
+    def select(self, now: float) -> list[Scheduled]:
         """Jobs to run next, most urgent first, within the batch limits.
 
-        Empty only if no job is known. Jobs selected are not selected again before
-        ``iteration_done`` names them.
+        Empty only if every job is in an iteration already. Jobs selected are not selected again
+        before ``iteration_done`` or ``not_run`` names them: with pipeline stages the next batch is
+        chosen from the waiting jobs while others run (FastServe §4.3).
         """
         ...
 
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        """The iteration of these jobs took ``elapsed_s``. Called before ``remove`` of those that
-        ended in it. Jobs that ``select`` returned and that did not run (no memory) are passed to
-        ``not_run`` instead."""
+        """The iteration of these jobs took ``elapsed_s``; they have its tokens already. Called
+        before ``remove`` of those that ended in it. Jobs that ``select`` returned and that did not
+        run (no memory) are passed to ``not_run`` instead."""
         ...
 
     def not_run(self, jobs: Sequence[Job]) -> None:
-        """These selected jobs did not run; they keep their places."""
+        """These selected jobs did not run; they keep their places. Called before the next
+        ``select``."""
+        ...
+
+    def recalibrate(self) -> None:
+        """The iteration times have drifted: derive from them again what was derived before."""
         ...
 
     def by_lowest_priority(self) -> Iterator[Job]:
@@ -68,15 +97,18 @@ class Policy(Protocol):
         ...
 
 
-def fill_batch(jobs: Iterable[Job], limits: BatchLimits, skip: Callable[[Job], bool]) -> list[Job]:
+def fill_batch(
+    jobs: Iterable[Job], limits: BatchLimits, skip: Callable[[Job], bool]
+) -> list[Scheduled]:
     """Take jobs in order while they fit; the walk is O(batch), however many jobs wait.
 
     A job that does not fit is passed over, so that decodes (one token) behind a long prefill still
     run; it comes first in the next iteration. After the first such job at most ``max_seqs`` more
     are looked at.
     """
-    batch: list[Job] = []
+    batch: list[Scheduled] = []
     tokens_left = limits.max_tokens
+    chunk_left = limits.prefill_chunk_tokens
     looks_left: int | None = None
     for job in jobs:
         if len(batch) == limits.max_seqs or tokens_left == 0:
@@ -88,8 +120,11 @@ def fill_batch(jobs: Iterable[Job], limits: BatchLimits, skip: Callable[[Job], b
                 break
             looks_left -= 1
         needed = job.num_uncomputed
-        if needed <= tokens_left:
-            batch.append(job)
+        if chunk_left is not None and needed > 1:
+            needed = min(needed, chunk_left, tokens_left)
+            chunk_left -= needed
+        if 0 < needed <= tokens_left:
+            batch.append(Scheduled(job, needed))
             tokens_left -= needed
         elif looks_left is None:
             looks_left = limits.max_seqs

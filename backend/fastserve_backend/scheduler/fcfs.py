@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import BatchLimits, fill_batch
+from fastserve_backend.scheduler.base import BatchLimits, Scheduled, fill_batch
 
 
 class FCFS:
@@ -13,7 +14,7 @@ class FCFS:
 
     def __init__(self, limits: BatchLimits) -> None:
         self._limits = limits
-        self._jobs: dict[int, Job] = {}  # insertion order is arrival order
+        self._jobs: OrderedDict[int, Job] = OrderedDict()  # in order of arrival
         self._in_flight: set[int] = set()
 
     def add(self, job: Job, now: float) -> None:
@@ -25,10 +26,10 @@ class FCFS:
         del self._jobs[job.number]
         self._in_flight.discard(job.number)
 
-    def select(self, now: float) -> list[Job]:
+    def select(self, now: float) -> list[Scheduled]:
         in_flight = self._in_flight
         batch = fill_batch(self._jobs.values(), self._limits, lambda job: job.number in in_flight)
-        in_flight.update(job.number for job in batch)
+        in_flight.update(job.number for job, _ in batch)
         return batch
 
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
@@ -37,6 +38,9 @@ class FCFS:
     def not_run(self, jobs: Sequence[Job]) -> None:
         self._in_flight.difference_update(job.number for job in jobs)
 
+    def recalibrate(self) -> None:
+        pass
+
     def by_lowest_priority(self) -> Iterator[Job]:
         return reversed(self._jobs.values())
 
@@ -44,4 +48,4 @@ class FCFS:
         return (len(self._jobs),)
 
     def describe(self) -> str:
-        return "fcfs"
+        return f"fcfs: {self._limits.describe()}"

@@ -3,31 +3,57 @@
 from __future__ import annotations
 
 from fastserve_backend.config import SchedulerSection
+from fastserve_backend.errors import ConfigError
 from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, Policy
 from fastserve_backend.scheduler.fcfs import FCFS
+from fastserve_backend.scheduler.fixed_priority import FixedPriority
+from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
+from fastserve_backend.scheduler.srpt import SRPT
 
-# starvation_ms: auto. A job keeps its SLO if it waits at most slo_ms for each token it ends up
-# with, and a job that sank low enough to starve is one that produces tens of tokens; promoting
-# after one token's worth of waiting would promote everything under overload, which is FCFS.
-STARVATION_TOKENS = 10
+# starvation_ms: auto, in units of slo_ms. A job keeps its SLO if it waits at most slo_ms for each
+# of its tokens, and a job that sank low enough to starve has about a hundred. A tenth of that makes
+# the queues round-robin under overload, ten times that costs the tail
+# (benchmarks/paper/starvation.py).
+STARVATION_TOKENS = 100
+
+
+def check_batch_limits(config: SchedulerSection, max_model_len: int) -> None:
+    """Raises ConfigError: the longest job of the model could never be scheduled."""
+    if config.prefill_chunk_tokens is None and config.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens: got {config.max_num_batched_tokens}; one prompt "
+            "may have as many tokens as the model allows, so it must be at least "
+            f"model.max_model_len ({max_model_len}), or set scheduler.prefill_chunk_tokens"
+        )
 
 
 def make_policy(config: SchedulerSection, times: IterationTimes, max_model_len: int) -> Policy:
     """The policy that ``config.policy`` names; derived values come from ``times`` and the SLO."""
-    limits = BatchLimits(config.max_num_seqs, config.max_num_batched_tokens)
+    limits = BatchLimits(
+        config.max_num_seqs, config.max_num_batched_tokens, config.prefill_chunk_tokens
+    )
     if config.policy == "fcfs":
         return FCFS(limits)
-    base_ms = config.base_quantum_ms
-    starvation_ms = config.starvation_ms
-    return SkipJoinMLFQ(
-        limits,
-        times,
-        base_quantum_s=times.decode_s(1) if base_ms == "auto" else base_ms / 1e3,
-        quantum_ratio=config.quantum_ratio,
-        starvation_s=(
-            config.slo_ms * STARVATION_TOKENS if starvation_ms == "auto" else starvation_ms
-        )
-        / 1e3,
-        longest_prefill_s=times.prefill_s(max_model_len),
+    if config.policy == "fixed_priority":
+        return FixedPriority(limits)
+    if config.policy == "srpt":
+        return SRPT(limits, times)
+    quanta = _quanta(config, times, max_model_len)
+    if config.policy == "mlfq":
+        return MLFQ(limits, quanta)
+    return SkipJoinMLFQ(limits, quanta, times)
+
+
+def _quanta(config: SchedulerSection, times: IterationTimes, max_model_len: int) -> Quanta:
+    base_ms, starvation_ms = config.base_quantum_ms, config.starvation_ms
+    if starvation_ms == "auto":
+        starvation_ms = config.slo_ms * STARVATION_TOKENS
+    return Quanta(
+        base_s=lambda: times.decode_s(1) if base_ms == "auto" else base_ms / 1e3,
+        ratio=config.quantum_ratio,
+        longest_job_s=max(
+            times.prefill_s(max_model_len), max_model_len * times.decode_s(max_model_len)
+        ),
+        starvation_s=starvation_ms / 1e3,
     )

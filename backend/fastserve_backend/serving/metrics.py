@@ -15,7 +15,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from fastserve_backend.engine import Engine, EngineSnapshot
+from fastserve_backend.counters import EngineSnapshot
+from fastserve_backend.engine import Engine
 from fastserve_backend.job import FinishReason
 
 logger = logging.getLogger(__name__)

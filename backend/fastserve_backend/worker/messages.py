@@ -76,26 +76,32 @@ class Penalties(msgspec.Struct, array_like=True):
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):
-    """One iteration. S jobs, T tokens in all; jobs in decode phase come first."""
+    """One iteration. S jobs, T tokens in all; R = S - num_partial jobs get a new token.
+
+    The order of jobs: those in decode phase, those whose prefill ends here, those whose prefill
+    goes on in a later step.
+    """
 
     step_id: int
     num_decodes: int
     """The first so many jobs run one token each, with all earlier ones in the cache."""
+    num_partial: int
+    """The last so many jobs run a chunk of their prefill and get no token yet."""
     token_ids: bytes  # int32 [T], job after job
     query_lens: bytes  # int32 [S]: tokens of each job in this step
     starts: bytes  # int32 [S]: position of each job's first token
     block_counts: bytes  # int32 [S]
     block_ids: bytes  # int32 [sum(block_counts)]
     sampling: Sampling | None
-    """None: every job's last token is chosen greedily, nothing else is asked."""
+    """None: every new token is chosen greedily, nothing else is asked."""
 
 
 class StepResult(msgspec.Struct, tag="result", array_like=True):
     step_id: int
-    token_ids: bytes  # int32 [S]
+    token_ids: bytes  # int32 [R]
     compute_s: float
     """From the step's arrival at the rank to its tokens."""
-    logprobs: bytes  # float32 [S], empty if no job asked
+    logprobs: bytes  # float32 [R], empty if no job asked
     top_logprobs: list[TopLogprobs]
 
 

@@ -37,7 +37,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, step: Step) -> StepResult:
-        """One iteration; the result has one token a job, chosen after the job's last token."""
+        """One iteration; the result has one token for each job that is not a partial prefill."""
         started = time.perf_counter()
         query_lens = np.frombuffer(step.query_lens, dtype=np.int32)
         ends = np.cumsum(query_lens)
@@ -46,8 +46,11 @@ class ModelRunner:
         hidden = self._model.forward(
             self._tensor(token_ids), self._tensor(positions), batch, self._kv
         )
-        if len(hidden) != len(query_lens):
-            hidden = hidden[self._tensor(ends - 1)]  # only the last token of a prefill needs logits
+        sampled = ends[: len(ends) - step.num_partial] - 1
+        if len(sampled) == 0:
+            return StepResult(step.step_id, b"", time.perf_counter() - started, b"", [])
+        if len(hidden) != len(sampled):
+            hidden = hidden[self._tensor(sampled)]  # only the last token of a prefill needs logits
         tokens = sample(self._model.logits(hidden), step.sampling, self._eos_token_ids)
         return StepResult(
             step_id=step.step_id,

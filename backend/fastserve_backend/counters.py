@@ -1,0 +1,41 @@
+"""What the engine counts, and its state at one moment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since the start; only the step loop's thread writes them, but for ``rejected``."""
+
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    iterations: int = 0
+    compute_s: float = 0.0
+    """Seconds that the ranks computed."""
+    iteration_s: float = 0.0
+    """Seconds from sending a step to having its tokens; what exceeds ``compute_s`` is messaging."""
+    between_s: float = 0.0
+    """Seconds from having a step's tokens to sending the next step: the ranks were idle."""
+    preemptions: int = 0
+    recomputed_jobs: int = 0
+    """Jobs whose KV was dropped for want of blocks, and had to be computed again."""
+    peak_blocks: int = 0
+    """Most KV blocks in use in one iteration."""
+    finished: Counter[str] = field(default_factory=Counter)
+    """Jobs by finish reason."""
+    rejected: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The engine at one moment."""
+
+    running: int
+    waiting: int
+    level_sizes: tuple[int, ...]
+    """Jobs in each queue of the policy, highest first."""
+    num_blocks: int
+    free_blocks: int

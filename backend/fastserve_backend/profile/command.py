@@ -1,0 +1,146 @@
+"""``fastserve profile``: measure as well as a minute allows, and say how well that predicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fastserve_backend.clock import MonotonicClock
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.errors import ConfigError
+from fastserve_backend.executor.distributed import DistributedExecutor
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.profile.fit import Sample
+from fastserve_backend.profile.latency import Identity, LatencyProfile
+from fastserve_backend.profile.loads import Limits
+from fastserve_backend.profile.measure import Measurement, cache_path, measure_fully
+from fastserve_backend.worker.messages import Setup
+
+_START_TIMEOUT_S = 600.0
+# Of the held-out iterations, from the smallest to the largest.
+_SHOWN_ROWS = 10
+
+
+def profile_command(config: EngineConfig, output: Path | None) -> None:
+    """Measure on real ranks, print the result, write it to ``output``.
+
+    Default of ``output``: the cache, where the engine finds it at its next start.
+
+    Raises:
+        ConfigError, ModelError: the configuration, the model or ``output`` cannot be used.
+        EngineError: a rank died or was not ready in time.
+    """
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError(f"output: got {str(output)!r}; its directory does not exist")
+    measurement = _measure(config)
+    profile = measurement.profile
+    path = output or cache_path(profile.identity)
+    try:
+        profile.save(path)
+    except OSError as error:
+        raise ConfigError(f"output: cannot write {path}: {error.strerror}") from None
+    console = Console(highlight=False, soft_wrap=True)
+    _print(console, profile, measurement.held_out)
+    console.print(f"written to {path}")
+
+
+def _measure(config: EngineConfig) -> Measurement:
+    model, kv = config.model, config.kv_cache
+    model_config = load_model_config(
+        model.model,
+        load_format=model.load_format,
+        device="cuda" if model.device == "cuda" else "cpu",
+        dtype=model.dtype,
+        max_model_len=model.max_model_len,
+    )
+    executor = DistributedExecutor()
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f}%"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+    try:
+        with bar:
+            task = bar.add_task(f"loading {model_config.name}", total=1.0)
+            ready = executor.start(_setup(config), _START_TIMEOUT_S)
+            bar.update(task, description=f"measuring {model_config.name}")
+            limits = Limits(
+                max_seqs=config.scheduler.max_num_seqs,
+                max_batched_tokens=config.scheduler.max_num_batched_tokens,
+                max_model_len=model_config.max_model_len,
+                num_blocks=ready.num_blocks,
+                block_size=kv.block_size,
+            )
+            identity = Identity.of(
+                model_config,
+                hardware=ready.hardware,
+                dtype=ready.dtype,
+                block_size=kv.block_size,
+            )
+            return measure_fully(
+                identity,
+                executor,
+                MonotonicClock().now,
+                limits,
+                lambda share: bar.update(task, completed=share),
+            )
+    finally:
+        executor.close()
+
+
+def _setup(config: EngineConfig) -> Setup:
+    model, kv = config.model, config.kv_cache
+    return Setup(
+        model=model.model,
+        load_format=model.load_format,
+        dtype=model.dtype,
+        max_model_len=model.max_model_len,
+        device=model.device,
+        block_size=kv.block_size,
+        device_memory_utilization=kv.device_memory_utilization,
+        device_blocks=kv.device_blocks,
+    )
+
+
+def _print(console: Console, profile: LatencyProfile, held_out: list[Sample]) -> None:
+    identity = profile.identity
+    console.print(
+        f"[bold]{identity.model}[/], {identity.dtype}, {identity.hardware}, "
+        f"{profile.num_blocks} KV blocks of {identity.block_size} tokens"
+    )
+    table = Table("tokens", "of them decodes", "context", "predicted ms", "measured ms", "error")
+    for column in table.columns:
+        column.justify = "right"
+    by_size = sorted(held_out, key=lambda sample: sample.seconds)
+    step = max(1, -(-len(by_size) // _SHOWN_ROWS))
+    for sample in by_size[::step]:
+        load, predicted_s = sample.load, profile.iteration_s(sample.load)
+        table.add_row(
+            str(load.num_tokens),
+            str(load.num_decodes),
+            str(load.decode_context),
+            f"{predicted_s * 1e3:.1f}",
+            f"{sample.seconds * 1e3:.1f}",
+            f"{(predicted_s / sample.seconds - 1) * 100:+.0f}%",
+        )
+    console.print(table)
+    many = 256
+    token_s = profile.tokens(2 * many) - profile.tokens(many)
+    console.print(
+        f"decode of one job {profile.decode_s(1) * 1e3:.1f} ms, "
+        f"and {profile.decode_context_s * 1e6:.2f} ms for each 1000 positions of context\n"
+        f"prompt of {many} tokens {profile.prefill_s(many) * 1e3:.1f} ms, "
+        f"beyond that {token_s / many * 1e3:.3f} ms a token and "
+        f"{profile.prefill_pair_s * 1e9:.2f} ms for each million pairs of tokens\n"
+        f"a prefill that continues: {profile.chunk_pair_s * 1e9:.2f} ms for each million pairs"
+    )
+    if profile.held_out_error is not None:
+        console.print(
+            f"held-out iterations: mean absolute error {profile.held_out_error * 100:.1f}% "
+            f"over {len(held_out)}, the fit is made from {profile.num_samples} others"
+        )

@@ -1,0 +1,61 @@
+"""What the time of one iteration depends on, and who predicts it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class IterationLoad:
+    """The work of one iteration, whatever mix of prefills, chunks and decodes it is made of."""
+
+    num_tokens: int
+    """Tokens of all jobs: rows through the linear layers."""
+    num_sampled: int
+    """Jobs that get a new token: rows through the LM head."""
+    num_decodes: int
+    """Jobs that run one token, all earlier ones in the cache."""
+    decode_context: int
+    """Positions that those tokens attend to, themselves included, summed."""
+    prefill_pairs: int
+    """Pairs of token and position attended to, n(n+1)/2 of each prefill that begins a job."""
+    chunk_pairs: int
+    """The same of the chunks that continue one: n·start + n(n+1)/2 each."""
+
+    @classmethod
+    def of(cls, slices: Iterable[tuple[int, int, bool]]) -> IterationLoad:
+        """From (tokens in the cache, tokens to run, whether a token is sampled) of each job."""
+        num_tokens = num_sampled = num_decodes = 0
+        decode_context = prefill_pairs = chunk_pairs = 0
+        for start, count, samples in slices:
+            num_tokens += count
+            num_sampled += samples
+            if count == 1:
+                num_decodes += 1
+                decode_context += start + 1
+            elif start == 0:
+                prefill_pairs += count * (count + 1) // 2
+            else:
+                chunk_pairs += count * start + count * (count + 1) // 2
+        return cls(num_tokens, num_sampled, num_decodes, decode_context, prefill_pairs, chunk_pairs)
+
+
+class LatencyModel(ABC):
+    """Predicts iteration times: the job profiler of FastServe §4.1."""
+
+    num_stages: int = 1
+    """Pipeline stages; a batch spends an equal share of its time in each."""
+
+    @abstractmethod
+    def iteration_s(self, load: IterationLoad) -> float:
+        """Seconds, > 0, from sending a batch to the first stage to having its tokens."""
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Time of an iteration that runs one whole prompt of ``num_tokens`` tokens alone."""
+        return self.iteration_s(IterationLoad.of([(0, num_tokens, True)]))
+
+    def decode_s(self, context_tokens: int) -> float:
+        """Time of an iteration that decodes one job alone, attending to ``context_tokens``."""
+        return self.iteration_s(IterationLoad.of([(context_tokens - 1, 1, True)]))

@@ -1,0 +1,213 @@
+"""Iteration times of GPUs that are not here, from what they must compute and move at least.
+
+Every part of an iteration takes the time of its multiplications or of its memory traffic, whichever
+is longer, at a share of the peak rate that good kernels reach in whole models. The shares below
+give, for OPT-13B in 16 bits (``tests/unit/test_roofline.py`` pins these numbers):
+
+==========================================  ========  ========  ====  ====
+milliseconds                                a100-40g  a100-80g  h100  h200
+==========================================  ========  ========  ====  ====
+decode, one job, context 400                26.3      20.6      13.5  10.1
+decode, 16 jobs, context 400 each           30.8      24.1      15.6  11.6
+prefill, one prompt of 512 tokens           86.5      86.4      29.0  28.9
+==========================================  ========  ========  ====  ====
+
+FastServe sets its SLO of 0.3 s a token as ten decode iterations of OPT-13B on an A100, so 30 ms
+each: what a full batch takes here on the 40 GB type. On an A100 the second row is 1.6 times what
+reading weights and KV takes at the full memory rate; on an H200 it is 1.8 times, because the
+overheads do not shrink with faster memory.
+"""
+
+from __future__ import annotations
+
+from fastserve_backend.errors import ConfigError
+from fastserve_backend.models.config import DTYPE_BYTES, ModelConfig
+from fastserve_backend.profile.hardware import GPUS_PER_NODE, Hardware
+from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+
+# A large GEMM alone reaches 65 to 85% of the peak; layer norms, activations, odd shapes and the
+# gaps between kernels leave about half of it to a whole prefill.
+LINEAR_COMPUTE_SHARE = 0.5
+# Softmax and the causal mask keep the tensor cores waiting, at prompts of 1 to 2 thousand tokens.
+ATTENTION_COMPUTE_SHARE = 0.35
+# A copy reaches 90%; the thin matrix products and paged reads of a decode start and drain dozens of
+# times a layer.
+HBM_SHARE = 0.7
+# Bus bandwidth of large NCCL all-reduces among 8 GPUs, over the rate of NVLink.
+NVLINK_SHARE = 0.75
+# What DMA between pinned host memory and the device reaches: 25 of 32, 50 of 64 GB/s.
+PCIE_SHARE = 0.8
+# A collective or a send too small for bandwidth to matter.
+NCCL_LATENCY_S = 10e-6
+# About ten kernels a layer, each with a start that a CUDA graph leaves at 1 µs.
+LAYER_OVERHEAD_S = 10e-6
+# Scheduling, input tensors, sampling and the way back of the tokens, on the host.
+ITERATION_OVERHEAD_S = 2e-3
+
+_FLOPS_PER_WEIGHT = 2  # multiply and add
+_FLOPS_PER_PAIR = 4  # the same, once for the score and once for the value, per channel
+_ALL_REDUCES_PER_LAYER = 2  # after attention and after the feed-forward block (Megatron)
+
+
+class Roofline(LatencyModel):
+    """Times of a model in 16 bits, sharded over ``tensor_parallel × pipeline_parallel`` GPUs.
+
+    Tensor parallelism divides every matrix and the heads, pipeline parallelism the layers into
+    stages that differ by one layer at most. GPUs fill nodes stage by stage; between nodes each GPU
+    has a network card as fast as its PCIe link.
+
+    Weights are counted from ``num_parameters``: the LM head is vocabulary × hidden, all else lies
+    in the layers. That is exact for tied embeddings but for the table of positions (0.1% of
+    OPT-13B); an untied table of inputs counts as part of the layers.
+
+    Raises:
+        ConfigError: a size that does not divide the model, a type that is not 16 bits wide, or
+            weights that exceed the memory of a GPU.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        hardware: Hardware,
+        tensor_parallel: int = 1,
+        pipeline_parallel: int = 1,
+    ) -> None:
+        _check_sharding(model, tensor_parallel, pipeline_parallel)
+        self.num_stages = pipeline_parallel
+        self._model = model
+        self._hardware = hardware
+        # The fullest stage decides what fits and how long a swap takes.
+        self._share_of_kv = -(-model.num_layers // pipeline_parallel) / (
+            model.num_layers * tensor_parallel
+        )
+        element_bytes = DTYPE_BYTES[model.dtype]
+        head = model.vocab_size * model.hidden_size
+        layers = model.num_parameters - head
+        self._weight_bytes = (layers * self._share_of_kv + head / tensor_parallel) * element_bytes
+        if self._weight_bytes > hardware.hbm_bytes:
+            raise ConfigError(
+                f"hardware: got {hardware.name!r} with {hardware.hbm_bytes / 2**30:.0f} GiB; "
+                f"{model.name} needs {self._weight_bytes / 2**30:.1f} GiB a GPU for its weights, "
+                "use more GPUs or larger ones"
+            )
+
+        # Seconds per unit of load, for all layers of all stages.
+        linear_flops = tensor_parallel * hardware.tensor_flops * LINEAR_COMPUTE_SHARE
+        attention_flops = tensor_parallel * hardware.tensor_flops * ATTENTION_COMPUTE_SHARE
+        hbm = tensor_parallel * hardware.hbm_bytes_s * HBM_SHARE
+        self._layers_token_s = layers * _FLOPS_PER_WEIGHT / linear_flops
+        self._layers_read_s = layers * element_bytes / hbm
+        self._head_token_s = head * _FLOPS_PER_WEIGHT / linear_flops
+        self._head_read_s = head * element_bytes / hbm
+        self._position_s = model.kv_bytes_per_block(1) / hbm
+        channels = model.num_layers * model.num_heads * model.head_dim
+        self._pair_s = channels * _FLOPS_PER_PAIR / attention_flops
+
+        reduce_token_s, reduce_s = _all_reduces(model, hardware, tensor_parallel)
+        send_token_s, send_s = _hand_overs(model, hardware, tensor_parallel, pipeline_parallel)
+        self._transfer_token_s = reduce_token_s + send_token_s
+        self._overhead_s = (
+            ITERATION_OVERHEAD_S + model.num_layers * LAYER_OVERHEAD_S + reduce_s + send_s
+        )
+
+    def iteration_s(self, load: IterationLoad) -> float:
+        """As in the base class. A simulation asks millions of times: all factors are made before.
+
+        Reading the context of a chunk is left out: from about 100 tokens a chunk its
+        multiplications take longer.
+        """
+        tokens = load.num_tokens
+        layers_s = self._layers_token_s * tokens
+        if layers_s < self._layers_read_s:
+            layers_s = self._layers_read_s
+        head_s = 0.0
+        if load.num_sampled:
+            head_s = self._head_token_s * load.num_sampled
+            if head_s < self._head_read_s:
+                head_s = self._head_read_s
+        return (
+            self._overhead_s
+            + layers_s
+            + head_s
+            + self._transfer_token_s * tokens
+            + self._position_s * load.decode_context
+            + self._pair_s * (load.prefill_pairs + load.chunk_pairs)
+        )
+
+    def swap_s(self, num_bytes: int) -> float:
+        """Seconds to move ``num_bytes`` of KV between devices and host, in one direction.
+
+        Every GPU moves its own shard over its own PCIe link at the same time (FastServe §4.2).
+        """
+        return num_bytes * self._share_of_kv / (self._hardware.pcie_bytes_s * PCIE_SHARE)
+
+    def num_device_blocks(self, block_size: int, device_memory_utilization: float) -> int:
+        """KV blocks of ``block_size`` tokens that fit beside the weights.
+
+        Raises:
+            ConfigError: not one job of the model's ``max_model_len`` fits.
+        """
+        left = self._hardware.hbm_bytes * device_memory_utilization - self._weight_bytes
+        num_blocks = int(left // (self._model.kv_bytes_per_block(block_size) * self._share_of_kv))
+        needed = -(-self._model.max_model_len // block_size)
+        if num_blocks < needed:
+            raise ConfigError(
+                f"hardware: got {self._hardware.name!r}; {max(0.0, left) / 2**30:.1f} GiB a GPU "
+                f"are left for {max(0, num_blocks)} KV blocks, but one job of "
+                f"{self._model.max_model_len} tokens needs {needed}; use more GPUs or larger ones, "
+                "raise device_memory_utilization or lower max_model_len"
+            )
+        return num_blocks
+
+
+def _check_sharding(model: ModelConfig, tensor_parallel: int, pipeline_parallel: int) -> None:
+    if DTYPE_BYTES[model.dtype] != 2:
+        raise ConfigError(
+            f"dtype: got {model.dtype!r}; the tensor cores' rates are those of float16 and bfloat16"
+        )
+    if not 1 <= tensor_parallel <= GPUS_PER_NODE:
+        raise ConfigError(
+            f"tensor_parallel_size: got {tensor_parallel}; must be from 1 to {GPUS_PER_NODE}, "
+            "the GPUs that NVLink joins"
+        )
+    if model.num_heads % tensor_parallel or model.num_kv_heads % tensor_parallel:
+        raise ConfigError(
+            f"tensor_parallel_size: got {tensor_parallel}; must divide the {model.num_heads} heads "
+            f"and {model.num_kv_heads} KV heads of {model.name}"
+        )
+    if not 1 <= pipeline_parallel <= model.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size: got {pipeline_parallel}; must be from 1 to "
+            f"{model.num_layers}, the layers of {model.name}"
+        )
+
+
+def _all_reduces(
+    model: ModelConfig, hardware: Hardware, tensor_parallel: int
+) -> tuple[float, float]:
+    """Seconds a token and seconds an iteration, of all layers."""
+    if tensor_parallel == 1:
+        return 0.0, 0.0
+    count = _ALL_REDUCES_PER_LAYER * model.num_layers
+    # Reduce-scatter, then all-gather: a GPU sends all parts but one in each.
+    sent = 2 * (tensor_parallel - 1) / tensor_parallel * _activation_bytes(model)
+    return count * sent / (hardware.nvlink_bytes_s * NVLINK_SHARE), count * NCCL_LATENCY_S
+
+
+def _hand_overs(
+    model: ModelConfig, hardware: Hardware, tensor_parallel: int, pipeline_parallel: int
+) -> tuple[float, float]:
+    """Seconds a token and seconds an iteration, of all hand-overs from one stage to the next."""
+    stages_per_node = GPUS_PER_NODE // tensor_parallel
+    between_nodes = (pipeline_parallel - 1) // stages_per_node
+    inside_nodes = pipeline_parallel - 1 - between_nodes
+    token_s = _activation_bytes(model) * (
+        inside_nodes / (hardware.nvlink_bytes_s * NVLINK_SHARE)
+        + between_nodes / (hardware.pcie_bytes_s * PCIE_SHARE)
+    )
+    return token_s, (pipeline_parallel - 1) * NCCL_LATENCY_S
+
+
+def _activation_bytes(model: ModelConfig) -> int:
+    """Of one token between two layers."""
+    return model.hidden_size * DTYPE_BYTES[model.dtype]

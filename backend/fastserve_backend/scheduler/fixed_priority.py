@@ -1,0 +1,59 @@
+"""Fixed priority by input length: the baseline of FastServe §6.3 that knows only prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fastserve_backend.job import Job
+from fastserve_backend.scheduler.base import BatchLimits, Scheduled, fill_batch
+from fastserve_backend.scheduler.ordered_jobs import OrderedJobs
+
+
+class FixedPriority:
+    """The shortest prompts run first, at every token, whatever their outputs turn out to be.
+
+    Nothing promotes a job: under overload long prompts starve. Selecting costs O(batch), adding and
+    removing what ``OrderedJobs`` costs.
+    """
+
+    name = "fixed_priority"
+
+    def __init__(self, limits: BatchLimits) -> None:
+        self._limits = limits
+        self._jobs = OrderedJobs()
+        self._in_flight: set[int] = set()
+
+    def key(self, job: Job) -> float:
+        """The job's priority: smaller runs first."""
+        return len(job.prompt_ids)
+
+    def add(self, job: Job, now: float) -> None:
+        self._jobs.add(job, self.key(job))
+
+    def remove(self, job: Job) -> None:
+        self._jobs.remove(job)
+        self._in_flight.discard(job.number)
+
+    def select(self, now: float) -> list[Scheduled]:
+        in_flight = self._in_flight
+        batch = fill_batch(self._jobs, self._limits, lambda job: job.number in in_flight)
+        in_flight.update(job.number for job, _ in batch)
+        return batch
+
+    def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
+        self.not_run(jobs)
+
+    def not_run(self, jobs: Sequence[Job]) -> None:
+        self._in_flight.difference_update(job.number for job in jobs)
+
+    def recalibrate(self) -> None:
+        pass
+
+    def by_lowest_priority(self) -> Iterator[Job]:
+        return reversed(self._jobs)
+
+    def level_sizes(self) -> Sequence[int]:
+        return (len(self._jobs),)
+
+    def describe(self) -> str:
+        return f"{self.name}: {self._limits.describe()}"

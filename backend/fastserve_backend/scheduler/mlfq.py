@@ -1,0 +1,175 @@
+"""Multi-level feedback queue: what the naive baseline and skip-join MLFQ have in common.
+
+Queues Q1 (level 0) to Qn with quanta ``base · ratio^level``. A job sinks as it uses up quanta, so
+that short jobs overtake long ones at every token although nobody knows which are short. A job that
+has waited too long is promoted to Q1 (FastServe §4.1, Algorithm 1).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from fastserve_backend.job import Job
+from fastserve_backend.scheduler.base import BatchLimits, Scheduled, fill_batch
+
+
+@dataclass(frozen=True, slots=True)
+class Quanta:
+    """How quanta are set.
+
+    Raises:
+        ValueError: ``ratio`` is not above 1, or ``starvation_s`` not above 0.
+    """
+
+    base_s: Callable[[], float]
+    """Quantum of Q1, > 0: the minimum iteration time, or what the operator set. Asked again when
+    the iteration times drift."""
+    ratio: float
+    """Quantum of a queue over that of the queue above."""
+    longest_job_s: float
+    """The last queue's quantum covers it: the longest prefill, so that every job has a queue to
+    join, and all the decodes after it, because jobs in the last queue run to completion."""
+    starvation_s: float
+    """A job that has not run for this long (since its arrival, if it never ran) is promoted to Q1:
+    the bound on waiting that the operator trades for mean latency."""
+
+    def __post_init__(self) -> None:
+        if self.ratio <= 1 or self.starvation_s <= 0:
+            raise ValueError(f"need ratio > 1 and starvation_s > 0: {self}")
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What the policy knows of a job beside its level."""
+
+    num_tokens: int  # of the job when it entered this level
+    used_s: float = 0.0  # execution time at this level
+    in_flight: bool = False
+
+
+class MLFQ:
+    """The naive baseline: every job joins Q1 and is demoted one queue at a time. FIFO in a queue.
+
+    Every operation costs O(1) amortised, except ``select``: O(jobs of the batch + levels).
+    """
+
+    name = "mlfq"
+
+    def __init__(self, limits: BatchLimits, quanta: Quanta) -> None:
+        self._limits = limits
+        self._quanta = quanta
+        num_queues, quantum_s = 1, quanta.base_s()
+        while quantum_s < quanta.longest_job_s:
+            quantum_s *= quanta.ratio
+            num_queues += 1
+        # FIFOs with O(1) removal from anywhere; a plain dict walks over what was removed in front.
+        self._queues: list[OrderedDict[int, Job]] = [OrderedDict() for _ in range(num_queues)]
+        self._entries: dict[int, _Entry] = {}
+        # Jobs not yet promoted → since when they wait. A job is re-appended when it ran, so the
+        # first entry has waited longest, but for arrivals during an iteration: those stand behind
+        # the jobs that ran in it, and are promoted at most that iteration late.
+        self._waiting_since: OrderedDict[int, tuple[float, Job]] = OrderedDict()
+        self.num_demotions = 0
+        self.num_promotions = 0
+        self.quanta_s: tuple[float, ...] = ()
+        self.recalibrate()
+
+    def join_level(self, job: Job) -> int:
+        """The queue that a new job enters."""
+        return 0
+
+    def demotion_level(self, job: Job) -> int:
+        """The queue below its own that a job sinks to when it has used its quantum."""
+        return job.queue_level + 1
+
+    def add(self, job: Job, now: float) -> None:
+        if job.number in self._entries:
+            raise ValueError(f"job {job.number} is already queued")
+        job.queue_level = self.join_level(job)
+        self._entries[job.number] = _Entry(job.num_tokens)
+        self._queues[job.queue_level][job.number] = job
+        self._waiting_since[job.number] = (now, job)
+
+    def remove(self, job: Job) -> None:
+        del self._entries[job.number]
+        del self._queues[job.queue_level][job.number]
+        self._waiting_since.pop(job.number, None)
+
+    def select(self, now: float) -> list[Scheduled]:
+        self._promote_starved(now)
+        entries = self._entries
+        batch = fill_batch(
+            chain.from_iterable(queue.values() for queue in self._queues),
+            self._limits,
+            lambda job: entries[job.number].in_flight,
+        )
+        for job, _ in batch:
+            entries[job.number].in_flight = True
+        return batch
+
+    def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
+        for job in jobs:
+            entry = self._entries[job.number]
+            entry.in_flight = False
+            entry.used_s += elapsed_s
+            # Never within a prefill in chunks: when KV memory is short, jobs that sink before they
+            # have a token could take each other's KV for ever.
+            has_token = job.num_tokens > entry.num_tokens
+            if has_token and entry.used_s >= self.quanta_s[job.queue_level]:
+                self._demote(job, entry)
+            self._waiting_since.pop(job.number, None)
+            self._waiting_since[job.number] = (now, job)
+
+    def not_run(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._entries[job.number].in_flight = False
+
+    def recalibrate(self) -> None:
+        """Jobs keep their queues; only how long they may stay there changes."""
+        base_s = self._quanta.base_s()
+        self.quanta_s = tuple(
+            base_s * self._quanta.ratio**level for level in range(len(self._queues))
+        )
+
+    def by_lowest_priority(self) -> Iterator[Job]:
+        for queue in reversed(self._queues):
+            yield from reversed(queue.values())
+
+    def level_sizes(self) -> Sequence[int]:
+        return [len(queue) for queue in self._queues]
+
+    def describe(self) -> str:
+        return (
+            f"{self.name}: {len(self.quanta_s)} queues, quanta {self.quanta_s[0] * 1e3:.2f} to "
+            f"{self.quanta_s[-1] * 1e3:.0f} ms (ratio {self._quanta.ratio:g}), promotion after "
+            f"{self._quanta.starvation_s * 1e3:.0f} ms, {self._limits.describe()}"
+        )
+
+    def _promote_starved(self, now: float) -> None:
+        while self._waiting_since:
+            number, (since, job) = next(iter(self._waiting_since.items()))
+            if now - since < self._quanta.starvation_s:
+                return
+            # Off the list until it has run: it keeps its turn in Q1 and is not promoted twice.
+            del self._waiting_since[number]
+            entry = self._entries[number]
+            if job.queue_level > 0 and not entry.in_flight:
+                self._move(job, entry, 0)
+                self.num_promotions += 1
+
+    def _demote(self, job: Job, entry: _Entry) -> None:
+        if job.queue_level == len(self._queues) - 1:
+            entry.used_s = 0.0  # nothing below: it keeps its place, FIFO
+            return
+        self._move(job, entry, self.demotion_level(job))
+        self.num_demotions += 1
+
+    def _move(self, job: Job, entry: _Entry, level: int) -> None:
+        del self._queues[job.queue_level][job.number]
+        job.queue_level = level
+        self._queues[level][job.number] = job
+        entry.num_tokens = job.num_tokens
+        entry.used_s = 0.0

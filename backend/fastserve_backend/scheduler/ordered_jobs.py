@@ -1,0 +1,46 @@
+"""Jobs kept in order of a key that may change."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from fastserve_backend.job import Job
+
+
+class OrderedJobs:
+    """Jobs by ascending key; equal keys in order of arrival.
+
+    A sorted array: an insertion costs O(log n) comparisons and moves 8 bytes for each job behind it
+    (80 kB with 10,000 jobs, microseconds), and walks in either direction are plain iterations.
+    """
+
+    def __init__(self) -> None:
+        self._order: list[tuple[float, int]] = []  # (key, job number)
+        self._jobs: dict[int, tuple[float, Job]] = {}  # job number → (key, job)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return (self._jobs[number][1] for _, number in self._order)
+
+    def __reversed__(self) -> Iterator[Job]:
+        return (self._jobs[number][1] for _, number in reversed(self._order))
+
+    def add(self, job: Job, key: float) -> None:
+        """Raises ValueError: the job is here already."""
+        if job.number in self._jobs:
+            raise ValueError(f"job {job.number} is already queued")
+        self._jobs[job.number] = (key, job)
+        insort(self._order, (key, job.number))
+
+    def remove(self, job: Job) -> None:
+        key, _ = self._jobs.pop(job.number)
+        del self._order[bisect_left(self._order, (key, job.number))]
+
+    def move(self, job: Job, key: float) -> None:
+        """Give the job another key."""
+        if self._jobs[job.number][0] != key:
+            self.remove(job)
+            self.add(job, key)

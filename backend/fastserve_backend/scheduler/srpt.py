@@ -1,0 +1,34 @@
+"""Shortest remaining processing time: the oracle that no policy without knowledge can beat by much.
+
+It takes ``max_tokens`` for the output length, which is the truth where lengths are forced
+(``ignore_eos``), as benchmarks do. With real requests it orders by what they ask for at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastserve_backend.job import Job
+from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, time_to_next_token
+from fastserve_backend.scheduler.fixed_priority import FixedPriority
+
+
+class SRPT(FixedPriority):
+    """Fixed priority, but the key is the remaining time, taken anew whenever the job has run."""
+
+    name = "srpt"
+
+    def __init__(self, limits: BatchLimits, times: IterationTimes) -> None:
+        super().__init__(limits)
+        self._times = times
+
+    def key(self, job: Job) -> float:
+        tokens_after_next = job.params.max_tokens - len(job.output_ids) - 1
+        return time_to_next_token(job, self._times) + tokens_after_next * self._times.decode_s(
+            job.num_tokens
+        )
+
+    def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
+        super().iteration_done(jobs, elapsed_s, now)
+        for job in jobs:
+            self._jobs.move(job, self.key(job))

@@ -1,0 +1,1 @@
+"""The engine's own loop, policies and KV decisions on a virtual clock and modelled ranks."""

@@ -1,0 +1,190 @@
+"""``fastserve simulate``: what each policy does to latency on a model, a cluster and a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastserve_client.errors import WorkloadError
+from fastserve_client.report import (
+    SweepPoint,
+    plot_sweep,
+    summarize,
+    sweep_table,
+    sweep_to_json,
+)
+from fastserve_client.workload import (
+    LengthLimits,
+    TraceJob,
+    build_trace,
+    check_trace_fits,
+    load_lengths,
+    poisson_trace,
+    scale_ratio,
+)
+from rich.console import Console
+from rich.progress import Progress
+
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.errors import ConfigError
+from fastserve_backend.models.config import ModelConfig, load_model_config
+from fastserve_backend.profile.hardware import find_hardware
+from fastserve_backend.profile.iteration import LatencyModel
+from fastserve_backend.profile.latency import LatencyProfile
+from fastserve_backend.profile.roofline import Roofline
+from fastserve_backend.simulation.simulator import simulate
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where the model runs: a measured profile, or GPUs that are not here."""
+
+    profile: Path | None
+    hardware: str
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """As ``fastserve_client.workload`` has it; ``length_ratio`` is mean prompt over mean output."""
+
+    dataset: str
+    num_jobs: int
+    seed: int
+    limits: LengthLimits
+    length_ratio: float | None
+
+    def trace(self, rate: float | None) -> list[TraceJob]:
+        """Raises WorkloadError: the data set or a number cannot be used."""
+        if self.length_ratio is None:
+            return build_trace(
+                self.dataset,
+                rate=rate,
+                num_jobs=self.num_jobs,
+                seed=self.seed,
+                limits=self.limits,
+            )
+        if rate is None:
+            raise WorkloadError("rates: got none; --length-ratio needs a rate")
+        lengths = scale_ratio(
+            load_lengths(self.dataset, self.limits), self.length_ratio, self.limits
+        )
+        return poisson_trace(lengths, rate, self.num_jobs, self.seed)
+
+
+def simulate_command(
+    config: EngineConfig,
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    policies: Sequence[str],
+    rates: Sequence[float],
+    output: Path | None,
+    plot: Path | None,
+) -> None:
+    """Simulate every policy at every rate; print a table, write JSON and plot where asked to.
+
+    Args:
+        rates: jobs per second; empty for a data set with timestamps of its own.
+
+    Raises:
+        ConfigError, ModelError: the configuration, the model or the cluster cannot be used.
+        WorkloadError: the workload cannot be used, or has a job too long for the model.
+    """
+    for path in (output, plot):
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"output: got {str(path)!r}; its directory does not exist")
+    schedulers = [config.with_keys(policy=policy).scheduler for policy in policies]
+    model = load_model_config(
+        config.model.model,
+        load_format=config.model.load_format,
+        device="cuda" if cluster.profile is None else "cpu",
+        dtype=config.model.dtype,
+        max_model_len=config.model.max_model_len,
+    )
+    latency, num_blocks = _latency(config, cluster, model)
+    block_size = config.kv_cache.block_size
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"{model.name}: {num_blocks} KV blocks of {block_size} tokens")
+    points = []
+    traces = [(rate, workload.trace(rate)) for rate in rates or (None,)]
+    for _, trace in traces:
+        check_trace_fits(trace, min(model.max_model_len, num_blocks * block_size))
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("simulating", total=len(traces) * len(schedulers))
+        for scheduler in schedulers:
+            for rate, trace in traces:
+                simulation = simulate(
+                    trace,
+                    scheduler,
+                    latency,
+                    num_blocks=num_blocks,
+                    block_size=block_size,
+                    max_model_len=model.max_model_len,
+                )
+                points.append(
+                    SweepPoint(
+                        scheduler.policy,
+                        _mean_rate(trace) if rate is None else rate,
+                        summarize(simulation.records),
+                    )
+                )
+                bar.advance(task)
+            console.print(simulation.policy)
+    Console().print(sweep_table(points))
+    settings = {
+        "model": model.name,
+        "config": config.model_dump(mode="json"),
+        "cluster": {
+            "profile": None if cluster.profile is None else str(cluster.profile),
+            "hardware": None if cluster.profile else cluster.hardware,
+            "tensor_parallel_size": cluster.tensor_parallel_size,
+            "pipeline_parallel_size": cluster.pipeline_parallel_size,
+            "num_blocks": num_blocks,
+        },
+        "workload": {
+            "dataset": workload.dataset,
+            "num_jobs": workload.num_jobs,
+            "seed": workload.seed,
+            "length_ratio": workload.length_ratio,
+        },
+    }
+    try:
+        if output is not None:
+            output.write_text(sweep_to_json(points, settings), encoding="utf-8")
+        if plot is not None:
+            plot_sweep(points, plot, slo_s=config.scheduler.slo_ms / 1e3, title=model.name)
+    except OSError as error:
+        raise ConfigError(f"output: cannot write {error.filename}: {error.strerror}") from None
+
+
+def _latency(
+    config: EngineConfig, cluster: Cluster, model: ModelConfig
+) -> tuple[LatencyModel, int]:
+    """Iteration times, and the number of KV blocks."""
+    if cluster.profile is not None:
+        if (cluster.tensor_parallel_size, cluster.pipeline_parallel_size) != (1, 1):
+            raise ConfigError(
+                "tensor_parallel_size, pipeline_parallel_size: a profile has its own; "
+                "leave them out with --profile"
+            )
+        profile = LatencyProfile.load(cluster.profile)
+        profile.require(model)
+        return profile, config.kv_cache.device_blocks or profile.num_blocks
+    roofline = Roofline(
+        model,
+        find_hardware(cluster.hardware),
+        cluster.tensor_parallel_size,
+        cluster.pipeline_parallel_size,
+    )
+    return roofline, config.kv_cache.device_blocks or roofline.num_device_blocks(
+        config.kv_cache.block_size, config.kv_cache.device_memory_utilization
+    )
+
+
+def _mean_rate(trace: Sequence[TraceJob]) -> float:
+    """Jobs per second of a trace with timestamps of its own; 0 for a single moment."""
+    span_s = trace[-1].arrival_s - trace[0].arrival_s
+    return (len(trace) - 1) / span_s if span_s > 0 else 0.0

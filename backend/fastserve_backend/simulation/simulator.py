@@ -1,0 +1,152 @@
+"""Run a trace through the engine's step loop without an engine: a virtual clock, modelled ranks."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastserve_client.report import JobRecord
+from fastserve_client.workload import TraceJob
+
+from fastserve_backend.clock import VirtualClock
+from fastserve_backend.config import SchedulerSection
+from fastserve_backend.counters import EngineCounters
+from fastserve_backend.delivery import NewToken
+from fastserve_backend.executor.simulated import SimulatedExecutor
+from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.profile.iteration import LatencyModel
+from fastserve_backend.sampling_params import SamplingParams
+from fastserve_backend.scheduler.registry import check_batch_limits, make_policy
+from fastserve_backend.step_loop import StepLoop
+from fastserve_backend.worker.messages import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What happened to a trace."""
+
+    records: list[JobRecord]
+    """One for each job, in order of arrival."""
+    counters: EngineCounters
+    policy: str
+    """Name and derived parameters."""
+    ended_s: float
+    """Virtual time at which the last job ended; the trace begins at 0."""
+
+
+def simulate(
+    trace: Sequence[TraceJob],
+    scheduler: SchedulerSection,
+    latency: LatencyModel,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_model_len: int,
+    check_integrity: bool = False,
+) -> Simulation:
+    """Serve ``trace``, in order of arrival, with output lengths forced to the trace's.
+
+    Deterministic: the same arguments give the same result to the last bit.
+
+    Raises:
+        ConfigError: the batch limits do not fit the longest job of the model.
+        ValueError: a job exceeds ``max_model_len`` or the KV blocks.
+    """
+    check_batch_limits(scheduler, max_model_len)
+    capacity = min(max_model_len, num_blocks * block_size)
+    if any(job.prompt_tokens + job.output_tokens > capacity for job in trace):
+        raise ValueError(f"a job is longer than {capacity} tokens")
+    clock = VirtualClock()
+    executor = SimulatedExecutor(latency, clock, num_blocks)
+    policy = make_policy(scheduler, latency, max_model_len)
+    counters = EngineCounters()
+    loop = StepLoop(
+        policy,
+        BlockPool(num_blocks, block_size),
+        executor,
+        _NoDelivery(),
+        clock,
+        eos_token_ids=(),
+        counters=counters,
+        on_end=_ignore_end,
+        on_iteration=_ignore_iteration,
+        check_integrity=check_integrity,
+    )
+    jobs = [_job(number, traced) for number, traced in enumerate(trace)]
+    arrivals = deque(jobs)
+    while arrivals or not loop.is_idle:
+        while arrivals and arrivals[0].arrival_s <= clock.now():
+            loop.add(arrivals.popleft())
+        executor.wake_s = arrivals[0].arrival_s if arrivals else math.inf
+        if loop.is_idle:
+            clock.advance_to(executor.wake_s)
+        else:
+            loop.turn()
+    return Simulation(
+        [_record(job, latency) for job in jobs], counters, policy.describe(), clock.now()
+    )
+
+
+class _NoDelivery:
+    """Nobody reads the tokens."""
+
+    is_empty = True
+
+    def open(self, job: Job) -> None:
+        pass
+
+    def add(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
+        pass
+
+    def flush(self) -> list[Job]:
+        return []
+
+    def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
+        pass
+
+
+def _ignore_end(job: Job, reason: FinishReason) -> None:
+    """Jobs are read when all have ended."""
+
+
+def _ignore_iteration(step: Step, elapsed_s: float) -> None:
+    """The latency model is the truth here: there is nothing to correct."""
+
+
+def _job(number: int, traced: TraceJob) -> Job:
+    return Job(
+        id=str(number),
+        number=number,
+        prompt_ids=array("i", bytes(4 * traced.prompt_tokens)),
+        params=SamplingParams(max_tokens=traced.output_tokens, temperature=0, ignore_eos=True),
+        arrival_s=traced.arrival_s,
+    )
+
+
+def _record(job: Job, latency: LatencyModel) -> JobRecord:
+    assert job.first_scheduled_s is not None
+    assert job.first_token_s is not None
+    assert job.last_token_s is not None
+    return JobRecord(
+        arrival_s=job.arrival_s,
+        first_scheduled_s=job.first_scheduled_s,
+        first_token_s=job.first_token_s,
+        last_token_s=job.last_token_s,
+        prompt_tokens=len(job.prompt_ids),
+        output_tokens=len(job.output_ids),
+        num_preemptions=job.num_preemptions,
+        executed_s=job.executed_s,
+        alone_s=_alone_s(len(job.prompt_ids), len(job.output_ids), latency),
+    )
+
+
+def _alone_s(prompt_tokens: int, output_tokens: int, latency: LatencyModel) -> float:
+    """Latency on an idle system; decode time grows evenly, so all decodes take the middle one's."""
+    decodes = output_tokens - 1
+    return latency.prefill_s(prompt_tokens) + decodes * latency.decode_s(
+        prompt_tokens + 1 + decodes // 2
+    )

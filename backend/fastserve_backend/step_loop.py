@@ -1,0 +1,251 @@
+"""The step loop: the only one who changes jobs and block tables.
+
+One turn is ``select → plan KV → send the step → deliver the tokens of the step before while the
+ranks work → receive tokens → update jobs``. The engine runs it on a thread against real ranks, the
+simulator on a virtual clock against modelled ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from fastserve_backend.clock import Clock
+from fastserve_backend.counters import EngineCounters
+from fastserve_backend.delivery import NewToken
+from fastserve_backend.executor.base import Executor
+from fastserve_backend.job import FinishReason, Job, JobState
+from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.kv_cache.planner import plan
+from fastserve_backend.scheduler.base import Policy
+from fastserve_backend.step_builder import build_step, in_step_order
+from fastserve_backend.worker.messages import Step, StepResult
+
+
+class Delivery(Protocol):
+    """Who gets the tokens; the effects are described in ``delivery.Delivery``."""
+
+    @property
+    def is_empty(self) -> bool: ...
+
+    def open(self, job: Job) -> None: ...
+
+    def add(self, job: Job, token: NewToken, reason: FinishReason | None) -> None: ...
+
+    def flush(self) -> list[Job]: ...
+
+    def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that the ranks have not finished."""
+
+    batch: list[tuple[Job, int]]
+    step: Step
+    started_s: float
+
+
+class StepLoop:
+    """Runs jobs to their ends. Used by one thread; ``num_running`` may be read by others.
+
+    Args:
+        on_end: called once a job, when it has ended; its last token may not be delivered yet.
+        on_iteration: called with each finished step and its seconds from submission to result.
+        check_integrity: verify the block tables after every step, for tests.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        pool: BlockPool,
+        executor: Executor,
+        delivery: Delivery,
+        clock: Clock,
+        *,
+        eos_token_ids: Sequence[int],
+        counters: EngineCounters,
+        on_end: Callable[[Job, FinishReason], None],
+        on_iteration: Callable[[Step, float], None],
+        check_integrity: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.pool = pool
+        self._executor = executor
+        self._delivery = delivery
+        self._clock = clock
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._counters = counters
+        self._on_end = on_end
+        self._on_iteration = on_iteration
+        self._check_integrity = check_integrity
+        self.num_running = 0
+        """Jobs of the unfinished steps, or of the last one."""
+        self._jobs: dict[int, Job] = {}
+        self._flights: deque[_Flight] = deque()
+        self._in_flight: set[int] = set()  # numbers of the jobs in ``_flights``
+        self._returned: list[Job] = []  # jobs of the steps that ended since the last was sent
+        self._step_ids = itertools.count()
+        self._last_result_s: float | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """No job and no token is left to work on."""
+        return not self._jobs and not self._flights and self._delivery.is_empty
+
+    def add(self, job: Job) -> None:
+        """A new job. Its waiting counts from its arrival."""
+        self._jobs[job.number] = job
+        self.policy.add(job, job.arrival_s)
+        self._delivery.open(job)
+        self._counters.prompt_tokens += len(job.prompt_ids)
+
+    def cancel(self, number: int) -> None:
+        """End the job with CANCELLED; unknown numbers are ignored."""
+        job = self._jobs.get(number)
+        if job is not None:
+            self._delivery.close(job, FinishReason.CANCELLED)
+            self._end(job, FinishReason.CANCELLED)
+
+    def cancel_all(self) -> None:
+        for number in list(self._jobs):
+            self.cancel(number)
+
+    def fail_all(self, reason: str) -> None:
+        """End every job with ERROR, whatever state the loop has left them in."""
+        for job in self._jobs.values():
+            job.state = JobState.FINISHED
+            self._delivery.close(job, FinishReason.ERROR, reason)
+            self._on_end(job, FinishReason.ERROR)
+        self._jobs.clear()
+
+    def turn(self) -> None:
+        """Send a step if the ranks can take one, do the host's work, wait for what comes next.
+
+        Raises:
+            EngineError: a rank died or stopped answering.
+        """
+        if self._executor.can_submit:
+            self._schedule()
+        # The host's work for the last step, while the ranks compute this one. A job that a stop
+        # word ends here may be part of this step: its blocks are freed after it, its new token
+        # ignored.
+        for job in self._delivery.flush():
+            self._end(job, FinishReason.STOP)
+        if not self._flights:
+            self._last_result_s = None
+            self._executor.check()
+            return
+        result = self._executor.collect()
+        if result is not None:
+            self._finish_step(self._flights.popleft(), result)
+            if self._check_integrity:
+                self.pool.check_integrity()
+
+    def _schedule(self) -> None:
+        """Choose the next batch, allocate its blocks and send it, if there is a job to run."""
+        now = self._clock.now()
+        batch = self._allocate(now) if self._jobs else []
+        for job, _ in batch:
+            job.state = JobState.RUNNING
+            if job.first_scheduled_s is None:
+                job.first_scheduled_s = now
+        numbers = [job.number for job, _ in batch]
+        self._in_flight.update(numbers)
+        for job in self._returned:
+            if job.state is JobState.RUNNING and job.number not in self._in_flight:
+                job.state = JobState.PREEMPTED
+                job.num_preemptions += 1
+                self._counters.preemptions += 1
+        self._returned.clear()
+        self.num_running = len(self._in_flight)
+        if not batch:
+            return
+        batch = in_step_order(batch)
+        step = build_step(next(self._step_ids), batch, self.pool)
+        started_s = self._clock.now()
+        if self._last_result_s is not None and not self._flights:
+            self._counters.between_s += started_s - self._last_result_s
+        self._flights.append(_Flight(batch, step, started_s))
+        self._executor.submit(step)
+
+    def _allocate(self, now: float) -> list[tuple[Job, int]]:
+        selected = self.policy.select(now)
+        kv = plan(selected, self.policy.by_lowest_priority(), self.pool, self._in_flight)
+        for job in kv.dropped:
+            job.num_computed = 0
+            self._counters.recomputed_jobs += 1
+        if len(kv.scheduled) < len(selected):
+            chosen = {job.number for job, _ in kv.scheduled}
+            self.policy.not_run([job for job, _ in selected if job.number not in chosen])
+        if self.pool.num_used > self._counters.peak_blocks:
+            self._counters.peak_blocks = self.pool.num_used
+        return kv.scheduled
+
+    def _finish_step(self, flight: _Flight, result: StepResult) -> None:
+        now = self._clock.now()
+        elapsed_s = now - flight.started_s
+        counters = self._counters
+        counters.iterations += 1
+        counters.compute_s += result.compute_s
+        counters.iteration_s += elapsed_s
+        self._last_result_s = now
+        ended = self._apply(flight, result, now, elapsed_s)
+        self.policy.iteration_done([job for job, _ in flight.batch], elapsed_s, now)
+        for job, _ in flight.batch:
+            if job.state is JobState.FINISHED:  # while the step ran
+                self._release(job)
+        for job, reason in ended:
+            self._end(job, reason)
+        self._on_iteration(flight.step, elapsed_s)
+
+    def _apply(
+        self, flight: _Flight, result: StepResult, now: float, elapsed_s: float
+    ) -> list[tuple[Job, FinishReason]]:
+        """Update the jobs of the step; returns those that end with it."""
+        ended = []
+        tokens = iter(NewToken.from_result(result))
+        for job, num_tokens in flight.batch:
+            self._in_flight.discard(job.number)
+            self._returned.append(job)
+            job.executed_s += elapsed_s
+            is_partial = num_tokens < job.num_uncomputed
+            token = None if is_partial else next(tokens)
+            if job.state is not JobState.RUNNING:
+                continue  # ended while this iteration ran
+            job.num_computed += num_tokens
+            if token is None:
+                continue
+            job.output_ids.append(token.token_id)
+            job.cumulative_logprob += token.logprob
+            if job.first_token_s is None:
+                job.first_token_s = now
+            job.last_token_s = now
+            self._counters.generation_tokens += 1
+            reason = self._finish_reason(job, token.token_id)
+            self._delivery.add(job, token, reason)
+            if reason is not None:
+                ended.append((job, reason))
+        return ended
+
+    def _finish_reason(self, job: Job, token_id: int) -> FinishReason | None:
+        if not job.params.ignore_eos and token_id in self._eos_token_ids:
+            return FinishReason.STOP
+        if len(job.output_ids) >= job.params.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _end(self, job: Job, reason: FinishReason) -> None:
+        """Forget the job. What a running step uses is released when that step has ended."""
+        del self._jobs[job.number]
+        job.state = JobState.FINISHED
+        if job.number not in self._in_flight:
+            self._release(job)
+        self._on_end(job, reason)
+
+    def _release(self, job: Job) -> None:
+        self.policy.remove(job)
+        self.pool.release(job.number)

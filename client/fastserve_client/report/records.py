@@ -1,0 +1,76 @@
+"""What a load test notes of one job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """A finished job. Times are seconds of one clock.
+
+    Raises:
+        ValueError: times out of order, or a job without tokens: whoever recorded it is wrong.
+    """
+
+    arrival_s: float
+    first_scheduled_s: float
+    """Start of the first iteration that the job took part in."""
+    first_token_s: float
+    last_token_s: float
+    prompt_tokens: int
+    output_tokens: int
+    num_preemptions: int
+    executed_s: float
+    """Time of all iterations that the job took part in."""
+    alone_s: float | None = None
+    """Its latency on an idle system, if known."""
+
+    def __post_init__(self) -> None:
+        # Written so that NaN fails as well.
+        if not (
+            self.arrival_s <= self.first_scheduled_s <= self.first_token_s <= self.last_token_s
+            and self.arrival_s < self.last_token_s
+        ):
+            raise ValueError(f"times of a job must ascend: {self}")
+        if self.prompt_tokens < 1 or self.output_tokens < 1:
+            raise ValueError(f"a job has at least one token of prompt and of output: {self}")
+        if not self.executed_s >= 0 or not (self.alone_s is None or self.alone_s > 0):
+            raise ValueError(f"durations of a job must not be negative: {self}")
+
+    @property
+    def latency_s(self) -> float:
+        """Job completion time (JCT): from arrival to the last token."""
+        return self.last_token_s - self.arrival_s
+
+    @property
+    def normalized_latency_s(self) -> float:
+        """Latency per output token (FastServe §6.1), waiting included; not to confuse with TPOT."""
+        return self.latency_s / self.output_tokens
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.first_token_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time from one output token to the next; ``None`` for a single token."""
+        if self.output_tokens == 1:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
+
+    @property
+    def queueing_s(self) -> float:
+        """Part of the latency in which no iteration ran the job, before its first or later."""
+        return min(max(self.latency_s - self.executed_s, 0.0), self.latency_s)
+
+    @property
+    def queueing_share(self) -> float:
+        """Share of the latency spent waiting, 0 … 1 (FastServe Fig. 1)."""
+        return self.queueing_s / self.latency_s
+
+    @property
+    def slowdown(self) -> float | None:
+        """Latency over latency on an idle system; ``None`` where that is not known."""
+        return None if self.alone_s is None else self.latency_s / self.alone_s

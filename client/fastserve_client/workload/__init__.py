@@ -1,0 +1,42 @@
+"""Workloads of a load test: how long the jobs are, and when they arrive.
+
+    from fastserve_client.workload import build_trace
+
+    trace = build_trace("sharegpt", rate=2.0, num_jobs=500, seed=0)
+
+A trace says nothing about text: the same one drives a simulation and a real server.
+"""
+
+from __future__ import annotations
+
+from fastserve_client.workload.datasets import build_trace, load_lengths
+from fastserve_client.workload.lengths import (
+    AUTHORS_LIMITS,
+    NO_LIMITS,
+    LengthLimits,
+    Lengths,
+    scale_ratio,
+)
+from fastserve_client.workload.text_files import CountTokens, estimate_tokens
+from fastserve_client.workload.trace import (
+    TraceJob,
+    check_trace_fits,
+    poisson_trace,
+    timestamp_trace,
+)
+
+__all__ = [
+    "TraceJob",
+    "Lengths",
+    "LengthLimits",
+    "AUTHORS_LIMITS",
+    "NO_LIMITS",
+    "CountTokens",
+    "estimate_tokens",
+    "load_lengths",
+    "scale_ratio",
+    "build_trace",
+    "poisson_trace",
+    "timestamp_trace",
+    "check_trace_fits",
+]

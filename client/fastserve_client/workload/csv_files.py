@@ -1,0 +1,106 @@
+"""Data sets of lengths in CSV: plain ones, and the Azure LLM inference trace.
+
+The header decides which it is; columns may stand in any order, others are ignored.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta, timezone
+
+from fastserve_client.errors import WorkloadError
+
+_PLAIN_COLUMNS = ("prompt_tokens", "output_tokens")
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+def read_csv_lengths(path: str, text: str) -> tuple[list[tuple[int, int]], list[float] | None]:
+    """The jobs of a file's ``text``, and their timestamps in seconds if it has some.
+
+    Jobs of an Azure trace that generated nothing are left out.
+
+    Args:
+        path: For messages.
+
+    Raises:
+        WorkloadError: another header, or a line that lacks something.
+    """
+    reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
+    columns = _header(path, reader)
+    if set(_PLAIN_COLUMNS) <= set(columns):
+        lengths = [
+            (_tokens(place, row, "prompt_tokens", 1), _tokens(place, row, "output_tokens", 1))
+            for place, row in _rows(path, reader)
+        ]
+        return lengths, None
+    if set(_AZURE_COLUMNS) <= set(columns):
+        lengths, times_ns = [], []
+        for place, row in _rows(path, reader):
+            time_ns = _timestamp_ns(place, row["TIMESTAMP"])
+            prompt = _tokens(place, row, "ContextTokens", 0)
+            output = _tokens(place, row, "GeneratedTokens", 0)
+            if prompt and output:
+                lengths.append((prompt, output))
+                times_ns.append(time_ns)
+        # Seconds since the epoch would not leave a double room for the last digits.
+        first_ns = min(times_ns, default=0)
+        return lengths, [(time_ns - first_ns) / 1e9 for time_ns in times_ns]
+    raise WorkloadError(
+        f"{path}:1: got {','.join(columns)[:60]!r}; must be the header "
+        f"{','.join(_PLAIN_COLUMNS)} or {','.join(_AZURE_COLUMNS)}, or JSON"
+    )
+
+
+def _header(path: str, reader: csv.DictReader[str]) -> Sequence[str]:
+    try:
+        return reader.fieldnames or ()
+    except csv.Error as error:
+        raise WorkloadError(f"{path}:1: not CSV ({error})") from None
+
+
+def _rows(path: str, reader: csv.DictReader[str]) -> Iterator[tuple[str, dict[str, str | None]]]:
+    try:
+        for row in reader:
+            yield f"{path}:{reader.line_num}", row
+    except csv.Error as error:
+        raise WorkloadError(f"{path}:{reader.line_num}: not CSV ({error})") from None
+
+
+def _tokens(place: str, row: dict[str, str | None], column: str, least: int) -> int:
+    value = row[column]
+    # Stricter than int(), which takes "1_000" and digits of other scripts too.
+    if value is None or not re.fullmatch(r"\s*[0-9]{1,9}\s*", value) or int(value) < least:
+        got = "nothing" if value is None else repr(value)
+        raise WorkloadError(f"{place}: {column}: got {got}; must be an integer from {least}")
+    return int(value)
+
+
+# datetime.fromisoformat of Python 3.10 knows neither 7 fractional digits nor "Z".
+_TIMESTAMP = re.compile(
+    r"\s*(?P<second>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)"
+    r"(?:\.(?P<fraction>\d{1,9}))?"
+    r"(?P<zone>Z|[+-]\d\d:\d\d)?\s*",
+    re.ASCII,
+)
+
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+
+
+def _timestamp_ns(place: str, value: str | None) -> int:
+    """Nanoseconds since the epoch; a time without a zone is UTC."""
+    match = _TIMESTAMP.fullmatch(value or "")
+    try:
+        if match is None:
+            raise ValueError
+        zone = "+00:00" if match["zone"] in (None, "Z") else match["zone"]
+        second = datetime.fromisoformat(match["second"] + zone)
+    except ValueError:  # also of fromisoformat, as for month 13
+        raise WorkloadError(
+            f"{place}: TIMESTAMP: got {value!r}; must be like 2023-11-16 18:17:03.9799600"
+        ) from None
+    whole_s = (second - _EPOCH) // timedelta(seconds=1)
+    return whole_s * 10**9 + int((match["fraction"] or "").ljust(9, "0"))

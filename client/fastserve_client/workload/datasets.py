@@ -1,0 +1,127 @@
+"""One string names a data set: packaged, made of equal jobs, or a file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fastserve_client.errors import WorkloadError
+from fastserve_client.workload.csv_files import read_csv_lengths
+from fastserve_client.workload.lengths import NO_LIMITS, LengthLimits, Lengths
+from fastserve_client.workload.synthetic import SYNTHETIC_DATASETS, synthetic_lengths
+from fastserve_client.workload.text_files import CountTokens, estimate_tokens, read_text_lengths
+from fastserve_client.workload.trace import (
+    TraceJob,
+    check_num_jobs,
+    poisson_trace,
+    timestamp_trace,
+)
+
+_ALLOWED = f"{', '.join(SYNTHETIC_DATASETS)}, equal:PROMPT:OUTPUT or the path of a file"
+
+
+def load_lengths(
+    dataset: str, limits: LengthLimits = NO_LIMITS, count_tokens: CountTokens = estimate_tokens
+) -> Lengths:
+    """The job lengths of a data set, without those over the limits.
+
+    Args:
+        dataset: ``sharegpt`` or ``alpaca`` (synthetic, see :mod:`.synthetic`),
+            ``equal:PROMPT:OUTPUT``, or a path. What a file is shows in its content: CSV with the
+            columns ``prompt_tokens,output_tokens``, an Azure LLM inference trace, or JSON of
+            ShareGPT or Alpaca.
+        count_tokens: For files that hold text.
+
+    Raises:
+        WorkloadError: no such data set, a malformed file, or no job within the limits.
+    """
+    lengths, _ = _load(dataset, limits, count_tokens)
+    return lengths
+
+
+def build_trace(
+    dataset: str,
+    *,
+    rate: float | None = None,
+    num_jobs: int | None = None,
+    seed: int = 0,
+    limits: LengthLimits = NO_LIMITS,
+    count_tokens: CountTokens = estimate_tokens,
+) -> list[TraceJob]:
+    """The trace of a load test, sorted by arrival.
+
+    A data set with timestamps keeps them: ``rate`` then rescales them if it is given,
+    ``num_jobs`` takes the first ones, and nothing is random. All others need both, and arrive as
+    a Poisson process (see :func:`poisson_trace`).
+
+    Args:
+        dataset, limits, count_tokens: As for :func:`load_lengths`.
+        rate: Jobs per second.
+
+    Raises:
+        WorkloadError: as for :func:`load_lengths`, or a number missing or out of its range.
+    """
+    lengths, timestamps_s = _load(dataset, limits, count_tokens)
+    if timestamps_s is None:
+        if rate is None:
+            raise WorkloadError(f"rate: got none; {dataset} has no timestamps of its own")
+        if num_jobs is None:
+            raise WorkloadError(f"num_jobs: got none; {dataset} has no end of its own")
+        return poisson_trace(lengths, rate, num_jobs, seed)
+    if num_jobs is not None:
+        check_num_jobs(num_jobs)
+        if num_jobs > len(lengths):
+            raise WorkloadError(
+                f"num_jobs: got {num_jobs}; must be at most {len(lengths)}, "
+                f"the jobs that {dataset} has within the limits"
+            )
+        first = sorted(range(len(lengths)), key=timestamps_s.__getitem__)[:num_jobs]
+        lengths = [lengths[i] for i in first]
+        timestamps_s = [timestamps_s[i] for i in first]
+    return timestamp_trace(timestamps_s, lengths, rate)
+
+
+def _load(
+    dataset: str, limits: LengthLimits, count_tokens: CountTokens
+) -> tuple[Lengths, list[float] | None]:
+    lengths, timestamps_s = _load_all(dataset, count_tokens)
+    kept = [i for i, length in enumerate(lengths) if limits.allow(*length)]
+    if not kept:
+        raise WorkloadError(
+            f"dataset: got {dataset!r}, which has {len(lengths)} jobs and none of them within "
+            f"the limits (max_prompt_tokens {limits.max_prompt_tokens}, "
+            f"max_total_tokens {limits.max_total_tokens})"
+        )
+    times = None if timestamps_s is None else [timestamps_s[i] for i in kept]
+    return [lengths[i] for i in kept], times
+
+
+def _load_all(dataset: str, count_tokens: CountTokens) -> tuple[Lengths, list[float] | None]:
+    if dataset in SYNTHETIC_DATASETS:
+        return synthetic_lengths(dataset), None
+    if dataset.startswith("equal:"):
+        match = re.fullmatch(r"equal:([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", dataset)
+        if not match:
+            raise WorkloadError(
+                f"dataset: got {dataset!r}; must be equal:PROMPT:OUTPUT with two positive integers"
+            )
+        return [(int(match[1]), int(match[2]))], None
+    text = _read(dataset)
+    if not text:
+        raise WorkloadError(f"{dataset}: got an empty file; must hold at least one job")
+    if text.lstrip().startswith(("[", "{")):
+        return read_text_lengths(dataset, text, count_tokens), None
+    return read_csv_lengths(dataset, text)
+
+
+def _read(path: str) -> str:
+    """The text of a file, up to its last character that is not blank."""
+    try:
+        # With "sig": spreadsheets begin UTF-8 files with a byte order mark.
+        return Path(path).read_text(encoding="utf-8-sig").rstrip()
+    except OSError as error:
+        raise WorkloadError(
+            f"dataset: got {path!r} ({error.strerror}); must be {_ALLOWED}"
+        ) from None
+    except UnicodeDecodeError:
+        raise WorkloadError(f"{path}: got bytes that are not UTF-8; must be a text file") from None

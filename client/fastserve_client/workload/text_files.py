@@ -1,0 +1,108 @@
+"""Data sets of texts: ShareGPT conversations, Alpaca instructions (JSON or JSON Lines).
+
+Each record becomes jobs by counting the tokens of its texts. A job without a prompt or without an
+output (both data sets have some) is left out: nothing would be generated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from fastserve_client.errors import WorkloadError
+
+CountTokens: TypeAlias = Callable[[str], int]
+"""Tokens of a text, as the tokenizer of the model counts them."""
+
+
+def estimate_tokens(text: str) -> int:
+    """An estimate without a tokenizer: one token per 4 UTF-8 bytes, rounded up, at least 1.
+
+    English prose has about that many with the vocabularies of GPT-2 and OPT; code and other
+    languages have more.
+    """
+    return max(1, -(-len(text.encode()) // 4))
+
+
+def read_text_lengths(path: str, text: str, count_tokens: CountTokens) -> list[tuple[int, int]]:
+    """The jobs of a file's ``text``; ``path`` is for messages.
+
+    Raises:
+        WorkloadError: neither of the formats, or a record that lacks something.
+    """
+    return [
+        (max(1, count_tokens(prompt)), max(1, count_tokens(output)))
+        for place, record in _records(path, text)
+        for prompt, output in _exchanges(place, record)
+        if prompt and output
+    ]
+
+
+def _records(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each record with its place in the file, as messages name it."""
+    values: Iterable[tuple[str, Any]]
+    if text.lstrip().startswith("["):
+        whole = _parse_json(path, 1, text)
+        values = ((f"{path}: record {i}", value) for i, value in enumerate(whole, start=1))
+    else:
+        values = (
+            (f"{path}:{number}", _parse_json(path, number, line))
+            for number, line in enumerate(text.split("\n"), start=1)
+            if line.strip()
+        )
+    for place, value in values:
+        if not isinstance(value, dict):
+            raise WorkloadError(f"{place}: got {_short(value)}; must be a JSON object")
+        yield place, value
+
+
+def _exchanges(place: str, record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(prompt, output) of each job that the record holds."""
+    if "conversations" in record:
+        turns = record["conversations"]
+        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+            raise WorkloadError(
+                f"{place}: conversations: got {_short(turns)}; must be a list of turns"
+            )
+        for turn, answer in pairwise(turns):
+            if turn.get("from") == "human" and answer.get("from") == "gpt":
+                yield _text(place, turn, "value"), _text(place, answer, "value")
+    elif "instruction" in record:
+        instruction, extra = _text(place, record, "instruction"), record.get("input") or ""
+        if not isinstance(extra, str):
+            raise WorkloadError(f"{place}: input: got {_short(extra)}; must be text")
+        yield "\n".join(filter(None, (instruction, extra))), _text(place, record, "output")
+    else:
+        raise WorkloadError(
+            f"{place}: got the keys {_short(sorted(record))}; must be a record of ShareGPT "
+            "(conversations) or Alpaca (instruction, input, output)"
+        )
+
+
+def _text(place: str, holder: dict[str, Any], key: str) -> str:
+    value = holder.get(key)
+    if not isinstance(value, str):
+        raise WorkloadError(f"{place}: {key}: got {_short(value)}; must be text")
+    return value
+
+
+def _parse_json(path: str, first_line: int, text: str) -> Any:
+    line = first_line
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line += error.lineno - 1
+        reason = error.msg
+    except RecursionError:
+        reason = "nested too deeply"
+    except ValueError as error:  # an integer with more digits than Python converts
+        reason = str(error)
+    raise WorkloadError(f"{path}:{line}: not JSON ({reason})")
+
+
+def _short(value: object) -> str:
+    """The value for a message: a conversation can have a megabyte."""
+    shown = repr(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."

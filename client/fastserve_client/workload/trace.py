@@ -1,0 +1,103 @@
+"""Traces: jobs with the times at which they arrive."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastserve_client.errors import WorkloadError
+from fastserve_client.workload.lengths import Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class TraceJob:
+    """One job of a trace. A trace is a list of them, sorted by arrival."""
+
+    arrival_s: float
+    """Seconds since the trace began."""
+    prompt_tokens: int
+    output_tokens: int
+    """Tokens to generate, exactly: the load test forces this length (FastServe §6.1)."""
+
+
+def poisson_trace(lengths: Lengths, rate: float, num_jobs: int, seed: int) -> list[TraceJob]:
+    """Jobs drawn from ``lengths`` with replacement that arrive as a Poisson process.
+
+    One seed gives the same jobs at every rate, and arrivals that only scale with it, so that the
+    points of a sweep differ in nothing else. A longer trace begins with the shorter one.
+
+    Args:
+        rate: Jobs per second, > 0.
+        seed: At least 0.
+
+    Raises:
+        WorkloadError: no lengths, or a number out of its range.
+    """
+    _check_rate(rate)
+    check_num_jobs(num_jobs)
+    if seed < 0:
+        raise WorkloadError(f"seed: got {seed}; must be at least 0")
+    if not lengths:
+        raise WorkloadError("lengths: got none; a trace needs at least one job length")
+    # A generator each: how many gaps are drawn does not decide which jobs are.
+    gap_rng, job_rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
+    arrivals_s = np.cumsum(gap_rng.standard_exponential(num_jobs)) / rate
+    drawn = job_rng.integers(len(lengths), size=num_jobs)
+    return [
+        TraceJob(arrival_s, *lengths[index])
+        for arrival_s, index in zip(arrivals_s.tolist(), drawn.tolist(), strict=True)
+    ]
+
+
+def timestamp_trace(
+    timestamps_s: Sequence[float], lengths: Lengths, rate: float | None = None
+) -> list[TraceJob]:
+    """Jobs that arrive as they once did: the first at 0, the gaps as recorded.
+
+    Args:
+        timestamps_s: One a job, seconds of any clock, in any order.
+        lengths: At least one.
+        rate: Scales all gaps so that the mean one is ``1 / rate`` seconds.
+
+    Raises:
+        WorkloadError: a rate out of its range, or one for timestamps that have no mean gap.
+    """
+    order = sorted(range(len(lengths)), key=timestamps_s.__getitem__)
+    first_s, last_s = timestamps_s[order[0]], timestamps_s[order[-1]]
+    scale = 1.0
+    if rate is not None:
+        _check_rate(rate)
+        if first_s == last_s:
+            raise WorkloadError(
+                f"rate: got {rate:g} for jobs that all arrive at once; "
+                "needs two timestamps that differ"
+            )
+        scale = (len(lengths) - 1) / (last_s - first_s) / rate
+    return [TraceJob((timestamps_s[i] - first_s) * scale, *lengths[i]) for i in order]
+
+
+def check_trace_fits(trace: Sequence[TraceJob], max_model_len: int) -> None:
+    """Refuses a trace with a job that the model cannot hold.
+
+    Raises:
+        WorkloadError: names the first such job, its lengths and the limit.
+    """
+    for number, job in enumerate(trace, start=1):
+        if job.prompt_tokens + job.output_tokens > max_model_len:
+            raise WorkloadError(
+                f"trace: got job {number} with {job.prompt_tokens} prompt + {job.output_tokens} "
+                f"output tokens; must be at most {max_model_len} together (max_model_len)"
+            )
+
+
+def check_num_jobs(num_jobs: int) -> None:
+    if num_jobs < 1:
+        raise WorkloadError(f"num_jobs: got {num_jobs}; must be at least 1")
+
+
+def _check_rate(rate: float) -> None:
+    if not (math.isfinite(rate) and rate > 0):
+        raise WorkloadError(f"rate: got {rate:g}; must be a finite number of jobs/s above 0")

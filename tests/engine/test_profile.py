@@ -1,0 +1,85 @@
+"""The latency profile on real ranks: cached by the engine, made by the command."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.profile.latency import LatencyProfile
+
+COMMAND_TIMEOUT_S = 170.0
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, and where profiles lie in it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "fastserve" / "profiles"
+
+
+def run_profile(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fastserve_backend.cli", "profile", *arguments],
+        env=os.environ | {"COLUMNS": "120"},
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+    )
+
+
+def test_the_engine_measures_once_and_corrects_itself(
+    checkpoint: Path, tokenizer: Path, cache: Path
+) -> None:
+    keys = {"tokenizer": str(tokenizer), "max_num_seqs": 4, "device_blocks": 60}
+    with LLM(str(checkpoint), **keys) as llm:
+        (path,) = cache.iterdir()
+        measured = LatencyProfile.load(path)
+        profile = llm.engine.profile
+        assert profile.model == measured
+        assert 0 < profile.decode_s(1) <= profile.prefill_s(300)
+        assert measured.identity.dtype == "float32"
+        measured.require(llm.engine.model_config)
+        llm.generate([[5] * 8] * 4, SamplingParams(max_tokens=20, ignore_eos=True))
+        assert profile.decode_ratio != 1.0  # it has seen these decodes
+    written_ns = path.stat().st_mtime_ns
+    with LLM(str(checkpoint), **keys) as llm:
+        assert llm.engine.profile.model == measured
+    assert path.stat().st_mtime_ns == written_ns
+
+
+def test_the_command_writes_what_the_engine_then_uses(
+    checkpoint: Path, tokenizer: Path, cache: Path
+) -> None:
+    done = run_profile(str(checkpoint), "--device-blocks", "60", "--max-num-seqs", "4")
+    assert done.returncode == 0, done.stderr
+    shown = re.search(r"mean absolute error (\d+\.\d)%", done.stdout)
+    assert shown is not None, done.stdout
+    assert "100%" in done.stderr  # the progress bar
+    (path,) = cache.iterdir()
+    assert str(path) in done.stdout
+    profile = LatencyProfile.load(path)
+    assert profile.held_out_error is not None
+    assert f"{profile.held_out_error * 100:.1f}" == shown.group(1)
+    assert profile.num_blocks == 60
+    with LLM(str(checkpoint), tokenizer=str(tokenizer), device_blocks=60) as llm:
+        assert llm.engine.profile.model == profile
+
+
+def test_bad_input_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
+    output = tmp_path / "missing" / "profile.json"
+    for arguments, expected in (
+        ((str(checkpoint), "--output", str(output)), "output: "),
+        ((str(checkpoint), "--dtype", "int3"), "dtype"),
+        (("no-such-model", "--load-format", "dummy"), "no-such-model"),
+        ((str(checkpoint), "--device-blocks", "0"), "device_blocks"),
+    ):
+        done = run_profile(*arguments)
+        assert done.returncode == 1, arguments
+        assert expected in done.stderr
+        assert "Traceback" not in done.stderr
+    assert not output.exists()

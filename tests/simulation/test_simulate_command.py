@@ -1,0 +1,76 @@
+"""``fastserve simulate`` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fastserve_backend.cli", "simulate", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_a_sweep_prints_a_table_and_writes_json_and_a_plot(tmp_path: Path) -> None:
+    output, plot = tmp_path / "report.json", tmp_path / "sweep.png"
+    done = simulate(
+        "opt-13b", "--rates", "1,4", "--num-jobs", "40", "--policies", "fcfs,srpt",
+        "--output", str(output), "--plot", str(plot),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("fcfs") == done.stdout.count("srpt") == 2
+    assert "3936 KV blocks of 16 tokens" in done.stderr
+    report = json.loads(output.read_text())
+    assert [(point["label"], point["rate"]) for point in report["points"]] == [
+        ("fcfs", 1.0), ("fcfs", 4.0), ("srpt", 1.0), ("srpt", 4.0),
+    ]  # fmt: skip
+    assert report["settings"]["cluster"]["hardware"] == "a100-80g"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_pipeline_of_sharded_stages_and_a_length_ratio() -> None:
+    done = simulate(
+        "opt-175b", "--rates", "1", "--num-jobs", "20", "--policies", "skip_join_mlfq",
+        "--tensor-parallel-size", "8", "--pipeline-parallel-size", "2",
+        "--dataset", "alpaca", "--length-ratio", "0.5",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "skip_join_mlfq: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "lifo"], "scheduler.policy: got 'lifo'"),
+        (["--quantum-ratio", "1"], "scheduler.quantum_ratio: got 1.0"),
+        (["--rates", "-1"], "rate: got -1; must be"),
+        (["--rates", "fast"], "rates: got 'fast'; must be numbers"),
+        (["--num-jobs", "0"], "num_jobs: got 0"),
+        (["--dataset", "equal:2000:100", "--max-prompt-tokens", "2048",
+          "--max-total-tokens", "4096"], "2000 prompt + 100 output tokens; must be at most 2048"),
+        (["--dataset", "missing.csv"], "dataset: got 'missing.csv'"),
+        (["--profile", "missing.json"], "profile: cannot read missing.json"),
+        (["--hardware", "tpu"], "hardware: got 'tpu'"),
+        (["--tensor-parallel-size", "3"], "tensor_parallel_size: got 3"),
+        (["--output", "missing/report.json"], "its directory does not exist"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_mistake_is_one_clear_error(arguments: list[str], message: str) -> None:
+    rates = [] if "--rates" in arguments else ["--rates", "1"]
+    done = simulate("opt-13b", *rates, *arguments)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.csv").write_text("prompt_tokens,output_tokens\n")
+    done = simulate("opt-13b", "--rates", "1", "--dataset", str(tmp_path / "empty.csv"))
+    assert done.returncode == 1
+    assert "empty.csv" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,136 @@
+"""Traces through the engine's loop on a virtual clock, by the thousand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.errors import ConfigError
+from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+from fastserve_backend.simulation.simulator import Simulation, simulate
+from fastserve_client.report import summarize
+from fastserve_client.workload import TraceJob, build_trace
+
+POLICIES = ("fcfs", "mlfq", "fixed_priority", "skip_join_mlfq", "srpt")
+BLOCK_SIZE = 4
+LONGEST = 24  # tokens of a random job
+
+
+class Machine(LatencyModel):
+    """10 ms, and 1 ms a token; ``num_stages`` of a pipeline."""
+
+    def __init__(self, num_stages: int = 1) -> None:
+        self.num_stages = num_stages
+
+    def iteration_s(self, load: IterationLoad) -> float:
+        return 0.010 + 0.001 * load.num_tokens
+
+
+def random_simulation(seed: int) -> tuple[list[TraceJob], Simulation]:
+    """A small trace, and a set-up that is often short of blocks, slots and tokens."""
+    rng = random.Random(seed)
+    arrival_s, trace = 0.0, []
+    for _ in range(rng.randint(1, 9)):
+        arrival_s += rng.choice([0.0, rng.expovariate(20.0), rng.expovariate(2.0)])
+        prompt = rng.randint(1, LONGEST - 1)
+        trace.append(TraceJob(arrival_s, prompt, rng.randint(1, min(8, LONGEST - prompt))))
+    chunk = rng.choice([None, None, 1, 5, 30])
+    least_tokens = LONGEST if chunk is None else 4
+    config = EngineConfig().with_keys(
+        policy=rng.choice(POLICIES),
+        max_num_seqs=rng.randint(1, 4),
+        max_num_batched_tokens=rng.randint(least_tokens, 2 * LONGEST),
+        prefill_chunk_tokens=chunk,
+        quantum_ratio=rng.choice([1.5, 2.0, 4.0]),
+        starvation_ms=rng.choice([20.0, 200.0, 30000.0]),
+    )
+    simulation = simulate(
+        trace,
+        config.scheduler,
+        Machine(rng.randint(1, 3)),
+        num_blocks=LONGEST // BLOCK_SIZE + rng.choice([0, 0, 2, 100]),
+        block_size=BLOCK_SIZE,
+        max_model_len=LONGEST,
+        check_integrity=True,
+    )
+    return trace, simulation
+
+
+@pytest.mark.parametrize("first", range(0, 10_000, 1000))
+def test_ten_thousand_random_traces(first: int) -> None:
+    """No job is lost or late by magic, and the block tables are whole after every step."""
+    num_recomputed = num_preempted = 0
+    for seed in range(first, first + 1000):
+        trace, simulation = random_simulation(seed)
+        records = simulation.records
+        assert [(r.prompt_tokens, r.output_tokens) for r in records] == [
+            (job.prompt_tokens, job.output_tokens) for job in trace
+        ]
+        for job, record in zip(trace, records, strict=True):
+            assert record.arrival_s == job.arrival_s
+            assert job.arrival_s <= record.first_scheduled_s < record.first_token_s
+            assert record.first_token_s <= record.last_token_s <= simulation.ended_s
+            # It took part in an iteration for each token at least, and in no two at once.
+            iterations_s = 0.010 * job.output_tokens + 0.001 * job.prompt_tokens
+            assert record.executed_s >= iterations_s - 1e-9
+            assert record.executed_s <= record.last_token_s - record.first_scheduled_s + 1e-9
+        assert simulation.counters.generation_tokens == sum(job.output_tokens for job in trace)
+        num_recomputed += simulation.counters.recomputed_jobs
+        num_preempted += simulation.counters.preemptions
+    assert num_recomputed > 100
+    assert num_preempted > 100
+
+
+def test_the_same_seed_gives_the_same_result_to_the_last_bit() -> None:
+    for seed in range(20):
+        first, second = random_simulation(seed), random_simulation(seed)
+        assert first[1].records == second[1].records
+        assert first[1].counters == second[1].counters
+    assert random_simulation(1)[1].records != random_simulation(2)[1].records
+
+
+def run(trace: list[TraceJob], **keys: object) -> Simulation:
+    return simulate(
+        trace,
+        EngineConfig().with_keys(**keys).scheduler,
+        Machine(),
+        num_blocks=10_000,
+        block_size=16,
+        max_model_len=2048,
+    )
+
+
+def test_a_job_alone_takes_its_iterations_and_no_more() -> None:
+    (record,) = run([TraceJob(5.0, 100, 11)]).records
+    assert record.first_scheduled_s == 5.0
+    assert record.ttft_s == pytest.approx(0.110)
+    assert record.latency_s == pytest.approx(0.110 + 10 * 0.011)
+    assert record.alone_s == pytest.approx(record.latency_s)
+    assert record.queueing_share == pytest.approx(0, abs=1e-6)
+
+
+def test_preemption_saves_short_jobs_and_the_oracle_is_ahead() -> None:
+    """What the policies are for, on a workload that overloads the machine."""
+    trace = build_trace("sharegpt", rate=6.0, num_jobs=150, seed=3)
+    mean = {
+        policy: summarize(run(trace, policy=policy).records).normalized_latency_s.mean
+        for policy in POLICIES
+    }
+    assert mean["srpt"] < mean["skip_join_mlfq"] < mean["fcfs"]
+    assert mean["srpt"] < mean["fixed_priority"]
+
+
+def test_chunks_keep_a_long_prompt_from_stalling_decodes() -> None:
+    trace = [TraceJob(0.0, 10, 60), TraceJob(0.2, 2000, 2)]
+    whole, chunked = (run(trace, prefill_chunk_tokens=chunk) for chunk in (None, 64))
+    assert whole.records[0].latency_s > 2.5  # it waits out a prefill of 2 s
+    assert chunked.records[0].latency_s - whole.records[0].latency_s < 60 * 0.075
+    assert chunked.records[1].ttft_s > whole.records[1].ttft_s
+
+
+def test_what_can_never_run_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens: got 100; one prompt may have"):
+        run([TraceJob(0.0, 1, 1)], max_num_batched_tokens=100)
+    with pytest.raises(ValueError, match="longer than 2048 tokens"):
+        run([TraceJob(0.0, 2048, 1)])

@@ -1,0 +1,153 @@
+"""The step loop on a virtual clock: modelled ranks, and a delivery that only counts."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+
+from fastserve_backend.clock import VirtualClock
+from fastserve_backend.counters import EngineCounters
+from fastserve_backend.delivery import NewToken
+from fastserve_backend.executor.simulated import SimulatedExecutor
+from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+from fastserve_backend.scheduler.base import Policy
+from fastserve_backend.step_loop import StepLoop
+from fastserve_backend.worker.messages import Step, StepResult
+
+BLOCK_SIZE = 4
+MOST_TURNS = 20_000  # far more than any test needs
+
+
+class SimpleModel(LatencyModel):
+    """An iteration takes 1 s for each token of its prefills, or 1 s if it has none."""
+
+    def __init__(self, num_stages: int = 1) -> None:
+        self.num_stages = num_stages
+
+    def iteration_s(self, load: IterationLoad) -> float:
+        return float(max(1, load.num_tokens - load.num_decodes))
+
+
+class WatchedExecutor(SimulatedExecutor):
+    """Checks that no block is used by two unfinished steps, and notes what was submitted."""
+
+    def __init__(self, model: LatencyModel, clock: VirtualClock, num_blocks: int) -> None:
+        super().__init__(model, clock, num_blocks)
+        self.blocks_in_use: dict[int, set[int]] = {}  # step → its blocks
+        self.most_unfinished = 0
+        self.num_partial = 0
+
+    def submit(self, step: Step) -> None:
+        assert self.can_submit
+        blocks = array("i", step.block_ids).tolist()
+        assert len(set(blocks)) == len(blocks)
+        assert all(used.isdisjoint(blocks) for used in self.blocks_in_use.values())
+        self.blocks_in_use[step.step_id] = set(blocks)
+        self.most_unfinished = max(self.most_unfinished, len(self.blocks_in_use))
+        self.num_partial += step.num_partial
+        super().submit(step)
+
+    def collect(self) -> StepResult | None:
+        result = super().collect()
+        if result is not None:
+            del self.blocks_in_use[result.step_id]
+        return result
+
+
+class CountingDelivery:
+    """Counts tokens and ends by job number; ``stop_after`` ends jobs as a stop word would."""
+
+    def __init__(self) -> None:
+        self.num_tokens: Counter[int] = Counter()
+        self.closed: list[tuple[int, FinishReason, str | None]] = []
+        self.stop_after: dict[int, int] = {}
+        self._pending: list[tuple[Job, FinishReason | None]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._pending
+
+    def open(self, job: Job) -> None:
+        assert self.num_tokens[job.number] == 0
+
+    def add(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
+        assert token.token_id == 0
+        self._pending.append((job, reason))
+
+    def flush(self) -> list[Job]:
+        pending, self._pending = self._pending, []
+        stopped = []
+        for job, reason in pending:
+            self.num_tokens[job.number] += 1
+            if reason is None and self.num_tokens[job.number] == self.stop_after.get(job.number):
+                stopped.append(job)
+        return stopped
+
+    def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
+        self.closed.append((job.number, reason, error))
+
+
+class Rig:
+    """A step loop with everything around it, and how to drive it."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        num_blocks: int = 100,
+        num_stages: int = 1,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.clock = VirtualClock()
+        self.executor = WatchedExecutor(SimpleModel(num_stages), self.clock, num_blocks)
+        self.delivery = CountingDelivery()
+        self.counters = EngineCounters()
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        self.ends: list[tuple[int, FinishReason]] = []
+        self.iterations_s: list[float] = []
+        self.num_turns = 0
+        self.loop = StepLoop(
+            policy,
+            self.pool,
+            self.executor,
+            self.delivery,
+            self.clock,
+            eos_token_ids=eos_token_ids,
+            counters=self.counters,
+            on_end=lambda job, reason: self.ends.append((job.number, reason)),
+            on_iteration=lambda step, elapsed_s: self.iterations_s.append(elapsed_s),
+            check_integrity=True,
+        )
+
+    def turn(self, count: int = 1) -> float:
+        """So many turns; returns the time after them."""
+        for _ in range(count):
+            self.loop.turn()
+        return self.clock.now()
+
+    def run(
+        self, arrivals: Iterable[Job] = (), cancellations: dict[int, float] | None = None
+    ) -> None:
+        """Turns until all is done: jobs arrive at their ``arrival_s``, and are cancelled at the
+        first chance from these times on."""
+        arriving = sorted(arrivals, key=lambda job: job.arrival_s)
+        to_cancel = dict(cancellations or {})
+        while arriving or not self.loop.is_idle:
+            now = self.clock.now()
+            while arriving and arriving[0].arrival_s <= now:
+                self.loop.add(arriving.pop(0))
+            for number in [number for number, time_s in to_cancel.items() if time_s <= now]:
+                self.loop.cancel(number)
+                del to_cancel[number]
+            next_s = arriving[0].arrival_s if arriving else float("inf")
+            if self.loop.is_idle:
+                if arriving:
+                    self.clock.advance_to(next_s)
+                continue
+            self.executor.wake_s = next_s
+            self.loop.turn()
+            self.num_turns += 1
+            assert self.num_turns < MOST_TURNS, "the loop turns and nothing comes of it"

@@ -1,0 +1,86 @@
+"""Policies with simple times for tests: prefill 1 s a token, decode 1 s, quanta 1, 2, 4, … s."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastserve_backend.job import Job
+from fastserve_backend.scheduler.base import BatchLimits, Policy
+from fastserve_backend.scheduler.fcfs import FCFS
+from fastserve_backend.scheduler.fixed_priority import FixedPriority
+from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
+from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
+from fastserve_backend.scheduler.srpt import SRPT
+from jobs import run_iteration
+
+POLICIES = ("fcfs", "fixed_priority", "srpt", "mlfq", "skip_join_mlfq")
+NEVER_S = 1e9
+
+
+@dataclass(frozen=True)
+class LinearTimes:
+    """A prefill takes ``token_s`` a token, a decode 1 s."""
+
+    token_s: float = 1.0
+
+    def prefill_s(self, num_tokens: int) -> float:
+        return num_tokens * self.token_s
+
+    def decode_s(self, context_tokens: int) -> float:
+        return 1.0
+
+
+TIMES = LinearTimes()
+
+
+def quanta(
+    longest: float = 64.0, starvation_s: float = NEVER_S, base_s: Callable[[], float] = lambda: 1.0
+) -> Quanta:
+    return Quanta(base_s=base_s, ratio=2.0, longest_job_s=longest, starvation_s=starvation_s)
+
+
+def one_job() -> BatchLimits:
+    return BatchLimits(max_seqs=1, max_tokens=1000)
+
+
+def mlfq(
+    limits: BatchLimits | None = None, starvation_s: float = NEVER_S, longest: float = 64.0
+) -> MLFQ:
+    return MLFQ(limits or one_job(), quanta(longest, starvation_s))
+
+
+def skip_join(
+    limits: BatchLimits | None = None, starvation_s: float = NEVER_S, longest: float = 64.0
+) -> SkipJoinMLFQ:
+    return SkipJoinMLFQ(limits or one_job(), quanta(longest, starvation_s), TIMES)
+
+
+def make(
+    name: str,
+    limits: BatchLimits,
+    *,
+    starvation_s: float = NEVER_S,
+    longest: float = 64.0,
+    times: LinearTimes = TIMES,
+) -> Policy:
+    """The policy of this name, as the registry would build it from these values."""
+    if name == "fcfs":
+        return FCFS(limits)
+    if name == "fixed_priority":
+        return FixedPriority(limits)
+    if name == "srpt":
+        return SRPT(limits, times)
+    if name == "mlfq":
+        return MLFQ(limits, quanta(longest, starvation_s))
+    return SkipJoinMLFQ(limits, quanta(longest, starvation_s), times)
+
+
+def iterate(policy: Policy, now: float, elapsed_s: float = 1.0) -> list[Job]:
+    """Select, run and account one iteration; returns its jobs."""
+    batch = policy.select(now)
+    for job, num_tokens in batch:
+        run_iteration(job, num_tokens)
+    jobs = [job for job, _ in batch]
+    policy.iteration_done(jobs, elapsed_s, now + elapsed_s)
+    return jobs

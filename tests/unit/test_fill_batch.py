@@ -1,0 +1,161 @@
+"""How a batch is filled: the limits of jobs and tokens, and prefill in chunks."""
+
+from __future__ import annotations
+
+import pytest
+from fastserve_backend.job import Job
+from fastserve_backend.scheduler.base import BatchLimits, Scheduled, fill_batch
+from jobs import make_job, run_iteration
+from policies import POLICIES, make
+
+
+def fill(jobs: list[Job], limits: BatchLimits) -> list[tuple[int, int]]:
+    """(job number, tokens) of the batch."""
+    batch = fill_batch(jobs, limits, lambda job: False)
+    assert all(isinstance(item, Scheduled) for item in batch)
+    return [(job.number, num_tokens) for job, num_tokens in batch]
+
+
+def prefills(*prompt_lens: int) -> list[Job]:
+    return [make_job(number, prompt_len) for number, prompt_len in enumerate(prompt_lens)]
+
+
+def decodes(first: int, count: int) -> list[Job]:
+    return [make_job(number, 8, computed=True) for number in range(first, first + count)]
+
+
+def test_jobs_are_taken_in_order_up_to_the_most_jobs() -> None:
+    assert fill(prefills(3, 1, 2), BatchLimits(2, 100)) == [(0, 3), (1, 1)]
+    assert fill(prefills(3, 1, 2), BatchLimits(9, 100)) == [(0, 3), (1, 1), (2, 2)]
+    assert fill([], BatchLimits(2, 100)) == []
+
+
+def test_a_job_that_does_not_fit_the_tokens_is_passed_over() -> None:
+    assert fill([*prefills(8, 9, 2), *decodes(3, 2)], BatchLimits(8, 10)) == [(0, 8), (2, 2)]
+    assert fill([*prefills(8, 9), *decodes(3, 3)], BatchLimits(8, 10)) == [(0, 8), (3, 1), (4, 1)]
+
+
+def test_skipped_jobs_take_no_room() -> None:
+    jobs = prefills(4, 4, 4)
+    batch = fill_batch(jobs, BatchLimits(2, 8), lambda job: job.number == 0)
+    assert batch == [(jobs[1], 4), (jobs[2], 4)]
+
+
+def test_after_a_job_that_does_not_fit_only_so_many_more_are_looked_at() -> None:
+    limits = BatchLimits(max_seqs=2, max_tokens=10)
+    first, too_long = prefills(8, 9)
+    near = [first, too_long, make_job(2, 9), make_job(3, 2)]
+    far = [first, too_long, make_job(2, 9), make_job(3, 9), make_job(4, 2)]
+    assert fill(near, limits) == [(0, 8), (3, 2)]
+    assert fill(far, limits) == [(0, 8)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_keeps_the_token_budget(name: str) -> None:
+    policy = make(name, BatchLimits(max_seqs=8, max_tokens=10))
+    first, too_long, decoding = make_job(0, 8), make_job(1, 9), make_job(2, 8, computed=True)
+    for job in (first, too_long, decoding):
+        policy.add(job, 0.0)
+    batch = policy.select(0.0)
+    assert {job.number for job, _ in batch} in ({0, 2}, {1, 2})
+    assert sum(num_tokens for _, num_tokens in batch) <= 10
+
+
+# --- Chunks -----------------------------------------------------------------------------------
+
+
+def test_all_prefills_share_one_budget_and_decodes_do_not_use_it() -> None:
+    limits = BatchLimits(max_seqs=8, max_tokens=100, prefill_chunk_tokens=10)
+    batch = fill([*decodes(5, 2), *prefills(6, 9, 3), *decodes(7, 1)], limits)
+    assert batch == [(5, 1), (6, 1), (0, 6), (1, 4), (7, 1)]
+
+
+def test_a_chunk_takes_no_more_than_the_tokens_of_the_iteration() -> None:
+    limits = BatchLimits(max_seqs=8, max_tokens=6, prefill_chunk_tokens=10)
+    assert fill([*decodes(5, 2), *prefills(9, 9)], limits) == [(5, 1), (6, 1), (0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "chunk_tokens", "chunks"),
+    [
+        (10, 4, [4, 4, 2]),
+        (8, 4, [4, 4]),  # the last chunk is exactly the rest
+        (9, 4, [4, 4, 1]),  # the last chunk is a single token
+        (3, 4, [3]),
+        (1, 4, [1]),
+        (4, 1, [1, 1, 1, 1]),
+    ],
+)
+def test_a_prompt_runs_in_chunks_and_gets_its_token_with_the_last(
+    prompt_len: int, chunk_tokens: int, chunks: list[int]
+) -> None:
+    job = make_job(0, prompt_len)
+    limits = BatchLimits(max_seqs=4, max_tokens=100, prefill_chunk_tokens=chunk_tokens)
+    ran = []
+    while not job.output_ids:
+        ((_, num_tokens),) = fill([job], limits)
+        run_iteration(job, num_tokens)
+        ran.append(num_tokens)
+    assert ran == chunks
+    assert fill([job], limits) == [(0, 1)]  # a decode
+
+
+def test_a_prompt_longer_than_the_tokens_of_an_iteration_runs_in_chunks() -> None:
+    job = make_job(0, 25)
+    limits = BatchLimits(max_seqs=4, max_tokens=10, prefill_chunk_tokens=16)
+    assert fill([job], limits) == [(0, 10)]
+    run_iteration(job, 20)
+    assert fill([job], limits) == [(0, 5)]
+
+
+def test_the_most_urgent_prefill_is_never_passed_over_for_want_of_chunk() -> None:
+    limits = BatchLimits(max_seqs=2, max_tokens=4, prefill_chunk_tokens=2)
+    first, second = prefills(50, 50)
+    assert fill([first, second], limits) == [(0, 2)]
+    run_iteration(first, 2)
+    assert fill([first, second], limits) == [(0, 2)]
+
+
+# --- Bounded work -----------------------------------------------------------------------------
+
+
+class WatchedJob(Job):
+    """Counts how often a decision asks for its size."""
+
+    __slots__ = ("num_looks",)
+    num_looks: int
+
+    @property
+    def num_uncomputed(self) -> int:
+        self.num_looks += 1
+        return Job.num_uncomputed.fget(self)  # type: ignore[attr-defined, no-any-return]
+
+
+def watched(number: int, prompt_len: int) -> WatchedJob:
+    plain = make_job(number, prompt_len)
+    job = WatchedJob(plain.id, number, plain.prompt_ids, plain.params, 0.0)
+    job.num_looks = 0
+    return job
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    ("limits", "prompt_len"),
+    [
+        (BatchLimits(16, 2048), 20),  # all fit: the batch is soon full
+        (BatchLimits(16, 50), 30),  # the second does not fit, nor any other
+        (BatchLimits(16, 2048, 64), 40),  # the chunk is used up by the second
+    ],
+)
+def test_a_decision_looks_at_few_jobs_however_many_wait(
+    name: str, limits: BatchLimits, prompt_len: int
+) -> None:
+    policy = make(name, limits)
+    jobs = [watched(number, prompt_len) for number in range(10_000)]
+    for job in jobs:
+        policy.add(job, 0.0)
+    for job in jobs:
+        job.num_looks = 0
+    for _ in range(3):  # with three pipeline stages, the later ones pass by those in flight
+        assert policy.select(0.0)
+    assert sum(job.num_looks for job in jobs) <= 3 * (2 * limits.max_seqs + 1)

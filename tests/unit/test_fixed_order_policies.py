@@ -1,0 +1,156 @@
+"""FCFS, fixed priority and SRPT: worked examples by hand, and what all policies have in common."""
+
+from __future__ import annotations
+
+import pytest
+from fastserve_backend.scheduler.base import BatchLimits
+from fastserve_backend.scheduler.fcfs import FCFS
+from fastserve_backend.scheduler.fixed_priority import FixedPriority
+from fastserve_backend.scheduler.srpt import SRPT
+from jobs import make_job
+from policies import POLICIES, TIMES, iterate, make, one_job
+
+# --- Every policy -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_adding_a_job_twice_is_refused(name: str) -> None:
+    policy = make(name, BatchLimits(1, 1))
+    job = make_job(0, 1)
+    policy.add(job, 0.0)
+    with pytest.raises(ValueError, match="already queued"):
+        policy.add(job, 0.0)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_jobs_in_flight_are_not_selected_again(name: str) -> None:
+    policy = make(name, one_job())
+    first, second = make_job(0, 1), make_job(1, 1)
+    policy.add(first, 0.0)
+    policy.add(second, 0.0)
+    assert policy.select(0.0) == [(first, 1)]
+    assert policy.select(0.0) == [(second, 1)]
+    assert policy.select(0.0) == []
+    policy.not_run([second])
+    assert policy.select(0.0) == [(second, 1)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_job_ends_while_others_are_in_flight(name: str) -> None:
+    policy = make(name, one_job())
+    jobs = [make_job(n, 1) for n in range(3)]
+    for job in jobs:
+        policy.add(job, 0.0)
+    policy.select(0.0)
+    policy.select(0.0)
+    policy.remove(jobs[2])  # waiting: cancelled at once
+    policy.iteration_done([jobs[0]], 1.0, 1.0)
+    policy.remove(jobs[0])  # ended with its iteration, the other goes on
+    assert policy.select(1.0) == []
+    policy.iteration_done([jobs[1]], 2.0, 2.0)
+    assert [job for job, _ in policy.select(2.0)] == [jobs[1]]
+    policy.remove(jobs[1])
+    assert sum(policy.level_sizes()) == 0
+    assert list(policy.by_lowest_priority()) == []
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_removed_number_can_be_added_and_selected_again(name: str) -> None:
+    policy = make(name, one_job())
+    job = make_job(0, 1)
+    policy.add(job, 0.0)
+    policy.select(0.0)
+    policy.remove(job)
+    policy.add(job, 1.0)
+    assert policy.select(1.0) == [(job, 1)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_recalibration_keeps_the_order(name: str) -> None:
+    policy = make(name, one_job())
+    for number, prompt_len in enumerate((5, 1, 3)):
+        policy.add(make_job(number, prompt_len), 0.0)
+    order = list(policy.by_lowest_priority())
+    policy.recalibrate()
+    assert list(policy.by_lowest_priority()) == order
+
+
+# --- FCFS -------------------------------------------------------------------------------------
+
+
+def test_fcfs_runs_to_completion_in_order_of_arrival() -> None:
+    policy = FCFS(BatchLimits(max_seqs=2, max_tokens=100))
+    jobs = [make_job(n, 3) for n in range(3)]
+    for job in jobs:
+        policy.add(job, 0.0)
+    assert iterate(policy, 0.0) == jobs[:2]
+    assert iterate(policy, 1.0) == jobs[:2]
+    policy.remove(jobs[0])
+    assert iterate(policy, 2.0) == [jobs[1], jobs[2]]
+    assert list(policy.by_lowest_priority()) == [jobs[2], jobs[1]]
+    assert policy.level_sizes() == (2,)
+
+
+# --- Fixed priority ---------------------------------------------------------------------------
+
+
+def test_fixed_priority_runs_the_shortest_prompt_at_every_token_whatever_its_output() -> None:
+    policy = FixedPriority(one_job())
+    short_prompt = make_job(0, 3, max_tokens=500)
+    long_prompt = make_job(1, 4, max_tokens=1)
+    policy.add(long_prompt, 0.0)
+    assert iterate(policy, 0.0) == [long_prompt]
+    policy.add(short_prompt, 1.0)
+    for now in range(1, 20):
+        assert iterate(policy, float(now)) == [short_prompt]
+
+
+def test_fixed_priority_of_equal_prompts_is_by_arrival() -> None:
+    policy = FixedPriority(BatchLimits(max_seqs=3, max_tokens=100))
+    jobs = [make_job(n, 2) for n in range(4)]
+    shortest = make_job(9, 1)
+    for job in (*jobs, shortest):
+        policy.add(job, 0.0)
+    assert iterate(policy, 0.0) == [shortest, jobs[0], jobs[1]]
+    assert iterate(policy, 1.0) == [shortest, jobs[0], jobs[1]]  # having run changes nothing
+    assert list(policy.by_lowest_priority()) == [*reversed(jobs), shortest]
+
+
+# --- SRPT -------------------------------------------------------------------------------------
+
+
+def test_srpt_runs_the_job_with_the_least_work_left() -> None:
+    policy = SRPT(one_job(), TIMES)
+    long_prompt = make_job(0, 9, max_tokens=1)  # 9 s
+    long_output = make_job(1, 1, max_tokens=10)  # 1 + 9 s
+    middle = make_job(2, 4, max_tokens=6)  # 4 + 5 s: equal to the first, arrived later
+    for job in (long_output, middle, long_prompt):
+        policy.add(job, 0.0)
+    assert list(policy.by_lowest_priority()) == [long_output, middle, long_prompt]
+
+
+def test_srpt_changes_its_order_as_jobs_progress() -> None:
+    policy = SRPT(BatchLimits(max_seqs=1, max_tokens=100), TIMES)
+    first, second = make_job(0, 6, max_tokens=4), make_job(1, 2, max_tokens=7)  # 9 s and 8 s
+    policy.add(first, 0.0)
+    assert iterate(policy, 0.0, elapsed_s=6.0) == [first]  # 3 s left
+    policy.add(second, 6.0)
+    assert list(policy.by_lowest_priority()) == [second, first]
+    newcomer = make_job(2, 1, max_tokens=2)  # 2 s
+    policy.add(newcomer, 6.0)
+    assert iterate(policy, 6.0) == [newcomer]
+    policy.remove(newcomer)
+    assert iterate(policy, 7.0) == [first]
+    assert list(policy.by_lowest_priority()) == [second, first]
+
+
+def test_srpt_counts_the_chunks_that_have_run() -> None:
+    policy = SRPT(BatchLimits(max_seqs=1, max_tokens=100, prefill_chunk_tokens=4), TIMES)
+    chunked, other = make_job(0, 9, max_tokens=1), make_job(1, 6, max_tokens=2)  # 9 s, 6 + 1 s
+    policy.add(chunked, 0.0)
+    policy.select(0.0)
+    policy.add(other, 0.0)
+    assert list(policy.by_lowest_priority()) == [chunked, other]
+    chunked.num_computed += 4
+    policy.iteration_done([chunked], 4.0, 4.0)  # 5 s left
+    assert list(policy.by_lowest_priority()) == [other, chunked]

@@ -1,0 +1,276 @@
+"""Naive and skip-join MLFQ: worked examples by hand (FastServe §4.1, Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from fastserve_backend.scheduler.base import BatchLimits
+from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
+from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
+from jobs import make_job, run_iteration
+from policies import TIMES, iterate, mlfq, one_job, quanta, skip_join
+
+Make = Callable[..., MLFQ]
+BOTH = pytest.mark.parametrize("make", [mlfq, skip_join])
+
+
+@BOTH
+def test_quanta_double_until_they_cover_the_longest_prefill(make: Make) -> None:
+    assert make(longest=10.0).quanta_s == (1, 2, 4, 8, 16)
+    assert make(longest=8.0).quanta_s == (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(("ratio", "starvation_s"), [(1.0, 1.0), (0.5, 1.0), (2.0, 0.0)])
+def test_quanta_that_do_not_grow_and_promotion_at_once_are_refused(
+    ratio: float, starvation_s: float
+) -> None:
+    with pytest.raises(ValueError, match="need ratio > 1 and starvation_s > 0"):
+        Quanta(lambda: 1.0, ratio, 8.0, starvation_s)
+
+
+# --- Joining ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt_len", [1, 5, 500])
+def test_every_job_joins_q1_of_the_naive_queue(prompt_len: int) -> None:
+    policy = mlfq()
+    job = make_job(0, prompt_len)
+    policy.add(job, 0.0)
+    assert job.queue_level == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "level"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3), (64, 6), (500, 6)]
+)
+def test_a_job_joins_the_highest_queue_whose_quantum_covers_its_prefill(
+    prompt_len: int, level: int
+) -> None:
+    policy = skip_join()
+    job = make_job(0, prompt_len)
+    policy.add(job, 0.0)
+    assert job.queue_level == level
+    assert policy.level_sizes()[level] == 1
+
+
+# --- Demotion ---------------------------------------------------------------------------------
+
+
+def test_a_job_that_used_its_quantum_is_demoted_to_the_next_queue() -> None:
+    policy = skip_join()
+    job = make_job(0, 4)
+    policy.add(job, 0.0)
+    iterate(policy, 0.0, elapsed_s=3.0)
+    assert job.queue_level == 2  # 3 of 4 s used: it keeps its place
+    iterate(policy, 3.0)
+    assert job.queue_level == 3
+    for now in range(4, 11):
+        iterate(policy, float(now))
+    assert job.queue_level == 3  # 7 of 8 s: used time was reset by the demotion
+    iterate(policy, 11.0)
+    assert job.queue_level == 4
+    assert policy.num_demotions == 2
+
+
+def test_demotion_skips_queues_whose_quantum_the_next_iteration_does_not_fit() -> None:
+    policy = skip_join()
+    job = make_job(0, 2)
+    policy.add(job, 0.0)
+    assert job.queue_level == 1
+    policy.select(0.0)
+    job.output_ids.extend([0] * 30)  # its KV was dropped: the next iteration is a prefill of 32
+    policy.iteration_done([job], 2.0, 2.0)
+    assert job.queue_level == 5
+    assert policy.num_demotions == 1
+
+
+def test_the_naive_queue_demotes_one_level_at_a_time() -> None:
+    policy = mlfq()
+    job = make_job(0, 32)
+    policy.add(job, 0.0)
+    iterate(policy, 0.0, elapsed_s=32.0)  # its prefill used the quanta of Q1 to Q5
+    assert job.queue_level == 1
+    iterate(policy, 32.0)
+    assert job.queue_level == 1  # 1 of 2 s
+    iterate(policy, 33.0)
+    assert job.queue_level == 2
+
+
+def test_a_chunked_prefill_uses_up_a_quantum_over_several_iterations() -> None:
+    policy = skip_join(BatchLimits(max_seqs=1, max_tokens=100, prefill_chunk_tokens=3))
+    job = make_job(0, 8)
+    policy.add(job, 0.0)
+    assert job.queue_level == 3  # that of the whole prefill
+    for now in (0.0, 3.0):
+        iterate(policy, now, elapsed_s=3.0)
+    assert (job.num_computed, len(job.output_ids), job.queue_level) == (6, 0, 3)
+    iterate(policy, 6.0, elapsed_s=2.0)
+    assert (job.num_computed, len(job.output_ids), job.queue_level) == (8, 1, 4)
+
+
+def test_a_job_does_not_sink_before_the_last_chunk_of_its_prefill_gave_a_token() -> None:
+    policy = mlfq(BatchLimits(max_seqs=1, max_tokens=100, prefill_chunk_tokens=4))
+    job = make_job(0, 9)
+    policy.add(job, 0.0)
+    for now in (0.0, 4.0):  # far over the quantum of 1 s; then a single token is left
+        iterate(policy, now, elapsed_s=4.0)
+        assert job.queue_level == 0
+    iterate(policy, 8.0)
+    assert (len(job.output_ids), job.queue_level) == (1, 1)
+
+
+def test_the_last_queue_keeps_its_jobs_in_order() -> None:
+    policy = skip_join(longest=1.0)  # one queue only
+    jobs = [make_job(n, 1) for n in range(3)]
+    for job in jobs:
+        policy.add(job, 0.0)
+    for now in range(5):
+        assert iterate(policy, float(now)) == [jobs[0]]
+    assert policy.num_demotions == 0
+
+
+# --- Order ------------------------------------------------------------------------------------
+
+
+def test_a_short_newcomer_overtakes_a_long_running_job() -> None:
+    policy = skip_join()
+    long, short = make_job(0, 8), make_job(1, 1)
+    policy.add(long, 0.0)
+    assert iterate(policy, 0.0, elapsed_s=8.0) == [long]
+    policy.add(short, 8.0)
+    assert iterate(policy, 8.0) == [short]
+    assert iterate(policy, 9.0) == [short]  # demoted to level 1, still above
+    assert iterate(policy, 10.0) == [short]
+
+
+def test_the_naive_queue_lets_a_long_prefill_run_before_a_short_newcomer() -> None:
+    policy = mlfq()
+    long, short = make_job(0, 8), make_job(1, 1)
+    for job in (long, short):
+        policy.add(job, 0.0)
+    assert iterate(policy, 0.0, elapsed_s=8.0) == [long]
+    assert iterate(policy, 8.0) == [short]
+
+
+@BOTH
+def test_fifo_within_a_level(make: Make) -> None:
+    policy = make(BatchLimits(2, 1000))
+    jobs = [make_job(n, 4) for n in range(4)]
+    for job in jobs:
+        policy.add(job, 0.0)
+    assert iterate(policy, 0.0, elapsed_s=0.5) == jobs[:2]
+    assert iterate(policy, 1.0, elapsed_s=0.25) == jobs[:2]  # quantum not used up: same places
+
+
+@BOTH
+def test_demoted_jobs_stand_behind_those_already_in_the_queue(make: Make) -> None:
+    policy = make()
+    first, second, third = (make_job(n, 1) for n in range(3))
+    policy.add(first, 0.0)
+    policy.add(second, 0.0)
+    assert iterate(policy, 0.0) == [first]
+    assert iterate(policy, 1.0) == [second]
+    policy.add(third, 2.0)
+    assert iterate(policy, 2.0) == [third]
+    assert list(policy.by_lowest_priority()) == [third, second, first]
+    assert list(policy.level_sizes())[:2] == [0, 3]
+    assert iterate(policy, 3.0) == [first]
+
+
+# --- Promotion --------------------------------------------------------------------------------
+
+
+@BOTH
+def test_promotion_comes_exactly_at_the_threshold(make: Make) -> None:
+    policy = make(starvation_s=10.0)
+    job = make_job(0, 1)
+    policy.add(job, 0.0)
+    iterate(policy, 0.0)
+    assert job.queue_level == 1  # it has not run since 1 s
+    policy.add(make_job(1, 1), 1.0)
+    policy.select(10.9)
+    assert (job.queue_level, policy.num_promotions) == (1, 0)
+    policy.add(make_job(2, 1), 11.0)
+    assert [scheduled.job.number for scheduled in policy.select(11.0)] == [2]
+    assert (job.queue_level, policy.num_promotions) == (0, 1)
+
+
+def test_a_job_that_never_ran_counts_its_waiting_from_arrival() -> None:
+    policy = skip_join(starvation_s=10.0)
+    long = make_job(0, 32)
+    policy.add(long, 5.0)
+    for now in range(5, 15):  # short jobs keep it waiting
+        policy.add(make_job(now, 1), float(now))
+        assert long not in iterate(policy, float(now), elapsed_s=0.5)
+    assert long.queue_level == 5
+    policy.add(make_job(99, 1), 15.0)
+    iterate(policy, 15.0, elapsed_s=0.5)
+    assert long.queue_level == 0
+    assert policy.num_promotions == 1
+
+
+def test_a_promoted_job_waits_behind_those_in_q1_and_runs_once_before_it_sinks_again() -> None:
+    policy = skip_join(starvation_s=3.0)
+    long, stream, late = make_job(0, 32), make_job(1, 1), make_job(2, 1)
+    policy.add(long, 0.0)
+    policy.add(stream, 0.0)
+    for now in range(3):
+        assert iterate(policy, float(now)) == [stream]
+    policy.add(late, 2.5)
+    assert iterate(policy, 3.0) == [late]  # was in Q1 before the promotion
+    assert iterate(policy, 4.0, elapsed_s=32.0) == [long]
+    assert long.queue_level == 1  # its next token fits Q2
+    assert policy.num_promotions == 1
+
+
+def test_a_job_in_q1_is_not_promoted_but_keeps_its_turn() -> None:
+    policy = skip_join(starvation_s=3.0)
+    first, second = make_job(0, 1), make_job(1, 1)
+    policy.add(first, 0.0)
+    policy.add(second, 0.0)
+    assert [scheduled.job for scheduled in policy.select(100.0)] == [first]
+    assert list(policy.by_lowest_priority()) == [second, first]
+    assert policy.num_promotions == 0
+
+
+def test_a_job_in_flight_is_not_promoted() -> None:
+    policy = skip_join(starvation_s=3.0)
+    long, other = make_job(0, 8), make_job(1, 16)
+    policy.add(long, 0.0)
+    policy.add(other, 90.0)
+    assert [scheduled.job for scheduled in policy.select(0.0)] == [long]
+    policy.select(91.0)
+    assert long.queue_level == 3
+    run_iteration(long)
+    policy.iteration_done([long], 95.0, 95.0)
+    assert (long.queue_level, policy.num_promotions) == (4, 0)
+    policy.select(97.9)
+    assert long.queue_level == 4  # it waits since 95 s
+    policy.not_run([long])
+    policy.select(98.0)
+    assert (long.queue_level, policy.num_promotions) == (0, 1)
+
+
+# --- Drift ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_recalibration_changes_quanta_and_keeps_the_places_of_jobs(skips: bool) -> None:
+    base = [1.0]
+    from_base = quanta(longest=8.0, base_s=lambda: base[0])
+    policy = SkipJoinMLFQ(one_job(), from_base, TIMES) if skips else MLFQ(one_job(), from_base)
+    jobs = [make_job(n, 1) for n in range(3)]
+    for job in jobs:
+        policy.add(job, 0.0)
+    iterate(policy, 0.0)
+    order = list(policy.by_lowest_priority())
+    base[0] = 3.0
+    assert policy.quanta_s == (1, 2, 4, 8)
+    policy.recalibrate()
+    assert policy.quanta_s == (3, 6, 12, 24)
+    assert list(policy.by_lowest_priority()) == order
+    assert [job.queue_level for job in jobs] == [1, 0, 0]
+    assert iterate(policy, 1.0, elapsed_s=2.0) == [jobs[1]]
+    assert jobs[1].queue_level == 0  # 2 of 3 s
+    assert iterate(policy, 3.0) == [jobs[1]]
+    assert jobs[1].queue_level == 1

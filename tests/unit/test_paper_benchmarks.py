@@ -1,0 +1,91 @@
+"""Every figure of the papers still runs: its table has the rows and columns it should have."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+PAPER = Path(__file__).parents[2] / "benchmarks" / "paper"
+
+
+def run_figure(name: str, plots: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The cells of the figure's table, row by row."""
+    monkeypatch.syspath_prepend(PAPER)
+    table = importlib.import_module(name).main(["--quick", "--plot-dir", str(plots)])
+    assert json.loads((plots / f"{name}.json").read_text())["values"]
+    assert list(plots.glob(f"{name}*.png"))
+    return [list(row) for row in zip(*(column.cells for column in table.columns), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "first_column"),
+    [
+        (
+            "fig01",
+            [
+                "equal (161 + 338), evenly",
+                "equal (161 + 338)",
+                "ShareGPT",
+                "Alpaca",
+                "ShareGPT, shortest tenth",
+            ],
+        ),
+        ("fig08", ["0.5", "2"]),
+        ("fig11", ["OPT-13B, Alpaca"]),
+        ("fig12", ["OPT-13B, Alpaca"]),
+        (
+            "fig13",
+            [
+                f"{n}× {origin}"
+                for origin in ("light load", "authors' scripts")
+                for n in (5, 10, 20)
+            ],
+        ),
+        ("fig14", ["1.5", "1.5"]),
+        (
+            "batch_limits",
+            [
+                f"Alpaca, {limit}, {policy}"
+                for limit in ("16", "memory")
+                for policy in ("fcfs", "skip_join_mlfq", "srpt")
+            ],
+        ),
+        (
+            "starvation",
+            [f"2.5, starvation_ms {ms}" for ms in ("1000", "3000", "10000", "30000", "100000")]
+            + ["2.5, starvation_ms 300000", "2.5, starvation_ms 1e+07"]
+            + ["2.5, quantum_ratio 1.5", "2.5, quantum_ratio 2"],
+        ),
+    ],
+)
+def test_a_simulated_figure_has_its_rows(
+    name: str, first_column: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = run_figure(name, tmp_path, monkeypatch)
+    assert [row[0] for row in rows] == first_column
+    assert all(cell for row in rows for cell in row)
+
+
+def test_the_first_iteration_grows_with_the_input_and_later_ones_hardly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = run_figure("fig05", tmp_path, monkeypatch)
+    first, later = ([float(row[column]) for row in rows] for column in (1, 2))
+    assert first == sorted(first)
+    assert first[-1] > 9 * first[0]
+    assert later[-1] < 1.1 * later[0]
+
+
+def test_three_jobs_have_the_latencies_worked_out_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = run_figure("fig07", tmp_path, monkeypatch)
+    assert [(row[0], row[4]) for row in rows] == [
+        ("fcfs", "4.50"),
+        ("mlfq", "5.00"),
+        ("skip_join_mlfq", "3.33"),
+        ("srpt", "3.00"),
+    ]

@@ -1,0 +1,277 @@
+"""Properties of every policy over random histories, as the step loop makes them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from fastserve_backend.job import Job
+from fastserve_backend.scheduler.base import BatchLimits, Scheduled, time_to_next_token
+from fastserve_backend.scheduler.mlfq import MLFQ
+from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import make_job, run_iteration
+from policies import POLICIES, TIMES, make
+
+NUM_JOBS = 40
+LONGEST_PROMPT, MOST_OUTPUT = 40, 25
+SHORTEST_S, LONGEST_S = 0.5, 3.0  # between two ends of iterations
+
+
+@dataclass
+class Flight:
+    batch: list[Scheduled]
+    started_s: float
+    cancelled: set[int] = field(default_factory=set)
+
+
+class History:
+    """Arrivals, iterations, refusals for want of memory, and cancellations, checked at each step.
+
+    ``num_stages`` batches at most are in flight and end in order. Where ``refuses``, some selected
+    jobs do not run, which is why starvation is bounded only elsewhere.
+    """
+
+    def __init__(self, seed: int, name: str, num_stages: int, chunk: bool, refuses: bool) -> None:
+        self.rng = rng = random.Random(seed)
+        self.name, self.num_stages, self.refuses = name, num_stages, refuses
+        whole = LONGEST_PROMPT + MOST_OUTPUT
+        self.limits = BatchLimits(
+            max_seqs=rng.randint(1, 6),
+            max_tokens=rng.randint(1, 30) if chunk else rng.randint(whole, 2 * whole),
+            prefill_chunk_tokens=rng.randint(1, 30) if chunk else None,
+        )
+        self.starvation_s = rng.choice([5.0, 30.0])
+        self.policy = make(
+            name, self.limits, starvation_s=self.starvation_s, longest=float(LONGEST_PROMPT)
+        )
+        self.most_known = rng.randint(3, 15)
+        self.known: dict[int, Job] = {}
+        self.flights: list[Flight] = []
+        self.waiting_since: dict[int, float] = {}
+        self.now = self.last_event_s = 0.0
+        self.num_ended = 0
+
+    def run(self) -> None:
+        arrivals = iter(range(NUM_JOBS))
+        arriving: int | None = next(arrivals)
+        while arriving is not None or self.known:
+            while arriving is not None and (not self.known or self.rng.random() < 0.5):
+                if len(self.known) >= self.most_known:
+                    break
+                self.arrive(arriving)
+                arriving = next(arrivals, None)
+            if self.known and self.rng.random() < 0.05:
+                self.cancel(self.rng.choice(list(self.known.values())))
+            while len(self.flights) < self.num_stages and self.schedule():
+                pass
+            if self.flights:
+                self.finish_oldest()
+            self.check_known()
+        assert self.num_ended == NUM_JOBS
+        assert sum(self.policy.level_sizes()) == 0
+
+    # --- Events -------------------------------------------------------------------------------
+
+    def arrive(self, number: int) -> None:
+        job = make_job(
+            number,
+            self.rng.randint(1, LONGEST_PROMPT),
+            max_tokens=self.rng.randint(1, MOST_OUTPUT),
+            arrival_s=self.rng.uniform(self.last_event_s, self.now),  # while an iteration ran
+        )
+        with self.order_kept():
+            self.policy.add(job, job.arrival_s)
+            self.known[number] = job
+        self.waiting_since[number] = job.arrival_s
+        if isinstance(self.policy, SkipJoinMLFQ):
+            self.check_level_fits(self.policy, job, highest=0)
+
+    def cancel(self, job: Job) -> None:
+        """At once if the job waits, else after its iteration."""
+        for flight in self.flights:
+            if any(other is job for other, _ in flight.batch):
+                flight.cancelled.add(job.number)
+                return
+        self.end(job)
+
+    def end(self, job: Job) -> None:
+        with self.order_kept():
+            self.policy.remove(job)
+            del self.known[job.number], self.waiting_since[job.number]
+        self.num_ended += 1
+
+    def schedule(self) -> bool:
+        with self.order_kept():
+            batch = self.policy.select(self.now)
+        self.check_batch(batch)
+        if self.refuses and self.rng.random() < 0.3:
+            refused = [item for item in batch if self.rng.random() < 0.5]
+            with self.order_kept():
+                self.policy.not_run([job for job, _ in refused])
+            batch = [item for item in batch if item not in refused]
+        if batch:
+            self.flights.append(Flight(batch, self.now))
+            for job, _ in batch:
+                del self.waiting_since[job.number]
+        return bool(batch)
+
+    def finish_oldest(self) -> None:
+        flight = self.flights.pop(0)
+        self.last_event_s = self.now
+        self.now += self.rng.choice([SHORTEST_S, 1.0, LONGEST_S])
+        for job, num_tokens in flight.batch:
+            if job.number not in flight.cancelled:
+                run_iteration(job, num_tokens)
+            self.waiting_since[job.number] = self.now
+        before = {job.number: job.queue_level for job in self.known.values()}
+        jobs = [job for job, _ in flight.batch]
+        with self.order_kept(changed=jobs):
+            self.policy.iteration_done(jobs, self.now - flight.started_s, self.now)
+        for job in self.known.values():
+            if job in jobs and job.queue_level != before[job.number]:
+                if isinstance(self.policy, SkipJoinMLFQ):
+                    self.check_level_fits(self.policy, job, before[job.number] + 1)
+                else:
+                    assert job.queue_level == before[job.number] + 1
+            elif job not in jobs:
+                assert job.queue_level == before[job.number]
+        for job in jobs:
+            if job.number in flight.cancelled or len(job.output_ids) == job.params.max_tokens:
+                self.end(job)
+
+    # --- What must hold -----------------------------------------------------------------------
+
+    def by_urgency(self) -> list[Job]:
+        return list(self.policy.by_lowest_priority())[::-1]
+
+    def check_batch(self, batch: list[Scheduled]) -> None:
+        limits = self.limits
+        flying = {job.number for flight in self.flights for job, _ in flight.batch}
+        waiting = [job for job in self.by_urgency() if job.number not in flying]
+        numbers = [job.number for job, _ in batch]
+        # The most urgent waiting jobs in order, none twice, none that is in flight.
+        assert [job.number for job in waiting if job.number in numbers] == numbers
+        assert numbers[:1] == [job.number for job in waiting[:1]]
+        assert len(batch) <= limits.max_seqs
+        assert sum(num_tokens for _, num_tokens in batch) <= limits.max_tokens
+        prefills = [item for item in batch if item.job.num_uncomputed > 1]
+        for job, num_tokens in batch:
+            assert 1 <= num_tokens <= job.num_uncomputed
+            if limits.prefill_chunk_tokens is None:
+                assert num_tokens == job.num_uncomputed
+        if limits.prefill_chunk_tokens is not None:
+            assert sum(num_tokens for _, num_tokens in prefills) <= limits.prefill_chunk_tokens
+            # Only the last prefill is cut short.
+            assert all(item.num_tokens == item.job.num_uncomputed for item in prefills[:-1])
+        self.check_work_conserved(batch, waiting)
+
+    def check_work_conserved(self, batch: list[Scheduled], waiting: list[Job]) -> None:
+        """A job is left out only if it does not fit beside those that are more urgent, or if
+        ``max_seqs`` others stand between it and the first one that did not fit."""
+        tokens_left, chunk_left = self.limits.max_tokens, self.limits.prefill_chunk_tokens
+        slots_left, first_left_out = self.limits.max_seqs, None
+        taken = {job.number: num_tokens for job, num_tokens in batch}
+        for place, job in enumerate(waiting):
+            if job.number in taken:
+                tokens_left -= taken[job.number]
+                slots_left -= 1
+                if chunk_left is not None and job.num_uncomputed > 1:
+                    chunk_left -= taken[job.number]
+                continue
+            if first_left_out is None:
+                first_left_out = place
+            is_prefill = job.num_uncomputed > 1
+            needed = 1 if chunk_left is not None else job.num_uncomputed
+            no_room = slots_left == 0 or needed > tokens_left
+            no_chunk = is_prefill and chunk_left == 0
+            assert no_room or no_chunk or place - first_left_out > self.limits.max_seqs
+
+    def check_level_fits(self, policy: SkipJoinMLFQ, job: Job, highest: int) -> None:
+        """The queue is the first, from ``highest`` down, whose quantum covers the next token."""
+        needed_s = time_to_next_token(job, TIMES)
+        level, last = job.queue_level, len(policy.quanta_s) - 1
+        assert policy.quanta_s[level] >= needed_s or level == last
+        assert level == highest or (level > highest and policy.quanta_s[level - 1] < needed_s)
+
+    @contextmanager
+    def order_kept(self, changed: list[Job] | None = None) -> Iterator[None]:
+        """Jobs of one queue stay in order, and those that join it stand behind them; a policy
+        without queues moves only the ``changed`` jobs."""
+        before = self.by_urgency()
+        levels = {job.number: job.queue_level for job in before}
+        yield
+        after = self.by_urgency()
+        if isinstance(self.policy, MLFQ):
+            assert [job.queue_level for job in after] == sorted(job.queue_level for job in after)
+            for level in range(len(self.policy.quanta_s)):
+                queue = [job for job in after if job.queue_level == level]
+                stayed = [job for job in before if job in queue and levels[job.number] == level]
+                assert queue[: len(stayed)] == stayed
+        else:
+            moved = changed or []
+            assert [job for job in after if job in before and job not in moved] == [
+                job for job in before if job in after and job not in moved
+            ]
+
+    def check_known(self) -> None:
+        by_urgency = self.by_urgency()
+        assert len(by_urgency) == len(self.known)
+        assert sum(self.policy.level_sizes()) == len(self.known)
+        jobs = list(self.known.values())
+        if self.name == "fcfs":
+            expected = sorted(jobs, key=lambda job: job.number)
+        elif self.name == "fixed_priority":
+            expected = sorted(jobs, key=lambda job: (len(job.prompt_ids), job.number))
+        elif self.name == "srpt":
+            expected = sorted(jobs, key=lambda job: (seconds_left(job), job.number))
+        else:
+            self.check_starvation()
+            expected = sorted(jobs, key=lambda job: by_urgency.index(job))
+            for level, size in enumerate(self.policy.level_sizes()):
+                assert size == sum(job.queue_level == level for job in jobs)
+        assert by_urgency == expected
+
+    def check_starvation(self) -> None:
+        """No job waits much longer than the threshold.
+
+        An event (the end of an iteration, and then a selection) comes at least every
+        ``LONGEST_S``. A job is promoted at the first event at which it has waited for the
+        threshold, or one event later: an arrival during an iteration stands in the list of waiting
+        jobs behind those that ran in it, whose waiting began later by up to one event. It then
+        stands in Q1 behind the others that were there, at most ``most_known - 1``, and nobody gets
+        in front of it any more. Each selection without it takes the first of those, with all the
+        tokens of an iteration if it needs them (else the job would be first itself). That one is
+        gone when it has a token and has used its quantum of 1 s, at least ``SHORTEST_S`` an
+        iteration: after two iterations, or the chunks of its prefill.
+        """
+        if self.refuses:
+            return
+        chunk_tokens = min(
+            self.limits.prefill_chunk_tokens or LONGEST_PROMPT, self.limits.max_tokens
+        )
+        passed_by = (self.most_known - 1) * max(2, -(-LONGEST_PROMPT // chunk_tokens))
+        bound_s = self.starvation_s + (2 + passed_by + 1) * LONGEST_S
+        assert all(self.now - since <= bound_s for since in self.waiting_since.values())
+
+
+def seconds_left(job: Job) -> float:
+    """Prefill 1 s a token, decode 1 s."""
+    return job.num_uncomputed + job.params.max_tokens - len(job.output_ids) - 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    name=st.sampled_from(POLICIES),
+    num_stages=st.integers(1, 3),
+    chunk=st.booleans(),
+    refuses=st.booleans(),
+)
+def test_random_histories(
+    seed: int, name: str, num_stages: int, chunk: bool, refuses: bool
+) -> None:
+    History(seed, name, num_stages, chunk, refuses).run()

@@ -1,0 +1,182 @@
+"""Measuring on modelled ranks: what is known of them is found, in the time that there is."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fastserve_backend.clock import VirtualClock
+from fastserve_backend.executor.simulated import SimulatedExecutor, load_of
+from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+from fastserve_backend.profile.latency import LatencyProfile
+from fastserve_backend.profile.loads import Limits, brief_grid, full_grid, random_mixes
+from fastserve_backend.profile.measure import (
+    BRIEF_BUDGET_S,
+    FULL_BUDGET_S,
+    load_or_measure,
+    measure_briefly,
+    measure_fully,
+)
+from fastserve_backend.worker.messages import Step
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from profiles import LIMITS, identity, known_profile
+
+
+class Slower(LatencyModel):
+    """Another machine: everything takes ``factor`` times as long."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def iteration_s(self, load: IterationLoad) -> float:
+        return self._factor * known_profile().iteration_s(load)
+
+
+class CountingExecutor(SimulatedExecutor):
+    """Remembers what it was asked to do."""
+
+    def __init__(self, model: LatencyModel, clock: VirtualClock) -> None:
+        super().__init__(model, clock, LIMITS.num_blocks)
+        self.steps: list[Step] = []
+
+    def submit(self, step: Step) -> None:
+        self.steps.append(step)
+        super().submit(step)
+
+
+def test_a_brief_measurement_finds_the_known_machine() -> None:
+    clock, truth = VirtualClock(), known_profile()
+    profile = measure_briefly(identity(), CountingExecutor(truth, clock), clock.now, LIMITS)
+    assert clock.now() <= BRIEF_BUDGET_S + truth.prefill_s(2048)
+    for length in (4, 100, 1000):
+        assert profile.prefill_s(length) == pytest.approx(truth.prefill_s(length), rel=0.15)
+        assert profile.decode_s(length) == pytest.approx(truth.decode_s(length), rel=0.15)
+    assert profile.num_blocks == LIMITS.num_blocks
+
+
+def test_a_full_measurement_predicts_held_out_mixes_and_tells_how_well() -> None:
+    clock, truth = VirtualClock(), known_profile()
+    shares: list[float] = []
+    measurement = measure_fully(
+        identity(), CountingExecutor(truth, clock), clock.now, LIMITS, shares.append
+    )
+    error = measurement.profile.held_out_error
+    assert error is not None
+    assert error < 0.03
+    assert len(measurement.held_out) >= 20
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    for sample in measurement.held_out:
+        assert sample.seconds == pytest.approx(truth.iteration_s(sample.load))
+
+
+@pytest.mark.parametrize("factor", [1, 10, 100, 1000])
+def test_a_slow_machine_is_measured_less_not_longer(factor: int) -> None:
+    longest_s = factor * known_profile().prefill_s(2048)
+    clock = VirtualClock()
+    executor = CountingExecutor(Slower(factor), clock)
+    measure_briefly(identity(), executor, clock.now, LIMITS)
+    assert clock.now() <= BRIEF_BUDGET_S + longest_s
+    clock = VirtualClock()
+    executor = CountingExecutor(Slower(factor), clock)
+    measure_fully(identity(), executor, clock.now, LIMITS, lambda share: None)
+    assert clock.now() <= FULL_BUDGET_S + longest_s
+
+
+class Throttled(LatencyModel):
+    """A machine whose speed halves every now and then, for ten seconds at a time."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+
+    def iteration_s(self, load: IterationLoad) -> float:
+        slow = int(self._clock.now() / 10) % 3 == 2
+        return (2 if slow else 1) * known_profile().iteration_s(load)
+
+
+def test_slow_spells_do_not_show_in_the_profile() -> None:
+    clock, truth = VirtualClock(), known_profile()
+    executor = CountingExecutor(Throttled(clock), clock)
+    measurement = measure_fully(identity(), executor, clock.now, LIMITS, lambda share: None)
+    assert measurement.profile.held_out_error is not None
+    assert measurement.profile.held_out_error < 0.05
+    for length in (4, 100, 1000):
+        assert measurement.profile.prefill_s(length) == pytest.approx(
+            truth.prefill_s(length), rel=0.15
+        )
+
+
+def test_every_step_is_one_that_the_engine_could_send() -> None:
+    clock = VirtualClock()
+    executor = CountingExecutor(known_profile(), clock)
+    measure_fully(identity(), executor, clock.now, LIMITS, lambda share: None)
+    for step in executor.steps:
+        load = load_of(step)
+        assert load.num_tokens <= LIMITS.max_batched_tokens
+        assert len(step.query_lens) // 4 <= LIMITS.max_seqs
+        blocks = memoryview(step.block_ids).cast("i")
+        assert max(blocks) < LIMITS.num_blocks
+        counts = memoryview(step.query_lens).cast("i")
+        starts = memoryview(step.starts).cast("i")
+        needed = [-(-(s + n) // 16) for s, n in zip(starts, counts, strict=True)]
+        assert list(memoryview(step.block_counts).cast("i")) == needed
+        num_decodes = step.num_decodes
+        assert all(count == 1 for count in counts[:num_decodes])
+        assert all(count > 1 for count in counts[num_decodes:])
+
+
+@given(
+    limits=st.builds(
+        Limits,
+        max_seqs=st.integers(1, 64),
+        max_batched_tokens=st.integers(1, 4096),
+        max_model_len=st.integers(2, 4096),
+        num_blocks=st.integers(1, 500),
+        block_size=st.sampled_from([8, 16, 32]),
+    ),
+    seed=st.integers(0, 1000),
+)
+@settings(deadline=None)
+def test_all_loads_keep_the_limits(limits: Limits, seed: int) -> None:
+    grids = brief_grid(limits) + full_grid(limits)
+    mixes = random_mixes(limits, 20, random.Random(seed))
+    assert all(limits.hold(mix) for mix in grids + mixes)
+    assert grids
+    assert len(mixes) == 20
+
+
+def test_the_second_start_reads_what_the_first_has_measured(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    clock = VirtualClock()
+    executor = CountingExecutor(known_profile(), clock)
+    first = load_or_measure(path, identity(), executor, clock.now, LIMITS)
+    num_steps = len(executor.steps)
+    assert num_steps > 0
+    assert load_or_measure(path, identity(), executor, clock.now, LIMITS) == first
+    assert len(executor.steps) == num_steps
+
+
+@pytest.mark.parametrize("content", ["damaged", "foreign"])
+def test_a_damaged_or_foreign_cache_is_measured_again(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "profile.json"
+    if content == "foreign":
+        replace(known_profile(), identity=identity(hardware="another")).save(path)
+    else:
+        path.write_text("{")
+    clock = VirtualClock()
+    executor = CountingExecutor(known_profile(), clock)
+    profile = load_or_measure(path, identity(), executor, clock.now, LIMITS)
+    assert executor.steps
+    assert LatencyProfile.load(path) == profile
+
+
+def test_a_cache_that_cannot_be_written_only_costs_the_next_start(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    clock = VirtualClock()
+    executor = CountingExecutor(known_profile(), clock)
+    profile = load_or_measure(blocked / "p.json", identity(), executor, clock.now, LIMITS)
+    assert profile.decode_s(100) > 0

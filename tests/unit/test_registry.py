@@ -1,0 +1,104 @@
+"""Policies built from the configuration, the latency profile and the SLO."""
+
+from __future__ import annotations
+
+import pytest
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.errors import ConfigError
+from fastserve_backend.scheduler.fcfs import FCFS
+from fastserve_backend.scheduler.fixed_priority import FixedPriority
+from fastserve_backend.scheduler.mlfq import MLFQ
+from fastserve_backend.scheduler.registry import check_batch_limits, make_policy
+from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
+from fastserve_backend.scheduler.srpt import SRPT
+from jobs import make_job
+from policies import POLICIES, TIMES
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("fcfs", FCFS),
+        ("fixed_priority", FixedPriority),
+        ("srpt", SRPT),
+        ("mlfq", MLFQ),
+        ("skip_join_mlfq", SkipJoinMLFQ),
+    ],
+)
+def test_each_name_makes_its_policy(name: str, kind: type) -> None:
+    config = EngineConfig().with_keys(policy=name, max_num_seqs=4, prefill_chunk_tokens=8)
+    policy = make_policy(config.scheduler, TIMES, max_model_len=64)
+    assert type(policy) is kind
+    assert policy.describe().startswith(f"{name}: ")
+    assert "at most 4 jobs and 2048 tokens an iteration, prefill in chunks of 8" in (
+        policy.describe()
+    )
+    for number in range(6):
+        policy.add(make_job(number, 3), 0.0)
+    assert [num_tokens for _, num_tokens in policy.select(0.0)] == [3, 3, 2]
+
+
+def test_skip_join_is_the_default_and_prompts_run_whole() -> None:
+    policy = make_policy(EngineConfig().scheduler, TIMES, max_model_len=64)
+    assert isinstance(policy, SkipJoinMLFQ)
+    assert "chunk" not in policy.describe()
+
+
+@pytest.mark.parametrize("name", ["mlfq", "skip_join_mlfq"])
+def test_derived_parameters_come_from_the_profile_and_the_slo(name: str) -> None:
+    config = EngineConfig().with_keys(policy=name)
+    policy = make_policy(config.scheduler, TIMES, max_model_len=64)
+    assert isinstance(policy, MLFQ)
+    assert policy.quanta_s == (1, 2, 4, 8, 16, 32, 64)
+    assert "promotion after 30000 ms" in policy.describe()
+    given = config.with_keys(base_quantum_ms=20, starvation_ms=700, quantum_ratio=4)
+    policy = make_policy(given.scheduler, TIMES, max_model_len=64)
+    assert isinstance(policy, MLFQ)
+    assert policy.quanta_s[:2] == pytest.approx((0.02, 0.08))
+    assert policy.quanta_s[-2] < 64 <= policy.quanta_s[-1]
+    assert "promotion after 700 ms" in policy.describe()
+
+
+class DriftingTimes:
+    """The whole machine becomes slower or faster by ``factor``."""
+
+    factor = 1.0
+
+    def prefill_s(self, num_tokens: int) -> float:
+        return num_tokens * self.factor
+
+    def decode_s(self, context_tokens: int) -> float:
+        return self.factor
+
+
+def test_recalibration_follows_the_profile_but_not_a_quantum_that_was_set() -> None:
+    times = DriftingTimes()
+    auto = make_policy(EngineConfig().scheduler, times, max_model_len=4)
+    fixed = make_policy(EngineConfig().with_keys(base_quantum_ms=500).scheduler, times, 4)
+    assert isinstance(auto, MLFQ)
+    assert isinstance(fixed, MLFQ)
+    times.factor = 1.5
+    for policy in (auto, fixed):
+        policy.recalibrate()
+    assert auto.quanta_s == (1.5, 3, 6)
+    assert fixed.quanta_s == (0.5, 1, 2, 4)
+
+
+def test_a_prompt_that_no_iteration_can_hold_is_refused_unless_it_runs_in_chunks() -> None:
+    config = EngineConfig().with_keys(max_num_batched_tokens=100)
+    check_batch_limits(config.scheduler, 100)
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens: got 100; .*max_model_len.*101"):
+        check_batch_limits(config.scheduler, 101)
+    check_batch_limits(config.with_keys(prefill_chunk_tokens=64).scheduler, 101)
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, -1, 1.5])
+def test_impossible_chunks_are_refused(chunk_tokens: float) -> None:
+    with pytest.raises(ConfigError, match="prefill_chunk_tokens"):
+        EngineConfig().with_keys(prefill_chunk_tokens=chunk_tokens)
+
+
+def test_an_unknown_policy_is_refused_and_the_known_ones_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.policy") as caught:
+        EngineConfig().with_keys(policy="lifo")
+    assert all(name in str(caught.value) for name in POLICIES)

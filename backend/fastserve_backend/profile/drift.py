@@ -23,6 +23,8 @@ def typical_seconds(timings: Sequence[tuple[int, float]]) -> dict[int, float]:
     timed in such a spell differs from its other repeats by the same factor, and is divided by it.
     What is timed once says nothing about spells, but is divided like its neighbours.
     """
+    if not timings:
+        return {}
     things = np.array([thing for thing, _ in timings], dtype=np.int64)
     logs = np.log(np.array([seconds for _, seconds in timings]))
     groups = {thing: np.flatnonzero(things == thing) for thing in dict.fromkeys(things.tolist())}

@@ -1,0 +1,158 @@
+"""Is the simulator right? The same trace on the real engine and in the simulator, side by side.
+
+    python benchmarks/simulator_fidelity.py                 # profile first, about three minutes
+    python benchmarks/simulator_fidelity.py --profile FILE  # of `fastserve profile`
+
+OPT-125M with dummy weights on this machine: Poisson arrivals, log-normal lengths, forced outputs.
+"simulated" takes iteration times from the profile as it was measured. "corrected" multiplies them
+with what the engine saw its iterations take during the run, over what the profile said: the rest
+of the difference is the simulator's, not the drift of the machine's speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.job import JobOutput
+from fastserve_backend.profile.correction import CorrectedLatency
+from fastserve_backend.profile.iteration import LatencyModel
+from fastserve_backend.profile.latency import LatencyProfile
+from fastserve_backend.simulation.simulator import simulate
+from fastserve_client.report import JobRecord, Summary, summarize
+from fastserve_client.workload import TraceJob, poisson_trace
+from rich.console import Console
+from rich.table import Table
+
+MODEL, DTYPE = "opt-125m", "bfloat16"
+DEADLINE_S = 600.0
+
+
+def workload(rate: float, num_jobs: int, seed: int) -> list[TraceJob]:
+    rng = random.Random(seed)
+    lengths = [
+        (
+            min(256, round(rng.lognormvariate(3.6, 0.9)) + 1),
+            min(96, round(rng.lognormvariate(3, 0.9)) + 1),
+        )
+        for _ in range(1000)
+    ]
+    return poisson_trace(lengths, rate, num_jobs, seed)
+
+
+def on_the_engine(llm: LLM, trace: list[TraceJob]) -> list[JobRecord]:
+    """Submits each job at its time; what the engine says of each job."""
+    rng = random.Random(1)
+    ended = threading.Semaphore(0)
+    stats = {}
+
+    def sink_of(number: int):  # type: ignore[no-untyped-def]
+        def sink(output: JobOutput) -> None:
+            if output.stats is not None:
+                stats[number] = output.stats
+                ended.release()
+
+        return sink
+
+    started_s = time.monotonic()
+    for number, job in enumerate(trace):
+        wait_s = started_s + job.arrival_s - time.monotonic()
+        if wait_s > 0:
+            time.sleep(wait_s)
+        params = SamplingParams(max_tokens=job.output_tokens, temperature=0, ignore_eos=True)
+        prompt = [rng.randrange(300, 50000) for _ in range(job.prompt_tokens)]
+        llm.engine.submit(str(number), prompt, params, sink_of(number))
+    for _ in trace:
+        assert ended.acquire(timeout=DEADLINE_S)
+    return [
+        JobRecord(
+            arrival_s=one.arrival_s,
+            first_scheduled_s=one.first_scheduled_s,
+            first_token_s=one.first_token_s,
+            last_token_s=one.last_token_s,
+            prompt_tokens=one.num_input_tokens,
+            output_tokens=one.num_output_tokens,
+            num_preemptions=one.num_preemptions,
+            executed_s=0.0,
+            alone_s=None,
+        )
+        for one in (stats[number] for number in range(len(trace)))
+    ]
+
+
+def measured_profile(directory: Path) -> Path:
+    path = directory / "profile.json"
+    command = [sys.executable, "-m", "fastserve_backend.cli", "profile", MODEL]
+    command += ["--load-format", "dummy", "--dtype", DTYPE, "--output", str(path)]
+    subprocess.run(command, check=True)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--profile", type=Path, help="default: measure one first")
+    parser.add_argument("--rate", type=float, default=2.0, help="jobs/s")
+    parser.add_argument("--jobs", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--policies", default="fcfs,skip_join_mlfq")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        profile = LatencyProfile.load(arguments.profile or measured_profile(Path(directory)))
+    trace = workload(arguments.rate, arguments.jobs, seed=0)
+    table = Table(
+        title=f"{arguments.jobs} jobs at {arguments.rate:g} jobs/s: normalized latency, ms"
+    )
+    for heading in ("policy", "", "real", "simulated", "off by", "corrected", "off by"):
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    errors: dict[tuple[str, str], list[float]] = {}
+    for _ in range(arguments.repeats):
+        for policy in arguments.policies.split(","):
+            with LLM(MODEL, load_format="dummy", dtype=DTYPE, policy=policy) as llm:
+                llm.engine.profile = CorrectedLatency(profile)
+                real = summarize(on_the_engine(llm, trace))
+                scheduler = llm.engine.config.scheduler
+                corrected_model = llm.engine.profile
+
+            def simulated(latency: LatencyModel, scheduler=scheduler) -> Summary:  # type: ignore[no-untyped-def]
+                return summarize(
+                    simulate(
+                        trace, scheduler, latency,
+                        num_blocks=profile.num_blocks, block_size=16, max_model_len=2048,
+                    ).records
+                )  # fmt: skip
+
+            plain, corrected = simulated(profile), simulated(corrected_model)
+            for name in ("mean", "p95"):
+                values = [
+                    getattr(one.normalized_latency_s, name) for one in (real, plain, corrected)
+                ]
+                off = [value / values[0] - 1 for value in values[1:]]
+                for column, error in zip(("simulated", "corrected"), off, strict=True):
+                    errors.setdefault((name, column), []).append(abs(error))
+                table.add_row(
+                    policy, name, f"{values[0] * 1e3:.1f}",
+                    f"{values[1] * 1e3:.1f}", f"{off[0]:+.0%}",
+                    f"{values[2] * 1e3:.1f}", f"{off[1]:+.0%}",
+                )  # fmt: skip
+            Console().print(
+                f"{policy}: iterations took {corrected_model.decode_ratio:.2f} (decode) and "
+                f"{corrected_model.prefill_ratio:.2f} (with prefill) times the profile's prediction"
+            )
+    console = Console()
+    console.print(table)
+    for (name, column), values in errors.items():
+        console.print(f"{column}, {name}: median error {statistics.median(values):.0%}")
+
+
+if __name__ == "__main__":
+    main()

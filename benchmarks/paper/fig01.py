@@ -1,0 +1,94 @@
+"""FastServe Fig. 1: how much of its latency a job spends waiting under FCFS, by load.
+
+Three length distributions on OPT-13B: all jobs equal (prompt and output as long as ShareGPT's
+mean), ShareGPT, Alpaca; equal jobs also with arrivals at equal distances, and of ShareGPT also the
+tenth of jobs with the shortest outputs. Load is the arrival rate over the rate at which full
+batches finish jobs, taken from a run in which all jobs arrive at once.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from common import (
+    OPT_13B,
+    Run,
+    console,
+    lengths_of,
+    new_table,
+    on_all_cores,
+    parse,
+    parser,
+    save_json,
+    save_plot,
+    scheduler,
+)
+from fastserve_client.workload import load_lengths
+from rich.table import Table
+
+LOADS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.3)
+QUICK_LOADS = (0.5, 1.3)
+_AT_ONCE = 1e6  # jobs/s
+
+
+def waiting_shares(run: Run) -> tuple[float, float]:
+    """Share of latency in which no iteration ran the job: mean over jobs, over the shortest."""
+    records = sorted(run.simulate().records, key=lambda record: record.output_tokens)
+    shares = [record.queueing_share for record in records]
+    return statistics.fmean(shares), statistics.fmean(shares[: math.ceil(len(shares) / 10)])
+
+
+def full_rate(run: Run) -> float:
+    return run.summary().jobs_per_s
+
+
+def main(argv: Sequence[str] | None = None) -> Table:
+    args = parse(parser(__doc__, jobs=1000), argv)
+    sharegpt = lengths_of(args, "sharegpt")
+    prompt, output = (round(statistics.fmean(column)) for column in zip(*sharegpt, strict=True))
+    equal = load_lengths(f"equal:{prompt}:{output}")
+    workloads = {
+        f"equal ({prompt} + {output}), evenly": (equal, True),
+        f"equal ({prompt} + {output})": (equal, False),
+        "ShareGPT": (sharegpt, False),
+        "Alpaca": (lengths_of(args, "alpaca"), False),
+    }
+    loads = QUICK_LOADS if args.quick else LOADS
+    fcfs = scheduler("fcfs")
+
+    def run(name: str, rate: float) -> Run:
+        lengths, evenly = workloads[name]
+        blocks = OPT_13B.device_blocks
+        return Run(OPT_13B, lengths, rate, args.jobs, args.seed, fcfs, blocks, evenly)
+
+    rates = on_all_cores(full_rate, [run(name, _AT_ONCE) for name in workloads])
+    full = dict(zip(workloads, rates, strict=True))
+    points = [(name, load) for name in workloads for load in loads]
+    shares = on_all_cores(waiting_shares, [run(name, full[name] * load) for name, load in points])
+    share = {point: mean for point, (mean, _) in zip(points, shares, strict=True)}
+    for (name, load), (_, shortest) in zip(points, shares, strict=True):
+        if name == "ShareGPT":
+            share["ShareGPT, shortest tenth", load] = shortest
+            full["ShareGPT, shortest tenth"] = full[name]
+
+    table = new_table(
+        "Fig. 1: waiting share of latency under FCFS, by load",
+        f"OPT-13B, A100-40G, batch 16, {args.jobs} jobs; Poisson arrivals but for the first row. "
+        "Paper: up to 90% near full load on real lengths, almost none when all jobs are equal.",
+        "lengths",
+        "jobs/s\nat load 1",
+        *(f"{load:g}" for load in loads),
+    )
+    for name in full:
+        table.add_row(name, f"{full[name]:.2f}", *(f"{share[name, load]:.0%}" for load in loads))
+    console.print(table)
+    lines = {name: (loads, [share[name, load] for load in loads]) for name in full}
+    save_plot(args, "fig01", {"FCFS": lines}, "Load", "Waiting share of latency")
+    save_json(args, "fig01", {"loads": loads, **{name: ys for name, (_, ys) in lines.items()}})
+    return table
+
+
+if __name__ == "__main__":
+    main()

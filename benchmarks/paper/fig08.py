@@ -1,0 +1,75 @@
+"""FastServe Fig. 8: most KV memory in use, MLFQ against FCFS, with memory without end.
+
+OPT-2.7B, ShareGPT prompts, outputs cut to 20 tokens. MLFQ prefills newcomers at once and so keeps
+the KV of all unfinished jobs; FCFS keeps that of one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common import (
+    BLOCK_SIZE,
+    Run,
+    System,
+    console,
+    lengths_of,
+    new_table,
+    on_all_cores,
+    parse,
+    parser,
+    save_json,
+    save_plot,
+    scheduler,
+)
+from rich.table import Table
+
+SYSTEM = System("opt-2.7b")
+MAX_OUTPUT_TOKENS = 20
+POLICIES = ("fcfs", "mlfq", "skip_join_mlfq")
+LOADS = (0.5, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
+QUICK_LOADS = (0.5, 2.0)
+_TOKENS_OF_ANY_JOB = 1024 + MAX_OUTPUT_TOKENS
+
+
+def peak_gb(run: Run) -> float:
+    blocks = run.simulate().counters.peak_blocks
+    return blocks * SYSTEM.config.kv_bytes_per_block(BLOCK_SIZE) / 1e9
+
+
+def main(argv: Sequence[str] | None = None) -> Table:
+    args = parse(parser(__doc__, jobs=1000), argv)
+    loads = QUICK_LOADS if args.quick else LOADS
+    lengths = [(p, min(o, MAX_OUTPUT_TOKENS)) for p, o in lengths_of(args, "sharegpt")]
+    capacity = SYSTEM.capacity(lengths)
+    enough = args.jobs * -(-_TOKENS_OF_ANY_JOB // BLOCK_SIZE)
+    points = [(load, policy) for load in loads for policy in POLICIES]
+    peaks = on_all_cores(
+        peak_gb,
+        [
+            Run(SYSTEM, lengths, load * capacity, args.jobs, args.seed, scheduler(policy), enough)
+            for load, policy in points
+        ],
+    )
+    peak = dict(zip(points, peaks, strict=True))
+
+    table = new_table(
+        "Fig. 8: peak KV memory, GB",
+        f"OPT-2.7B, A100-40G, batch 16, outputs of at most {MAX_OUTPUT_TOKENS} tokens, {args.jobs} "
+        f"jobs; load 1 is {capacity:.1f} jobs/s. Paper: MLFQ up to 7 times FCFS.",
+        "load",
+        *POLICIES,
+        "mlfq / fcfs",
+    )
+    for load in loads:
+        row = [peak[load, policy] for policy in POLICIES]
+        table.add_row(f"{load:g}", *(f"{gb:.2f}" for gb in row), f"{row[1] / row[0]:.1f}")
+    console.print(table)
+    lines = {policy: (loads, [peak[load, policy] for load in loads]) for policy in POLICIES}
+    save_plot(args, "fig08", {"OPT-2.7B": lines}, "Load", "Peak KV memory (GB)")
+    save_json(args, "fig08", {"loads": loads, **{policy: ys for policy, (_, ys) in lines.items()}})
+    return table
+
+
+if __name__ == "__main__":
+    main()

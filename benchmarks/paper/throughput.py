@@ -76,7 +76,11 @@ def _search(task: tuple[Run, Callable[[Summary], bool], float]) -> Search:
 
 
 def main(figure: Figure, description: str | None, argv: Sequence[str] | None) -> Table:
-    args = parse(parser(description, jobs=400), argv, quick_jobs=80)
+    options = parser(description, jobs=400)
+    options.add_argument(
+        "--model", choices=[system.model for system in SYSTEMS], help="only this one (all)"
+    )
+    args = parse(options, argv, quick_jobs=80)
     searches = _search_all(figure, args)
     table = _throughput_table(figure, args, searches)
     console.print(table)
@@ -104,10 +108,10 @@ def _run(args: argparse.Namespace, series: Series) -> Run:
 
 
 def _search_all(figure: Figure, args: argparse.Namespace) -> dict[Series, Search]:
-    systems = SYSTEMS[:1] if args.quick else SYSTEMS
     every = [
         series
-        for system in systems
+        for system in (SYSTEMS[:1] if args.quick else SYSTEMS)
+        if args.model in (None, system.model)
         for dataset in _datasets(args)
         for series in (
             Series(system, dataset, "fcfs"),

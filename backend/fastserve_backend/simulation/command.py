@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,8 @@ def simulate_command(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(f"{model.name}: {num_blocks} KV blocks of {block_size} tokens")
     points = []
+    num_iterations = 0
+    started_s = time.monotonic()
     traces = [(rate, workload.trace(rate)) for rate in rates or (None,)]
     for _, trace in traces:
         check_trace_fits(trace, min(model.max_model_len, num_blocks * block_size))
@@ -124,6 +127,7 @@ def simulate_command(
                     block_size=block_size,
                     max_model_len=model.max_model_len,
                 )
+                num_iterations += simulation.counters.iterations
                 points.append(
                     SweepPoint(
                         scheduler.policy,
@@ -133,6 +137,8 @@ def simulate_command(
                 )
                 bar.advance(task)
             console.print(simulation.policy)
+    per_minute = num_iterations / (time.monotonic() - started_s) * 60
+    console.print(f"{num_iterations} iterations simulated, {per_minute:.0f} a minute")
     Console().print(sweep_table(points))
     settings = {
         "model": model.name,

@@ -5,8 +5,9 @@
 
 OPT-125M with dummy weights on this machine: Poisson arrivals, log-normal lengths, forced outputs.
 "simulated" takes iteration times from the profile as it was measured. "corrected" multiplies them
-with what the engine saw its iterations take during the run, over what the profile said: the rest
-of the difference is the simulator's, not the drift of the machine's speed.
+with what all iterations of the run took over what the profile said, as the engine does online for
+the latest ones: the rest of the difference is the simulator's, not the machine's, whose speed
+drifts between one run and the next.
 """
 
 from __future__ import annotations
@@ -34,6 +35,35 @@ from rich.table import Table
 
 MODEL, DTYPE = "opt-125m", "bfloat16"
 DEADLINE_S = 600.0
+
+
+class RunLatency(CorrectedLatency):
+    """Corrected by the whole run, with prefill and without, not by its last iterations."""
+
+    def __init__(self, model: LatencyModel) -> None:
+        super().__init__(model)
+        self._taken_s = {True: 0.0, False: 0.0}  # whether an iteration has prefill -> seconds
+        self._predicted_s = {True: 0.0, False: 0.0}
+
+    def observe(self, load: IterationLoad, elapsed_s: float) -> bool:
+        has_prefill = load.num_decodes < load.num_tokens
+        self._taken_s[has_prefill] += elapsed_s
+        self._predicted_s[has_prefill] += self.model.iteration_s(load)
+        return super().observe(load, elapsed_s)
+
+    def ratio(self, has_prefill: bool) -> float:
+        return self._taken_s[has_prefill] / self._predicted_s[has_prefill]
+
+
+class AtRatio(LatencyModel):
+    """The profile times the ratios of a run."""
+
+    def __init__(self, run: RunLatency) -> None:
+        self._run = run
+
+    def iteration_s(self, load: IterationLoad) -> float:
+        has_prefill = load.num_decodes < load.num_tokens
+        return self._run.ratio(has_prefill) * self._run.model.iteration_s(load)
 
 
 def workload(rate: float, num_jobs: int, seed: int) -> list[TraceJob]:
@@ -118,10 +148,9 @@ def main() -> None:
     for _ in range(arguments.repeats):
         for policy in arguments.policies.split(","):
             with LLM(MODEL, load_format="dummy", dtype=DTYPE, policy=policy) as llm:
-                llm.engine.profile = CorrectedLatency(profile)
+                run = llm.engine.profile = RunLatency(profile)
                 real = summarize(on_the_engine(llm, trace))
                 scheduler = llm.engine.config.scheduler
-                corrected_model = llm.engine.profile
 
             def simulated(latency: LatencyModel, scheduler=scheduler) -> Summary:  # type: ignore[no-untyped-def]
                 return summarize(
@@ -131,7 +160,7 @@ def main() -> None:
                     ).records
                 )  # fmt: skip
 
-            plain, corrected = simulated(profile), simulated(corrected_model)
+            plain, corrected = simulated(profile), simulated(AtRatio(run))
             for name in ("mean", "p95"):
                 values = [
                     getattr(one.normalized_latency_s, name) for one in (real, plain, corrected)
@@ -145,8 +174,8 @@ def main() -> None:
                     f"{values[2] * 1e3:.1f}", f"{off[1]:+.0%}",
                 )  # fmt: skip
             Console().print(
-                f"{policy}: iterations took {corrected_model.decode_ratio:.2f} (decode) and "
-                f"{corrected_model.prefill_ratio:.2f} (with prefill) times the profile's prediction"
+                f"{policy}: iterations took {run.ratio(False):.2f} (decode) and "
+                f"{run.ratio(True):.2f} (with prefill) times the profile's prediction"
             )
     console = Console()
     console.print(table)

@@ -25,7 +25,7 @@ from pathlib import Path
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.job import JobOutput
 from fastserve_backend.profile.correction import CorrectedLatency
-from fastserve_backend.profile.iteration import LatencyModel
+from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.simulation.simulator import simulate
 from fastserve_client.report import JobRecord, Summary, summarize

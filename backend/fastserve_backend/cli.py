@@ -6,18 +6,16 @@ where only the client is installed, and ``--help`` is quick.
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from fastserve_client.errors import ClientError
-from pydantic.fields import FieldInfo
 from rich.console import Console
 
 from fastserve_backend.config import EMBEDDED_MODEL, EngineConfig
+from fastserve_backend.config_flags import config_flags, register
 from fastserve_backend.errors import ConfigError, FastServeError
 
 if TYPE_CHECKING:
@@ -161,41 +159,16 @@ def _rate(text: str) -> float:
         raise ConfigError(f"rates: got {text!r}; must be numbers separated by commas") from None
 
 
-@app.command()
-def profile(
-    model: Annotated[
-        str | None, typer.Argument(help="As of serve; default: the configuration's.")
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="An engine.yaml; flags override it.")] = None,
-    load_format: Annotated[str | None, typer.Option(metavar="auto|dummy")] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="auto|float32|bfloat16|float16")] = None,
-    device: Annotated[str | None, typer.Option(metavar="auto|cpu|cuda")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="As of the engine.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="As of the engine.")] = None,
-    device_blocks: Annotated[int | None, typer.Option(help="As of the engine.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Most jobs to measure at once.")] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens to measure at once.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="JSON to write; default: where the engine looks for it.")
-    ] = None,
-) -> None:
-    """Measure how long iterations take, on real ranks, and how well that predicts others."""
+def _profile(model: str | None, config: Path | None, output: Path | None, **keys: Any) -> None:
+    """Measure how long iterations take, on real ranks, and how well that predicts others.
+
+    MODEL is as of serve; without it the configuration's.
+    """
     from fastserve_backend.profile.command import profile_command
 
-    keys = {
-        "model": model,
-        "load_format": load_format,
-        "dtype": dtype,
-        "device": device,
-        "max_model_len": max_model_len,
-        "block_size": block_size,
-        "device_blocks": device_blocks,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-    }
     given = {key: value for key, value in keys.items() if value is not None}
+    if model is not None:
+        given["model"] = model
     base = EngineConfig() if config is None else EngineConfig.from_yaml(config)
     profile_command(base.with_keys(**given), output)
 
@@ -221,7 +194,30 @@ def _add_serve_command() -> None:
         "grpc_port": (Annotated[int, typer.Option(help="Triton gRPC.")], 8001),
         "metrics_port": (Annotated[int, typer.Option(help="Prometheus metrics.")], 8002),
     }
-    _register("serve", _serve, parameters | _config_flags())
+    register(app, "serve", _serve, parameters | config_flags())
+
+
+def _add_profile_command() -> None:
+    """With the flags of ``serve`` that change what is measured."""
+    parameters: dict[str, tuple[Any, Any]] = {
+        "model": (Annotated[str | None, typer.Argument(help="As of serve.")], None),
+        "config": (
+            Annotated[Path | None, typer.Option(help="An engine.yaml; flags override it.")],
+            None,
+        ),
+        "output": (
+            Annotated[
+                Path | None, typer.Option(help="JSON; default: where the engine looks for it.")
+            ],
+            None,
+        ),
+    }
+    flags = config_flags(
+        "load_format", "dtype", "device", "max_model_len",
+        "block_size", "device_blocks", "device_memory_utilization",
+        "max_num_seqs", "max_num_batched_tokens",
+    )  # fmt: skip
+    register(app, "profile", _profile, parameters | flags)
 
 
 def _add_simulate_command() -> None:
@@ -289,72 +285,15 @@ def _add_simulate_command() -> None:
         "output": (Annotated[Path | None, typer.Option(help="Write the report as JSON.")], None),
         "plot": (Annotated[Path | None, typer.Option(help="Draw the sweep: PNG, SVG.")], None),
     }
-    flags = _config_flags()
+    flags = config_flags()
     for key in ("policy", "tokenizer", "device", "max_queued_requests"):
         del flags[key]
-    _register("simulate", _simulate, parameters | flags)
-
-
-def _config_flags() -> dict[str, tuple[Any, Any]]:
-    """Annotation and default of a flag for each configuration key but the model."""
-    parameters: dict[str, tuple[Any, Any]] = {}
-    for section, section_field in EngineConfig.model_fields.items():
-        fields: Mapping[str, FieldInfo] = section_field.annotation.model_fields  # type: ignore[union-attr]
-        for key, field in fields.items():
-            if key == "model":  # the positional argument
-                continue
-            default = field.get_default()
-            option = typer.Option(
-                help=f"{field.description}{'' if default is None else f' Default: {default}.'}",
-                metavar=_choices(field.annotation),
-                rich_help_panel=f"engine.yaml: {section}",
-                show_default=False,
-            )
-            parameters[key] = (Annotated[_flag_type(field.annotation) | None, option], None)
-    return parameters
-
-
-def _register(name: str, function: Any, parameters: dict[str, tuple[Any, Any]]) -> None:
-    """Add ``function``, which takes ``parameters`` as keywords, as a command."""
-    function.__signature__ = inspect.Signature(
-        [
-            inspect.Parameter(
-                key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-            )
-            for key, (annotation, default) in parameters.items()
-        ]
-    )
-    function.__annotations__ = {key: annotation for key, (annotation, _) in parameters.items()}
-    app.command(name)(function)
-
-
-def _flag_type(annotation: Any) -> Any:
-    """The type that the command line parses; ``auto`` beside a number is parsed as text."""
-    kinds = _members(annotation)
-    for kind in (str, float, int):
-        if all(isinstance(member, kind) or member is kind for member in kinds):
-            return kind
-    return str
-
-
-def _choices(annotation: Any) -> str | None:
-    literals = [str(member) for member in _members(annotation) if not isinstance(member, type)]
-    types = [member.__name__ for member in _members(annotation) if isinstance(member, type)]
-    return "|".join(types + literals) if literals else None
-
-
-def _members(annotation: Any) -> list[Any]:
-    """Types and literal values of a union, without None."""
-    if get_origin(annotation) is Literal:
-        return list(get_args(annotation))
-    if get_args(annotation):
-        members = [_members(part) for part in get_args(annotation) if part is not type(None)]
-        return [member for part in members for member in part]
-    return [annotation]
+    register(app, "simulate", _simulate, parameters | flags)
 
 
 _add_serve_command()
 _add_simulate_command()
+_add_profile_command()
 
 if __name__ == "__main__":
     main()

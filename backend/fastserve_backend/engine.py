@@ -311,22 +311,9 @@ class Engine:
         )
         self.tokenizer = load_tokenizer(model.model, model.tokenizer, self.model_config)
         check_batch_limits(self.config.scheduler, self.model_config.max_model_len)
-        ready = self._executor.start(self._setup(), timeout_s)
+        ready = self._executor.start(Setup.of(self.config), timeout_s)
         self.profile = self._load_profile(ready)
         return ready
-
-    def _setup(self) -> Setup:
-        model, kv = self.config.model, self.config.kv_cache
-        return Setup(
-            model=model.model,
-            load_format=model.load_format,
-            dtype=model.dtype,
-            max_model_len=model.max_model_len,
-            device=model.device,
-            block_size=kv.block_size,
-            device_memory_utilization=kv.device_memory_utilization,
-            device_blocks=kv.device_blocks,
-        )
 
     def _load_profile(self, ready: Ready) -> CorrectedLatency:
         scheduler = self.config.scheduler

@@ -67,7 +67,7 @@ def _measure(config: EngineConfig) -> Measurement:
     try:
         with bar:
             task = bar.add_task(f"loading {model_config.name}", total=1.0)
-            ready = executor.start(_setup(config), _START_TIMEOUT_S)
+            ready = executor.start(Setup.of(config), _START_TIMEOUT_S)
             bar.update(task, description=f"measuring {model_config.name}")
             limits = Limits(
                 max_seqs=config.scheduler.max_num_seqs,
@@ -91,20 +91,6 @@ def _measure(config: EngineConfig) -> Measurement:
             )
     finally:
         executor.close()
-
-
-def _setup(config: EngineConfig) -> Setup:
-    model, kv = config.model, config.kv_cache
-    return Setup(
-        model=model.model,
-        load_format=model.load_format,
-        dtype=model.dtype,
-        max_model_len=model.max_model_len,
-        device=model.device,
-        block_size=kv.block_size,
-        device_memory_utilization=kv.device_memory_utilization,
-        device_blocks=kv.device_blocks,
-    )
 
 
 def _print(console: Console, profile: LatencyProfile, held_out: list[Sample]) -> None:

@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from fastserve_backend.config import EngineConfig
+
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
     """A rank's first message: it runs and wants its ``Setup``."""
@@ -30,6 +32,20 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
     block_size: int
     device_memory_utilization: float
     device_blocks: int | None
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Setup:
+        model, kv = config.model, config.kv_cache
+        return cls(
+            model=model.model,
+            load_format=model.load_format,
+            dtype=model.dtype,
+            max_model_len=model.max_model_len,
+            device=model.device,
+            block_size=kv.block_size,
+            device_memory_utilization=kv.device_memory_utilization,
+            device_blocks=kv.device_blocks,
+        )
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

@@ -13,28 +13,24 @@ drifts between one run and the next.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 
-from fastserve_backend import LLM, SamplingParams
-from fastserve_backend.job import JobOutput
+from fastserve_backend import LLM
 from fastserve_backend.profile.correction import CorrectedLatency
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
+from fastserve_backend.simulation.memory import memory_of_profile
 from fastserve_backend.simulation.simulator import simulate
-from fastserve_client.report import JobRecord, Summary, summarize
-from fastserve_client.workload import TraceJob, poisson_trace
+from fastserve_client.report import summarize
+from replay import DTYPE, MODEL, Lengths, on_the_engine, workload
 from rich.console import Console
 from rich.table import Table
 
-MODEL, DTYPE = "opt-125m", "bfloat16"
-DEADLINE_S = 600.0
+PROMPTS, OUTPUTS = Lengths(3.6, 0.9, 256), Lengths(3.0, 0.9, 96)
 
 
 class RunLatency(CorrectedLatency):
@@ -66,58 +62,6 @@ class AtRatio(LatencyModel):
         return self._run.ratio(has_prefill) * self._run.model.iteration_s(load)
 
 
-def workload(rate: float, num_jobs: int, seed: int) -> list[TraceJob]:
-    rng = random.Random(seed)
-    lengths = [
-        (
-            min(256, round(rng.lognormvariate(3.6, 0.9)) + 1),
-            min(96, round(rng.lognormvariate(3, 0.9)) + 1),
-        )
-        for _ in range(1000)
-    ]
-    return poisson_trace(lengths, rate, num_jobs, seed)
-
-
-def on_the_engine(llm: LLM, trace: list[TraceJob]) -> list[JobRecord]:
-    """Submits each job at its time; what the engine says of each job."""
-    rng = random.Random(1)
-    ended = threading.Semaphore(0)
-    stats = {}
-
-    def sink_of(number: int):  # type: ignore[no-untyped-def]
-        def sink(output: JobOutput) -> None:
-            if output.stats is not None:
-                stats[number] = output.stats
-                ended.release()
-
-        return sink
-
-    started_s = time.monotonic()
-    for number, job in enumerate(trace):
-        wait_s = started_s + job.arrival_s - time.monotonic()
-        if wait_s > 0:
-            time.sleep(wait_s)
-        params = SamplingParams(max_tokens=job.output_tokens, temperature=0, ignore_eos=True)
-        prompt = [rng.randrange(300, 50000) for _ in range(job.prompt_tokens)]
-        llm.engine.submit(str(number), prompt, params, sink_of(number))
-    for _ in trace:
-        assert ended.acquire(timeout=DEADLINE_S)
-    return [
-        JobRecord(
-            arrival_s=one.arrival_s,
-            first_scheduled_s=one.first_scheduled_s,
-            first_token_s=one.first_token_s,
-            last_token_s=one.last_token_s,
-            prompt_tokens=one.num_input_tokens,
-            output_tokens=one.num_output_tokens,
-            num_preemptions=one.num_preemptions,
-            executed_s=0.0,
-            alone_s=None,
-        )
-        for one in (stats[number] for number in range(len(trace)))
-    ]
-
-
 def measured_profile(directory: Path) -> Path:
     path = directory / "profile.json"
     command = [sys.executable, "-m", "fastserve_backend.cli", "profile", MODEL]
@@ -138,7 +82,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         profile = LatencyProfile.load(arguments.profile or measured_profile(Path(directory)))
-    trace = workload(arguments.rate, arguments.jobs, seed=0)
+    trace = workload(arguments.rate, arguments.jobs, 0, PROMPTS, OUTPUTS)
     table = Table(
         title=f"{arguments.jobs} jobs at {arguments.rate:g} jobs/s: normalized latency, ms"
     )
@@ -151,16 +95,17 @@ def main() -> None:
                 run = llm.engine.profile = RunLatency(profile)
                 real = summarize(on_the_engine(llm, trace))
                 scheduler = llm.engine.config.scheduler
+                kv_cache = llm.engine.config.kv_cache
+                memory = memory_of_profile(profile, llm.engine.model_config, kv_cache)
 
-            def simulated(latency: LatencyModel, scheduler=scheduler) -> Summary:  # type: ignore[no-untyped-def]
-                return summarize(
+            plain, corrected = (
+                summarize(
                     simulate(
-                        trace, scheduler, latency,
-                        num_blocks=profile.num_blocks, block_size=16, max_model_len=2048,
+                        trace, scheduler, kv_cache, latency, memory, max_model_len=2048
                     ).records
-                )  # fmt: skip
-
-            plain, corrected = simulated(profile), simulated(AtRatio(run))
+                )
+                for latency in (profile, AtRatio(run))
+            )
             for name in ("mean", "p95"):
                 values = [
                     getattr(one.normalized_latency_s, name) for one in (real, plain, corrected)

@@ -44,6 +44,11 @@ class ModelConfigSection(_Section):
     )
 
 
+SwapStrategy = Literal["defer", "recompute", "reactive", "proactive"]
+SWAPPING: tuple[SwapStrategy, ...] = ("reactive", "proactive")
+"""The strategies that use host memory."""
+
+
 class KVCacheSection(_Section):
     block_size: Literal[8, 16, 32, 64] = Field(16, description="Tokens in one KV block.")
     device_memory_utilization: float = Field(
@@ -54,6 +59,24 @@ class KVCacheSection(_Section):
     )
     device_blocks: int | None = Field(
         None, ge=1, description="Number of KV blocks on the device; default: what memory allows."
+    )
+    swap_space_gib: float = Field(
+        4.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Host memory of each rank for preempted jobs' KV, GiB; 0: none is swapped.",
+    )
+    strategy: SwapStrategy = Field(
+        "proactive", description="What happens when the device's KV blocks are short."
+    )
+    incremental: bool = Field(
+        True, description="Keep KV on the host when a job returns, and copy only what is new."
+    )
+    write_back: bool = Field(
+        True, description="Copy KV to the host ahead while the link is idle (with incremental)."
+    )
+    host_dtype: Literal["same", "int8"] = Field(
+        "same", description="Type of KV on the host; int8 is smaller, but changes outputs a little."
     )
 
 

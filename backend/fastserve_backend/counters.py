@@ -23,7 +23,14 @@ class EngineCounters:
     recomputed_jobs: int = 0
     """Jobs whose KV was dropped for want of blocks, and had to be computed again."""
     peak_blocks: int = 0
-    """Most KV blocks in use in one iteration."""
+    """Most KV blocks of the device in use at once."""
+    swap_out_bytes: int = 0
+    """KV copied from device to host, by swap-outs and ahead of them."""
+    swap_in_bytes: int = 0
+    swap_avoided_bytes: int = 0
+    """KV that swap-outs did not copy, because the host had it already."""
+    swap_stall_s: float = 0.0
+    """Seconds in which no step ran because all that could have run waited for copies."""
     finished: Counter[str] = field(default_factory=Counter)
     """Jobs by finish reason."""
     rejected: int = 0
@@ -37,5 +44,9 @@ class EngineSnapshot:
     waiting: int
     level_sizes: tuple[int, ...]
     """Jobs in each queue of the policy, highest first."""
+    swapped: int
+    """Of the waiting, those whose KV is on the host or on its way from or to it."""
     num_blocks: int
     free_blocks: int
+    num_host_blocks: int
+    free_host_blocks: int

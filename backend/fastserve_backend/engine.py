@@ -24,17 +24,19 @@ from fastserve_backend.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from fastserve_backend.executor.base import Executor
+from fastserve_backend.executor.base import OwnedExecutor
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.executor.simulated import load_of
 from fastserve_backend.job import FinishReason, Job, OutputSink
-from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.kv_cache.manager import KVManager
+from fastserve_backend.kv_cache.swap_costs import SwapCosts
+from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.models.tokenizer import TokenizationError, Tokenizer, load_tokenizer
 from fastserve_backend.profile.correction import CorrectedLatency
 from fastserve_backend.profile.latency import Identity
 from fastserve_backend.profile.loads import Limits
-from fastserve_backend.profile.measure import cache_path, load_or_measure
+from fastserve_backend.profile.measure import cache_path, link_of, load_or_measure
 from fastserve_backend.sampling_params import MAX_SEED, SamplingParams
 from fastserve_backend.scheduler.registry import check_batch_limits, make_policy
 from fastserve_backend.step_loop import StepLoop
@@ -63,7 +65,7 @@ class Engine:
         config: EngineConfig,
         *,
         clock: Clock | None = None,
-        executor: Executor | None = None,
+        executor: OwnedExecutor | None = None,
         check_integrity: bool = False,
     ) -> None:
         """``check_integrity`` verifies the block tables after every step, for tests."""
@@ -72,7 +74,7 @@ class Engine:
         self.counters = EngineCounters()
         self.failure: str | None = None
         """Why the engine is broken: all jobs have failed and new ones raise EngineError."""
-        self._executor: Executor = executor or DistributedExecutor()
+        self._executor: OwnedExecutor = executor or DistributedExecutor()
         self._check_integrity = check_integrity
         self._inbox: queue.SimpleQueue[Job | int | _Stop] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -97,10 +99,17 @@ class Engine:
             self._executor.close()
             raise
         policy = make_policy(self.config.scheduler, self.profile, self.model_config.max_model_len)
-        block_size = self.config.kv_cache.block_size
+        kv_config = self.config.kv_cache
+        tiers = TwoTierKV(
+            ready.num_blocks,
+            ready.num_host_blocks,
+            kv_config.block_size,
+            incremental=kv_config.incremental,
+        )
+        costs = SwapCosts(self.profile, ready.block_bytes, link_of(ready))
         self._loop = StepLoop(
             policy,
-            BlockPool(ready.num_blocks, block_size),
+            KVManager(tiers, policy, kv_config, costs, self.counters),
             self._executor,
             Delivery(self.tokenizer),
             self.clock,
@@ -111,11 +120,13 @@ class Engine:
             check_integrity=self._check_integrity,
         )
         _log.info(
-            "ready: %s, %s, %d KV blocks of %d tokens, %s",
+            "ready: %s, %s, %d KV blocks of %d tokens and %d on the host (%s), %s",
             self.config.model.model,
             ready.hardware,
             ready.num_blocks,
-            block_size,
+            kv_config.block_size,
+            ready.num_host_blocks,
+            kv_config.strategy,
             policy.describe(),
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -195,13 +206,17 @@ class Engine:
 
     def snapshot(self) -> EngineSnapshot:
         """For metrics and tests, from any thread."""
-        running, pool = self._loop.num_running, self._loop.pool
+        running, kv = self._loop.num_running, self._loop.kv
+        device, host = kv.tiers.device, kv.tiers.host
         return EngineSnapshot(
             running=running,
             waiting=max(0, self._num_unfinished - running),
             level_sizes=tuple(self._loop.policy.level_sizes()),
-            num_blocks=pool.num_blocks,
-            free_blocks=pool.num_free,
+            swapped=kv.num_swapped_out,
+            num_blocks=device.num_blocks,
+            free_blocks=device.num_free,
+            num_host_blocks=host.num_blocks,
+            free_host_blocks=host.num_free,
         )
 
     def validate(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
@@ -225,7 +240,8 @@ class Engine:
                 f"the prompt has {len(prompt_ids)} tokens and the model takes {limit} in all, "
                 f"so at most {limit - len(prompt_ids)}",
             )
-        capacity = self._loop.pool.num_blocks * self._loop.pool.block_size
+        device = self._loop.kv.tiers.device
+        capacity = device.num_blocks * device.block_size
         if total > capacity:
             raise InvalidRequestError(
                 "max_tokens",
@@ -331,7 +347,14 @@ class Engine:
             block_size=identity.block_size,
         )
         return CorrectedLatency(
-            load_or_measure(cache_path(identity), identity, self._executor, self.clock.now, limits)
+            load_or_measure(
+                cache_path(identity),
+                identity,
+                self._executor,
+                self.clock.now,
+                limits,
+                link_of(ready),
+            )
         )
 
     def _observe(self, step: Step, elapsed_s: float) -> None:

@@ -50,6 +50,7 @@ class JobStats:
     last_token_s: float | None
     num_preemptions: int
     num_swaps: int
+    swap_stall_s: float
     queue_level: int
     num_input_tokens: int
     num_output_tokens: int
@@ -103,6 +104,8 @@ class Job:
     """Time of the iterations that it took part in; the rest of its latency is queueing."""
     num_preemptions: int = 0
     num_swaps: int = 0
+    swap_stall_s: float = 0.0
+    """Time in which it would have run, had its KV not been on its way."""
     cumulative_logprob: float = 0.0
 
     @property
@@ -129,6 +132,7 @@ class Job:
             last_token_s=self.last_token_s,
             num_preemptions=self.num_preemptions,
             num_swaps=self.num_swaps,
+            swap_stall_s=self.swap_stall_s,
             queue_level=self.queue_level,
             num_input_tokens=len(self.prompt_ids),
             num_output_tokens=len(self.output_ids),

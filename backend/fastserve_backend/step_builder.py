@@ -1,4 +1,4 @@
-"""Encode the scheduled jobs as one ``Step`` for the ranks."""
+"""Encode what the step loop decided as messages for the ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
-from fastserve_backend.worker.messages import Penalties, Sampling, Step
+from fastserve_backend.kv_cache.tiers import Transfer
+from fastserve_backend.worker.messages import CopyBlocks, Penalties, Sampling, Step
 
 _MASK = 2**64 - 1
 
@@ -54,6 +55,16 @@ def build_step(step_id: int, scheduled: Sequence[tuple[Job, int]], pool: BlockPo
         block_counts=block_counts.tobytes(),
         block_ids=block_ids.tobytes(),
         sampling=_sampling([job for job, _ in scheduled[: len(scheduled) - num_partial]]),
+    )
+
+
+def build_copy(transfer: Transfer, block_size: int) -> CopyBlocks:
+    return CopyBlocks(
+        transfer_id=transfer.id,
+        is_out=transfer.kind.is_out,
+        device_blocks=transfer.device_blocks.tobytes(),
+        host_blocks=transfer.host_blocks.tobytes(),
+        num_last_tokens=(transfer.num_tokens - 1) % block_size + 1,
     )
 
 

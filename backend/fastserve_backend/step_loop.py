@@ -1,13 +1,14 @@
 """The step loop: the only one who changes jobs and block tables.
 
-One turn is ``select → plan KV → send the step → deliver the tokens of the step before while the
-ranks work → receive tokens → update jobs``. The engine runs it on a thread against real ranks, the
-simulator on a virtual clock against modelled ones.
+One turn is ``select jobs and their KV blocks → send copies and the step → deliver the tokens of the
+step before while the ranks work → receive tokens → update jobs``. The engine runs it on a thread
+against real ranks, the simulator on a virtual clock against modelled ones.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from fastserve_backend.counters import EngineCounters
 from fastserve_backend.delivery import NewToken
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import FinishReason, Job, JobState
-from fastserve_backend.kv_cache.blocks import BlockPool
-from fastserve_backend.kv_cache.planner import plan
+from fastserve_backend.kv_cache.manager import KVManager
+from fastserve_backend.kv_cache.tiers import Transfer
 from fastserve_backend.scheduler.base import Policy
-from fastserve_backend.step_builder import build_step, in_step_order
-from fastserve_backend.worker.messages import Step, StepResult
+from fastserve_backend.step_builder import build_copy, build_step, in_step_order
+from fastserve_backend.worker.messages import CopyResult, Step, StepResult
+
+_log = logging.getLogger(__name__)
 
 
 class Delivery(Protocol):
@@ -61,7 +64,7 @@ class StepLoop:
     def __init__(
         self,
         policy: Policy,
-        pool: BlockPool,
+        kv: KVManager,
         executor: Executor,
         delivery: Delivery,
         clock: Clock,
@@ -73,7 +76,7 @@ class StepLoop:
         check_integrity: bool = False,
     ) -> None:
         self.policy = policy
-        self.pool = pool
+        self.kv = kv
         self._executor = executor
         self._delivery = delivery
         self._clock = clock
@@ -90,16 +93,18 @@ class StepLoop:
         self._returned: list[Job] = []  # jobs of the steps that ended since the last was sent
         self._step_ids = itertools.count()
         self._last_result_s: float | None = None
+        self._copies: dict[int, Transfer] = {}  # unfinished
 
     @property
     def is_idle(self) -> bool:
-        """No job and no token is left to work on."""
-        return not self._jobs and not self._flights and self._delivery.is_empty
+        """No job, no token and no copy is left to work on."""
+        return not self._jobs and not self._flights and not self._copies and self._delivery.is_empty
 
     def add(self, job: Job) -> None:
         """A new job. Its waiting counts from its arrival."""
         self._jobs[job.number] = job
         self.policy.add(job, job.arrival_s)
+        self.kv.arrived(job, self._clock.now())
         self._delivery.open(job)
         self._counters.prompt_tokens += len(job.prompt_ids)
 
@@ -135,20 +140,35 @@ class StepLoop:
         # ignored.
         for job in self._delivery.flush():
             self._end(job, FinishReason.STOP)
-        if not self._flights:
+        if not self._flights and not self._copies:
             self._last_result_s = None
             self._executor.check()
             return
-        result = self._executor.collect()
-        if result is not None:
+        result = self._collect()
+        if isinstance(result, CopyResult):
+            self._finish_copy(result)
+        elif result is not None:
             self._finish_step(self._flights.popleft(), result)
-            if self._check_integrity:
-                self.pool.check_integrity()
+        if self._check_integrity:
+            self.kv.tiers.check_integrity()
+
+    def _collect(self) -> StepResult | CopyResult | None:
+        if self._flights:
+            return self._executor.collect()
+        started_s = self._clock.now()
+        self._last_result_s = None
+        result = self._executor.collect()
+        if self._jobs:
+            self._counters.swap_stall_s += self._clock.now() - started_s
+        return result
 
     def _schedule(self) -> None:
         """Choose the next batch, allocate its blocks and send it, if there is a job to run."""
         now = self._clock.now()
         batch = self._allocate(now) if self._jobs else []
+        if self.kv.holds_steps:
+            self.policy.not_run([job for job, _ in batch])
+            return
         for job, _ in batch:
             job.state = JobState.RUNNING
             if job.first_scheduled_s is None:
@@ -165,7 +185,7 @@ class StepLoop:
         if not batch:
             return
         batch = in_step_order(batch)
-        step = build_step(next(self._step_ids), batch, self.pool)
+        step = build_step(next(self._step_ids), batch, self.kv.tiers.device)
         started_s = self._clock.now()
         if self._last_result_s is not None and not self._flights:
             self._counters.between_s += started_s - self._last_result_s
@@ -173,17 +193,23 @@ class StepLoop:
         self._executor.submit(step)
 
     def _allocate(self, now: float) -> list[tuple[Job, int]]:
-        selected = self.policy.select(now)
-        kv = plan(selected, self.policy.by_lowest_priority(), self.pool, self._in_flight)
-        for job in kv.dropped:
-            job.num_computed = 0
-            self._counters.recomputed_jobs += 1
-        if len(kv.scheduled) < len(selected):
-            chosen = {job.number for job, _ in kv.scheduled}
-            self.policy.not_run([job for job, _ in selected if job.number not in chosen])
-        if self.pool.num_used > self._counters.peak_blocks:
-            self._counters.peak_blocks = self.pool.num_used
-        return kv.scheduled
+        """The next batch, all its KV on the device; sends the copies that others need."""
+        if self.kv.holds_steps:
+            return []
+        self.kv.begin(now, self._in_flight)
+        batch = self.policy.select(now, self.kv)
+        for transfer in self.kv.transfers():
+            self._copies[transfer.id] = transfer
+            self._executor.copy(build_copy(transfer, self.kv.tiers.device.block_size))
+        return list(batch)
+
+    def _finish_copy(self, result: CopyResult) -> None:
+        transfer = self._copies.pop(result.transfer_id)
+        if result.error is not None:
+            _log.warning("copying KV blocks failed: %s", result.error)
+        self.kv.transfer_ended(
+            transfer.job_number, succeeded=result.error is None, seconds=result.seconds
+        )
 
     def _finish_step(self, flight: _Flight, result: StepResult) -> None:
         now = self._clock.now()
@@ -248,4 +274,4 @@ class StepLoop:
 
     def _release(self, job: Job) -> None:
         self.policy.remove(job)
-        self.pool.release(job.number)
+        self.kv.release(job)

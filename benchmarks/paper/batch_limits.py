@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from common import (
     OPT_13B,
+    RECOMPUTE,
     Run,
     Search,
     console,
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> Table:
         rate = OPT_13B.capacity(lengths)
         num_jobs = args.jobs * (2 if dataset == "alpaca" else 1)
         section = scheduler(policy, LIMITS[limit])
-        return Run(OPT_13B, lengths, rate, num_jobs, args.seed, section, OPT_13B.device_blocks)
+        return Run(OPT_13B, lengths, rate, num_jobs, args.seed, section, RECOMPUTE)
 
     searched = [
         (dataset, limit, policy) for dataset in datasets for limit in limits for policy in SEARCHED

@@ -19,11 +19,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastserve_backend.config import EngineConfig, SchedulerSection
+from fastserve_backend.config import EngineConfig, KVCacheSection, SchedulerSection
 from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.roofline import Roofline
+from fastserve_backend.simulation.memory import memory_of_roofline
 from fastserve_backend.simulation.simulator import Simulation, simulate
 from fastserve_client.report import Summary, summarize
 from fastserve_client.workload import AUTHORS_LIMITS, Lengths, load_lengths, poisson_trace
@@ -36,17 +37,13 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
 BATCH = 16
 """Most jobs in one iteration: MaxBatchSize of FastServe's authors."""
-_DEVICE_MEMORY_UTILIZATION = 0.9
-_HOST_BYTES = 56 * 2**30  # swap space of the authors' ShareGPT runs
+_HOST_GIB = 56.0  # swap space of the authors' ShareGPT runs
 _TYPICAL_CONTEXT = 400  # tokens of a job in the middle of its output
 _STEP = 2.0  # factor between rates while a search looks for one that is too high
 # With a fixed number of jobs latency stops growing once they all arrive practically at once.
 _HIGHEST_LOAD = 20.0
 
-FREE_SWAP = (
-    "KV memory: device blocks plus those of 56 GiB host memory in one tier, as though swapping "
-    "were free."
-)
+SWAPPING = "KV is swapped to 56 GiB of host memory (strategy proactive)."
 
 console = Console(width=100)
 Item = TypeVar("Item")
@@ -77,14 +74,10 @@ class System:
     def latency(self) -> Roofline:
         return _latency(self)
 
-    @property
-    def device_blocks(self) -> int:
-        return self.latency.num_device_blocks(BLOCK_SIZE, _DEVICE_MEMORY_UTILIZATION)
-
-    @property
-    def all_blocks(self) -> int:
-        """Blocks of the devices and of the host memory that the authors swap to."""
-        return self.device_blocks + _HOST_BYTES // self.config.kv_bytes_per_block(BLOCK_SIZE)
+    def swapping(self, **keys: Any) -> KVCacheSection:
+        """With host memory as the authors', shared by the ranks."""
+        gib = _HOST_GIB / (self.tensor_parallel * self.pipeline_parallel)
+        return kv_cache(**{"swap_space_gib": gib, **keys})
 
     @property
     def decode_s(self) -> float:
@@ -123,7 +116,7 @@ class Run:
     num_jobs: int
     seed: int
     scheduler: SchedulerSection
-    num_blocks: int
+    kv_cache: KVCacheSection
     evenly: bool = False
     """The same jobs arrive at equal distances instead of as a Poisson process."""
 
@@ -134,9 +127,9 @@ class Run:
         return simulate(
             trace,
             self.scheduler,
+            self.kv_cache,
             self.system.latency,
-            num_blocks=self.num_blocks,
-            block_size=BLOCK_SIZE,
+            memory_of_roofline(self.system.latency, self.system.config, self.kv_cache),
             max_model_len=MAX_MODEL_LEN,
         )
 
@@ -147,6 +140,14 @@ class Run:
 def scheduler(policy: str, max_num_seqs: int = BATCH, **keys: Any) -> SchedulerSection:
     keys = {"policy": policy, "max_num_seqs": max_num_seqs, **keys}
     return EngineConfig().with_keys(**keys).scheduler
+
+
+def kv_cache(**keys: Any) -> KVCacheSection:
+    return EngineConfig().with_keys(**keys).kv_cache
+
+
+RECOMPUTE = kv_cache(strategy="recompute")
+"""Device memory alone."""
 
 
 @dataclass(frozen=True, slots=True)

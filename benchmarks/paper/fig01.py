@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from common import (
     OPT_13B,
+    RECOMPUTE,
     Run,
     console,
     lengths_of,
@@ -60,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> Table:
 
     def run(name: str, rate: float) -> Run:
         lengths, evenly = workloads[name]
-        blocks = OPT_13B.device_blocks
-        return Run(OPT_13B, lengths, rate, args.jobs, args.seed, fcfs, blocks, evenly)
+        return Run(OPT_13B, lengths, rate, args.jobs, args.seed, fcfs, RECOMPUTE, evenly)
 
     rates = on_all_cores(full_rate, [run(name, _AT_ONCE) for name in workloads])
     full = dict(zip(workloads, rates, strict=True))

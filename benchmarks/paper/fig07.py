@@ -10,14 +10,27 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from common import console, new_table, number, parse, parser, save_json, save_plot, scheduler
+from common import (
+    RECOMPUTE,
+    console,
+    new_table,
+    number,
+    parse,
+    parser,
+    save_json,
+    save_plot,
+    scheduler,
+)
+from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.simulation.simulator import simulate
 from fastserve_client.workload import TraceJob
 from rich.table import Table
 
 PAPER = {"fcfs": 4.23, "mlfq": 5.0, "skip_join_mlfq": 3.3, "srpt": 3.0}
 MAX_MODEL_LEN = 16
+ENOUGH = KVMemory(num_blocks=3, num_host_blocks=0, block_bytes=1, link=Link(0.0, 0.0))
 JOBS = [TraceJob(0.0, 4, 2), TraceJob(0.0, 10, 2), TraceJob(0.0, 2, 1)]
 
 
@@ -45,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> Table:
         simulation = simulate(
             JOBS,
             scheduler(policy, max_num_seqs=1, base_quantum_ms=1000.0),
+            RECOMPUTE,
             ThreeJobTimes(),
-            num_blocks=len(JOBS),
-            block_size=MAX_MODEL_LEN,
+            ENOUGH,
             max_model_len=MAX_MODEL_LEN,
         )
         latencies = [record.latency_s for record in simulation.records]

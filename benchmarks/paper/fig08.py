@@ -13,6 +13,7 @@ from common import (
     Run,
     System,
     console,
+    kv_cache,
     lengths_of,
     new_table,
     on_all_cores,
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> Table:
     loads = QUICK_LOADS if args.quick else LOADS
     lengths = [(p, min(o, MAX_OUTPUT_TOKENS)) for p, o in lengths_of(args, "sharegpt")]
     capacity = SYSTEM.capacity(lengths)
-    enough = args.jobs * -(-_TOKENS_OF_ANY_JOB // BLOCK_SIZE)
+    blocks = args.jobs * -(-_TOKENS_OF_ANY_JOB // BLOCK_SIZE)
+    enough = kv_cache(strategy="recompute", device_blocks=blocks)
     points = [(load, policy) for load in loads for policy in POLICIES]
     peaks = on_all_cores(
         peak_gb,

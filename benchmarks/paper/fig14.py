@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from common import (
     BATCH,
-    FREE_SWAP,
     OPT_13B,
+    SWAPPING,
     Run,
     console,
     lengths_of,
@@ -51,14 +51,14 @@ def main(argv: Sequence[str] | None = None) -> Table:
                     args.jobs,
                     args.seed,
                     scheduler(policy),
-                    OPT_13B.all_blocks,
+                    OPT_13B.swapping(),
                 )
     summaries = dict(zip(runs, on_all_cores(Run.summary, runs.values()), strict=True))
     latency = {key: summary.normalized_latency_s.mean for key, summary in summaries.items()}
 
     table = new_table(
         "Fig. 14: mean normalized latency, s/token",
-        f"OPT-13B, A100-40G, batch {BATCH}, {args.jobs} jobs. {FREE_SWAP} Load is the rate over "
+        f"OPT-13B, A100-40G, batch {BATCH}, {args.jobs} jobs. {SWAPPING} Load is the rate over "
         "what full batches finish. Paper, at most: "
         + ", ".join(f"{policy} {times}×" for policy, times in BASELINES.items())
         + " of skip-join, which is never worse.",

@@ -12,9 +12,9 @@ from typing import Any
 
 from common import (
     BATCH,
-    FREE_SWAP,
     MAX_MODEL_LEN,
     OPT_13B,
+    SWAPPING,
     Run,
     console,
     lengths_of,
@@ -65,14 +65,14 @@ def main(argv: Sequence[str] | None = None) -> Table:
                 args.jobs,
                 args.seed,
                 scheduler("skip_join_mlfq", **settings[index]),
-                OPT_13B.all_blocks,
+                OPT_13B.swapping(),
             )
             for rate, index in points
         ],
     )
     table = new_table(
         "Promotion threshold and quanta",
-        f"OPT-13B, A100-40G, batch {BATCH}, ShareGPT lengths, {args.jobs} jobs. {FREE_SWAP} Times "
+        f"OPT-13B, A100-40G, batch {BATCH}, ShareGPT lengths, {args.jobs} jobs. {SWAPPING} Times "
         "in seconds; slowdown of the longest tenth of jobs.",
         "jobs/s, setting",
         "queues",

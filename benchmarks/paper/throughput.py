@@ -10,8 +10,9 @@ from functools import partial
 
 from common import (
     BATCH,
-    FREE_SWAP,
     OPT_13B,
+    RECOMPUTE,
+    SWAPPING,
     Run,
     Search,
     System,
@@ -103,7 +104,7 @@ def _run(args: argparse.Namespace, series: Series) -> Run:
         args.jobs * (ALPACA_JOBS if series.dataset == "alpaca" else 1),
         args.seed,
         scheduler(series.policy),
-        system.device_blocks if series.device_only else system.all_blocks,
+        RECOMPUTE if series.device_only else system.swapping(),
     )
 
 
@@ -133,7 +134,7 @@ def _throughput_table(
     table = new_table(
         figure.title,
         f"A100-40G, batch {BATCH}, {args.jobs} jobs (Alpaca {args.jobs * ALPACA_JOBS}). "
-        f"{FREE_SWAP} 'device only': skip-join without host memory, KV recomputed. 'capacity': "
+        f"{SWAPPING} 'device only': skip-join without host memory, KV recomputed. 'capacity': "
         "what full batches can finish. 'none': no rate breaks the SLO with so few jobs. The SLO of "
         f"66B and 175B is ten of their decode iterations. {figure.note}",
         "system, lengths",

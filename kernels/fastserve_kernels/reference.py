@@ -1,4 +1,5 @@
-"""Float64 oracles of `ops`, written for reading: one token and one head at a time.
+"""Float64 oracles of `ops` and `kv_quantization`, written for reading: one token and one head at a
+time.
 
 Results are float64 unless said; inputs may be of any float dtype.
 """
@@ -6,6 +7,7 @@ Results are float64 unless said; inputs may be of any float dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -99,3 +101,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor
 def argmax_rows(logits: Tensor) -> Tensor:
     """See `ops.argmax_rows`."""
     return torch.tensor([int(torch.argmax(row.double())) for row in logits], dtype=torch.int64)
+
+
+def quantize_kv(blocks: Tensor, num_last_tokens: int) -> tuple[Tensor, Tensor]:
+    """See `kv_quantization.quantize`; the parameters are float64 with values that float16 has, so
+    that codes of both can be compared."""
+    n, layers, sides, kv_heads, block_size, head_dim = blocks.shape
+    codes = torch.zeros(blocks.shape, dtype=torch.int8)
+    parameters = torch.zeros(n, layers, sides, kv_heads, 2, head_dim, dtype=torch.float64)
+    for block in range(n):
+        used = num_last_tokens if block == n - 1 else block_size
+        channels = product(range(layers), range(sides), range(kv_heads), range(head_dim))
+        for layer, side, head, channel in channels:
+            column = blocks[block, layer, side, head, :, channel].double().clone()
+            column[used:] = column[0]
+            scale = ((column.max() - column.min()) / 255).clamp_min(2.0**-14).half().double()
+            minimum = column.min().half().double()
+            code = torch.round((column - minimum) / scale) - 128
+            codes[block, layer, side, head, :, channel] = code.clamp(-128, 127).to(torch.int8)
+            parameters[block, layer, side, head, 0, channel] = scale
+            parameters[block, layer, side, head, 1, channel] = minimum
+    return codes, parameters
+
+
+def dequantize_kv(codes: Tensor, parameters: Tensor) -> Tensor:
+    """See `kv_quantization.dequantize`."""
+    scale, minimum = parameters.double()[..., :1, :], parameters.double()[..., 1:, :]
+    return (codes.double() + 128) * scale + minimum

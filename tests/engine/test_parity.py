@@ -91,6 +91,7 @@ def test_prefill_in_chunks(
         str(checkpoint),
         tokenizer=str(tokenizer),
         device_blocks=600,
+        swap_space_gib=0.01,
         check_integrity=True,
         **({"max_num_seqs": 10} | options),
     ) as chunked:
@@ -139,6 +140,7 @@ def test_with_too_few_blocks_for_all(
         str(checkpoint),
         tokenizer=str(tokenizer),
         device_blocks=blocks,
+        strategy="recompute",
         check_integrity=True,
         **options,
     ) as small:

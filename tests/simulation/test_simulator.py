@@ -7,13 +7,16 @@ import random
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import ConfigError
+from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.simulation.simulator import Simulation, simulate
 from fastserve_client.report import summarize
 from fastserve_client.workload import TraceJob, build_trace
 
 POLICIES = ("fcfs", "mlfq", "fixed_priority", "skip_join_mlfq", "srpt")
-BLOCK_SIZE = 4
+BLOCK_SIZE = 8
+STRATEGIES = ("defer", "recompute", "reactive", "proactive")
 LONGEST = 24  # tokens of a random job
 
 
@@ -44,13 +47,22 @@ def random_simulation(seed: int) -> tuple[list[TraceJob], Simulation]:
         prefill_chunk_tokens=chunk,
         quantum_ratio=rng.choice([1.5, 2.0, 4.0]),
         starvation_ms=rng.choice([20.0, 200.0, 30000.0]),
+        block_size=BLOCK_SIZE,
+        strategy=rng.choice(STRATEGIES),
+        incremental=rng.random() < 0.7,
+        write_back=rng.random() < 0.7,
     )
     simulation = simulate(
         trace,
         config.scheduler,
+        config.kv_cache,
         Machine(rng.randint(1, 3)),
-        num_blocks=LONGEST // BLOCK_SIZE + rng.choice([0, 0, 2, 100]),
-        block_size=BLOCK_SIZE,
+        KVMemory(
+            num_blocks=LONGEST // BLOCK_SIZE + rng.choice([0, 0, 2, 100]),
+            num_host_blocks=rng.choice([0, 3, 20, 1000]),
+            block_bytes=1000,
+            link=Link(rng.choice([0.0001, 0.002, 0.02]), rng.choice([0.0001, 0.002, 0.02])),
+        ),
         max_model_len=LONGEST,
         check_integrity=True,
     )
@@ -91,14 +103,9 @@ def test_the_same_seed_gives_the_same_result_to_the_last_bit() -> None:
 
 
 def run(trace: list[TraceJob], **keys: object) -> Simulation:
-    return simulate(
-        trace,
-        EngineConfig().with_keys(**keys).scheduler,
-        Machine(),
-        num_blocks=10_000,
-        block_size=16,
-        max_model_len=2048,
-    )
+    config = EngineConfig().with_keys(**keys)
+    memory = KVMemory(10_000, 0, 1000, Link(0.0, 0.0))
+    return simulate(trace, config.scheduler, config.kv_cache, Machine(), memory, max_model_len=2048)
 
 
 def test_a_job_alone_takes_its_iterations_and_no_more() -> None:

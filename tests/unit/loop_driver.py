@@ -7,17 +7,23 @@ from collections import Counter
 from collections.abc import Iterable
 
 from fastserve_backend.clock import VirtualClock
+from fastserve_backend.config import KVCacheSection
 from fastserve_backend.counters import EngineCounters
 from fastserve_backend.delivery import NewToken
 from fastserve_backend.executor.simulated import SimulatedExecutor
 from fastserve_backend.job import FinishReason, Job
-from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.kv_cache.manager import KVManager
+from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
+from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.step_loop import StepLoop
-from fastserve_backend.worker.messages import Step, StepResult
+from fastserve_backend.worker.messages import CopyResult, Step, StepResult
 
 BLOCK_SIZE = 4
+BLOCK_BYTES = 100
+RECOMPUTE = KVCacheSection(strategy="recompute")
+NO_TIME = Link(1e-9, 1e-9)
 MOST_TURNS = 20_000  # far more than any test needs
 
 
@@ -34,8 +40,8 @@ class SimpleModel(LatencyModel):
 class WatchedExecutor(SimulatedExecutor):
     """Checks that no block is used by two unfinished steps, and notes what was submitted."""
 
-    def __init__(self, model: LatencyModel, clock: VirtualClock, num_blocks: int) -> None:
-        super().__init__(model, clock, num_blocks)
+    def __init__(self, model: LatencyModel, clock: VirtualClock, link: Link) -> None:
+        super().__init__(model, clock, link)
         self.blocks_in_use: dict[int, set[int]] = {}  # step → its blocks
         self.most_unfinished = 0
         self.num_partial = 0
@@ -50,9 +56,9 @@ class WatchedExecutor(SimulatedExecutor):
         self.num_partial += step.num_partial
         super().submit(step)
 
-    def collect(self) -> StepResult | None:
+    def collect(self) -> StepResult | CopyResult | None:
         result = super().collect()
-        if result is not None:
+        if isinstance(result, StepResult):
             del self.blocks_in_use[result.step_id]
         return result
 
@@ -98,20 +104,26 @@ class Rig:
         policy: Policy,
         *,
         num_blocks: int = 100,
+        num_host_blocks: int = 0,
+        link: Link = NO_TIME,
         num_stages: int = 1,
+        kv_cache: KVCacheSection = RECOMPUTE,
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
         self.clock = VirtualClock()
-        self.executor = WatchedExecutor(SimpleModel(num_stages), self.clock, num_blocks)
+        model = SimpleModel(num_stages)
+        self.executor = WatchedExecutor(model, self.clock, link)
         self.delivery = CountingDelivery()
         self.counters = EngineCounters()
-        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+        tiers = TwoTierKV(num_blocks, num_host_blocks, BLOCK_SIZE, incremental=kv_cache.incremental)
+        self.pool, self.host = tiers.device, tiers.host
+        costs = SwapCosts(model, BLOCK_BYTES, link)
         self.ends: list[tuple[int, FinishReason]] = []
         self.iterations_s: list[float] = []
         self.num_turns = 0
         self.loop = StepLoop(
             policy,
-            self.pool,
+            KVManager(tiers, policy, kv_cache, costs, self.counters),
             self.executor,
             self.delivery,
             self.clock,

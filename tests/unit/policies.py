@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from fastserve_backend.job import Job
@@ -74,6 +74,14 @@ def make(
     if name == "mlfq":
         return MLFQ(limits, quanta(longest, starvation_s))
     return SkipJoinMLFQ(limits, quanta(longest, starvation_s), times)
+
+
+def by_priority(policy: Policy, jobs: Iterable[Job]) -> list[Job]:
+    """All of ``jobs``, those first that are selected first."""
+    key = policy.urgency(0.0)
+    if isinstance(policy, MLFQ):  # ENST may put a job ahead that starves soon
+        return sorted(jobs, key=lambda job: (job.queue_level, key(job)[1]))
+    return sorted(jobs, key=key)
 
 
 def iterate(policy: Policy, now: float, elapsed_s: float = 1.0) -> list[Job]:

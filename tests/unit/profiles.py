@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.latency import Curve, Identity, LatencyProfile
 from fastserve_backend.profile.loads import Limits
 
 LIMITS = Limits(
     max_seqs=16, max_batched_tokens=2048, max_model_len=2048, num_blocks=4096, block_size=16
 )
+
+LINK = Link(1e-4, 2e-4)
 
 
 def identity(**changes: object) -> Identity:
@@ -29,6 +32,7 @@ def known_profile() -> LatencyProfile:
     return LatencyProfile(
         identity=identity(),
         num_blocks=4096,
+        link=LINK,
         num_samples=0,
         held_out_error=None,
         base_s=0.004,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import BatchLimits, Scheduled, fill_batch
+from fastserve_backend.scheduler.base import UNLIMITED, BatchLimits, Scheduled, fill_batch
 from jobs import make_job, run_iteration
 from policies import POLICIES, make
 
 
 def fill(jobs: list[Job], limits: BatchLimits) -> list[tuple[int, int]]:
     """(job number, tokens) of the batch."""
-    batch = fill_batch(jobs, limits, lambda job: False)
+    batch = fill_batch(jobs, limits, lambda job: False, UNLIMITED)
     assert all(isinstance(item, Scheduled) for item in batch)
     return [(job.number, num_tokens) for job, num_tokens in batch]
 
@@ -37,7 +37,7 @@ def test_a_job_that_does_not_fit_the_tokens_is_passed_over() -> None:
 
 def test_skipped_jobs_take_no_room() -> None:
     jobs = prefills(4, 4, 4)
-    batch = fill_batch(jobs, BatchLimits(2, 8), lambda job: job.number == 0)
+    batch = fill_batch(jobs, BatchLimits(2, 8), lambda job: job.number == 0, UNLIMITED)
     assert batch == [(jobs[1], 4), (jobs[2], 4)]
 
 

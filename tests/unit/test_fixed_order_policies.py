@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.srpt import SRPT
 from jobs import make_job
-from policies import POLICIES, TIMES, iterate, make, one_job
+from policies import POLICIES, TIMES, by_priority, iterate, make, one_job
 
 # --- Every policy -----------------------------------------------------------------------------
 
@@ -51,7 +52,6 @@ def test_a_job_ends_while_others_are_in_flight(name: str) -> None:
     assert [job for job, _ in policy.select(2.0)] == [jobs[1]]
     policy.remove(jobs[1])
     assert sum(policy.level_sizes()) == 0
-    assert list(policy.by_lowest_priority()) == []
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -68,11 +68,13 @@ def test_a_removed_number_can_be_added_and_selected_again(name: str) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 def test_recalibration_keeps_the_order(name: str) -> None:
     policy = make(name, one_job())
+    jobs: list[Job] = []
     for number, prompt_len in enumerate((5, 1, 3)):
-        policy.add(make_job(number, prompt_len), 0.0)
-    order = list(policy.by_lowest_priority())
+        jobs.append(make_job(number, prompt_len))
+        policy.add(jobs[-1], 0.0)
+    order = by_priority(policy, jobs)
     policy.recalibrate()
-    assert list(policy.by_lowest_priority()) == order
+    assert by_priority(policy, jobs) == order
 
 
 # --- FCFS -------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ def test_fcfs_runs_to_completion_in_order_of_arrival() -> None:
     assert iterate(policy, 1.0) == jobs[:2]
     policy.remove(jobs[0])
     assert iterate(policy, 2.0) == [jobs[1], jobs[2]]
-    assert list(policy.by_lowest_priority()) == [jobs[2], jobs[1]]
+    assert by_priority(policy, jobs[1:]) == jobs[1:]
     assert policy.level_sizes() == (2,)
 
 
@@ -113,7 +115,7 @@ def test_fixed_priority_of_equal_prompts_is_by_arrival() -> None:
         policy.add(job, 0.0)
     assert iterate(policy, 0.0) == [shortest, jobs[0], jobs[1]]
     assert iterate(policy, 1.0) == [shortest, jobs[0], jobs[1]]  # having run changes nothing
-    assert list(policy.by_lowest_priority()) == [*reversed(jobs), shortest]
+    assert by_priority(policy, [*jobs, shortest]) == [shortest, *jobs]
 
 
 # --- SRPT -------------------------------------------------------------------------------------
@@ -126,7 +128,8 @@ def test_srpt_runs_the_job_with_the_least_work_left() -> None:
     middle = make_job(2, 4, max_tokens=6)  # 4 + 5 s: equal to the first, arrived later
     for job in (long_output, middle, long_prompt):
         policy.add(job, 0.0)
-    assert list(policy.by_lowest_priority()) == [long_output, middle, long_prompt]
+    jobs = [long_output, middle, long_prompt]
+    assert by_priority(policy, jobs) == [long_prompt, middle, long_output]
 
 
 def test_srpt_changes_its_order_as_jobs_progress() -> None:
@@ -135,13 +138,13 @@ def test_srpt_changes_its_order_as_jobs_progress() -> None:
     policy.add(first, 0.0)
     assert iterate(policy, 0.0, elapsed_s=6.0) == [first]  # 3 s left
     policy.add(second, 6.0)
-    assert list(policy.by_lowest_priority()) == [second, first]
+    assert by_priority(policy, [first, second]) == [first, second]
     newcomer = make_job(2, 1, max_tokens=2)  # 2 s
     policy.add(newcomer, 6.0)
     assert iterate(policy, 6.0) == [newcomer]
     policy.remove(newcomer)
     assert iterate(policy, 7.0) == [first]
-    assert list(policy.by_lowest_priority()) == [second, first]
+    assert by_priority(policy, [first, second]) == [first, second]
 
 
 def test_srpt_counts_the_chunks_that_have_run() -> None:
@@ -150,7 +153,7 @@ def test_srpt_counts_the_chunks_that_have_run() -> None:
     policy.add(chunked, 0.0)
     policy.select(0.0)
     policy.add(other, 0.0)
-    assert list(policy.by_lowest_priority()) == [chunked, other]
+    assert by_priority(policy, [chunked, other]) == [other, chunked]
     chunked.num_computed += 4
     policy.iteration_done([chunked], 4.0, 4.0)  # 5 s left
-    assert list(policy.by_lowest_priority()) == [other, chunked]
+    assert by_priority(policy, [chunked, other]) == [chunked, other]

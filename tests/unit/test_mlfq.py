@@ -9,7 +9,7 @@ from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from jobs import make_job, run_iteration
-from policies import TIMES, iterate, mlfq, one_job, quanta, skip_join
+from policies import TIMES, by_priority, iterate, mlfq, one_job, quanta, skip_join
 
 Make = Callable[..., MLFQ]
 BOTH = pytest.mark.parametrize("make", [mlfq, skip_join])
@@ -172,7 +172,7 @@ def test_demoted_jobs_stand_behind_those_already_in_the_queue(make: Make) -> Non
     assert iterate(policy, 1.0) == [second]
     policy.add(third, 2.0)
     assert iterate(policy, 2.0) == [third]
-    assert list(policy.by_lowest_priority()) == [third, second, first]
+    assert by_priority(policy, [third, second, first]) == [first, second, third]
     assert list(policy.level_sizes())[:2] == [0, 3]
     assert iterate(policy, 3.0) == [first]
 
@@ -229,7 +229,7 @@ def test_a_job_in_q1_is_not_promoted_but_keeps_its_turn() -> None:
     policy.add(first, 0.0)
     policy.add(second, 0.0)
     assert [scheduled.job for scheduled in policy.select(100.0)] == [first]
-    assert list(policy.by_lowest_priority()) == [second, first]
+    assert by_priority(policy, [second, first]) == [first, second]
     assert policy.num_promotions == 0
 
 
@@ -263,14 +263,43 @@ def test_recalibration_changes_quanta_and_keeps_the_places_of_jobs(skips: bool) 
     for job in jobs:
         policy.add(job, 0.0)
     iterate(policy, 0.0)
-    order = list(policy.by_lowest_priority())
+    order = by_priority(policy, jobs)
     base[0] = 3.0
     assert policy.quanta_s == (1, 2, 4, 8)
     policy.recalibrate()
     assert policy.quanta_s == (3, 6, 12, 24)
-    assert list(policy.by_lowest_priority()) == order
+    assert by_priority(policy, jobs) == order
     assert [job.queue_level for job in jobs] == [1, 0, 0]
     assert iterate(policy, 1.0, elapsed_s=2.0) == [jobs[1]]
     assert jobs[1].queue_level == 0  # 2 of 3 s
     assert iterate(policy, 3.0) == [jobs[1]]
     assert jobs[1].queue_level == 1
+
+
+# --- ENST -------------------------------------------------------------------------------------
+
+
+def test_enst_is_the_time_until_all_above_have_sunk_to_the_queue_of_a_job() -> None:
+    # FastServe §4.2. Quanta 1, 2, 4, …; the jobs stand in Q1, Q1, Q2 and Q3.
+    policy = skip_join(BatchLimits(max_seqs=2, max_tokens=100))
+    first, second, middle, last = (make_job(n, size) for n, size in enumerate((1, 1, 2, 4)))
+    for job in (last, second, middle, first):
+        policy.add(job, 0.0)
+    assert [job.queue_level for job in (first, middle, last)] == [0, 1, 2]
+    enst = policy.urgency(0.0)
+    assert enst(first)[0] == enst(second)[0] == 0.0
+    assert enst(second) < enst(first)  # FIFO
+    # Two jobs run the quantum of Q1; then those and the middle one that of Q2; two at a time.
+    assert enst(middle)[0] == 2 * 1 / 2
+    assert enst(last)[0] == (2 * 1 + 3 * 2) / 2
+
+
+def test_enst_of_a_job_that_starves_soon_is_the_time_until_then() -> None:
+    policy = skip_join(starvation_s=10.0)
+    last = make_job(0, 8)
+    policy.add(last, 0.0)
+    for number in range(1, 6):
+        policy.add(make_job(number, 1), 7.0)
+    enst = policy.urgency(7.0)
+    assert enst(last)[0] == 3.0
+    assert policy.urgency(12.0)(last)[0] == 0.0

@@ -46,6 +46,20 @@ def run_figure(name: str, plots: Path, monkeypatch: pytest.MonkeyPatch) -> list[
         ),
         ("fig14", ["1.5", "1.5"]),
         (
+            "fig15",
+            [
+                f"2.20, {strategy}"
+                for strategy in (
+                    "defer",
+                    "recompute",
+                    "reactive",
+                    "proactive",
+                    "proactive, no write-back",
+                    "proactive, not incremental",
+                )
+            ],
+        ),
+        (
             "batch_limits",
             [
                 f"Alpaca, {limit}, {policy}"

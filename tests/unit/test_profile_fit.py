@@ -10,7 +10,7 @@ from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.loads import full_grid, random_mixes
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from profiles import LIMITS, identity, known_profile
+from profiles import LIMITS, LINK, identity, known_profile
 
 
 def samples_of(count: int, seed: int, grid: bool = True) -> list[Sample]:
@@ -21,7 +21,7 @@ def samples_of(count: int, seed: int, grid: bool = True) -> list[Sample]:
 
 
 def test_a_fit_predicts_mixes_that_it_has_not_seen() -> None:
-    fitted = fit(identity(), 100, samples_of(20, seed=1))
+    fitted = fit(identity(), 100, LINK, samples_of(20, seed=1))
     unseen = samples_of(200, seed=2, grid=False)
     assert mean_error(fitted, unseen) < 0.02
     truth = known_profile()
@@ -37,14 +37,14 @@ def test_disturbed_samples_do_not_spoil_the_others() -> None:
         Sample(sample.load, sample.seconds * (3.0 if rng.random() < 0.1 else 1.0))
         for sample in samples
     ]
-    assert mean_error(fit(identity(), 100, disturbed), samples) < 0.05
+    assert mean_error(fit(identity(), 100, LINK, disturbed), samples) < 0.05
 
 
 def test_one_sample_is_enough_and_none_is_refused() -> None:
     only = Sample(IterationLoad.of([(0, 8, True)]), 0.02)
-    assert fit(identity(), 100, [only]).prefill_s(8) == pytest.approx(0.02)
+    assert fit(identity(), 100, LINK, [only]).prefill_s(8) == pytest.approx(0.02)
     with pytest.raises(ValueError, match="one sample"):
-        fit(identity(), 100, [])
+        fit(identity(), 100, LINK, [])
 
 
 job = st.tuples(st.integers(0, 2000), st.integers(1, 2000), st.booleans())
@@ -62,7 +62,7 @@ def test_noise_never_gives_a_falling_or_negative_prediction(
     asked: list[tuple[int, int, bool]],
     more: list[tuple[int, int, bool]],
 ) -> None:
-    fitted = fit(identity(), 100, [Sample(IterationLoad.of(m), s) for m, s in measured])
+    fitted = fit(identity(), 100, LINK, [Sample(IterationLoad.of(m), s) for m, s in measured])
     few = fitted.iteration_s(IterationLoad.of(asked))
     many = fitted.iteration_s(IterationLoad.of(asked + more))
     assert 0 < few <= many * (1 + 1e-9)

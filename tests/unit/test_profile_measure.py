@@ -22,7 +22,7 @@ from fastserve_backend.profile.measure import (
 from fastserve_backend.worker.messages import Step
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from profiles import LIMITS, identity, known_profile
+from profiles import LIMITS, LINK, identity, known_profile
 
 
 class Slower(LatencyModel):
@@ -39,7 +39,7 @@ class CountingExecutor(SimulatedExecutor):
     """Remembers what it was asked to do."""
 
     def __init__(self, model: LatencyModel, clock: VirtualClock) -> None:
-        super().__init__(model, clock, LIMITS.num_blocks)
+        super().__init__(model, clock, LINK)
         self.steps: list[Step] = []
 
     def submit(self, step: Step) -> None:
@@ -49,7 +49,7 @@ class CountingExecutor(SimulatedExecutor):
 
 def test_a_brief_measurement_finds_the_known_machine() -> None:
     clock, truth = VirtualClock(), known_profile()
-    profile = measure_briefly(identity(), CountingExecutor(truth, clock), clock.now, LIMITS)
+    profile = measure_briefly(identity(), CountingExecutor(truth, clock), clock.now, LIMITS, LINK)
     assert clock.now() <= BRIEF_BUDGET_S + truth.prefill_s(2048)
     for length in (4, 100, 1000):
         assert profile.prefill_s(length) == pytest.approx(truth.prefill_s(length), rel=0.15)
@@ -61,7 +61,7 @@ def test_a_full_measurement_predicts_held_out_mixes_and_tells_how_well() -> None
     clock, truth = VirtualClock(), known_profile()
     shares: list[float] = []
     measurement = measure_fully(
-        identity(), CountingExecutor(truth, clock), clock.now, LIMITS, shares.append
+        identity(), CountingExecutor(truth, clock), clock.now, LIMITS, LINK, shares.append
     )
     error = measurement.profile.held_out_error
     assert error is not None
@@ -78,11 +78,11 @@ def test_a_slow_machine_is_measured_less_not_longer(factor: int) -> None:
     longest_s = factor * known_profile().prefill_s(2048)
     clock = VirtualClock()
     executor = CountingExecutor(Slower(factor), clock)
-    measure_briefly(identity(), executor, clock.now, LIMITS)
+    measure_briefly(identity(), executor, clock.now, LIMITS, LINK)
     assert clock.now() <= BRIEF_BUDGET_S + longest_s
     clock = VirtualClock()
     executor = CountingExecutor(Slower(factor), clock)
-    measure_fully(identity(), executor, clock.now, LIMITS, lambda share: None)
+    measure_fully(identity(), executor, clock.now, LIMITS, LINK, lambda share: None)
     assert clock.now() <= FULL_BUDGET_S + longest_s
 
 
@@ -100,7 +100,7 @@ class Throttled(LatencyModel):
 def test_slow_spells_do_not_show_in_the_profile() -> None:
     clock, truth = VirtualClock(), known_profile()
     executor = CountingExecutor(Throttled(clock), clock)
-    measurement = measure_fully(identity(), executor, clock.now, LIMITS, lambda share: None)
+    measurement = measure_fully(identity(), executor, clock.now, LIMITS, LINK, lambda share: None)
     assert measurement.profile.held_out_error is not None
     assert measurement.profile.held_out_error < 0.05
     for length in (4, 100, 1000):
@@ -112,7 +112,7 @@ def test_slow_spells_do_not_show_in_the_profile() -> None:
 def test_every_step_is_one_that_the_engine_could_send() -> None:
     clock = VirtualClock()
     executor = CountingExecutor(known_profile(), clock)
-    measure_fully(identity(), executor, clock.now, LIMITS, lambda share: None)
+    measure_fully(identity(), executor, clock.now, LIMITS, LINK, lambda share: None)
     for step in executor.steps:
         load = load_of(step)
         assert load.num_tokens <= LIMITS.max_batched_tokens
@@ -152,10 +152,10 @@ def test_the_second_start_reads_what_the_first_has_measured(tmp_path: Path) -> N
     path = tmp_path / "profile.json"
     clock = VirtualClock()
     executor = CountingExecutor(known_profile(), clock)
-    first = load_or_measure(path, identity(), executor, clock.now, LIMITS)
+    first = load_or_measure(path, identity(), executor, clock.now, LIMITS, LINK)
     num_steps = len(executor.steps)
     assert num_steps > 0
-    assert load_or_measure(path, identity(), executor, clock.now, LIMITS) == first
+    assert load_or_measure(path, identity(), executor, clock.now, LIMITS, LINK) == first
     assert len(executor.steps) == num_steps
 
 
@@ -168,7 +168,7 @@ def test_a_damaged_or_foreign_cache_is_measured_again(tmp_path: Path, content: s
         path.write_text("{")
     clock = VirtualClock()
     executor = CountingExecutor(known_profile(), clock)
-    profile = load_or_measure(path, identity(), executor, clock.now, LIMITS)
+    profile = load_or_measure(path, identity(), executor, clock.now, LIMITS, LINK)
     assert executor.steps
     assert LatencyProfile.load(path) == profile
 
@@ -178,5 +178,5 @@ def test_a_cache_that_cannot_be_written_only_costs_the_next_start(tmp_path: Path
     blocked.write_text("")
     clock = VirtualClock()
     executor = CountingExecutor(known_profile(), clock)
-    profile = load_or_measure(blocked / "p.json", identity(), executor, clock.now, LIMITS)
+    profile = load_or_measure(blocked / "p.json", identity(), executor, clock.now, LIMITS, LINK)
     assert profile.decode_s(100) > 0

@@ -6,7 +6,7 @@ import pytest
 from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_backend.scheduler.mlfq import MLFQ
 from jobs import make_job
-from policies import LinearTimes, iterate, make
+from policies import LinearTimes, by_priority, iterate, make
 
 # The paper prints the mean latencies 4.23 (FCFS), 5 (MLFQ), 3.3 (skip-join) and 3 (SRPT) for
 # quanta of 1, 2, 4 and 8, but not the sizes of the jobs. Of all sizes in steps of 0.5 (prefill up
@@ -21,17 +21,20 @@ def completion_times(name: str) -> list[float]:
     policy = make(name, limits, longest=8.0, times=TIMES)
     if isinstance(policy, MLFQ):
         assert policy.quanta_s == (1, 2, 4, 8)
+    jobs = []
     for number, (prompt_tokens, num_decodes) in enumerate(JOBS):
-        policy.add(make_job(number, prompt_tokens, max_tokens=1 + num_decodes), 0.0)
+        jobs.append(make_job(number, prompt_tokens, max_tokens=1 + num_decodes))
+        policy.add(jobs[-1], 0.0)
     now, ends = 0.0, [0.0] * len(JOBS)
-    while sum(policy.level_sizes()):
-        *_, urgent = policy.by_lowest_priority()
+    while jobs:
+        urgent, *_ = by_priority(policy, jobs)
         elapsed_s = 1.0 if urgent.output_ids else TIMES.prefill_s(urgent.num_uncomputed)
         (job,) = iterate(policy, now, elapsed_s)
         assert job is urgent
         now += elapsed_s
         if len(job.output_ids) == job.params.max_tokens:
             policy.remove(job)
+            jobs.remove(job)
             ends[job.number] = now
     return ends
 

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from fastserve_backend.worker.messages import Ready, Setup, Step, StepResult
+from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Ready, Setup, Step, StepResult
 
 
 class Executor(Protocol):
     """All methods are called by the engine's thread alone."""
-
-    def start(self, setup: Setup, timeout_s: float) -> Ready:
-        """Start all ranks and wait until each has loaded its part.
-
-        Raises:
-            ConfigError: the model or the configuration is at fault.
-            EngineError: a rank died, or was not ready in time.
-        """
-        ...
 
     @property
     def can_submit(self) -> bool:
@@ -28,18 +19,37 @@ class Executor(Protocol):
         """Begin a step; only if ``can_submit``."""
         ...
 
-    def collect(self) -> StepResult | None:
-        """Wait until the oldest unfinished step ends, or until the first stage is free for another.
+    def copy(self, blocks: CopyBlocks) -> None:
+        """Begin a copy of KV blocks, at any time; it goes on while steps run."""
+        ...
 
-        There must be an unfinished step. None: it goes on, and it may be worth submitting another.
+    def collect(self) -> StepResult | CopyResult | None:
+        """Wait until the oldest unfinished step ends, any copy ends, or the first stage is free.
+
+        There must be an unfinished step or copy. None: nothing ended, and it may be worth
+        submitting another step.
 
         Raises:
-            EngineError: a rank died or stopped answering; the executor is of no further use.
+            EngineError: a rank died or stopped answering, or a copy does not end; the executor is
+                of no further use.
         """
         ...
 
     def check(self) -> None:
         """Raises EngineError if a rank died or stopped answering while nothing was running."""
+        ...
+
+
+class OwnedExecutor(Executor, Protocol):
+    """Ranks that whoever holds this has to start and to stop."""
+
+    def start(self, setup: Setup, timeout_s: float) -> Ready:
+        """Start all ranks and wait until each has loaded its part.
+
+        Raises:
+            ConfigError: the model or the configuration is at fault.
+            EngineError: a rank died, or was not ready in time.
+        """
         ...
 
     def close(self) -> None:

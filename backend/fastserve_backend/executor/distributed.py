@@ -16,6 +16,8 @@ import zmq
 
 from fastserve_backend.errors import ConfigError, EngineError
 from fastserve_backend.worker.messages import (
+    CopyBlocks,
+    CopyResult,
     Failed,
     FromRank,
     Hello,
@@ -30,6 +32,9 @@ from fastserve_backend.worker.messages import (
 
 # A rank's heartbeat comes every second; after this long it is stopped or its machine is.
 HEARTBEAT_TIMEOUT_S = 8.0
+# Copies take milliseconds. One that takes so long has lost its device or its thread, and its blocks
+# with it.
+COPY_TIMEOUT_S = 60.0
 # How long a rank may take to end by itself after Stop before it is killed.
 STOP_TIMEOUT_S = 5.0
 # Between two parallel regions a thread of the rank spins for so many loops before it sleeps. With
@@ -61,6 +66,7 @@ class DistributedExecutor:
         # yet. The time for that is bounded by start().
         self._last_heard_s: float | None = None
         self._num_unfinished = 0
+        self._copies: dict[int, float] = {}  # unfinished → when it was sent, the oldest first
         self._closed = False
 
     def start(self, setup: Setup, timeout_s: float) -> Ready:
@@ -84,9 +90,20 @@ class DistributedExecutor:
         self._send(step)
         self._num_unfinished += 1
 
-    def collect(self) -> StepResult:
+    def copy(self, blocks: CopyBlocks) -> None:
+        self._send(blocks)
+        self._copies[blocks.transfer_id] = time.monotonic()
+
+    def collect(self) -> StepResult | CopyResult:
         while True:
-            message = self._receive(None)
+            oldest_s = next(iter(self._copies.values()), None)
+            deadline = None if oldest_s is None else oldest_s + COPY_TIMEOUT_S
+            message = self._receive(deadline)
+            if isinstance(message, CopyResult):
+                del self._copies[message.transfer_id]
+                return message
+            if deadline is not None and time.monotonic() >= deadline:
+                raise EngineError(f"a copy of KV blocks has not ended in {COPY_TIMEOUT_S:.0f} s")
             if isinstance(message, StepResult):
                 self._num_unfinished -= 1
                 return message
@@ -117,7 +134,7 @@ class DistributedExecutor:
         self._pidfd = os.pidfd_open(self._process.pid)
         self._poller.register(self._pidfd, zmq.POLLIN)
 
-    def _send(self, message: Setup | Step | Stop) -> None:
+    def _send(self, message: Setup | Step | CopyBlocks | Stop) -> None:
         self._socket.send_multipart([b"rank-0", encoder.encode(message)])
 
     def _receive(self, deadline: float | None) -> FromRank | None:

@@ -7,29 +7,37 @@ from array import array
 from collections import deque
 
 from fastserve_backend.clock import VirtualClock
+from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
-from fastserve_backend.worker.messages import Ready, Setup, Step, StepResult
+from fastserve_backend.worker.messages import (
+    CopyBlocks,
+    CopyResult,
+    Step,
+    StepResult,
+)
 
 
 class SimulatedExecutor:
-    """Answers every step with token 0. Waiting for a step moves the clock, and nothing else does.
+    """Answers every step with token 0. Waiting moves the clock, and nothing else does.
 
     Pipeline stages as FastServe §4.3 has them: a batch holds one stage at a time, each for an equal
-    share of its iteration, and enters a stage when the batch before it has left.
+    share of its iteration, and enters a stage when the batch before it has left. All stages copy
+    their parts of a block at the same time, in both directions at once, one copy in each.
     """
 
     wake_s: float = math.inf
     """``collect`` returns at this time if the first stage is free: the next arrival."""
 
-    def __init__(self, model: LatencyModel, clock: VirtualClock, num_blocks: int) -> None:
+    def __init__(self, model: LatencyModel, clock: VirtualClock, link: Link) -> None:
         self._model = model
         self._clock = clock
-        self._num_blocks = num_blocks
+        self._link = link
         self._stage_free_s = [-math.inf] * model.num_stages
         self._unfinished: deque[tuple[float, StepResult]] = deque()  # (end of the step, result)
-
-    def start(self, setup: Setup, timeout_s: float) -> Ready:
-        return Ready(num_blocks=self._num_blocks, hardware="simulated", dtype=setup.dtype)
+        # By direction: (end of the copy, result), the first to end first.
+        self._copies: dict[bool, deque[tuple[float, CopyResult]]] = {
+            is_out: deque() for is_out in (True, False)
+        }
 
     @property
     def can_submit(self) -> bool:
@@ -50,26 +58,35 @@ class SimulatedExecutor:
         result = StepResult(step.step_id, bytes(4 * load.num_sampled), total_s, b"", [])
         self._unfinished.append((end_s, result))
 
-    def collect(self) -> StepResult | None:
-        end_s, result = self._unfinished[0]
+    def copy(self, blocks: CopyBlocks) -> None:
+        copies = self._copies[blocks.is_out]
+        each_s = self._link.block_out_s if blocks.is_out else self._link.block_in_s
+        seconds = each_s * len(array("i", blocks.device_blocks))
+        now = self._clock.now()
+        begin_s = max(now, copies[-1][0]) if copies else now
+        copies.append((begin_s + seconds, CopyResult(blocks.transfer_id, seconds, None)))
+
+    def collect(self) -> StepResult | CopyResult | None:
+        step_s = self._unfinished[0][0] if self._unfinished else math.inf
+        copies = min(self._copies.values(), key=lambda copies: copies[0][0] if copies else math.inf)
+        copy_s = copies[0][0] if copies else math.inf
         if self.can_submit:
             next_s = self.wake_s
         elif self._first_stage_is_free:  # but as many batches as stages are under way
-            next_s = end_s
+            next_s = math.inf
         else:
             next_s = self._stage_free_s[0]
+        end_s = min(step_s, copy_s)
         if next_s < end_s:
             self._clock.advance_to(next_s)
             return None
-        self._unfinished.popleft()
         self._clock.advance_to(end_s)
-        return result
+        if step_s <= copy_s:
+            return self._unfinished.popleft()[1]
+        return copies.popleft()[1]
 
     def check(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+        """Modelled ranks do not die."""
 
 
 def load_of(step: Step) -> IterationLoad:

@@ -1,4 +1,4 @@
-"""The device's KV blocks: one owner of the free list and of every job's block table.
+"""The KV blocks of one tier: one owner of the free list and of every job's block table.
 
 Pure bookkeeping of block numbers; the blocks themselves live in the ranks. Paged KV as in vLLM's
 PagedAttention (Kwon et al. 2023, §4): a job's position ``p`` lies in ``table[p // block_size]``.
@@ -20,8 +20,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"need at least one block of one token: {num_blocks} × {block_size}")
+        if num_blocks < 0 or block_size < 1:
+            raise ValueError(f"need blocks of at least one token: {num_blocks} × {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         # A stack: the block freed last is used first, while it is warm in the processor's cache.
@@ -39,6 +39,10 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
+
+    def num_blocks_full(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens fill to the end."""
+        return num_tokens // self.block_size
 
     def missing(self, job_number: int, num_tokens: int) -> int:
         """Blocks to add to the job's table before it can hold ``num_tokens`` tokens."""

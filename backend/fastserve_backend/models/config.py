@@ -85,6 +85,13 @@ class ModelConfig:
         elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim * block_size
         return elements * DTYPE_BYTES[self.dtype]
 
+    def host_kv_bytes_per_block(self, block_size: int, host_dtype: Literal["same", "int8"]) -> int:
+        """The same on the host; int8 has a scale and an offset, 4 bytes, for each channel."""
+        if host_dtype == "same":
+            return self.kv_bytes_per_block(block_size)
+        channels = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return channels * (block_size + 4)
+
 
 class HFConfig:
     """Typed reading of a config.json. Every getter raises ModelError naming file, field, value."""

@@ -16,7 +16,7 @@ from fastserve_backend.models.config import load_model_config
 from fastserve_backend.profile.fit import Sample
 from fastserve_backend.profile.latency import Identity, LatencyProfile
 from fastserve_backend.profile.loads import Limits
-from fastserve_backend.profile.measure import Measurement, cache_path, measure_fully
+from fastserve_backend.profile.measure import Measurement, cache_path, link_of, measure_fully
 from fastserve_backend.worker.messages import Setup
 
 _START_TIMEOUT_S = 600.0
@@ -87,6 +87,7 @@ def _measure(config: EngineConfig) -> Measurement:
                 executor,
                 MonotonicClock().now,
                 limits,
+                link_of(ready),
                 lambda share: bar.update(task, completed=share),
             )
     finally:
@@ -125,6 +126,11 @@ def _print(console: Console, profile: LatencyProfile, held_out: list[Sample]) ->
         f"{profile.prefill_pair_s * 1e9:.2f} ms for each million pairs of tokens\n"
         f"a prefill that continues: {profile.chunk_pair_s * 1e9:.2f} ms for each million pairs"
     )
+    if profile.link.block_out_s:
+        console.print(
+            f"a KV block to the host {profile.link.block_out_s * 1e6:.0f} µs, "
+            f"back {profile.link.block_in_s * 1e6:.0f} µs"
+        )
     if profile.held_out_error is not None:
         console.print(
             f"held-out iterations: mean absolute error {profile.held_out_error * 100:.1f}% "

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.profile.latency import Curve, Identity, LatencyProfile
 
@@ -37,7 +38,9 @@ class Sample:
     seconds: float
 
 
-def fit(identity: Identity, num_blocks: int, samples: Sequence[Sample]) -> LatencyProfile:
+def fit(
+    identity: Identity, num_blocks: int, link: Link, samples: Sequence[Sample]
+) -> LatencyProfile:
     """Least squares on relative errors, no coefficient below zero.
 
     Raises:
@@ -73,6 +76,7 @@ def fit(identity: Identity, num_blocks: int, samples: Sequence[Sample]) -> Laten
     return LatencyProfile(
         identity=identity,
         num_blocks=num_blocks,
+        link=link,
         num_samples=len(samples),
         held_out_error=None,
         base_s=base_s,

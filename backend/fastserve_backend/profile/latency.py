@@ -16,13 +16,14 @@ from typing import Any
 import msgspec
 
 from fastserve_backend.errors import ConfigError
+from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.models.config import ModelConfig
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 
 # Times of a real machine are positive; a fit through noise may not be, and a zero quantum breaks
 # the queues.
 MIN_ITERATION_S = 1e-6
-_FORMAT = 2
+_FORMAT = 3
 
 # What a model's configuration says that its iteration times do not depend on, or that a profile
 # states by itself.
@@ -116,6 +117,8 @@ class LatencyProfile(LatencyModel):
     identity: Identity
     num_blocks: int
     """KV blocks of the machine when it was measured."""
+    link: Link
+    """To the host, in the same measurement."""
     num_samples: int
     """Iterations that the fit is made from."""
     held_out_error: float | None

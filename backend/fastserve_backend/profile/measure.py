@@ -14,12 +14,13 @@ import platformdirs
 
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.executor.base import Executor
+from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.drift import typical_seconds
 from fastserve_backend.profile.fit import Sample, fit, mean_error
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.latency import Identity, LatencyProfile
 from fastserve_backend.profile.loads import Limits, Mix, brief_grid, full_grid, random_mixes
-from fastserve_backend.worker.messages import Step
+from fastserve_backend.worker.messages import Ready, Step
 
 # A start must stay short; a slow machine measures shorter prompts and fewer repeats in this time.
 BRIEF_BUDGET_S = 5.0
@@ -57,8 +58,18 @@ def cache_path(identity: Identity) -> Path:
     return Path(platformdirs.user_cache_dir("fastserve")) / "profiles" / f"{identity.key}.json"
 
 
+def link_of(ready: Ready) -> Link:
+    """What the rank measured of its link to the host, in its own time."""
+    return Link(ready.block_out_s, ready.block_in_s)
+
+
 def load_or_measure(
-    path: Path, identity: Identity, executor: Executor, now: Callable[[], float], limits: Limits
+    path: Path,
+    identity: Identity,
+    executor: Executor,
+    now: Callable[[], float],
+    limits: Limits,
+    link: Link,
 ) -> LatencyProfile:
     """The profile in ``path``, or a brief measurement that is kept there for the next start."""
     if path.exists():
@@ -70,7 +81,7 @@ def load_or_measure(
             if profile.identity.key == identity.key:
                 return profile
     _log.info("measuring the latency profile of %s on %s", identity.model, identity.hardware)
-    profile = measure_briefly(identity, executor, now, limits)
+    profile = measure_briefly(identity, executor, now, limits, link)
     try:
         profile.save(path)
     except OSError as error:
@@ -79,13 +90,13 @@ def load_or_measure(
 
 
 def measure_briefly(
-    identity: Identity, executor: Executor, now: Callable[[], float], limits: Limits
+    identity: Identity, executor: Executor, now: Callable[[], float], limits: Limits, link: Link
 ) -> LatencyProfile:
     """Good enough to begin with, in about ``BRIEF_BUDGET_S``."""
     mixes = brief_grid(limits) + random_mixes(limits, _BRIEF_MIXES, random.Random(_SEED))
     bench = _Bench(executor, now, limits)
     times = bench.times(mixes, BRIEF_BUDGET_S, lambda share: None)
-    return fit(identity, limits.num_blocks, _samples(mixes, times))
+    return fit(identity, limits.num_blocks, link, _samples(mixes, times))
 
 
 def measure_fully(
@@ -93,6 +104,7 @@ def measure_fully(
     executor: Executor,
     now: Callable[[], float],
     limits: Limits,
+    link: Link,
     progress: Progress,
 ) -> Measurement:
     """As well as ``FULL_BUDGET_S`` allow, and tested on iterations that the fit does not see."""
@@ -101,7 +113,7 @@ def measure_fully(
     training = full_grid(limits) + random_mixes(limits, _FULL_MIXES, rng)
     mixes = training + held_out
     times = _Bench(executor, now, limits).times(mixes, FULL_BUDGET_S, progress)
-    profile = fit(identity, limits.num_blocks, _samples(training, times))
+    profile = fit(identity, limits.num_blocks, link, _samples(training, times))
     tests = _samples(held_out, times[len(training) :])
     error = mean_error(profile, tests) if tests else None
     return Measurement(replace(profile, held_out_error=error), tests)

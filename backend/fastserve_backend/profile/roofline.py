@@ -76,14 +76,14 @@ class Roofline(LatencyModel):
         self.num_stages = pipeline_parallel
         self._model = model
         self._hardware = hardware
-        # The fullest stage decides what fits and how long a swap takes.
-        self._share_of_kv = -(-model.num_layers // pipeline_parallel) / (
+        # Of a job's KV, on one GPU. The fullest stage decides what fits and how long swaps take.
+        self.share_of_kv = -(-model.num_layers // pipeline_parallel) / (
             model.num_layers * tensor_parallel
         )
         element_bytes = DTYPE_BYTES[model.dtype]
         head = model.vocab_size * model.hidden_size
         layers = model.num_parameters - head
-        self._weight_bytes = (layers * self._share_of_kv + head / tensor_parallel) * element_bytes
+        self._weight_bytes = (layers * self.share_of_kv + head / tensor_parallel) * element_bytes
         if self._weight_bytes > hardware.hbm_bytes:
             raise ConfigError(
                 f"hardware: got {hardware.name!r} with {hardware.hbm_bytes / 2**30:.0f} GiB; "
@@ -139,7 +139,7 @@ class Roofline(LatencyModel):
 
         Every GPU moves its own shard over its own PCIe link at the same time (FastServe §4.2).
         """
-        return num_bytes * self._share_of_kv / (self._hardware.pcie_bytes_s * PCIE_SHARE)
+        return num_bytes * self.share_of_kv / (self._hardware.pcie_bytes_s * PCIE_SHARE)
 
     def num_device_blocks(self, block_size: int, device_memory_utilization: float) -> int:
         """KV blocks of ``block_size`` tokens that fit beside the weights.
@@ -148,7 +148,7 @@ class Roofline(LatencyModel):
             ConfigError: not one job of the model's ``max_model_len`` fits.
         """
         left = self._hardware.hbm_bytes * device_memory_utilization - self._weight_bytes
-        num_blocks = int(left // (self._model.kv_bytes_per_block(block_size) * self._share_of_kv))
+        num_blocks = int(left // (self._model.kv_bytes_per_block(block_size) * self.share_of_kv))
         needed = -(-self._model.max_model_len // block_size)
         if num_blocks < needed:
             raise ConfigError(

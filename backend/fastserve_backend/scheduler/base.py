@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -49,6 +49,35 @@ def time_to_next_token(job: Job, times: IterationTimes) -> float:
     return times.prefill_s(job.num_uncomputed)
 
 
+class Memory(Protocol):
+    """What a batch needs beside the limits: KV blocks (``kv_cache.manager.KVManager``)."""
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Nothing that is offered from now on in this round would be taken."""
+        ...
+
+    def take(self, job: Job, num_tokens: int) -> bool:
+        """Whether the job has the memory for its next ``num_tokens`` tokens now. Jobs are offered
+        in order of priority."""
+        ...
+
+
+class Unlimited:
+    """Memory for everyone."""
+
+    is_exhausted = False
+
+    def take(self, job: Job, num_tokens: int) -> bool:
+        return True
+
+
+UNLIMITED = Unlimited()
+
+Urgency = Callable[[Job], tuple[float, float]]
+"""A key by which jobs sort by when they will run next, the soonest first."""
+
+
 class Policy(Protocol):
     """Owns the order of all unfinished jobs. Called by one thread, with the time passed in."""
 
@@ -60,32 +89,33 @@ class Policy(Protocol):
         """The job ended, for whatever reason; it must be known."""
         ...
 
-    def select(self, now: float) -> list[Scheduled]:
-        """Jobs to run next, most urgent first, within the batch limits.
+    def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
+        """Jobs to run next, most urgent first, within the batch limits and ``memory``.
 
-        Empty only if every job is in an iteration already. Jobs selected are not selected again
-        before ``iteration_done`` or ``not_run`` names them: with pipeline stages the next batch is
-        chosen from the waiting jobs while others run (FastServe §4.3).
+        Empty only if every job is in an iteration already, or has no memory. Jobs selected are not
+        selected again before ``iteration_done`` or ``not_run`` names them: with pipeline stages the
+        next batch is chosen from the waiting jobs while others run (FastServe §4.3). Costs O(batch)
+        and, where memory is short, O(jobs passed over).
         """
         ...
 
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
         """The iteration of these jobs took ``elapsed_s``; they have its tokens already. Called
-        before ``remove`` of those that ended in it. Jobs that ``select`` returned and that did not
-        run (no memory) are passed to ``not_run`` instead."""
+        before ``remove`` of those that ended in it."""
         ...
 
     def not_run(self, jobs: Sequence[Job]) -> None:
-        """These selected jobs did not run; they keep their places. Called before the next
-        ``select``."""
+        """These selected jobs did not run after all; they keep their places. Called before the
+        next ``select``."""
         ...
 
     def recalibrate(self) -> None:
         """The iteration times have drifted: derive from them again what was derived before."""
         ...
 
-    def by_lowest_priority(self) -> Iterator[Job]:
-        """All known jobs, least urgent first."""
+    def urgency(self, now: float) -> Urgency:
+        """When jobs will run next, estimated: what KV blocks are swapped by. Of use until jobs are
+        added, removed or run."""
         ...
 
     def level_sizes(self) -> Sequence[int]:
@@ -98,13 +128,14 @@ class Policy(Protocol):
 
 
 def fill_batch(
-    jobs: Iterable[Job], limits: BatchLimits, skip: Callable[[Job], bool]
+    jobs: Iterable[Job], limits: BatchLimits, skip: Callable[[Job], bool], memory: Memory
 ) -> list[Scheduled]:
     """Take jobs in order while they fit; the walk is O(batch), however many jobs wait.
 
-    A job that does not fit is passed over, so that decodes (one token) behind a long prefill still
-    run; it comes first in the next iteration. After the first such job at most ``max_seqs`` more
-    are looked at.
+    A job that exceeds the token limit is passed over, so that decodes (one token) behind a long
+    prefill still run; it comes first in the next iteration. After the first such job at most
+    ``max_seqs`` more are looked at. Jobs without memory are passed over too, until no other can
+    have any.
     """
     batch: list[Scheduled] = []
     tokens_left = limits.max_tokens
@@ -122,10 +153,15 @@ def fill_batch(
         needed = job.num_uncomputed
         if chunk_left is not None and needed > 1:
             needed = min(needed, chunk_left, tokens_left)
-            chunk_left -= needed
         if 0 < needed <= tokens_left:
+            if not memory.take(job, needed):
+                if memory.is_exhausted:
+                    break
+                continue
             batch.append(Scheduled(job, needed))
             tokens_left -= needed
+            if chunk_left is not None and job.num_uncomputed > 1:
+                chunk_left -= needed
         elif looks_left is None:
             looks_left = limits.max_seqs
     return batch

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import BatchLimits, Scheduled, fill_batch
+from fastserve_backend.scheduler.base import (
+    UNLIMITED,
+    BatchLimits,
+    Memory,
+    Scheduled,
+    Urgency,
+    fill_batch,
+)
 
 
 class FCFS:
@@ -26,9 +33,11 @@ class FCFS:
         del self._jobs[job.number]
         self._in_flight.discard(job.number)
 
-    def select(self, now: float) -> list[Scheduled]:
+    def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
         in_flight = self._in_flight
-        batch = fill_batch(self._jobs.values(), self._limits, lambda job: job.number in in_flight)
+        batch = fill_batch(
+            self._jobs.values(), self._limits, lambda job: job.number in in_flight, memory
+        )
         in_flight.update(job.number for job, _ in batch)
         return batch
 
@@ -41,8 +50,8 @@ class FCFS:
     def recalibrate(self) -> None:
         pass
 
-    def by_lowest_priority(self) -> Iterator[Job]:
-        return reversed(self._jobs.values())
+    def urgency(self, now: float) -> Urgency:
+        return lambda job: (job.number, 0.0)
 
     def level_sizes(self) -> Sequence[int]:
         return (len(self._jobs),)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import BatchLimits, Scheduled, fill_batch
+from fastserve_backend.scheduler.base import (
+    UNLIMITED,
+    BatchLimits,
+    Memory,
+    Scheduled,
+    Urgency,
+    fill_batch,
+)
 from fastserve_backend.scheduler.ordered_jobs import OrderedJobs
 
 
@@ -34,9 +41,9 @@ class FixedPriority:
         self._jobs.remove(job)
         self._in_flight.discard(job.number)
 
-    def select(self, now: float) -> list[Scheduled]:
+    def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
         in_flight = self._in_flight
-        batch = fill_batch(self._jobs, self._limits, lambda job: job.number in in_flight)
+        batch = fill_batch(self._jobs, self._limits, lambda job: job.number in in_flight, memory)
         in_flight.update(job.number for job, _ in batch)
         return batch
 
@@ -49,8 +56,8 @@ class FixedPriority:
     def recalibrate(self) -> None:
         pass
 
-    def by_lowest_priority(self) -> Iterator[Job]:
-        return reversed(self._jobs)
+    def urgency(self, now: float) -> Urgency:
+        return lambda job: (self._jobs.key(job), job.number)
 
     def level_sizes(self) -> Sequence[int]:
         return (len(self._jobs),)

@@ -8,12 +8,19 @@ has waited too long is promoted to Q1 (FastServe §4.1, Algorithm 1).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import BatchLimits, Scheduled, fill_batch
+from fastserve_backend.scheduler.base import (
+    UNLIMITED,
+    BatchLimits,
+    Memory,
+    Scheduled,
+    Urgency,
+    fill_batch,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,7 @@ class _Entry:
     """What the policy knows of a job beside its level."""
 
     num_tokens: int  # of the job when it entered this level
+    ticket: int  # ascends along each queue
     used_s: float = 0.0  # execution time at this level
     in_flight: bool = False
 
@@ -72,6 +80,7 @@ class MLFQ:
         # first entry has waited longest, but for arrivals during an iteration: those stand behind
         # the jobs that ran in it, and are promoted at most that iteration late.
         self._waiting_since: OrderedDict[int, tuple[float, Job]] = OrderedDict()
+        self._tickets = count()
         self.num_demotions = 0
         self.num_promotions = 0
         self.quanta_s: tuple[float, ...] = ()
@@ -89,7 +98,7 @@ class MLFQ:
         if job.number in self._entries:
             raise ValueError(f"job {job.number} is already queued")
         job.queue_level = self.join_level(job)
-        self._entries[job.number] = _Entry(job.num_tokens)
+        self._entries[job.number] = _Entry(job.num_tokens, next(self._tickets))
         self._queues[job.queue_level][job.number] = job
         self._waiting_since[job.number] = (now, job)
 
@@ -98,13 +107,14 @@ class MLFQ:
         del self._queues[job.queue_level][job.number]
         self._waiting_since.pop(job.number, None)
 
-    def select(self, now: float) -> list[Scheduled]:
+    def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
         self._promote_starved(now)
         entries = self._entries
         batch = fill_batch(
             chain.from_iterable(queue.values() for queue in self._queues),
             self._limits,
             lambda job: entries[job.number].in_flight,
+            memory,
         )
         for job, _ in batch:
             entries[job.number].in_flight = True
@@ -134,9 +144,30 @@ class MLFQ:
             base_s * self._quanta.ratio**level for level in range(len(self._queues))
         )
 
-    def by_lowest_priority(self) -> Iterator[Job]:
-        for queue in reversed(self._queues):
-            yield from reversed(queue.values())
+    def urgency(self, now: float) -> Urgency:
+        """ENST, the estimated next scheduled time (FastServe §4.2), seconds; then FIFO in a queue.
+
+        ``min(T_promote, T_execute)``: until the job starves, or until all above it have sunk to
+        its queue. A job j in a queue above runs the quanta of the queues from its own down to, not
+        including, the job's; shared among the jobs of a batch. So T_execute depends on the queue
+        alone.
+        """
+        execute_s = []
+        jobs_above, total_s = 0, 0.0
+        for queue, quantum_s in zip(self._queues, self.quanta_s, strict=True):
+            execute_s.append(total_s / self._limits.max_seqs)
+            jobs_above += len(queue)
+            total_s += jobs_above * quantum_s
+        starved_since = now - self._quanta.starvation_s
+
+        def enst(job: Job) -> tuple[float, float]:
+            level_s = execute_s[job.queue_level]
+            waiting = self._waiting_since.get(job.number)
+            if waiting is not None:
+                level_s = min(level_s, max(0.0, waiting[0] - starved_since))
+            return level_s, self._entries[job.number].ticket
+
+        return enst
 
     def level_sizes(self) -> Sequence[int]:
         return [len(queue) for queue in self._queues]
@@ -172,4 +203,5 @@ class MLFQ:
         job.queue_level = level
         self._queues[level][job.number] = job
         entry.num_tokens = job.num_tokens
+        entry.ticket = next(self._tickets)
         entry.used_s = 0.0

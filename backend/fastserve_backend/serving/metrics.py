@@ -34,6 +34,9 @@ _COUNTERS = {
     "fastserve_generation_tokens_total": "Generated tokens",
     "fastserve_iterations_total": "Iterations of the model",
     "fastserve_preemptions_total": "Times that a running job was set aside for another",
+    "fastserve_swap_bytes_total": "KV copied from the device to the host (out) and back (in)",
+    "fastserve_swap_bytes_avoided_total": "KV that the host had already when a job was swapped out",
+    "fastserve_swap_stall_seconds_total": "Time in which all jobs that could run awaited copies",
     "fastserve_requests_total": "Ended jobs by finish reason",
     "fastserve_requests_rejected_total": "Requests refused before they became jobs",
 }
@@ -116,16 +119,24 @@ class MetricsPublisher:
     def _samples(self, snapshot: EngineSnapshot) -> Iterator[_Sample]:
         counters = self._engine.counters
         yield "fastserve_jobs", {"state": "running"}, snapshot.running
-        yield "fastserve_jobs", {"state": "waiting"}, snapshot.waiting
+        yield "fastserve_jobs", {"state": "waiting"}, max(0, snapshot.waiting - snapshot.swapped)
+        yield "fastserve_jobs", {"state": "swapped"}, snapshot.swapped
         for level, size in enumerate(snapshot.level_sizes):
             yield "fastserve_queue_jobs", {"level": str(level)}, size
         used = snapshot.num_blocks - snapshot.free_blocks
         yield "fastserve_kv_blocks", {"tier": "device", "state": "used"}, used
         yield "fastserve_kv_blocks", {"tier": "device", "state": "free"}, snapshot.free_blocks
+        used = snapshot.num_host_blocks - snapshot.free_host_blocks
+        yield "fastserve_kv_blocks", {"tier": "host", "state": "used"}, used
+        yield "fastserve_kv_blocks", {"tier": "host", "state": "free"}, snapshot.free_host_blocks
         yield "fastserve_prompt_tokens_total", {}, counters.prompt_tokens
         yield "fastserve_generation_tokens_total", {}, counters.generation_tokens
         yield "fastserve_iterations_total", {}, counters.iterations
         yield "fastserve_preemptions_total", {}, counters.preemptions
+        yield "fastserve_swap_bytes_total", {"direction": "out"}, counters.swap_out_bytes
+        yield "fastserve_swap_bytes_total", {"direction": "in"}, counters.swap_in_bytes
+        yield "fastserve_swap_bytes_avoided_total", {}, counters.swap_avoided_bytes
+        yield "fastserve_swap_stall_seconds_total", {}, counters.swap_stall_s
         for reason in FinishReason:
             number = counters.finished[reason.value]
             yield "fastserve_requests_total", {"finish_reason": reason.value}, number

@@ -34,6 +34,7 @@ from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.roofline import Roofline
+from fastserve_backend.simulation.memory import KVMemory, memory_of_profile, memory_of_roofline
 from fastserve_backend.simulation.simulator import simulate
 
 
@@ -105,16 +106,19 @@ def simulate_command(
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
     )
-    latency, num_blocks = _latency(config, cluster, model)
+    latency, memory = _latency(config, cluster, model)
     block_size = config.kv_cache.block_size
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(f"{model.name}: {num_blocks} KV blocks of {block_size} tokens")
+    console.print(
+        f"{model.name}: {memory.num_blocks} KV blocks of {block_size} tokens and "
+        f"{memory.num_host_blocks} on the host"
+    )
     points = []
     num_iterations = 0
     started_s = time.monotonic()
     traces = [(rate, workload.trace(rate)) for rate in rates or (None,)]
     for _, trace in traces:
-        check_trace_fits(trace, min(model.max_model_len, num_blocks * block_size))
+        check_trace_fits(trace, min(model.max_model_len, memory.num_blocks * block_size))
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("simulating", total=len(traces) * len(schedulers))
         for scheduler in schedulers:
@@ -122,9 +126,9 @@ def simulate_command(
                 simulation = simulate(
                     trace,
                     scheduler,
+                    config.kv_cache,
                     latency,
-                    num_blocks=num_blocks,
-                    block_size=block_size,
+                    memory,
                     max_model_len=model.max_model_len,
                 )
                 num_iterations += simulation.counters.iterations
@@ -148,7 +152,8 @@ def simulate_command(
             "hardware": None if cluster.profile else cluster.hardware,
             "tensor_parallel_size": cluster.tensor_parallel_size,
             "pipeline_parallel_size": cluster.pipeline_parallel_size,
-            "num_blocks": num_blocks,
+            "num_blocks": memory.num_blocks,
+            "num_host_blocks": memory.num_host_blocks,
         },
         "workload": {
             "dataset": workload.dataset,
@@ -168,8 +173,9 @@ def simulate_command(
 
 def _latency(
     config: EngineConfig, cluster: Cluster, model: ModelConfig
-) -> tuple[LatencyModel, int]:
-    """Iteration times, and the number of KV blocks."""
+) -> tuple[LatencyModel, KVMemory]:
+    """Iteration times, and the KV blocks."""
+    kv = config.kv_cache
     if cluster.profile is not None:
         if (cluster.tensor_parallel_size, cluster.pipeline_parallel_size) != (1, 1):
             raise ConfigError(
@@ -178,16 +184,14 @@ def _latency(
             )
         profile = LatencyProfile.load(cluster.profile)
         profile.require(model)
-        return profile, config.kv_cache.device_blocks or profile.num_blocks
+        return profile, memory_of_profile(profile, model, kv)
     roofline = Roofline(
         model,
         find_hardware(cluster.hardware),
         cluster.tensor_parallel_size,
         cluster.pipeline_parallel_size,
     )
-    return roofline, config.kv_cache.device_blocks or roofline.num_device_blocks(
-        config.kv_cache.block_size, config.kv_cache.device_memory_utilization
-    )
+    return roofline, memory_of_roofline(roofline, model, kv)
 
 
 def _mean_rate(trace: Sequence[TraceJob]) -> float:

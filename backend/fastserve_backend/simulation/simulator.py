@@ -12,15 +12,18 @@ from fastserve_client.report import JobRecord
 from fastserve_client.workload import TraceJob
 
 from fastserve_backend.clock import VirtualClock
-from fastserve_backend.config import SchedulerSection
+from fastserve_backend.config import SWAPPING, KVCacheSection, SchedulerSection
 from fastserve_backend.counters import EngineCounters
 from fastserve_backend.delivery import NewToken
 from fastserve_backend.executor.simulated import SimulatedExecutor
 from fastserve_backend.job import FinishReason, Job
-from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.kv_cache.manager import KVManager
+from fastserve_backend.kv_cache.swap_costs import SwapCosts
+from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.registry import check_batch_limits, make_policy
+from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.step_loop import StepLoop
 from fastserve_backend.worker.messages import Step
 
@@ -41,10 +44,10 @@ class Simulation:
 def simulate(
     trace: Sequence[TraceJob],
     scheduler: SchedulerSection,
+    kv_cache: KVCacheSection,
     latency: LatencyModel,
+    memory: KVMemory,
     *,
-    num_blocks: int,
-    block_size: int,
     max_model_len: int,
     check_integrity: bool = False,
 ) -> Simulation:
@@ -57,16 +60,23 @@ def simulate(
         ValueError: a job exceeds ``max_model_len`` or the KV blocks.
     """
     check_batch_limits(scheduler, max_model_len)
-    capacity = min(max_model_len, num_blocks * block_size)
+    capacity = min(max_model_len, memory.num_blocks * kv_cache.block_size)
     if any(job.prompt_tokens + job.output_tokens > capacity for job in trace):
         raise ValueError(f"a job is longer than {capacity} tokens")
     clock = VirtualClock()
-    executor = SimulatedExecutor(latency, clock, num_blocks)
+    executor = SimulatedExecutor(latency, clock, memory.link)
     policy = make_policy(scheduler, latency, max_model_len)
     counters = EngineCounters()
+    tiers = TwoTierKV(
+        memory.num_blocks,
+        memory.num_host_blocks if kv_cache.strategy in SWAPPING else 0,
+        kv_cache.block_size,
+        incremental=kv_cache.incremental,
+    )
+    costs = SwapCosts(latency, memory.block_bytes, memory.link)
     loop = StepLoop(
         policy,
-        BlockPool(num_blocks, block_size),
+        KVManager(tiers, policy, kv_cache, costs, counters),
         executor,
         _NoDelivery(),
         clock,
@@ -140,6 +150,7 @@ def _record(job: Job, latency: LatencyModel) -> JobRecord:
         output_tokens=len(job.output_ids),
         num_preemptions=job.num_preemptions,
         executed_s=job.executed_s,
+        swap_stall_s=job.swap_stall_s,
         alone_s=_alone_s(len(job.prompt_ids), len(job.output_ids), latency),
     )
 

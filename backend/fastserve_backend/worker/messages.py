@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from fastserve_backend.config import EngineConfig
+from fastserve_backend.config import SWAPPING, EngineConfig
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
@@ -32,6 +32,8 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
     block_size: int
     device_memory_utilization: float
     device_blocks: int | None
+    swap_space_gib: float
+    host_dtype: Literal["same", "int8"]
 
     @classmethod
     def of(cls, config: EngineConfig) -> Setup:
@@ -45,6 +47,8 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
             block_size=kv.block_size,
             device_memory_utilization=kv.device_memory_utilization,
             device_blocks=kv.device_blocks,
+            swap_space_gib=kv.swap_space_gib if kv.strategy in SWAPPING else 0.0,
+            host_dtype=kv.host_dtype,
         )
 
 
@@ -52,6 +56,12 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     """The model is loaded."""
 
     num_blocks: int
+    num_host_blocks: int
+    block_bytes: int
+    """Of one block of all the rank's layers, as it crosses the link to the host."""
+    block_out_s: float
+    """What copying one block to the host takes, and back; 0 without host blocks."""
+    block_in_s: float
     hardware: str
     """Processor or GPU, its share in use, kernels: what the latency profile depends on."""
     dtype: str
@@ -127,12 +137,35 @@ class TopLogprobs(msgspec.Struct, array_like=True):
     logprobs: bytes  # float32 [n]
 
 
+class CopyBlocks(msgspec.Struct, tag="copy", array_like=True):
+    """Copy KV blocks between device and host, while steps run. Copies in one direction are made in
+    the order of the messages."""
+
+    transfer_id: int
+    is_out: bool
+    """From the device to the host."""
+    device_blocks: bytes  # int32 [n]
+    host_blocks: bytes  # int32 [n]
+    num_last_tokens: int
+    """Tokens in the last of the blocks; the others are full."""
+
+
+class CopyResult(msgspec.Struct, tag="copied", array_like=True):
+    """The copy has ended: its blocks may be read, written and reused."""
+
+    transfer_id: int
+    seconds: float
+    """That the copy itself took, without waiting for others."""
+    error: str | None
+    """Why the blocks were not copied."""
+
+
 class Stop(msgspec.Struct, tag="stop", array_like=True):
     """End in order."""
 
 
-ToRank = Setup | Step | Stop
-FromRank = Hello | Ready | Failed | Heartbeat | StepResult
+ToRank = Setup | Step | CopyBlocks | Stop
+FromRank = Hello | Ready | Failed | Heartbeat | StepResult | CopyResult
 
 encoder = msgspec.msgpack.Encoder()
 to_rank_decoder = msgspec.msgpack.Decoder(ToRank)

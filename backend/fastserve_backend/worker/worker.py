@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,8 +17,11 @@ from fastserve_backend.errors import FastServeError
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.worker.groups import choose_device, join_process_group
+from fastserve_backend.worker.host_store import make_host_store
 from fastserve_backend.worker.kv_store import allocate_kv
 from fastserve_backend.worker.messages import (
+    CopyBlocks,
+    CopyResult,
     Failed,
     FromRank,
     Heartbeat,
@@ -30,6 +34,7 @@ from fastserve_backend.worker.messages import (
     to_rank_decoder,
 )
 from fastserve_backend.worker.model_runner import ModelRunner
+from fastserve_backend.worker.swap_engine import SwapEngine, measure_link
 
 HEARTBEAT_S = 1.0
 _log = logging.getLogger(__name__)
@@ -53,11 +58,16 @@ def run(engine_address: str, rendezvous: Path) -> int:
     try:
         setup = to_rank_decoder.decode(socket.recv())
         assert isinstance(setup, Setup)
-        runner, ready = _set_up(setup, rendezvous)
+        runner, swaps, ready = _set_up(
+            setup, rendezvous, lambda name: _copy_sender(context, engine_address, rank, name)
+        )
         send(ready)
         while not isinstance(message := to_rank_decoder.decode(socket.recv()), Stop):
-            assert isinstance(message, Step)
-            send(runner.run(message))
+            if isinstance(message, CopyBlocks):
+                swaps.begin(message)
+            else:
+                assert isinstance(message, Step)
+                send(runner.run(message))
         return 0
     except FastServeError as error:
         send(Failed(reason=str(error), user_error=True))
@@ -72,7 +82,9 @@ def run(engine_address: str, rendezvous: Path) -> int:
         socket.close()
 
 
-def _set_up(setup: Setup, rendezvous: Path) -> tuple[ModelRunner, Ready]:
+def _set_up(
+    setup: Setup, rendezvous: Path, connect: Callable[[str], Callable[[CopyResult], None]]
+) -> tuple[ModelRunner, SwapEngine, Ready]:
     device = choose_device(setup.device)
     if device.type == "cpu":
         torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -92,8 +104,19 @@ def _set_up(setup: Setup, rendezvous: Path) -> tuple[ModelRunner, Ready]:
         setup.device_blocks,
         setup.device_memory_utilization,
     )
+    store = make_host_store(config, kv, setup.swap_space_gib, setup.host_dtype)
+    block_out_s, block_in_s = measure_link(store, len(kv), setup.block_size, device)
+    ready = Ready(
+        num_blocks=len(kv),
+        num_host_blocks=len(store),
+        block_bytes=store.block_bytes,
+        block_out_s=block_out_s,
+        block_in_s=block_in_s,
+        hardware=_hardware(device),
+        dtype=config.dtype,
+    )
     runner = ModelRunner(model, config, kv, device)
-    return runner, Ready(num_blocks=len(kv), hardware=_hardware(device), dtype=config.dtype)
+    return runner, SwapEngine(store, device, connect), ready
 
 
 def _hardware(device: torch.device) -> str:
@@ -112,6 +135,17 @@ def _end_with_engine() -> None:
         os._exit(0)
 
     threading.Thread(target=watch, name="engine-watch", daemon=True).start()
+
+
+def _copy_sender(
+    context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int, name: str
+) -> Callable[[CopyResult], None]:
+    """Sends from the thread that calls this; a socket belongs to one thread."""
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.IDENTITY, f"{name}-{rank}".encode())
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(address)
+    return lambda result: socket.send(encoder.encode(result))
 
 
 def _send_heartbeats(context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int) -> None:

@@ -23,6 +23,8 @@ class JobRecord:
     num_preemptions: int
     executed_s: float
     """Time of all iterations that the job took part in."""
+    swap_stall_s: float = 0.0
+    """Time in which it would have run, had its KV been on the device."""
     alone_s: float | None = None
     """Its latency on an idle system, if known."""
 
@@ -35,7 +37,8 @@ class JobRecord:
             raise ValueError(f"times of a job must ascend: {self}")
         if self.prompt_tokens < 1 or self.output_tokens < 1:
             raise ValueError(f"a job has at least one token of prompt and of output: {self}")
-        if not self.executed_s >= 0 or not (self.alone_s is None or self.alone_s > 0):
+        durations = (self.executed_s, self.swap_stall_s)
+        if not all(one >= 0 for one in durations) or not (self.alone_s is None or self.alone_s > 0):
             raise ValueError(f"durations of a job must not be negative: {self}")
 
     @property

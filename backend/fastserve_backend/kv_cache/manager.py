@@ -1,0 +1,414 @@
+"""Who has KV blocks on the device, who waits on the host, who computes again.
+
+One round a scheduling turn: ``begin``; the policy offers jobs to ``take`` in order of priority; the
+step loop sends the copies that ``transfers`` returns. Pure decisions: ranks copy.
+
+Strategies (FastServe §4.2, Fig. 15):
+
+* ``defer``: a new job is admitted only if its longest possible KV is free; nobody loses any.
+* ``recompute``: when blocks are short the least urgent jobs lose their KV and compute it again.
+* ``reactive``: the same jobs are swapped to the host instead, and back when they are to run; steps
+  wait for the copies.
+* ``proactive``: the same, but other jobs run meanwhile, unless the copies are so short that waiting
+  for them costs less. And copies begin before they are needed: blocks are kept free for arrivals,
+  the jobs that run next return early, and idle link time copies full blocks of those that will
+  leave.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
+
+from fastserve_backend.config import KVCacheSection
+from fastserve_backend.counters import EngineCounters
+from fastserve_backend.job import Job
+from fastserve_backend.kv_cache.burst_reserve import BurstReserve
+from fastserve_backend.kv_cache.swap_costs import SwapCosts
+from fastserve_backend.kv_cache.tiers import Transfer, TransferKind, TwoTierKV
+
+# Jobs return ahead of time into this share of the device less than others have to leave. Without
+# such a band a job at the border would leave and return with every change of the order above it.
+_BAND = 0.1
+# Jobs on their way back at once, ahead of time: with more the link would still carry old decisions
+# when the order changes.
+_MAX_RETURNING = 2
+# A write-back takes the link for so long at most, since a swap-out may want it next.
+_WRITE_BACK_S = 0.005
+# Write-backs begin when this share of the device is used, and leave this share of the host free.
+_WRITE_BACK_USED = 0.5
+_WRITE_BACK_HOST_FREE = 0.25
+_log = logging.getLogger(__name__)
+
+
+class RunningOrder(Protocol):
+    """What is asked of the scheduling policy."""
+
+    def urgency(self, now: float) -> Callable[[Job], tuple[float, float]]: ...
+
+
+class KVManager:
+    """Owns ``tiers`` and changes ``num_computed`` of jobs that lose their KV."""
+
+    def __init__(
+        self,
+        tiers: TwoTierKV,
+        order: RunningOrder,
+        config: KVCacheSection,
+        costs: SwapCosts,
+        counters: EngineCounters,
+    ) -> None:
+        self.tiers = tiers
+        self._order = order
+        self._strategy = config.strategy
+        self._writes_back = (
+            config.strategy == "proactive" and config.incremental and config.write_back
+        )
+        self._costs = costs
+        self._counters = counters
+        self._reserve = BurstReserve(tiers.device.num_blocks)
+        self._holders: dict[int, Job] = {}  # jobs with blocks in either tier
+        self._admitted: dict[int, int] = {}  # strategy defer: job → blocks that it may come to need
+        # The round:
+        self._now = 0.0
+        self._busy: set[int] = set()  # jobs in flight or taken
+        self._offered: set[int] = set()
+        self._num_unoffered = 0  # holders that the policy may still offer
+        self._promised = 0  # blocks that more urgent jobs wait for
+        self._refuses_new = False
+        self._num_taken = 0
+        self._begun: list[Transfer] = []
+        self._holds_steps = False
+        self._stalled: list[Job] = []  # would run, but for a copy
+        self._urgency: Callable[[Job], tuple[float, float]] | None = None
+
+    @property
+    def holds_steps(self) -> bool:
+        """Whether no step may be sent before all copies have ended."""
+        return self._holds_steps and self.tiers.num_transfers > 0
+
+    @property
+    def num_swapped_out(self) -> int:
+        """Jobs whose KV is on the host alone, or on its way there."""
+        return sum(not self.tiers.may_run(number) for number in list(self._holders))
+
+    def arrived(self, job: Job, now: float) -> None:
+        self._reserve.add(self.tiers.device.blocks_for(len(job.prompt_ids)), now)
+
+    def begin(self, now: float, in_flight: Collection[int]) -> None:
+        """A new round. ``in_flight``: the jobs of unfinished steps, which keep what they have."""
+        for job in self._stalled:
+            job.swap_stall_s += now - self._now
+        self._stalled = []
+        self._now = now
+        self._busy = set(in_flight)
+        self._offered = set()
+        self._num_unoffered = len(self._holders) - len(self._busy)
+        self._promised = 0
+        self._refuses_new = False
+        self._num_taken = 0
+        self._begun = []
+        self._urgency = None
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self._refuses_new and self._num_unoffered <= 0
+
+    def take(self, job: Job, num_tokens: int) -> bool:
+        """Give the job blocks for its next ``num_tokens`` tokens, if need be from less urgent jobs.
+
+        A job takes blocks only from jobs that were not offered before it and are not in flight, and
+        only if that makes it fit. What it waits for, no less urgent job gets. So the first job
+        offered always runs at last: admission refuses a job that the device cannot hold alone.
+        """
+        is_new = job.number not in self._holders
+        if not is_new:
+            self._num_unoffered -= 1
+        elif self._refuses_new:
+            return False
+        elif self._strategy == "defer" and not self._admit(job):
+            self._refuses_new = True
+            return False
+        self._offered.add(job.number)
+        if not self.tiers.may_run(job.number):
+            if self.tiers.is_swapped_out(job.number) and self.tiers.transfer(job.number) is None:
+                self._swap_in(job, num_tokens)
+            if self.tiers.transfer(job.number) is not None or self.tiers.num_leaving:
+                self._stalled.append(job)
+            return False
+        room_for = job.num_computed + num_tokens
+        if not self._find(self.tiers.device.missing(job.number, room_for)):
+            self._refuses_new |= is_new
+            if self.tiers.num_leaving:
+                self._stalled.append(job)
+            return False
+        self.tiers.device.grow(job.number, room_for)
+        self._holders[job.number] = job
+        self._busy.add(job.number)
+        self._num_taken += 1
+        if self.tiers.device.num_used > self._counters.peak_blocks:
+            self._counters.peak_blocks = self.tiers.device.num_used
+        return True
+
+    def transfers(self) -> list[Transfer]:
+        """The copies to begin, in this order. Ends the round."""
+        self._holds_steps = self._strategy == "reactive" or self._is_worth_waiting()
+        if self._strategy == "proactive" and not self._holds_steps:
+            self._swap_ahead()
+            if self._writes_back:
+                self._write_back()
+        return self._begun
+
+    def _is_worth_waiting(self) -> bool:
+        """Whether all who may run lose less by waiting for the copies of this round than those that
+        they are for by waiting for an iteration without them. A small model's copies are that
+        short."""
+        num_blocks = sum(len(transfer.device_blocks) for transfer in self._begun)
+        if num_blocks == 0:
+            return False
+        num_running = self._num_taken
+        return self._costs.longest_s(num_blocks) * num_running <= (
+            self._costs.least_iteration_s * len(self._stalled)
+        )
+
+    def transfer_ended(self, job_number: int, *, succeeded: bool, seconds: float) -> None:
+        """The ranks have ended the job's transfer; it took the link ``seconds``."""
+        transfer = self.tiers.transfer(job_number)
+        assert transfer is not None
+        if succeeded:
+            num_blocks = len(transfer.device_blocks)
+            self._costs.observe(transfer.kind.is_out, num_blocks, seconds)
+            num_bytes = num_blocks * self._costs.block_bytes
+            if transfer.kind.is_out:
+                self._counters.swap_out_bytes += num_bytes
+            else:
+                self._counters.swap_in_bytes += num_bytes
+        self.tiers.finish(job_number, succeeded=succeeded)
+        job = self._holders.get(job_number)
+        if not succeeded and job is not None and transfer.kind is not TransferKind.WRITE_BACK:
+            _log.warning("job %s computes its KV again: its %s failed", job.id, transfer.kind.value)
+            self._forget(job)
+
+    def release(self, job: Job) -> None:
+        """The job ended and no step uses its blocks."""
+        self._holders.pop(job.number, None)
+        self._admitted.pop(job.number, None)
+        self.tiers.release(job.number)
+
+    # --- Room on the device -------------------------------------------------------------------
+
+    def _admit(self, job: Job) -> bool:
+        device = self.tiers.device
+        needed = device.blocks_for(len(job.prompt_ids) + job.params.max_tokens)
+        if sum(self._admitted.values()) + needed > device.num_blocks:
+            return False
+        self._admitted[job.number] = needed
+        return True
+
+    def _find(self, num_blocks: int) -> bool:
+        """Whether ``num_blocks`` are free; begins to free them if not, and promises them."""
+        device = self.tiers.device
+        if num_blocks == 0:
+            return True
+        shortage = num_blocks + self._promised - device.num_free - self.tiers.num_leaving
+        if shortage > 0:
+            for victim in self._victims(shortage):
+                self._evict(victim)
+        if num_blocks + self._promised <= device.num_free:
+            return True
+        self._promised += num_blocks
+        return False
+
+    def _victims(self, num_blocks: int) -> list[Job]:
+        """Jobs that have to go for ``num_blocks`` blocks, the last to run first; none if even all
+        have fewer."""
+        victims = []
+        for job in sorted(self._idle_on_device(), key=self._key, reverse=True):
+            victims.append(job)
+            num_blocks -= self.tiers.device.num_held(job.number)
+            if num_blocks <= 0:
+                return victims
+        return []
+
+    def _idle_on_device(self) -> Iterator[Job]:
+        """Jobs with blocks on the device that no step, no transfer and no job offered uses."""
+        for number, job in self._holders.items():
+            if (
+                number not in self._busy
+                and number not in self._offered
+                and self.tiers.transfer(number) is None
+                and self.tiers.device.num_held(number)
+            ):
+                yield job
+
+    def _key(self, job: Job) -> tuple[float, float]:
+        if self._urgency is None:
+            self._urgency = self._order.urgency(self._now)
+        return self._urgency(job)
+
+    def _evict(self, job: Job) -> None:
+        if self._may_swap(job) and self._make_host_room(job):
+            self._swap_out(job)
+        else:
+            self._drop(job)
+
+    def _may_swap(self, job: Job) -> bool:
+        if self._strategy == "recompute" or job.num_computed == 0:
+            return False
+        return self._strategy == "reactive" or self._swap_is_cheaper(job)
+
+    def _drop(self, job: Job) -> None:
+        self.tiers.release(job.number)
+        self._forget(job)
+
+    def _forget(self, job: Job) -> None:
+        """The job's blocks are gone."""
+        del self._holders[job.number]
+        if job.num_computed:
+            job.num_computed = 0
+            self._counters.recomputed_jobs += 1
+
+    # --- Swapping -----------------------------------------------------------------------------
+
+    def _swap_is_cheaper(self, job: Job) -> bool:
+        blocks = self.tiers.device.blocks_for(job.num_computed)
+        estimate = self._costs.estimate(
+            job.num_computed,
+            blocks_out=self.tiers.num_to_copy(job.number, job.num_computed)
+            + self.tiers.num_leaving,
+            blocks_in=blocks,
+        )
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug(
+                "job %s leaves the device: swapping %d blocks takes %.2f ms, computing %d tokens "
+                "again %.2f ms: %s",
+                job.id,
+                blocks,
+                estimate.swap_s * 1e3,
+                job.num_computed,
+                estimate.recompute_s * 1e3,
+                "swap" if estimate.swap_is_cheaper else "recompute",
+            )
+        return estimate.swap_is_cheaper
+
+    def _make_host_room(self, job: Job) -> bool:
+        """Whether the host can hold the job's KV; forgets copies of jobs on the device for it,
+        those first that will not leave soon."""
+        host = self.tiers.host
+        missing = host.missing(job.number, job.num_computed)
+        if missing > host.num_blocks:
+            return False
+        if missing > host.num_free:
+            copies = [
+                other
+                for number, other in self._holders.items()
+                if other is not job
+                and self.tiers.num_saved(number)
+                and self.tiers.device.num_held(number)
+                and self.tiers.transfer(number) is None
+            ]
+            for other in sorted(copies, key=self._key):
+                self.tiers.forget_host(other.number)
+                if missing <= host.num_free:
+                    break
+        return missing <= host.num_free
+
+    def _swap_out(self, job: Job) -> None:
+        num_blocks = self.tiers.device.blocks_for(job.num_computed)
+        num_copied = self.tiers.num_to_copy(job.number, job.num_computed)
+        self._counters.swap_avoided_bytes += (num_blocks - num_copied) * self._costs.block_bytes
+        job.num_swaps += 1
+        transfer = self.tiers.swap_out(job.number, job.num_computed)
+        if transfer is not None:
+            self._begun.append(transfer)
+
+    def _swap_in(self, job: Job, num_tokens: int) -> None:
+        """Bring the swapped-out job back, with room for its next ``num_tokens`` tokens."""
+        room_for = job.num_computed + num_tokens
+        if self._find(self.tiers.device.blocks_for(room_for)):
+            self._begun.append(self.tiers.swap_in(job.number, room_for))
+
+    # --- Ahead of time ------------------------------------------------------------------------
+
+    def _swap_ahead(self) -> None:
+        """Keep the reserve free, and on the device the jobs that run next (ENST order)."""
+        device = self.tiers.device
+        reserve = self._reserve.num_blocks(self._now)
+        waiting = [
+            job for number, job in self._holders.items() if self.tiers.is_swapped_out(number)
+            and self.tiers.transfer(number) is None
+        ]  # fmt: skip
+        spare = device.num_free + self.tiers.num_leaving - self._promised
+        if not waiting and spare >= reserve:
+            return
+        returning, leaving = self._misplaced(device.num_blocks - reserve)
+        num_on_their_way = sum(
+            transfer.kind is TransferKind.SWAP_IN for transfer in self.tiers.transfers()
+        )
+        returning = returning[: max(0, _MAX_RETURNING - num_on_their_way)]
+        wanted = reserve + sum(self._room_to_return(job) for job in returning)
+        while leaving and spare < wanted:
+            job = leaving.pop()
+            if self._swap_is_cheaper(job) and self._make_host_room(job):
+                spare += device.num_held(job.number)
+                self._swap_out(job)
+        for job in returning:
+            needed = self._room_to_return(job)
+            if needed + self._promised + reserve > device.num_free:
+                break
+            self._begun.append(self.tiers.swap_in(job.number, job.num_tokens))
+
+    def _misplaced(self, capacity: int) -> tuple[list[Job], list[Job]]:
+        """Swapped-out jobs that belong on the device and idle ones there that do not, both the
+        soonest to run first.
+
+        The jobs that run next belong on the device, as many as have ``capacity`` blocks together.
+        """
+        device = self.tiers.device
+        used = sum(device.num_held(number) for number in self._busy)
+        idle = {job.number for job in self._idle_on_device()}
+        returning, leaving = [], []
+        for job in sorted(self._holders.values(), key=self._key):
+            if job.number in self._busy:
+                continue
+            if job.number in idle:
+                used += device.num_held(job.number)
+                if used > capacity:
+                    leaving.append(job)
+            else:
+                used += self._room_to_return(job)
+                if (
+                    used <= capacity - _BAND * device.num_blocks
+                    and self.tiers.transfer(job.number) is None
+                    and self.tiers.is_swapped_out(job.number)
+                ):
+                    returning.append(job)
+        return returning, leaving
+
+    def _room_to_return(self, job: Job) -> int:
+        """Blocks for all tokens of a job, so that its next iteration can follow at once."""
+        return self.tiers.device.blocks_for(job.num_tokens)
+
+    def _write_back(self) -> None:
+        device, host = self.tiers.device, self.tiers.host
+        if (
+            device.num_used < _WRITE_BACK_USED * device.num_blocks
+            or host.num_free <= _WRITE_BACK_HOST_FREE * host.num_blocks
+            or any(transfer.kind.is_out for transfer in self.tiers.transfers())
+        ):
+            return
+        candidates = [
+            job
+            for job in self._idle_on_device()
+            if device.num_blocks_full(job.num_computed) > host.num_held(job.number)
+        ]
+        if not candidates:
+            return
+        job = max(candidates, key=self._key)
+        max_blocks = max(1, int(_WRITE_BACK_S / self._costs.transfer_s(True, 1)))
+        transfer = self.tiers.write_back(
+            job.number, job.num_computed, min(max_blocks, host.num_free)
+        )
+        if transfer is not None:
+            self._begun.append(transfer)

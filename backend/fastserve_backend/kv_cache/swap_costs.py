@@ -1,0 +1,73 @@
+"""What is cheaper for a job that must leave the device: to be swapped, or computed again?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+# Share of each transfer in the running mean of the link's speed.
+_WEIGHT = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Between a device and its host: seconds to copy one KV block, all layers of the rank."""
+
+    block_out_s: float
+    """From the device to the host; 0 where no host memory was there to measure it."""
+    block_in_s: float
+
+
+class PrefillTimes(Protocol):
+    def prefill_s(self, num_tokens: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds that either choice costs."""
+
+    swap_s: float
+    recompute_s: float
+
+    @property
+    def swap_is_cheaper(self) -> bool:
+        return self.swap_s <= self.recompute_s
+
+
+class SwapCosts:
+    """Compares by the latency profile and the speed of the link, which it learns from transfers.
+
+    Args:
+        block_bytes: of one block of all layers on one rank, as it crosses the link.
+        link: its speed when it was measured.
+    """
+
+    def __init__(self, times: PrefillTimes, block_bytes: int, link: Link) -> None:
+        self.block_bytes = block_bytes
+        self._times = times
+        self._block_s = {True: link.block_out_s, False: link.block_in_s}  # by is_out
+
+    def observe(self, is_out: bool, num_blocks: int, seconds: float) -> None:
+        """A transfer of ``num_blocks`` took the link ``seconds``."""
+        self._block_s[is_out] += _WEIGHT * (seconds / num_blocks - self._block_s[is_out])
+
+    def transfer_s(self, is_out: bool, num_blocks: int) -> float:
+        """How long the link takes for so many blocks."""
+        return num_blocks * self._block_s[is_out]
+
+    def longest_s(self, num_blocks: int) -> float:
+        """How long so many blocks take in the slower direction."""
+        return num_blocks * max(self._block_s.values())
+
+    @property
+    def least_iteration_s(self) -> float:
+        """An iteration takes as long as this at least: one that decodes one job."""
+        return self._times.prefill_s(1)
+
+    def estimate(self, num_tokens: int, blocks_out: int, blocks_in: int) -> Estimate:
+        """For a job of ``num_tokens`` computed tokens, with so many blocks ahead of its return on
+        the link in either direction."""
+        return Estimate(
+            swap_s=self.transfer_s(True, blocks_out) + self.transfer_s(False, blocks_in),
+            recompute_s=self._times.prefill_s(num_tokens),
+        )

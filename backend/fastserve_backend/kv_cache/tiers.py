@@ -1,0 +1,223 @@
+"""KV in two tiers: which blocks of a job are on the device, which on the host, which on their way.
+
+Pure bookkeeping; ranks copy. The host holds a prefix of a job's KV: blocks that are full never
+change, so what was copied once stays good while the job runs on, and only what came after has to be
+copied when the job is swapped out again.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fastserve_backend.kv_cache.blocks import BlockPool
+
+
+class TransferKind(enum.Enum):
+    SWAP_OUT = "swap_out"
+    """Device to host; the device's blocks are free when it ends."""
+    WRITE_BACK = "write_back"
+    """Device to host, full blocks ahead of a swap-out; the job may run meanwhile."""
+    SWAP_IN = "swap_in"
+    """Host to device; the job may run when it ends."""
+
+    @property
+    def is_out(self) -> bool:
+        return self is not TransferKind.SWAP_IN
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Copies of blocks, ``device_blocks[i]`` to or from ``host_blocks[i]``."""
+
+    id: int
+    job_number: int
+    kind: TransferKind
+    device_blocks: array[int]
+    host_blocks: array[int]
+    num_tokens: int
+    """Tokens of the job, from its first, that both tiers have when it ends."""
+
+
+class TwoTierKV:
+    """Owns the block tables of both tiers and the unfinished transfers, at most one a job.
+
+    A job is in one of these states; only in the first two may it run:
+
+    * without KV;
+    * on the device, perhaps with a prefix on the host, perhaps with a write-back under way;
+    * swapped out, or being swapped out or in.
+
+    The blocks of an unfinished transfer stay in the tables of their job until it ends, also if the
+    job ends before: nobody else can get them (invariant 1 of docs/architecture.md).
+
+    Args:
+        incremental: keep what is on the host when the job returns to the device.
+    """
+
+    def __init__(
+        self, num_device_blocks: int, num_host_blocks: int, block_size: int, *, incremental: bool
+    ) -> None:
+        self.device = BlockPool(num_device_blocks, block_size)
+        self.host = BlockPool(num_host_blocks, block_size)
+        self._block_size = block_size
+        self._incremental = incremental
+        self._saved: dict[int, int] = {}  # job → tokens of its KV that are good on the host
+        self._transfers: dict[int, Transfer] = {}  # job → its unfinished transfer
+        self._ended: set[int] = set()  # jobs that ended during their transfer
+        self._ids = itertools.count()
+
+    @property
+    def num_transfers(self) -> int:
+        """Unfinished ones."""
+        return len(self._transfers)
+
+    @property
+    def num_leaving(self) -> int:
+        """Device blocks that are free when the swap-outs under way have ended."""
+        return sum(
+            self.device.num_held(number)
+            for number, transfer in self._transfers.items()
+            if transfer.kind is TransferKind.SWAP_OUT
+        )
+
+    def transfers(self) -> Iterable[Transfer]:
+        """The unfinished ones."""
+        return self._transfers.values()
+
+    def transfer(self, job_number: int) -> Transfer | None:
+        """The job's unfinished transfer."""
+        return self._transfers.get(job_number)
+
+    def num_saved(self, job_number: int) -> int:
+        """Tokens of the job, from its first, whose KV is good on the host."""
+        return self._saved.get(job_number, 0)
+
+    def is_swapped_out(self, job_number: int) -> bool:
+        """Whether the job's KV is on the host alone."""
+        return job_number in self._saved and self.device.num_held(job_number) == 0
+
+    def may_run(self, job_number: int) -> bool:
+        """Whether all the job's KV, if it has any, is on the device and stays there."""
+        transfer = self._transfers.get(job_number)
+        if transfer is not None:
+            return transfer.kind is TransferKind.WRITE_BACK
+        return not self.is_swapped_out(job_number)
+
+    def num_to_copy(self, job_number: int, num_tokens: int) -> int:
+        """Blocks that a swap-out of the job's ``num_tokens`` tokens would copy."""
+        saved = self.num_saved(job_number)
+        if saved == num_tokens:
+            return 0
+        return self.device.blocks_for(num_tokens) - saved // self._block_size
+
+    def swap_out(self, job_number: int, num_tokens: int) -> Transfer | None:
+        """Move the job's KV of ``num_tokens`` tokens to the host.
+
+        The job must be on the device, without a transfer. None: the host has it all, and the
+        device's blocks are free already.
+
+        Raises:
+            OutOfBlocksError: the host has no room; nothing has changed.
+        """
+        first = self.num_saved(job_number) // self._block_size
+        num_blocks = self.num_to_copy(job_number, num_tokens)
+        self.host.grow(job_number, num_tokens)
+        if num_blocks == 0:
+            self.device.release(job_number)
+            return None
+        return self._begin(TransferKind.SWAP_OUT, job_number, num_tokens, first, num_blocks)
+
+    def write_back(self, job_number: int, num_tokens: int, max_blocks: int) -> Transfer | None:
+        """Copy the first of the job's full blocks that the host has not. None: nothing to copy.
+
+        The job must be on the device, without a transfer.
+
+        Raises:
+            OutOfBlocksError: the host has no room; nothing has changed.
+        """
+        first = self.num_saved(job_number) // self._block_size
+        num_blocks = min(max_blocks, self.device.num_blocks_full(num_tokens) - first)
+        if num_blocks <= 0:
+            return None
+        num_saved = (first + num_blocks) * self._block_size
+        self.host.grow(job_number, num_saved)
+        return self._begin(TransferKind.WRITE_BACK, job_number, num_saved, first, num_blocks)
+
+    def swap_in(self, job_number: int, room_for: int) -> Transfer:
+        """Move the swapped-out job to the device, with blocks for ``room_for`` tokens.
+
+        Raises:
+            OutOfBlocksError: the device has no room; nothing has changed.
+        """
+        num_tokens = self._saved[job_number]
+        self.device.grow(job_number, max(room_for, num_tokens))
+        num_blocks = self.device.blocks_for(num_tokens)
+        return self._begin(TransferKind.SWAP_IN, job_number, num_tokens, 0, num_blocks)
+
+    def finish(self, job_number: int, *, succeeded: bool) -> None:
+        """The job's transfer has ended. A failed swap costs the job its KV in both tiers, a failed
+        write-back what the host had of it."""
+        transfer = self._transfers.pop(job_number)
+        if job_number in self._ended:
+            self._ended.remove(job_number)
+            self.release(job_number)
+        elif not succeeded and transfer.kind is TransferKind.WRITE_BACK:
+            self.forget_host(job_number)
+        elif not succeeded:
+            self.release(job_number)
+        elif transfer.kind is TransferKind.SWAP_IN:
+            if not self._incremental:
+                self.forget_host(job_number)
+        else:
+            self._saved[job_number] = transfer.num_tokens
+            if transfer.kind is TransferKind.SWAP_OUT:
+                self.device.release(job_number)
+
+    def forget_host(self, job_number: int) -> None:
+        """Free the host's blocks of a job on the device, without a transfer."""
+        self.host.release(job_number)
+        self._saved.pop(job_number, None)
+
+    def release(self, job_number: int) -> None:
+        """The job ended, or its KV is given up: free all its blocks, or as soon as its transfer
+        ends."""
+        if job_number in self._transfers:
+            self._ended.add(job_number)
+            return
+        self.device.release(job_number)
+        self.forget_host(job_number)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless each block of each tier is in exactly one place, and jobs
+        hold the blocks of what they are said to have."""
+        self.device.check_integrity()
+        self.host.check_integrity()
+        for number, saved in self._saved.items():
+            held = self.host.num_held(number)
+            assert 0 < saved <= held * self._block_size, "the host lacks blocks of a saved prefix"
+        for number, transfer in self._transfers.items():
+            for pool, blocks in (
+                (self.device, transfer.device_blocks),
+                (self.host, transfer.host_blocks),
+            ):
+                assert set(blocks) <= set(pool.table(number)), "a transfer lost its blocks"
+        assert self._ended <= self._transfers.keys(), "an ended job was forgotten"
+
+    def _begin(
+        self, kind: TransferKind, job_number: int, num_tokens: int, first: int, num_blocks: int
+    ) -> Transfer:
+        part = slice(first, first + num_blocks)
+        transfer = Transfer(
+            id=next(self._ids),
+            job_number=job_number,
+            kind=kind,
+            device_blocks=self.device.table(job_number)[part],
+            host_blocks=self.host.table(job_number)[part],
+            num_tokens=num_tokens,
+        )
+        self._transfers[job_number] = transfer
+        return transfer

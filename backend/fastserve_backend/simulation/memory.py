@@ -1,0 +1,50 @@
+"""How much KV a modelled rank holds, and how fast its link to the host is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastserve_backend.config import KVCacheSection
+from fastserve_backend.kv_cache.swap_costs import Link
+from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.profile.latency import LatencyProfile
+from fastserve_backend.profile.roofline import Roofline
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """Of all ranks together: every rank has its part of each block, and copies it by itself."""
+
+    num_blocks: int
+    num_host_blocks: int
+    block_bytes: int
+    """Of one block of all layers, as it crosses the links."""
+    link: Link
+    """Time for one block when every rank copies its part."""
+
+
+def memory_of_roofline(roofline: Roofline, model: ModelConfig, kv: KVCacheSection) -> KVMemory:
+    """Raises ConfigError: not one job of the model's ``max_model_len`` fits on the device."""
+    block_bytes = model.host_kv_bytes_per_block(kv.block_size, kv.host_dtype)
+    block_s = roofline.swap_s(block_bytes)
+    num_blocks = kv.device_blocks or roofline.num_device_blocks(
+        kv.block_size, kv.device_memory_utilization
+    )
+    num_host_blocks = _host_blocks(kv, block_bytes * roofline.share_of_kv)
+    return KVMemory(num_blocks, num_host_blocks, block_bytes, Link(block_s, block_s))
+
+
+def memory_of_profile(profile: LatencyProfile, model: ModelConfig, kv: KVCacheSection) -> KVMemory:
+    """The machine that was measured, with the link in its own KV type."""
+    block_bytes = model.host_kv_bytes_per_block(kv.block_size, kv.host_dtype)
+    has_link = profile.link.block_out_s > 0
+    return KVMemory(
+        num_blocks=kv.device_blocks or profile.num_blocks,
+        num_host_blocks=_host_blocks(kv, block_bytes) if has_link else 0,
+        block_bytes=block_bytes,
+        link=profile.link,
+    )
+
+
+def _host_blocks(kv: KVCacheSection, rank_block_bytes: float) -> int:
+    return int(kv.swap_space_gib * 2**30 // rank_block_bytes)

@@ -1,0 +1,55 @@
+"""KV blocks in INT8: one scale and one offset for each channel of a block (ALISE §3.4).
+
+A channel is one of ``head_dim`` values of one head in one layer, K or V, over the tokens of a
+block. Keys have channels far from zero, so the range is asymmetric: ``x ≈ scale · (code + 128) +
+minimum``, ``scale = (max - min) / 255``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LEVELS = 255
+_LOWEST_CODE = -128
+# Of float16: a smaller scale would lose its digits. An error of half of it means nothing in KV.
+_LEAST_SCALE = 2.0**-14
+_MOST = torch.finfo(torch.float16).max
+
+
+def quantize(blocks: Tensor, num_last_tokens: int) -> tuple[Tensor, Tensor]:
+    """INT8 codes and the parameters to read them.
+
+    Args:
+        blocks: ``[n, layers, 2, kv_heads, block_size, head_dim]``, any floating type; the rows of
+            the last block from ``num_last_tokens`` on may hold anything.
+
+    Returns:
+        codes: int8, the shape of ``blocks``.
+        parameters: float16 ``[n, layers, 2, kv_heads, 2, head_dim]``: scale and minimum.
+    """
+    values = blocks.to(torch.float32, copy=True)  # changed in place below
+    if num_last_tokens < values.shape[4]:
+        # Unused rows repeat a used one, so that they do not widen the range.
+        values[-1, :, :, :, num_last_tokens:] = values[-1, :, :, :, :1]
+    low, high = torch.aminmax(values, dim=4, keepdim=True)
+    parameters = (
+        torch.cat([((high - low) / _LEVELS).clamp_(min=_LEAST_SCALE), low], dim=4)
+        .clamp_(-_MOST, _MOST)
+        .half()
+    )
+    scale, minimum = _scale_and_minimum(parameters)
+    codes = values.sub_(minimum).div_(scale).round_().add_(_LOWEST_CODE)
+    return codes.clamp_(_LOWEST_CODE, _LOWEST_CODE + _LEVELS).to(torch.int8), parameters
+
+
+def dequantize(codes: Tensor, parameters: Tensor, dtype: torch.dtype) -> Tensor:
+    """The blocks again, in ``dtype``; each value within half a scale, but for the rounding of
+    ``dtype`` and of the parameters."""
+    scale, minimum = _scale_and_minimum(parameters)
+    return codes.float().sub_(_LOWEST_CODE).mul_(scale).add_(minimum).to(dtype)
+
+
+def _scale_and_minimum(parameters: Tensor) -> tuple[Tensor, Tensor]:
+    values = parameters.float()
+    return values[:, :, :, :, :1], values[:, :, :, :, 1:]

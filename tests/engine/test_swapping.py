@@ -1,0 +1,253 @@
+"""Jobs leave the device and return, and nobody sees it in their tokens."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.engine import Engine
+from fastserve_backend.errors import EngineError
+from fastserve_backend.executor.distributed import DistributedExecutor
+from fastserve_backend.job import FinishReason, JobOutput
+from fastserve_backend.worker.messages import CopyBlocks, CopyResult, StepResult
+from small_model import MAX_MODEL_LEN, VOCAB_SIZE
+
+BLOCK_SIZE = 16
+OUTPUT = 32
+GREEDY = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)
+# No copy of a model this small costs as much as computing again, so nothing but the host's room
+# makes a job compute again.
+SWAPPING = {"max_num_seqs": 10, "swap_space_gib": 0.1}
+POLICIES = ("fcfs", "mlfq", "fixed_priority", "skip_join_mlfq", "srpt")
+STRATEGIES = ("defer", "recompute", "reactive", "proactive")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(8)
+    lengths = [rng.randint(1, MAX_MODEL_LEN - OUTPUT) for _ in range(50)]
+    return [[rng.randrange(4, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def blocks(prompts: list[list[int]]) -> int:
+    """30% of what all jobs need together."""
+    needed = sum(-(-(len(prompt) + OUTPUT) // BLOCK_SIZE) for prompt in prompts)
+    return max(needed * 3 // 10, MAX_MODEL_LEN // BLOCK_SIZE)
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    """The tokens with memory for all; ``test_parity`` compares such with transformers."""
+    answers = tokens_of(llm, prompts)
+    assert len({tuple(answer) for answer in answers}) == len(answers)
+    return answers
+
+
+class LLMOver(LLM):
+    """An LLM over ranks of the test's choice, whose block tables are checked at each step."""
+
+    def __init__(self, executor: DistributedExecutor | None, model: str, **options: Any) -> None:
+        config = EngineConfig().with_keys(model=model, **options)
+        self.engine = Engine(config, executor=executor, check_integrity=True)
+        self.engine.start()
+
+
+def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    return [one.token_ids for one in llm.generate(prompts, GREEDY, progress=False)]
+
+
+@pytest.fixture
+def small(checkpoint: Path, tokenizer: Path, blocks: int) -> Callable[..., LLM]:
+    def start(executor: DistributedExecutor | None = None, **keys: Any) -> LLM:
+        keys = SWAPPING | {"device_blocks": blocks, "base_quantum_ms": 0.01} | keys
+        return LLMOver(executor, str(checkpoint), tokenizer=str(tokenizer), **keys)
+
+    return start
+
+
+def assert_all_free(llm: LLM) -> None:
+    """Both tiers, as soon as the last copies have ended: those may end after the last job."""
+    pause = threading.Event()
+    for _ in range(500):
+        snapshot = llm.engine.snapshot()
+        if snapshot.free_host_blocks == snapshot.num_host_blocks:
+            break
+        pause.wait(0.01)
+    assert snapshot.free_host_blocks == snapshot.num_host_blocks
+    assert snapshot.free_blocks == snapshot.num_blocks
+    assert snapshot.swapped == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tokens_are_those_of_an_engine_with_memory_for_all(
+    small: Callable[..., LLM],
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    strategy: str,
+    policy: str,
+) -> None:
+    with small(strategy=strategy, policy=policy) as llm:
+        assert tokens_of(llm, prompts) == expected
+        assert_all_free(llm)
+        counters = llm.engine.counters
+        swaps = counters.swap_out_bytes > 0 and counters.swap_in_bytes > 0
+        if "mlfq" in policy:
+            assert counters.preemptions > 0
+            assert swaps == (strategy in ("reactive", "proactive"))
+        if strategy == "recompute" and policy != "fcfs":
+            assert counters.recomputed_jobs > 0
+        if strategy == "defer":
+            assert counters.recomputed_jobs == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"incremental": False},
+        {"write_back": False},
+        {"strategy": "reactive", "incremental": False, "policy": "mlfq"},
+        {"prefill_chunk_tokens": 30},
+        {"starvation_ms": 1},
+        {"swap_space_gib": 0.0},
+        {"swap_space_gib": 0.001},
+        {"block_size": 8, "device_blocks": 60, "max_num_seqs": 3},
+    ],
+    ids=str,
+)
+def test_tokens_with_options(
+    small: Callable[..., LLM],
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    options: dict[str, Any],
+) -> None:
+    with small(**options) as llm:
+        assert tokens_of(llm, prompts) == expected
+        assert_all_free(llm)
+        if not options.get("swap_space_gib", 1):
+            assert llm.engine.counters.swap_out_bytes == 0
+            assert llm.engine.counters.recomputed_jobs > 0
+
+
+def test_int8_blocks_on_the_host_serve_every_job(
+    small: Callable[..., LLM], prompts: list[list[int]]
+) -> None:
+    """Tokens may differ: this random model's choices are closer together than a real one's."""
+    with small(host_dtype="int8") as llm:
+        answers = tokens_of(llm, prompts)
+        assert [len(answer) for answer in answers] == [OUTPUT] * 50
+        assert_all_free(llm)
+        assert llm.engine.counters.swap_in_bytes > 0
+
+
+class BrokenLink(DistributedExecutor):
+    """Real ranks that cannot make every third copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_failed = 0
+
+    def copy(self, blocks: CopyBlocks) -> None:
+        if blocks.transfer_id % 3 == 0:
+            # A host block that does not exist: the rank itself finds that and reports it.
+            blocks.host_blocks = b"\xff\xff\xff\x7f" * (len(blocks.host_blocks) // 4)
+            self.num_failed += 1
+        super().copy(blocks)
+
+
+def test_a_failed_copy_costs_time_and_nothing_else(
+    small: Callable[..., LLM], prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    executor = BrokenLink()
+    with small(executor=executor) as llm:
+        assert tokens_of(llm, prompts) == expected
+        assert_all_free(llm)
+        assert executor.num_failed > 3
+        assert llm.engine.counters.recomputed_jobs > 0
+
+
+class SlowLink(DistributedExecutor):
+    """Real ranks whose copies' results come only after so many steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: list[tuple[int, CopyResult]] = []  # (step at which it comes, result)
+        self._num_steps = 0
+
+    def collect(self) -> StepResult | CopyResult:
+        if self._held and (self._held[0][0] <= self._num_steps or self._num_unfinished == 0):
+            return self._held.pop(0)[1]
+        result = super().collect()
+        if isinstance(result, CopyResult):
+            self._held.append((self._num_steps + 5, result))
+            return self.collect()
+        self._num_steps += 1
+        return result
+
+
+def test_slow_copies_stop_nobody_else(
+    small: Callable[..., LLM], prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    with small(executor=SlowLink()) as llm:
+        assert tokens_of(llm, prompts) == expected
+        assert_all_free(llm)
+        assert llm.engine.counters.swap_in_bytes > 0
+
+
+class LostCopies(DistributedExecutor):
+    """Real ranks that never hear of their copies."""
+
+    def copy(self, blocks: CopyBlocks) -> None:
+        self._copies[blocks.transfer_id] = time.monotonic()
+
+
+def test_copies_that_never_end_fail_the_jobs_with_the_reason(
+    small: Callable[..., LLM], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastserve_backend.executor.distributed.COPY_TIMEOUT_S", 1.0)
+    with (
+        small(executor=LostCopies()) as llm,
+        pytest.raises(EngineError, match="a copy of KV blocks has not ended in 1 s"),
+    ):
+        tokens_of(llm, prompts)
+
+
+def test_jobs_cancelled_while_their_kv_is_on_its_way_leave_nothing(
+    small: Callable[..., LLM], prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    rng = random.Random(2)
+    with small() as llm:
+        ends: dict[int, FinishReason] = {}
+        got: dict[int, list[int]] = {}
+        numbers: dict[int, int] = {}
+
+        def sink_of(index: int) -> Callable[[JobOutput], None]:
+            stop_after = rng.randint(1, OUTPUT - 1) if index % 3 == 0 else OUTPUT + 1
+
+            def sink(output: JobOutput) -> None:
+                got.setdefault(index, []).extend(output.token_ids)
+                if output.finish_reason is not None:
+                    ends[index] = output.finish_reason
+                elif len(got[index]) >= stop_after:
+                    llm.engine.cancel(numbers[index])
+
+            return sink
+
+        for index, prompt in enumerate(prompts):
+            numbers[index] = llm.engine.submit(str(index), prompt, GREEDY, sink_of(index))
+        assert llm.engine.drain(120.0)
+        assert len(ends) == 50
+        for index, answer in enumerate(expected):
+            assert got[index] == answer[: len(got[index])]
+            if index % 3:
+                assert ends[index] is FinishReason.LENGTH
+        assert FinishReason.CANCELLED in ends.values()
+        assert_all_free(llm)

@@ -1,0 +1,534 @@
+"""Who gets blocks when there are too few, by strategy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+from fastserve_backend.config import KVCacheSection
+from fastserve_backend.counters import EngineCounters
+from fastserve_backend.job import Job
+from fastserve_backend.kv_cache.manager import KVManager
+from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
+from fastserve_backend.kv_cache.tiers import Transfer, TransferKind, TwoTierKV
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import make_job, run_iteration
+from policies import LinearTimes
+
+STRATEGIES = ("defer", "recompute", "reactive", "proactive")
+SLOW_LINK = Link(1000.0, 1000.0)
+FAST_LINK = Link(1e-6, 1e-6)
+
+
+class Desk:
+    """A manager whose jobs run in order of their numbers: 0 is the most urgent."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_host_blocks: int = 100,
+        *,
+        strategy: str = "proactive",
+        link: Link = FAST_LINK,
+        incremental: bool = True,
+        write_back: bool = False,
+    ) -> None:
+        config = KVCacheSection.model_validate(
+            {"strategy": strategy, "incremental": incremental, "write_back": write_back}
+        )
+        self.counters = EngineCounters()
+        self.tiers = TwoTierKV(num_blocks, num_host_blocks, 16, incremental=incremental)
+        costs = SwapCosts(LinearTimes(), 100, link)
+        self.manager = KVManager(self.tiers, self, config, costs, self.counters)
+        self.now = 0.0
+
+    def urgency(self, now: float):  # type: ignore[no-untyped-def]
+        return lambda job: (job.number, 0.0)
+
+    def offer(
+        self, *jobs: Job, in_flight: Sequence[Job] = (), tokens: int | None = None
+    ) -> list[Job]:
+        """A round that offers the jobs in this order; returns those that were taken."""
+        self.now += 1.0
+        self.manager.begin(self.now, {job.number for job in in_flight})
+        taken = [job for job in jobs if self.manager.take(job, tokens or job.num_uncomputed)]
+        self.begun = self.manager.transfers()
+        self.tiers.check_integrity()
+        return taken
+
+    def run(self, *jobs: Job) -> None:
+        """An iteration of exactly these jobs."""
+        assert self.offer(*jobs) == list(jobs)
+        for job in jobs:
+            run_iteration(job)
+
+    def end_copies(self, *, succeeded: bool = True) -> list[Transfer]:
+        ended = list(self.tiers.transfers())
+        for transfer in ended:
+            self.manager.transfer_ended(transfer.job_number, succeeded=succeeded, seconds=1e-6)
+        self.tiers.check_integrity()
+        return ended
+
+    def held(self, *jobs: Job) -> list[int]:
+        return [self.tiers.device.num_held(job.number) for job in jobs]
+
+    def kinds(self) -> list[tuple[int, str]]:
+        return [(transfer.job_number, transfer.kind.value) for transfer in self.begun]
+
+
+def jobs_of(*sizes: int, max_tokens: int = 1000) -> list[Job]:
+    return [make_job(n, size, max_tokens=max_tokens) for n, size in enumerate(sizes)]
+
+
+# --- Every strategy ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_fit(strategy: str) -> None:
+    desk = Desk(10, strategy=strategy)
+    jobs = jobs_of(30, 30, 30, max_tokens=2)
+    assert desk.offer(*jobs) == jobs
+    assert desk.held(*jobs) == [2, 2, 2]
+    assert desk.begun == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_chunk_takes_blocks_for_its_own_tokens_only(strategy: str) -> None:
+    desk = Desk(10, strategy=strategy)
+    (job,) = jobs_of(100, max_tokens=2)
+    desk.offer(job, tokens=20)
+    assert desk.held(job) == [2]
+    job.num_computed = 20
+    desk.offer(job, tokens=12)
+    assert desk.held(job) == [2]  # 32 tokens: exactly full
+    job.num_computed = 32
+    desk.offer(job, tokens=68)
+    assert desk.held(job) == [7]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_job_takes_nothing_from_a_more_urgent_one(strategy: str) -> None:
+    desk = Desk(4, strategy=strategy)
+    urgent, newcomer = jobs_of(60, 16, max_tokens=4)
+    desk.run(urgent)
+    assert desk.offer(urgent, newcomer) == [urgent]
+    assert desk.begun == []
+    assert desk.manager.is_exhausted
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_released_job_leaves_nothing_behind(strategy: str) -> None:
+    desk = Desk(6, strategy=strategy)
+    jobs = jobs_of(30, 30, 30, max_tokens=2)
+    desk.run(*jobs)
+    for job in jobs:
+        desk.manager.release(job)
+    assert desk.tiers.device.num_used == desk.tiers.host.num_used == 0
+    assert desk.manager.num_swapped_out == 0
+    again = make_job(9, 90, max_tokens=2)
+    assert desk.offer(again) == [again]
+
+
+# --- recompute --------------------------------------------------------------------------------
+
+
+def test_the_least_urgent_holder_computes_again() -> None:
+    desk = Desk(4, strategy="recompute")
+    urgent, middle, least = jobs_of(32, 31, 31)
+    desk.run(middle, least)
+    assert desk.offer(urgent) == [urgent]
+    assert (middle.num_computed, least.num_computed) == (31, 0)
+    assert desk.held(middle, least) == [2, 0]
+    assert desk.counters.recomputed_jobs == 1
+
+
+def test_a_job_offered_later_can_lose_its_blocks_to_a_more_urgent_one() -> None:
+    desk = Desk(3, strategy="recompute")
+    urgent, least = jobs_of(48, 16)
+    desk.run(least)
+    assert desk.offer(urgent, least) == [urgent]
+    assert least.num_computed == 0
+
+
+def test_nothing_is_taken_for_a_job_that_would_not_fit_even_then() -> None:
+    desk = Desk(6, strategy="recompute")
+    urgent, newcomer, small = jobs_of(48, 64, 16)
+    desk.run(small)
+    assert desk.offer(urgent, newcomer, small) == [urgent]  # ``newcomer`` waits for its 4 blocks
+    assert desk.held(urgent, newcomer, small) == [3, 0, 1]
+
+
+def test_a_job_in_flight_keeps_its_blocks() -> None:
+    desk = Desk(4, strategy="recompute")
+    urgent, waiting, flying = jobs_of(32, 31, 31)
+    desk.run(waiting, flying)
+    assert desk.offer(urgent, in_flight=[flying]) == [urgent]
+    assert desk.held(waiting, flying) == [0, 2]
+
+
+def test_while_a_job_waits_for_blocks_in_flight_nobody_else_gets_new_ones() -> None:
+    desk = Desk(5, strategy="recompute")
+    urgent, decoding, newcomer, flying = jobs_of(64, 20, 1, 20)
+    desk.run(decoding, flying)
+    assert desk.offer(urgent, decoding, newcomer, in_flight=[flying]) == [decoding]
+    assert desk.tiers.device.num_free == 1
+    desk.manager.release(flying)
+    # The block that is left is not for the newcomer: ``decoding`` waits for two.
+    assert desk.offer(urgent, decoding, newcomer) == [urgent]
+    assert decoding.num_computed == 0
+
+
+# --- defer ------------------------------------------------------------------------------------
+
+
+def test_a_new_job_waits_until_its_longest_kv_is_free() -> None:
+    desk = Desk(6, strategy="defer")
+    first, second, third = jobs_of(16, 16, 16, max_tokens=32)  # 3 blocks each in the end
+    assert desk.offer(first, second, third) == [first, second]
+    for _ in range(32):
+        for job in (first, second):
+            run_iteration(job)
+        assert desk.offer(first, second, third) == [first, second]
+    desk.manager.release(first)
+    assert desk.offer(second, third) == [second, third]
+    assert desk.counters.recomputed_jobs == 0
+
+
+def test_a_deferred_job_is_not_overtaken_by_new_ones() -> None:
+    desk = Desk(6, strategy="defer")
+    running, large, small = jobs_of(30, 60, 1, max_tokens=4)
+    desk.run(running)
+    assert desk.offer(running, large, small) == [running]
+    assert desk.manager.is_exhausted
+
+
+# --- reactive and proactive: on demand --------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["reactive", "proactive"])
+def test_the_last_to_run_is_swapped_out_and_back(strategy: str) -> None:
+    desk = Desk(4, strategy=strategy)
+    urgent, middle, least = jobs_of(32, 31, 31)
+    desk.run(middle, least)
+    assert desk.offer(urgent) == []  # its blocks are on their way to the host
+    assert desk.kinds() == [(2, "swap_out")]
+    assert (desk.manager.num_swapped_out, least.num_computed, least.num_swaps) == (1, 31, 1)
+    assert desk.offer(urgent) == []  # and it does not take any more for that
+    assert desk.begun == []
+    desk.end_copies()
+    assert desk.offer(urgent, middle) == [urgent, middle]
+    run_iteration(urgent)
+    desk.manager.release(urgent)
+    desk.manager.release(middle)
+    assert desk.offer(least) == []
+    assert desk.kinds() == [(2, "swap_in")]
+    desk.end_copies()
+    assert desk.offer(least) == [least]
+    assert (least.num_computed, desk.counters.recomputed_jobs) == (31, 0)
+    assert (desk.counters.swap_out_bytes, desk.counters.swap_in_bytes) == (200, 200)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "block_s", "waits"),
+    # An iteration takes 1 s at least. Two jobs would wait for two blocks, and one without them.
+    [("reactive", 1.0, True), ("proactive", 0.3, False), ("proactive", 0.2, True)],
+)
+def test_steps_wait_for_copies_if_that_costs_less(
+    strategy: str, block_s: float, waits: bool
+) -> None:
+    desk = Desk(6, strategy=strategy, link=Link(block_s, block_s))
+    urgent, *running, least = jobs_of(32, 30, 30, 30)
+    desk.run(*running, least)
+    assert desk.offer(*running, urgent) == running
+    assert desk.kinds() == [(3, "swap_out")]
+    assert desk.manager.holds_steps is waits
+    desk.end_copies()
+    assert not desk.manager.holds_steps
+
+
+def test_without_room_on_the_host_a_job_computes_again() -> None:
+    for num_host_blocks in (0, 1):
+        desk = Desk(4, num_host_blocks)
+        urgent, least = jobs_of(48, 31)
+        desk.run(least)
+        assert desk.offer(urgent) == [urgent]
+        assert (least.num_computed, desk.counters.recomputed_jobs) == (0, 1)
+        assert desk.begun == []
+
+
+def test_copies_of_jobs_on_the_device_make_room_on_the_host() -> None:
+    desk = Desk(6, 3)
+    first, second, urgent = make_job(1, 31), make_job(2, 31), make_job(0, 64)
+    desk.run(first, second)
+    desk.offer(make_job(0, 48))  # 2 free blocks and those of ``second``
+    desk.end_copies()
+    assert desk.manager.num_swapped_out == 1
+    desk.offer(second)
+    desk.end_copies()
+    assert desk.tiers.num_saved(2) == 31
+    desk.offer(second, urgent)  # ``first`` has to go: the host forgets ``second``
+    assert desk.kinds() == [(1, "swap_out")]
+    assert desk.tiers.num_saved(2) == 0
+    assert desk.counters.recomputed_jobs == 0
+
+
+def test_a_swap_counts_what_the_host_had_already() -> None:
+    desk = Desk(4)
+    urgent, job = make_job(0, 64), make_job(1, 40)
+    desk.run(job)
+    desk.offer(urgent)
+    desk.end_copies()
+    desk.offer(job)
+    desk.end_copies()
+    assert desk.offer(job) == [job]
+    run_iteration(job)
+    assert desk.offer(urgent) == []
+    # 41 tokens: two full blocks are there, the third is copied again.
+    assert [len(transfer.device_blocks) for transfer in desk.begun] == [1]
+    assert desk.counters.swap_avoided_bytes == 200
+
+
+def test_a_job_is_swapped_or_computed_again_by_cost(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    desk = Desk(4, link=SLOW_LINK)
+    urgent, least = jobs_of(64, 31)
+    desk.run(least)
+    assert desk.offer(urgent) == [urgent]
+    assert least.num_computed == 0
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "job job-1 leaves the device: swapping 2 blocks takes 4000000.00 ms" in message
+    assert "computing 31 tokens again 31000.00 ms: recompute" in message
+
+
+def test_the_speed_of_the_link_is_learnt() -> None:
+    costs = SwapCosts(LinearTimes(), 100, Link(10.0, 10.0))
+    assert not costs.estimate(30, blocks_out=2, blocks_in=2).swap_is_cheaper
+    for _ in range(150):
+        costs.observe(True, 10, 0.01)
+        costs.observe(False, 10, 0.02)
+    assert costs.transfer_s(True, 1) == pytest.approx(0.001, rel=0.1)
+    assert costs.transfer_s(False, 5) == pytest.approx(0.01, rel=0.1)
+    assert costs.estimate(30, blocks_out=2, blocks_in=2).swap_is_cheaper
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_a_failed_copy_costs_one_job_its_kv(direction: str) -> None:
+    desk = Desk(4)
+    urgent, least = jobs_of(48, 31)
+    desk.run(least)
+    desk.offer(urgent)
+    if direction == "in":
+        desk.end_copies()
+        desk.offer(least)
+    desk.end_copies(succeeded=False)
+    assert (least.num_computed, desk.counters.recomputed_jobs) == (0, 1)
+    assert desk.tiers.device.num_used == desk.tiers.host.num_used == 0
+    assert desk.offer(urgent) == [urgent]
+
+
+def test_a_job_that_ends_during_its_copy_is_forgotten_after_it() -> None:
+    desk = Desk(4)
+    urgent, least = jobs_of(48, 31)
+    desk.run(least)
+    desk.offer(urgent)
+    desk.manager.release(least)
+    assert desk.offer(urgent) == []
+    desk.end_copies()
+    assert desk.tiers.device.num_used == desk.tiers.host.num_used == 0
+    assert desk.offer(urgent) == [urgent]
+    assert desk.counters.recomputed_jobs == 0
+
+
+def test_time_in_which_a_job_waits_for_its_kv_is_counted() -> None:
+    desk = Desk(4)
+    urgent, least = jobs_of(48, 31)
+    desk.run(least)
+    desk.offer(urgent)
+    desk.offer(urgent)
+    desk.end_copies()
+    desk.run(urgent)
+    assert (urgent.swap_stall_s, least.swap_stall_s) == (2.0, 0.0)
+
+
+# --- proactive: ahead of time -----------------------------------------------------------------
+
+
+def arrive(desk: Desk, *sizes: int) -> None:
+    """Arrivals that come again, so that their blocks are kept free."""
+    for number, size in enumerate(sizes):
+        desk.manager.arrived(make_job(1000 + number, size), desk.now)
+
+
+def test_blocks_are_kept_free_for_arrivals() -> None:
+    desk = Desk(16)
+    arrive(desk, 16, 32)
+    jobs = jobs_of(63, 63, 63, 63)
+    desk.run(*jobs)
+    desk.offer(*jobs[:2])
+    assert desk.kinds() == [(3, "swap_out")]  # the last to run, although nobody needs it yet
+    desk.offer(*jobs[:2])
+    assert desk.begun == []  # 4 blocks are coming, the reserve is 3
+
+
+def test_jobs_that_step_in_the_reserve_are_not_stopped() -> None:
+    desk = Desk(16)
+    arrive(desk, 64)
+    jobs = jobs_of(63, 63, 63, 63)
+    desk.run(*jobs)
+    assert desk.offer(*jobs) == jobs
+    assert desk.begun == []  # all run
+
+
+def test_the_next_to_run_returns_before_it_is_offered() -> None:
+    desk = Desk(16)
+    jobs = jobs_of(63, 63, 63, 63, 63)
+    desk.run(*jobs[1:])
+    desk.offer(jobs[0], *jobs[1:3])
+    assert desk.kinds() == [(4, "swap_out")]
+    desk.end_copies()
+    desk.run(jobs[0])
+    desk.manager.release(jobs[0])
+    desk.manager.release(jobs[1])
+    desk.offer(jobs[2])
+    assert desk.kinds() == [(4, "swap_in")]
+    desk.end_copies()
+    assert desk.offer(jobs[4]) == [jobs[4]]
+
+
+def test_a_job_at_the_border_does_not_leave_and_return() -> None:
+    # 40 blocks hold ten jobs of 4; jobs return into nine tenths of that.
+    desk = Desk(40)
+    jobs = jobs_of(*[60] * 11)
+    desk.run(*jobs[1:])
+    desk.offer(jobs[0])
+    assert desk.kinds() == [(10, "swap_out")]
+    desk.end_copies()
+    desk.run(jobs[0])
+    desk.manager.release(jobs[0])
+    for _ in range(3):  # there is room for the last one, but it would be the next to leave
+        desk.offer(*jobs[1:3])
+        assert desk.begun == []
+    desk.manager.release(jobs[1])
+    desk.offer(*jobs[2:4])
+    assert desk.kinds() == [(10, "swap_in")]
+
+
+def test_a_job_that_runs_later_leaves_for_one_that_runs_earlier() -> None:
+    desk = Desk(40)
+    early, *late = jobs_of(*[60] * 11)
+    desk.run(early)
+    desk.run(*late[:9])
+    blocker = make_job(-1, 60)
+    # All others are in flight, so the early job is the only one that can leave.
+    assert desk.offer(blocker, in_flight=late[:9]) == []
+    assert desk.kinds() == [(0, "swap_out")]
+    desk.end_copies()
+    desk.run(blocker)
+    assert desk.kinds() == [(9, "swap_out")]
+    desk.end_copies()
+    desk.offer(blocker)
+    assert desk.kinds() == [(0, "swap_in")]
+
+
+def test_at_most_two_jobs_return_at_once() -> None:
+    desk = Desk(40)
+    jobs = jobs_of(*[60] * 10)
+    desk.run(*jobs)
+    whole = make_job(-1, 640)
+    desk.offer(whole)
+    desk.end_copies()
+    desk.run(whole)
+    desk.manager.release(whole)
+    desk.offer()
+    assert desk.kinds() == [(0, "swap_in"), (1, "swap_in")]
+    desk.offer()
+    assert desk.begun == []
+    desk.end_copies()
+    desk.offer()
+    assert desk.kinds() == [(2, "swap_in"), (3, "swap_in")]
+
+
+def test_idle_link_time_copies_full_blocks_of_the_last_to_run() -> None:
+    desk = Desk(8, write_back=True, link=Link(0.002, 0.002))
+    first, last = jobs_of(60, 60)
+    desk.run(first, last)
+    desk.offer(first)
+    assert desk.kinds() == [(1, "write_back")]
+    assert len(desk.begun[0].device_blocks) == 2  # 5 ms of the link
+    assert desk.offer(first, last) == [first, last]  # it may run meanwhile
+    desk.end_copies()
+    desk.offer(first)
+    desk.end_copies()
+    desk.offer(make_job(-1, 60), first)
+    assert desk.kinds()[0] == (1, "swap_out")
+    assert len(desk.begun[0].device_blocks) == 1  # the block that was not full
+    assert desk.counters.swap_avoided_bytes == 300
+
+
+def test_write_backs_leave_room_on_the_host() -> None:
+    desk = Desk(8, 4, write_back=True)
+    first, last = jobs_of(60, 60)
+    desk.run(first, last)
+    desk.offer(first)
+    desk.end_copies()
+    desk.offer(first)
+    assert desk.begun == []
+    assert desk.tiers.host.num_free == 1
+
+
+# --- Whatever happens -------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    data=st.data(),
+    strategy=st.sampled_from(STRATEGIES),
+    num_blocks=st.integers(4, 24),
+    num_host_blocks=st.sampled_from([0, 2, 10, 100]),
+    incremental=st.booleans(),
+    write_back=st.booleans(),
+)
+def test_the_most_urgent_runs_at_last(
+    data: st.DataObject,
+    strategy: str,
+    num_blocks: int,
+    num_host_blocks: int,
+    incremental: bool,
+    write_back: bool,
+) -> None:
+    """Random rounds; whoever is offered first runs after a bounded number of them."""
+    desk = Desk(
+        num_blocks,
+        num_host_blocks,
+        strategy=strategy,
+        incremental=incremental,
+        write_back=write_back,
+        link=data.draw(st.sampled_from([FAST_LINK, Link(5.0, 5.0), SLOW_LINK])),
+    )
+    sizes = data.draw(st.lists(st.integers(1, 56), min_size=2, max_size=10))
+    jobs = jobs_of(*sizes, max_tokens=8)
+    for _ in range(data.draw(st.integers(1, 12))):
+        offered = data.draw(st.permutations(jobs))
+        for job in desk.offer(*offered):
+            if len(job.output_ids) < 7:
+                run_iteration(job)
+        if data.draw(st.booleans()):
+            desk.end_copies(succeeded=data.draw(st.sampled_from([True, True, False])))
+    first = data.draw(st.sampled_from(jobs))
+    others = [job for job in jobs if job is not first]
+    for _ in range(4):
+        if strategy == "defer":  # nobody loses anything: those before it have to end
+            for job in others:
+                desk.manager.release(job)
+        if first in desk.offer(first, *others):
+            break
+        desk.end_copies()
+    else:
+        raise AssertionError("the most urgent job waits for ever")
+    for job in jobs:
+        desk.manager.release(job)
+    desk.end_copies()
+    assert desk.tiers.device.num_used == desk.tiers.host.num_used == 0
+    assert TransferKind.SWAP_IN not in [transfer.kind for transfer in desk.tiers.transfers()]

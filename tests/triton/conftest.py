@@ -48,6 +48,7 @@ def engine_options(model: Path) -> dict[str, Any]:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 4096,
         "device_blocks": 240,  # 3840 tokens, less than the model's 4096
+        "swap_space_gib": 0.1,
     }
 
 

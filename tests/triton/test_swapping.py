@@ -1,0 +1,43 @@
+"""More KV than the device holds, through the real server."""
+
+from __future__ import annotations
+
+import random
+
+from fastserve_backend.serving.endpoints import Endpoints
+from serving_client import GrpcStream, generate, metric, used_blocks, wait_for
+
+GREEDY = {"stream": True, "max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+
+
+def used_host_blocks(metrics_url: str) -> float:
+    return metric(metrics_url, "fastserve_kv_blocks", tier="host", state="used")
+
+
+def test_streams_are_unbroken_while_their_kv_goes_to_the_host_and_back(
+    endpoints: Endpoints,
+) -> None:
+    rng = random.Random(4)
+    # 34 blocks each in the end; the device has 240.
+    prompts = [[rng.randrange(3, 1024) for _ in range(500)] for _ in range(16)]
+    alone = {n: generate(endpoints.grpc_url, input_ids=prompts[n], **GREEDY) for n in (0, 9)}
+    out_before = metric(endpoints.metrics_url, "fastserve_swap_bytes_total", direction="out")
+    streams = [
+        GrpcStream(endpoints.grpc_url, input_ids=ids, return_perf_metrics=True, **GREEDY)
+        for ids in prompts
+    ]
+    answers = [stream.finish() for stream in streams]
+    assert [len(answer.token_ids) for answer in answers] == [40] * 16
+    for number, answer in alone.items():
+        assert answers[number].token_ids == answer.token_ids
+    assert sum(answer.outputs["num_swaps"] for answer in answers) > 0
+    url = endpoints.metrics_url
+    wait_for(lambda: used_blocks(url) == 0 and used_host_blocks(url) == 0, timeout_s=10.0)
+    wait_for(
+        lambda: metric(url, "fastserve_swap_bytes_total", direction="out") > out_before,
+        timeout_s=10.0,
+    )
+    assert metric(url, "fastserve_swap_bytes_total", direction="in") > 0
+    assert metric(url, "fastserve_jobs", state="swapped") == 0
+    assert metric(url, "fastserve_swap_bytes_avoided_total") >= 0
+    assert metric(url, "fastserve_swap_stall_seconds_total") >= 0

@@ -34,6 +34,10 @@ _BAND = 0.1
 # Jobs on their way back at once, ahead of time: with more the link would still carry old decisions
 # when the order changes.
 _MAX_RETURNING = 2
+# The order changes little from one round to the next, and sorting all jobs with KV would cost each
+# iteration a millisecond with some hundreds of them. So it is looked at when blocks were freed or
+# jobs came, and in between only each so many rounds.
+_LOOK_AHEAD_ROUNDS = 8
 # A write-back takes the link for so long at most, since a swap-out may want it next.
 _WRITE_BACK_S = 0.005
 # Write-backs begin when this share of the device is used, and leave this share of the host free.
@@ -69,6 +73,7 @@ class KVManager:
         self._counters = counters
         self._reserve = BurstReserve(tiers.device.num_blocks)
         self._holders: dict[int, Job] = {}  # jobs with blocks in either tier
+        self._rounds_to_look = 0  # until the next look ahead
         self._admitted: dict[int, int] = {}  # strategy defer: job → blocks that it may come to need
         # The round:
         self._now = 0.0
@@ -95,6 +100,7 @@ class KVManager:
 
     def arrived(self, job: Job, now: float) -> None:
         self._reserve.add(self.tiers.device.blocks_for(len(job.prompt_ids)), now)
+        self._rounds_to_look = 0
 
     def begin(self, now: float, in_flight: Collection[int]) -> None:
         """A new round. ``in_flight``: the jobs of unfinished steps, which keep what they have."""
@@ -155,10 +161,17 @@ class KVManager:
         """The copies to begin, in this order. Ends the round."""
         self._holds_steps = self._strategy == "reactive" or self._is_worth_waiting()
         if self._strategy == "proactive" and not self._holds_steps:
-            self._swap_ahead()
-            if self._writes_back:
-                self._write_back()
+            self._look_ahead()
         return self._begun
+
+    def _look_ahead(self) -> None:
+        if self._rounds_to_look > 0:
+            self._rounds_to_look -= 1
+            return
+        self._rounds_to_look = _LOOK_AHEAD_ROUNDS - 1
+        self._swap_ahead()
+        if self._writes_back:
+            self._write_back()
 
     def _is_worth_waiting(self) -> bool:
         """Whether all who may run lose less by waiting for the copies of this round than those that
@@ -176,6 +189,7 @@ class KVManager:
         """The ranks have ended the job's transfer; it took the link ``seconds``."""
         transfer = self.tiers.transfer(job_number)
         assert transfer is not None
+        self._rounds_to_look = 0
         if succeeded:
             num_blocks = len(transfer.device_blocks)
             self._costs.observe(transfer.kind.is_out, num_blocks, seconds)
@@ -192,6 +206,7 @@ class KVManager:
 
     def release(self, job: Job) -> None:
         """The job ended and no step uses its blocks."""
+        self._rounds_to_look = 0
         self._holders.pop(job.number, None)
         self._admitted.pop(job.number, None)
         self.tiers.release(job.number)

@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rates", default="2,4", help="jobs/s, separated by commas")
+    parser.add_argument("--rates", default="4,8", help="jobs/s, separated by commas")
     parser.add_argument("--jobs", type=int, default=80)
     parser.add_argument("--device-blocks", type=int, default=60, help="of 16 tokens each")
     parser.add_argument("--repeats", type=int, default=3)

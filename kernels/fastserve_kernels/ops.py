@@ -23,11 +23,14 @@ from fastserve_kernels.linear import PackedLinear
 __all__ = [
     "PackedLinear",
     "add_layer_norm",
+    "add_rms_norm",
     "argmax_rows",
     "cpu_backend",
     "kv_write",
     "paged_attention",
     "prefill_attention",
+    "rotate",
+    "silu_mul",
     "set_cpu_backend",
 ]
 
@@ -130,6 +133,42 @@ def add_layer_norm(
     if kernels is None:
         return plain_torch.add_layer_norm(x, residual, weight, bias, eps)
     return kernels.add_layer_norm(x, residual, weight, bias, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Residual addition and RMS norm in one pass: (x + residual, RMSNorm(x + residual)).
+
+    x, residual: [T, hidden] of one dtype, rows contiguous. weight: [hidden] of that dtype. The sum
+    is rounded to the dtype before it is normalised, in fp32.
+    Returns two new contiguous tensors [T, hidden].
+    """
+    kernels = compiled_for(x)
+    if kernels is None:
+        return plain_torch.add_rms_norm(x, residual, weight, eps)
+    return kernels.add_rms_norm(x, residual, weight, eps)
+
+
+def rotate(x: Tensor, cos_sin: Tensor) -> None:
+    """Rotary position embedding of T tokens, in place, in fp32.
+
+    x: [T, heads, head_dim], only the last dimension need be contiguous. cos_sin: float32 [T, dim],
+    contiguous, dim even and at most head_dim: dim / 2 cosines, then as many sines. The pairs
+    (i, i + dim / 2) of each head are rotated, the elements from dim on are left.
+    """
+    kernels = compiled_for(x)
+    if kernels is None:
+        plain_torch.rotate(x, cos_sin)
+    else:
+        kernels.rotate(x, cos_sin)
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """SiLU of the first half of each row times the second half, in fp32: [T, 2n] -> [T, n].
+
+    Rows contiguous. Returns a new contiguous tensor of x's dtype.
+    """
+    kernels = compiled_for(x)
+    return plain_torch.silu_mul(x) if kernels is None else kernels.silu_mul(x)
 
 
 def argmax_rows(logits: Tensor) -> Tensor:

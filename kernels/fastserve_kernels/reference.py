@@ -98,6 +98,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor
     return y.clamp_min(0.0) if relu else y
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `ops.add_rms_norm`; the sum is of x's dtype."""
+    total = x + residual
+    rows = [row * (row.square().mean() + eps).rsqrt() * weight.double() for row in total.double()]
+    return total, torch.stack(rows) if rows else total.double()
+
+
+def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """The rotated x of `ops.rotate`, each pair as a complex number."""
+    out = x.double().clone()
+    half = cos_sin.shape[1] // 2
+    for token, head, i in product(range(x.shape[0]), range(x.shape[1]), range(half)):
+        cosine, sine = cos_sin[token, i].double(), cos_sin[token, half + i].double()
+        pair = torch.complex(out[token, head, i], out[token, head, half + i])
+        turned = pair * torch.complex(cosine, sine)
+        out[token, head, i], out[token, head, half + i] = turned.real, turned.imag
+    return out
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """See `ops.silu_mul`."""
+    gate, up = x.double().chunk(2, dim=-1)
+    return gate / (1 + (-gate).exp()) * up
+
+
 def argmax_rows(logits: Tensor) -> Tensor:
     """See `ops.argmax_rows`."""
     return torch.tensor([int(torch.argmax(row.double())) for row in logits], dtype=torch.int64)

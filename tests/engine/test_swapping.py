@@ -182,14 +182,15 @@ class SlowLink(DistributedExecutor):
         self._held: list[tuple[int, CopyResult]] = []  # (step at which it comes, result)
         self._num_steps = 0
 
-    def collect(self) -> StepResult | CopyResult:
+    def collect(self) -> StepResult | CopyResult | None:
         if self._held and (self._held[0][0] <= self._num_steps or self._num_unfinished == 0):
             return self._held.pop(0)[1]
         result = super().collect()
         if isinstance(result, CopyResult):
             self._held.append((self._num_steps + 5, result))
             return self.collect()
-        self._num_steps += 1
+        if result is not None:
+            self._num_steps += 1
         return result
 
 

@@ -10,16 +10,8 @@ import pytest
 import torch
 from fastserve_backend.models import ModelError, load_model_config
 from fastserve_backend.models.loader import CausalLM, load_model
-from opt_checkpoints import (
-    FORMATS,
-    VARIANTS,
-    PagedExecutor,
-    expected_logits,
-    load,
-    random_opt,
-    save_bin,
-    save_safetensors,
-)
+from opt_checkpoints import FORMATS, VARIANTS, random_opt, save_bin, save_safetensors
+from paged_executor import PagedExecutor, expected_logits, load
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import OPTForCausalLM

@@ -360,6 +360,51 @@ def test_time_in_which_a_job_waits_for_its_kv_is_counted() -> None:
     assert (urgent.swap_stall_s, least.swap_stall_s) == (2.0, 0.0)
 
 
+def test_jobs_for_whom_no_room_is_coming_do_not_make_others_wait() -> None:
+    desk = Desk(60, link=Link(0.2, 0.2))
+    waiting = [make_job(10 + n, 30) for n in range(20)]
+    desk.run(*waiting)
+    blocker = make_job(-1, 960)
+    assert desk.offer(blocker) == []
+    desk.end_copies()
+    desk.run(blocker)
+    desk.manager.release(blocker)
+    running, least = [make_job(n, 200) for n in range(4)], make_job(99, 120)
+    desk.run(*running, least)
+    # Eight blocks leave: for the urgent job's four, and two jobs of two.
+    urgent = make_job(-2, 64)
+    for _ in range(2):
+        assert desk.offer(*running, urgent, *waiting) == running
+        assert not desk.manager.holds_steps
+    assert [job for job in waiting if job.swap_stall_s] == waiting[:2]
+
+
+def test_nobody_waits_for_copies_when_nobody_runs() -> None:
+    desk = Desk(4)
+    urgent, least = jobs_of(48, 31)
+    desk.run(least)
+    assert desk.offer(urgent) == []
+    assert desk.begun
+    assert not desk.manager.holds_steps
+
+
+def test_a_round_in_which_a_job_was_dropped_is_exhausted_like_others() -> None:
+    desk = Desk(4, strategy="recompute")
+    first, second, newcomer = jobs_of(48, 15, 64)
+    desk.run(second)
+    assert desk.offer(first, second, newcomer) == [first, second] or second.num_computed == 0
+    assert desk.manager.is_exhausted
+
+
+def test_one_stuck_copy_does_not_end_swapping() -> None:
+    costs = SwapCosts(LinearTimes(), 100, FAST_LINK)
+    for _ in range(10):
+        costs.observe(False, 1, 100.0)
+    for _ in range(100):
+        costs.forget()
+    assert costs.transfer_s(False, 1) == pytest.approx(FAST_LINK.block_in_s, rel=0.1)
+
+
 # --- proactive: ahead of time -----------------------------------------------------------------
 
 

@@ -35,6 +35,8 @@ HEARTBEAT_TIMEOUT_S = 8.0
 # Copies take milliseconds. One that takes so long has lost its device or its thread, and its blocks
 # with it.
 COPY_TIMEOUT_S = 60.0
+# While nothing but copies is under way, how often collect() lets its caller look for arrivals.
+ARRIVAL_POLL_S = 0.01
 # How long a rank may take to end by itself after Stop before it is killed.
 STOP_TIMEOUT_S = 5.0
 # Between two parallel regions a thread of the rank spins for so many loops before it sleeps. With
@@ -94,11 +96,12 @@ class DistributedExecutor:
         self._send(blocks)
         self._copies[blocks.transfer_id] = time.monotonic()
 
-    def collect(self) -> StepResult | CopyResult:
+    def collect(self) -> StepResult | CopyResult | None:
         while True:
             oldest_s = next(iter(self._copies.values()), None)
             deadline = None if oldest_s is None else oldest_s + COPY_TIMEOUT_S
-            message = self._receive(deadline)
+            is_computing = self._num_unfinished > 0
+            message = self._receive(deadline if is_computing else time.monotonic() + ARRIVAL_POLL_S)
             if isinstance(message, CopyResult):
                 del self._copies[message.transfer_id]
                 return message
@@ -107,6 +110,8 @@ class DistributedExecutor:
             if isinstance(message, StepResult):
                 self._num_unfinished -= 1
                 return message
+            if message is None and not is_computing:
+                return None
 
     def check(self) -> None:
         while self._receive(time.monotonic()) is not None:

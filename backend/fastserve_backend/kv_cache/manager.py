@@ -82,7 +82,8 @@ class KVManager:
         self._num_unoffered = 0  # holders that the policy may still offer
         self._promised = 0  # blocks that more urgent jobs wait for
         self._refuses_new = False
-        self._num_taken = 0
+        self._has_no_victims = False
+        self._taken: list[Job] = []
         self._begun: list[Transfer] = []
         self._holds_steps = False
         self._stalled: list[Job] = []  # would run, but for a copy
@@ -113,7 +114,8 @@ class KVManager:
         self._num_unoffered = len(self._holders) - len(self._busy)
         self._promised = 0
         self._refuses_new = False
-        self._num_taken = 0
+        self._has_no_victims = False
+        self._taken = []
         self._begun = []
         self._urgency = None
 
@@ -140,19 +142,19 @@ class KVManager:
         if not self.tiers.may_run(job.number):
             if self.tiers.is_swapped_out(job.number) and self.tiers.transfer(job.number) is None:
                 self._swap_in(job, num_tokens)
-            if self.tiers.transfer(job.number) is not None or self.tiers.num_leaving:
+            if self.tiers.transfer(job.number) is not None or self._room_is_coming():
                 self._stalled.append(job)
             return False
         room_for = job.num_computed + num_tokens
         if not self._find(self.tiers.device.missing(job.number, room_for)):
             self._refuses_new |= is_new
-            if self.tiers.num_leaving:
+            if self._room_is_coming():
                 self._stalled.append(job)
             return False
         self.tiers.device.grow(job.number, room_for)
         self._holders[job.number] = job
         self._busy.add(job.number)
-        self._num_taken += 1
+        self._taken.append(job)
         if self.tiers.device.num_used > self._counters.peak_blocks:
             self._counters.peak_blocks = self.tiers.device.num_used
         return True
@@ -160,7 +162,9 @@ class KVManager:
     def transfers(self) -> list[Transfer]:
         """The copies to begin, in this order. Ends the round."""
         self._holds_steps = self._strategy == "reactive" or self._is_worth_waiting()
-        if self._strategy == "proactive" and not self._holds_steps:
+        if self.holds_steps:
+            self._stalled += self._taken  # they wait with the others
+        elif self._strategy == "proactive":
             self._look_ahead()
         return self._begun
 
@@ -174,14 +178,12 @@ class KVManager:
             self._write_back()
 
     def _is_worth_waiting(self) -> bool:
-        """Whether all who may run lose less by waiting for the copies of this round than those that
-        they are for by waiting for an iteration without them. A small model's copies are that
-        short."""
-        num_blocks = sum(len(transfer.device_blocks) for transfer in self._begun)
-        if num_blocks == 0:
+        """Whether all who may run lose less by waiting for all copies than those that they are for
+        by waiting for an iteration without them. A small model's copies are that short."""
+        if not self._begun or not self._busy:
             return False
-        num_running = self._num_taken
-        return self._costs.longest_s(num_blocks) * num_running <= (
+        num_blocks = sum(len(transfer.device_blocks) for transfer in self.tiers.transfers())
+        return self._costs.longest_s(num_blocks) * len(self._busy) <= (
             self._costs.least_iteration_s * len(self._stalled)
         )
 
@@ -227,13 +229,21 @@ class KVManager:
         if num_blocks == 0:
             return True
         shortage = num_blocks + self._promised - device.num_free - self.tiers.num_leaving
-        if shortage > 0:
-            for victim in self._victims(shortage):
+        if shortage > 0 and not self._has_no_victims:
+            victims = self._victims(shortage)
+            # Later in the round more is promised and fewer jobs are idle.
+            self._has_no_victims = not victims
+            for victim in victims:
                 self._evict(victim)
         if num_blocks + self._promised <= device.num_free:
             return True
         self._promised += num_blocks
         return False
+
+    def _room_is_coming(self) -> bool:
+        """Whether what was promised up to now is free when the swap-outs under way have ended."""
+        num_leaving = self.tiers.num_leaving
+        return num_leaving > 0 and self._promised <= self.tiers.device.num_free + num_leaving
 
     def _victims(self, num_blocks: int) -> list[Job]:
         """Jobs that have to go for ``num_blocks`` blocks, the last to run first; none if even all
@@ -274,6 +284,7 @@ class KVManager:
         return self._strategy == "reactive" or self._swap_is_cheaper(job)
 
     def _drop(self, job: Job) -> None:
+        self._num_unoffered -= 1  # if it is offered later, it is as a new job
         self.tiers.release(job.number)
         self._forget(job)
 
@@ -305,6 +316,8 @@ class KVManager:
                 estimate.recompute_s * 1e3,
                 "swap" if estimate.swap_is_cheaper else "recompute",
             )
+        if not estimate.swap_is_cheaper:
+            self._costs.forget()
         return estimate.swap_is_cheaper
 
     def _make_host_room(self, job: Job) -> bool:
@@ -323,6 +336,8 @@ class KVManager:
                 and self.tiers.device.num_held(number)
                 and self.tiers.transfer(number) is None
             ]
+            if missing > host.num_free + sum(host.num_held(other.number) for other in copies):
+                return False
             for other in sorted(copies, key=self._key):
                 self.tiers.forget_host(other.number)
                 if missing <= host.num_free:
@@ -365,7 +380,10 @@ class KVManager:
         wanted = reserve + sum(self._room_to_return(job) for job in returning)
         while leaving and spare < wanted:
             job = leaving.pop()
-            if self._swap_is_cheaper(job) and self._make_host_room(job):
+            if job.num_computed == 0:  # it was taken, but its step was held
+                spare += device.num_held(job.number)
+                self._drop(job)
+            elif self._swap_is_cheaper(job) and self._make_host_room(job):
                 spare += device.num_held(job.number)
                 self._swap_out(job)
         for job in returning:

@@ -7,6 +7,9 @@ from typing import Protocol
 
 # Share of each transfer in the running mean of the link's speed.
 _WEIGHT = 0.1
+# A copy whose thread was descheduled says nothing of the link: it counts as so many times too slow,
+# no more.
+_MOST_TIMES = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,20 @@ class SwapCosts:
     def __init__(self, times: PrefillTimes, block_bytes: int, link: Link) -> None:
         self.block_bytes = block_bytes
         self._times = times
-        self._block_s = {True: link.block_out_s, False: link.block_in_s}  # by is_out
+        self._measured_s = {True: link.block_out_s, False: link.block_in_s}  # by is_out
+        self._block_s = dict(self._measured_s)
 
     def observe(self, is_out: bool, num_blocks: int, seconds: float) -> None:
         """A transfer of ``num_blocks`` took the link ``seconds``."""
-        self._block_s[is_out] += _WEIGHT * (seconds / num_blocks - self._block_s[is_out])
+        known_s = self._block_s[is_out]
+        each_s = min(seconds / num_blocks, _MOST_TIMES * known_s)
+        self._block_s[is_out] += _WEIGHT * (each_s - known_s)
+
+    def forget(self) -> None:
+        """A job was not swapped because the link is slow. Without copies nothing would ever show
+        that it no longer is, so it is taken to be a little more what was measured at first."""
+        for is_out, measured_s in self._measured_s.items():
+            self._block_s[is_out] += _WEIGHT * (measured_s - self._block_s[is_out])
 
     def transfer_s(self, is_out: bool, num_blocks: int) -> float:
         """How long the link takes for so many blocks."""

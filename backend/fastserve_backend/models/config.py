@@ -115,6 +115,28 @@ class HFConfig:
             raise self.error(key, f"an integer of at least {minimum}")
         return value
 
+    def number(self, key: str, default: float | None) -> float:
+        """A finite number above 0, or ``default``; None: it must be there."""
+        value = self._raw.get(key)
+        if value is None and default is not None:
+            return default
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < float("inf")
+        ):
+            raise self.error(key, "a number above 0")
+        return float(value)
+
+    def mapping(self, key: str) -> HFConfig | None:
+        """The fields of an object within the file; None if it is not there."""
+        value = self._raw.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.error(key, "an object")
+        return HFConfig(value, f"{self.source}, {key}")
+
     def boolean(self, key: str, default: bool) -> bool:
         value = self._raw.get(key)
         if value is None:

@@ -220,6 +220,22 @@ class LayerNorm:
         return ops.add_layer_norm(x, residual, self._weight, self._bias, self._eps)
 
 
+class RMSNorm:
+    """Root-mean-square normalisation of a sum, [T, width]."""
+
+    def __init__(self, width: int, *, dtype: torch.dtype, device: torch.device, eps: float) -> None:
+        self._eps = eps
+        self._weight = torch.empty(width, dtype=dtype, device=device)
+
+    def parameters(self) -> dict[str, Parameter]:
+        shape = tuple(self._weight.shape)
+        return {"weight": Parameter(shape, partial(_copy, self._weight), is_scale=True)}
+
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + residual, its normalisation), both [T, width]."""
+        return ops.add_rms_norm(x, residual, self._weight, self._eps)
+
+
 def _copy(target: Tensor, tensor: Tensor) -> None:
     target.copy_(tensor)
 

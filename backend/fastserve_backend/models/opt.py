@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from .layers import Attention, AttentionBatch, Embedding, LayerNorm, Linear, prefixed
+from .lm_head import LMHead
 from .opt_config import POSITION_OFFSET, OPTConfig
-from .weights import NamedTensors, Parameter, check_tensor, load_parameters
-
-_HEAD = "lm_head.weight"
-_EMBEDDING = "embed_tokens.weight"
+from .weights import NamedTensors, Parameter
 
 
 class OPTLayer:
@@ -87,7 +85,14 @@ class OPTModel:
             if config.has_final_layer_norm
             else None
         )
-        self._head = linear(embed, {"lm_head": config.vocab_size})
+        self._head = LMHead(
+            "lm_head",
+            embed,
+            config.vocab_size,
+            tied_to=("embed_tokens.weight", self._tokens) if config.tie_word_embeddings else None,
+            dtype=dtype,
+            device=device,
+        )
 
     def parameters(self) -> dict[str, Parameter]:
         """Every tensor that the model wants, by name; a tied LM head is none of them."""
@@ -102,40 +107,11 @@ class OPTModel:
             wanted |= prefixed(f"layers.{index}", layer.parameters())
         if self._final_norm is not None:
             wanted |= prefixed("final_layer_norm", self._final_norm.parameters())
-        if not self.config.tie_word_embeddings:
-            wanted |= self._head.parameters()
-        return wanted
+        return wanted | self._head.parameters()
 
     def load_weights(self, tensors: NamedTensors) -> None:
-        """Take all weights. Raises ModelError for missing, unexpected or misshapen tensors.
-
-        A tied checkpoint may hold the table under the embedding's name, the head's, or both; where
-        both are there and differ they are not tied after all (as in transformers).
-        """
-        if not self.config.tie_word_embeddings:
-            load_parameters(self.parameters(), _canonical(tensors))
-            return
-        head = self._head.parameters()[_HEAD]
-        spare: list[Tensor] = []
-
-        def without_head() -> Iterator[tuple[str, Tensor]]:
-            embedding_seen = False
-            for name, tensor in _canonical(tensors):
-                if name == _HEAD:
-                    check_tensor(name, tensor, head.shape)
-                    spare.append(tensor)
-                    continue
-                embedding_seen |= name == _EMBEDDING
-                yield name, tensor
-            if spare and not embedding_seen:
-                yield _EMBEDDING, spare.pop()
-
-        load_parameters(self.parameters(), without_head())
-        table = self._tokens.table
-        if spare and not torch.equal(spare[0].to(table), table):
-            head.load(spare.pop())
-        else:
-            self._head.tie(table)
+        """Take all weights. Raises ModelError for missing, unexpected or misshapen tensors."""
+        self._head.load_model(self.parameters(), _canonical(tensors))
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: Tensor

@@ -41,5 +41,11 @@ _PACKAGE = __package__
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "opt": Architecture(f"{_PACKAGE}.opt_config:OPTConfig", f"{_PACKAGE}.opt:OPTModel"),
+        "llama": Architecture(
+            f"{_PACKAGE}.llama_config:LlamaConfig", f"{_PACKAGE}.llama:LlamaModel"
+        ),
+        "gpt_neox": Architecture(
+            f"{_PACKAGE}.gpt_neox_config:GPTNeoXConfig", f"{_PACKAGE}.gpt_neox:GPTNeoXModel"
+        ),
     }
 )

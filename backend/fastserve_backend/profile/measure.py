@@ -79,13 +79,25 @@ def load_or_measure(
             _log.warning("%s", error)
         else:
             if profile.identity.key == identity.key:
-                return profile
+                return _with_link(profile, link, path)
     _log.info("measuring the latency profile of %s on %s", identity.model, identity.hardware)
     profile = measure_briefly(identity, executor, now, limits, link)
     try:
         profile.save(path)
     except OSError as error:
         _log.warning("the latency profile is measured anew at each start: %s", error)
+    return profile
+
+
+def _with_link(profile: LatencyProfile, link: Link, path: Path) -> LatencyProfile:
+    """The profile of an earlier start, which may have had no host memory to measure the link."""
+    if profile.link.block_out_s or not link.block_out_s:
+        return profile
+    profile = replace(profile, link=link)
+    try:
+        profile.save(path)
+    except OSError as error:
+        _log.warning("the latency profile keeps no speed of the link: %s", error)
     return profile
 
 

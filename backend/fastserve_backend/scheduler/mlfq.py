@@ -61,7 +61,8 @@ class _Entry:
 class MLFQ:
     """The naive baseline: every job joins Q1 and is demoted one queue at a time. FIFO in a queue.
 
-    Every operation costs O(1) amortised, except ``select``: O(jobs of the batch + levels).
+    Every operation costs O(1) amortised, except ``select``: O(levels + jobs of the batch and those
+    passed over for want of memory).
     """
 
     name = "mlfq"

@@ -48,6 +48,10 @@ class ModelRunner:
         )
         sampled = ends[: len(ends) - step.num_partial] - 1
         if len(sampled) == 0:
+            # No token is fetched, which would wait. The result says that the keys and values are
+            # written: the engine may order a copy of them.
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
             return StepResult(step.step_id, b"", time.perf_counter() - started, b"", [])
         if len(hidden) != len(sampled):
             hidden = hidden[self._tensor(sampled)]  # only the last token of a prefill needs logits

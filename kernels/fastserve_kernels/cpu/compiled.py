@@ -21,6 +21,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_paged_attention": (None, [_INT] + [_POINTER] * 6 + [_INT] * 11 + [_REAL]),
     "fs_prefill_attention": (None, [_INT] + [_POINTER] * 5 + [_INT] * 11 + [_REAL]),
     "fs_add_layer_norm": (None, [_INT] + [_POINTER] * 6 + [_INT] * 4 + [_REAL]),
+    "fs_add_rms_norm": (None, [_INT] + [_POINTER] * 5 + [_INT] * 4 + [_REAL]),
+    "fs_rotate": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5),
+    "fs_silu_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_argmax_rows": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_packed_size": (_INT, [_INT] * 2),
     "fs_pack_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
@@ -49,6 +52,9 @@ class CompiledKernels:
         self._paged_attention = functions.fs_paged_attention
         self._prefill_attention = functions.fs_prefill_attention
         self._add_layer_norm = functions.fs_add_layer_norm
+        self._add_rms_norm = functions.fs_add_rms_norm
+        self._rotate = functions.fs_rotate
+        self._silu_mul = functions.fs_silu_mul
         self._argmax_rows = functions.fs_argmax_rows
         self._packed_size = functions.fs_packed_size
         self._pack_weight = functions.fs_pack_weight
@@ -115,6 +121,36 @@ class CompiledKernels:
             total.data_ptr(), normed.data_ptr(), rows, size, x.stride(0), residual.stride(0), eps,
         )  # fmt: skip
         return total, normed
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `ops.add_rms_norm`."""
+        rows, size = x.shape
+        total, normed = torch.empty_like(x), torch.empty_like(x)
+        self._add_rms_norm(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
+            total.data_ptr(), normed.data_ptr(), rows, size, x.stride(0), residual.stride(0), eps,
+        )  # fmt: skip
+        return total, normed
+
+    def rotate(self, x: Tensor, cos_sin: Tensor) -> None:
+        """See `ops.rotate`."""
+        tokens, heads, _ = x.shape
+        stride_t, stride_h, _ = x.stride()
+        self._rotate(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), cos_sin.data_ptr(), tokens, heads,
+            cos_sin.shape[1] // 2, stride_t, stride_h,
+        )  # fmt: skip
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """See `ops.silu_mul`."""
+        rows, double = x.shape
+        out = torch.empty((rows, double // 2), dtype=x.dtype)
+        self._silu_mul(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, double // 2, x.stride(0)
+        )
+        return out
 
     def argmax_rows(self, logits: Tensor) -> Tensor:
         """See `ops.argmax_rows`."""

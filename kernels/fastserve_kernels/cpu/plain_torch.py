@@ -63,6 +63,29 @@ def add_layer_norm(
     return total, F.layer_norm(total, total.shape[-1:], weight, bias, eps)
 
 
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `ops.add_rms_norm`."""
+    total = x + residual
+    values = total.float()
+    inverse = torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps)
+    return total, (values * inverse * weight.float()).to(x.dtype)
+
+
+def rotate(x: Tensor, cos_sin: Tensor) -> None:
+    """See `ops.rotate`."""
+    half = cos_sin.shape[1] // 2
+    cosine, sine = cos_sin[:, None, :half], cos_sin[:, None, half:]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
+    x[..., : 2 * half] = turned
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """See `ops.silu_mul`."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
     """query [n, heads, d], key/value [kv_heads, m, d], visible [n, m] -> [n, heads, d] in fp32.
 

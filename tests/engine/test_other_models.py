@@ -1,0 +1,66 @@
+"""Greedy tokens of LLaMA and GPT-NeoX through the engine are those of transformers."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastserve_backend import LLM, SamplingParams
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
+
+VOCAB_SIZE = 600
+POSITIONS = 400
+NUM_TOKENS = 200
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+}
+MODELS = {
+    "llama": LlamaConfig(**SHAPE, num_key_value_heads=2),
+    "gpt_neox": GPTNeoXConfig(**SHAPE),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
+    name: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    torch.manual_seed(3)
+    reference = AutoModelForCausalLM.from_config(MODELS[name]).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in reference.named_parameters():
+            is_norm = "norm" in parameter_name and parameter_name.endswith("weight")
+            parameter.normal_(1.0 if is_norm else 0.0, 0.4)
+    reference.save_pretrained(tmp_path)
+    rng = random.Random(9)
+    prompts = [
+        [rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(1, POSITIONS - NUM_TOKENS))]
+        for _ in range(12)
+    ]
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    with LLM(
+        str(tmp_path),
+        tokenizer=str(tokenizer),
+        max_num_seqs=5,
+        device_blocks=70,
+        swap_space_gib=0.1,
+        base_quantum_ms=0.01,
+        check_integrity=True,
+    ) as llm:
+        answers = [one.token_ids for one in llm.generate(prompts, params, progress=False)]
+        assert llm.engine.counters.swap_in_bytes > 0
+    assert len({tuple(answer) for answer in answers}) == len(answers)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer) == NUM_TOKENS
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == answer

@@ -1,0 +1,112 @@
+"""Steps a model over a paged cache, and what transformers says of the same tokens."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from fastserve_backend.models import load_model_config
+from fastserve_backend.models.layers import AttentionBatch
+from fastserve_backend.models.loader import CausalLM, load_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+BLOCK_SIZE = 4
+POSITIONS = 48
+
+
+def load(directory: Path) -> CausalLM:
+    config = load_model_config(str(directory), load_format="auto", dtype="float32")
+    return load_model(config, torch.device("cpu"))
+
+
+@torch.inference_mode()
+def expected_logits(model: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """transformers' logits of a prompt, [len(tokens), vocab]."""
+    logits: Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+@dataclass
+class Job:
+    """`done` of its tokens are in the cache; `logits` has a row for each of them."""
+
+    tokens: list[int]
+    blocks: list[int]
+    done: int = 0
+    logits: list[Tensor] = field(default_factory=list)
+
+
+class PagedExecutor:
+    """Steps a model over jobs whose blocks lie scattered in a cache full of NaN."""
+
+    def __init__(self, model: CausalLM, config: Any, prompts: list[list[int]], seed: int) -> None:
+        self._model = model
+        blocks_a_job = -(-POSITIONS // BLOCK_SIZE)
+        total = blocks_a_job * len(prompts) + 5
+        order = random.Random(seed).sample(range(total), total)
+        self.jobs = [
+            Job(tokens, order[i * blocks_a_job : (i + 1) * blocks_a_job])
+            for i, tokens in enumerate(prompts)
+        ]
+        heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+        head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+        self._kv = torch.full(
+            (total, config.num_hidden_layers, 2, heads, BLOCK_SIZE, head_dim), float("nan")
+        )
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Keep the cache in another number format."""
+        self._kv = self._kv.to(dtype)
+
+    @torch.inference_mode()
+    def step(self, work: list[tuple[int, int]], *, fresh_kernel: bool, padding: int = 0) -> None:
+        """Run (job, token count) pairs as one batch, decodes first, with rows of padding at the
+        end.
+
+        `fresh_kernel` serves whole prompts by prefill_attention, else they too read the paged
+        cache.
+        """
+        work = sorted(work, key=lambda pair: pair[1] > 1)
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        rows: list[int] = []
+        fresh: list[tuple[int, int]] = []
+        for row, (index, count) in enumerate(work):
+            job = self.jobs[index]
+            if fresh_kernel and job.done == 0 and count == len(job.tokens):
+                fresh.append((len(ids), len(ids) + count))
+            for position in range(job.done, job.done + count):
+                ids.append(job.tokens[position])
+                positions.append(position)
+                slots.append(
+                    job.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                )
+                rows.append(row)
+        batch = AttentionBatch(
+            slots=torch.tensor(slots + [-1] * padding),
+            block_tables=torch.tensor([self.jobs[i].blocks for i, _ in work], dtype=torch.int32),
+            table_rows=torch.tensor(rows + [0] * padding, dtype=torch.int32),
+            context_lens=torch.tensor(
+                [p + 1 for p in positions] + [0] * padding, dtype=torch.int32
+            ),
+            num_decode_tokens=sum(count == 1 for _, count in work),
+            fresh_prefills=fresh,
+        )
+        hidden = self._model.forward(
+            torch.tensor(ids + [0] * padding),
+            torch.tensor(positions + [0] * padding),
+            batch,
+            self._kv,
+        )
+        logits = self._model.logits(hidden)
+        assert torch.isfinite(logits).all()
+        start = 0
+        for index, count in work:
+            self.jobs[index].logits.extend(logits[start : start + count])
+            self.jobs[index].done += count
+            start += count

@@ -57,6 +57,8 @@ def _flag_type(annotation: Any) -> Any:
 
 
 def _choices(annotation: Any) -> str | None:
+    if annotation is bool:
+        return "true|false"
     literals = [str(member) for member in _members(annotation) if not isinstance(member, type)]
     types = [member.__name__ for member in _members(annotation) if isinstance(member, type)]
     return "|".join(types + literals) if literals else None

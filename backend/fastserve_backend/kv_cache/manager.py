@@ -140,7 +140,7 @@ class KVManager:
             return False
         self._offered.add(job.number)
         if not self.tiers.may_run(job.number):
-            if self.tiers.is_swapped_out(job.number) and self.tiers.transfer(job.number) is None:
+            if self.tiers.is_swapped_out(job.number):
                 self._swap_in(job, num_tokens)
             if self.tiers.transfer(job.number) is not None or self._room_is_coming():
                 self._stalled.append(job)
@@ -365,12 +365,9 @@ class KVManager:
         """Keep the reserve free, and on the device the jobs that run next (ENST order)."""
         device = self.tiers.device
         reserve = self._reserve.num_blocks(self._now)
-        waiting = [
-            job for number, job in self._holders.items() if self.tiers.is_swapped_out(number)
-            and self.tiers.transfer(number) is None
-        ]  # fmt: skip
+        has_waiting = any(map(self.tiers.is_swapped_out, self._holders))
         spare = device.num_free + self.tiers.num_leaving - self._promised
-        if not waiting and spare >= reserve:
+        if not has_waiting and spare >= reserve:
             return
         returning, leaving = self._misplaced(device.num_blocks - reserve)
         num_on_their_way = sum(
@@ -411,11 +408,8 @@ class KVManager:
                     leaving.append(job)
             else:
                 used += self._room_to_return(job)
-                if (
-                    used <= capacity - _BAND * device.num_blocks
-                    and self.tiers.transfer(job.number) is None
-                    and self.tiers.is_swapped_out(job.number)
-                ):
+                is_far_inside = used <= capacity - _BAND * device.num_blocks
+                if is_far_inside and self.tiers.is_swapped_out(job.number):
                     returning.append(job)
         return returning, leaving
 

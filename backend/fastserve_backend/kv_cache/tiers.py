@@ -97,7 +97,7 @@ class TwoTierKV:
         return self._saved.get(job_number, 0)
 
     def is_swapped_out(self, job_number: int) -> bool:
-        """Whether the job's KV is on the host alone."""
+        """Whether the job's KV is on the host alone; it has no transfer then."""
         return job_number in self._saved and self.device.num_held(job_number) == 0
 
     def may_run(self, job_number: int) -> bool:

@@ -1,0 +1,92 @@
+"""What models with rotary positions have in common: all but their layers and their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .layers import AttentionBatch, Embedding, LayerNorm, RMSNorm, prefixed
+from .lm_head import LMHead
+from .rotary import RotaryEmbedding
+from .weights import NamedTensors, Parameter
+
+
+class RotaryLayer(Protocol):
+    """One decoder layer."""
+
+    def parameters(self) -> dict[str, Parameter]: ...
+
+    def __call__(
+        self, update: Tensor, residual: Tensor, cos_sin: Tensor, batch: AttentionBatch, kv: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(update, residual) [T, hidden] of the layer before to its own: their sum is the hidden
+        state, and is left to the next norm, which fuses it."""
+        ...
+
+
+class RotaryLM:
+    """The decoder and its LM head. Load weights once, then call under `torch.inference_mode`.
+
+    Args:
+        prefix: of checkpoint names, left out below.
+        computed: ends of the names of tensors that older checkpoints hold although they follow
+            from the configuration.
+        tokens, final_norm: with their names.
+    """
+
+    def __init__(
+        self,
+        *,
+        prefix: str,
+        computed: tuple[str, ...],
+        tokens: tuple[str, Embedding],
+        rotary: RotaryEmbedding,
+        layers: Sequence[RotaryLayer],
+        final_norm: tuple[str, LayerNorm | RMSNorm],
+        head: LMHead,
+    ) -> None:
+        self._prefix, self._computed = prefix, computed
+        self._tokens_name, self._tokens = tokens
+        self._rotary = rotary
+        self._layers = layers
+        self._final_norm_name, self._final_norm = final_norm
+        self._head = head
+
+    def parameters(self) -> dict[str, Parameter]:
+        """Every tensor that the model wants, by name; a tied LM head is none of them."""
+        wanted = prefixed(self._tokens_name, self._tokens.parameters())
+        for index, layer in enumerate(self._layers):
+            wanted |= prefixed(f"layers.{index}", layer.parameters())
+        wanted |= prefixed(self._final_norm_name, self._final_norm.parameters())
+        return wanted | self._head.parameters()
+
+    def load_weights(self, tensors: NamedTensors) -> None:
+        """Take all weights. Raises ModelError for missing, unexpected or misshapen tensors."""
+        self._head.load_model(self.parameters(), self._canonical(tensors))
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: Tensor
+    ) -> Tensor:
+        """Run the step's T tokens: token_ids and positions int64 [T] -> hidden states [T, hidden].
+
+        Writes their keys and values to the cache `kv`, [blocks, layers, 2, kv_heads, block_size,
+        head_dim].
+        """
+        cos_sin = self._rotary(positions)
+        residual = self._tokens(token_ids)
+        update = torch.zeros_like(residual)
+        for layer in self._layers:
+            update, residual = layer(update, residual, cos_sin, batch, kv)
+        return self._final_norm(update, residual)[1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, hidden], rows of what `forward` returned -> logits [R, vocab]."""
+        return self._head(hidden)
+
+    def _canonical(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:
+            if not name.endswith(self._computed):
+                yield name.removeprefix(self._prefix), tensor

@@ -332,20 +332,13 @@ class Engine:
         return ready
 
     def _load_profile(self, ready: Ready) -> CorrectedLatency:
-        scheduler = self.config.scheduler
         identity = Identity.of(
             self.model_config,
             hardware=ready.hardware,
             dtype=ready.dtype,
             block_size=self.config.kv_cache.block_size,
         )
-        limits = Limits(
-            max_seqs=scheduler.max_num_seqs,
-            max_batched_tokens=scheduler.max_num_batched_tokens,
-            max_model_len=self.model_config.max_model_len,
-            num_blocks=ready.num_blocks,
-            block_size=identity.block_size,
-        )
+        limits = Limits.of(self.config, self.model_config.max_model_len, ready.num_blocks)
         return CorrectedLatency(
             load_or_measure(
                 cache_path(identity),

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 BLOCK_SIZE = 4
 POSITIONS = 48
+TOLERANCE = 1e-4
 
 
 def load(directory: Path) -> CausalLM:
@@ -110,3 +111,16 @@ class PagedExecutor:
             self.jobs[index].logits.extend(logits[start : start + count])
             self.jobs[index].done += count
             start += count
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    chooser = random.Random(sum(lengths))
+    return [[chooser.randrange(301) for _ in range(length)] for length in lengths]
+
+
+def check(theirs: PreTrainedModel, executor: PagedExecutor) -> None:
+    for job in executor.jobs:
+        assert job.done == len(job.tokens)
+        torch.testing.assert_close(
+            torch.stack(job.logits), expected_logits(theirs, job.tokens), rtol=0, atol=TOLERANCE
+        )

@@ -11,12 +11,10 @@ import torch
 from fastserve_backend.models import ModelError, load_model_config
 from fastserve_backend.models.loader import CausalLM, load_model
 from opt_checkpoints import FORMATS, VARIANTS, random_opt, save_bin, save_safetensors
-from paged_executor import PagedExecutor, expected_logits, load
+from paged_executor import PagedExecutor, check, expected_logits, load, prompts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import OPTForCausalLM
-
-TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,19 +31,6 @@ def pair(
     theirs = random_opt(**VARIANTS[request.param])
     save_safetensors(theirs, directory)
     return theirs, load(directory)
-
-
-def prompts(*lengths: int) -> list[list[int]]:
-    chooser = random.Random(sum(lengths))
-    return [[chooser.randrange(301) for _ in range(length)] for length in lengths]
-
-
-def check(theirs: OPTForCausalLM, executor: PagedExecutor) -> None:
-    for job in executor.jobs:
-        assert job.done == len(job.tokens)
-        torch.testing.assert_close(
-            torch.stack(job.logits), expected_logits(theirs, job.tokens), rtol=0, atol=TOLERANCE
-        )
 
 
 @pytest.mark.parametrize("fresh_kernel", [True, False], ids=["prefill", "paged"])

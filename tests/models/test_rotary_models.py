@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from fastserve_backend.models import ModelError, load_model_config
 from fastserve_backend.models.loader import CausalLM, load_model
-from paged_executor import POSITIONS, PagedExecutor, expected_logits, load
+from paged_executor import POSITIONS, PagedExecutor, check, expected_logits, load, prompts
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -20,7 +19,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-TOLERANCE = 1e-4
 LLAMA: dict[str, Any] = {
     "vocab_size": 301,
     "hidden_size": 32,
@@ -105,19 +103,6 @@ def pair(
     theirs = random_model(VARIANTS[request.param])
     theirs.save_pretrained(directory)
     return theirs, load(directory)
-
-
-def prompts(*lengths: int) -> list[list[int]]:
-    chooser = random.Random(sum(lengths))
-    return [[chooser.randrange(301) for _ in range(length)] for length in lengths]
-
-
-def check(theirs: PreTrainedModel, executor: PagedExecutor) -> None:
-    for job in executor.jobs:
-        assert job.done == len(job.tokens)
-        torch.testing.assert_close(
-            torch.stack(job.logits), expected_logits(theirs, job.tokens), rtol=0, atol=TOLERANCE
-        )
 
 
 @pytest.mark.parametrize("fresh_kernel", [True, False], ids=["prefill", "paged"])

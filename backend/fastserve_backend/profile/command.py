@@ -48,7 +48,7 @@ def profile_command(config: EngineConfig, output: Path | None) -> None:
 
 
 def _measure(config: EngineConfig) -> Measurement:
-    model, kv = config.model, config.kv_cache
+    model = config.model
     model_config = load_model_config(
         model.model,
         load_format=model.load_format,
@@ -69,24 +69,17 @@ def _measure(config: EngineConfig) -> Measurement:
             task = bar.add_task(f"loading {model_config.name}", total=1.0)
             ready = executor.start(Setup.of(config), _START_TIMEOUT_S)
             bar.update(task, description=f"measuring {model_config.name}")
-            limits = Limits(
-                max_seqs=config.scheduler.max_num_seqs,
-                max_batched_tokens=config.scheduler.max_num_batched_tokens,
-                max_model_len=model_config.max_model_len,
-                num_blocks=ready.num_blocks,
-                block_size=kv.block_size,
-            )
             identity = Identity.of(
                 model_config,
                 hardware=ready.hardware,
                 dtype=ready.dtype,
-                block_size=kv.block_size,
+                block_size=config.kv_cache.block_size,
             )
             return measure_fully(
                 identity,
                 executor,
                 MonotonicClock().now,
-                limits,
+                Limits.of(config, model_config.max_model_len, ready.num_blocks),
                 link_of(ready),
                 lambda share: bar.update(task, completed=share),
             )

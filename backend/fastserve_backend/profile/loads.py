@@ -7,6 +7,8 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fastserve_backend.config import EngineConfig
+
 Mix = tuple[tuple[int, int, bool], ...]
 """(tokens in the cache, tokens to run, whether a token is sampled) of each job of an iteration."""
 
@@ -34,6 +36,17 @@ class Limits:
     max_model_len: int
     num_blocks: int
     block_size: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, max_model_len: int, num_blocks: int) -> Limits:
+        """Those of an engine whose rank has ``num_blocks`` blocks."""
+        return cls(
+            max_seqs=config.scheduler.max_num_seqs,
+            max_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_size=config.kv_cache.block_size,
+        )
 
     @property
     def max_job_tokens(self) -> int:

@@ -31,6 +31,7 @@ from fastserve_backend.job import FinishReason, Job, OutputSink
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.models.chat_template import Message
 from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.models.tokenizer import TokenizationError, Tokenizer, load_tokenizer
 from fastserve_backend.profile.correction import CorrectedLatency
@@ -38,7 +39,7 @@ from fastserve_backend.profile.latency import Identity
 from fastserve_backend.profile.loads import Limits
 from fastserve_backend.profile.measure import cache_path, link_of, load_or_measure
 from fastserve_backend.sampling_params import MAX_SEED, SamplingParams
-from fastserve_backend.scheduler.registry import check_batch_limits, make_policy
+from fastserve_backend.scheduler.registry import make_policy
 from fastserve_backend.step_loop import StepLoop
 from fastserve_backend.worker.messages import Ready, Setup, Step
 
@@ -158,13 +159,7 @@ class Engine:
             InvalidRequestError: nothing to continue, or too long for the model (a text that is
                 hopelessly long is refused before it costs the time to tokenize it).
         """
-        max_tokens = self.model_config.max_model_len - 1
-        if len(text) > max_tokens * self.tokenizer.max_token_bytes:
-            raise InvalidRequestError(
-                "text_input",
-                f"{len(text)} characters",
-                f"the model takes at most {max_tokens} tokens",
-            )
+        self._check_length("text_input", len(text))
         try:
             ids = self.tokenizer.encode(text)
         except TokenizationError as error:
@@ -172,6 +167,27 @@ class Engine:
         if not ids:
             raise InvalidRequestError("text_input", text, "must give at least one token")
         return ids
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the prompt that the model's chat template makes of a conversation.
+
+        Raises:
+            InvalidRequestError: no template, messages that it refuses, or too long for the model.
+        """
+        num_chars = sum(len(message["content"]) for message in messages)
+        self._check_length("messages", num_chars)
+        try:
+            return self.tokenizer.encode_chat(messages)
+        except TokenizationError as error:
+            given = f"{len(messages)} messages"
+            raise InvalidRequestError("messages", given, str(error)) from None
+
+    def _check_length(self, field: str, num_chars: int) -> None:
+        max_tokens = self.model_config.max_model_len - 1
+        if num_chars > max_tokens * self.tokenizer.max_token_bytes:
+            raise InvalidRequestError(
+                field, f"{num_chars} characters", f"the model takes at most {max_tokens} tokens"
+            )
 
     def submit(
         self, job_id: str, prompt_ids: Sequence[int], params: SamplingParams, sink: OutputSink
@@ -326,7 +342,6 @@ class Engine:
             max_model_len=model.max_model_len,
         )
         self.tokenizer = load_tokenizer(model.model, model.tokenizer, self.model_config)
-        check_batch_limits(self.config.scheduler, self.model_config.max_model_len)
         ready = self._executor.start(Setup.of(self.config), timeout_s)
         self.profile = self._load_profile(ready)
         return ready

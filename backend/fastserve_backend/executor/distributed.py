@@ -15,6 +15,7 @@ from pathlib import Path
 import zmq
 
 from fastserve_backend.errors import ConfigError, EngineError
+from fastserve_backend.interpreter import python_executable
 from fastserve_backend.worker.messages import (
     CopyBlocks,
     CopyResult,
@@ -175,11 +176,3 @@ class DistributedExecutor:
             process.wait()
         assert process.stdin is not None
         process.stdin.close()
-
-
-def python_executable() -> str:
-    """The interpreter that runs this code, also where Python is embedded in another program."""
-    running = Path(sys.executable or "")
-    if running.name.startswith("python"):
-        return str(running)
-    return str(Path(sys.prefix) / "bin" / "python3")

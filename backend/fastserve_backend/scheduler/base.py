@@ -15,7 +15,7 @@ class BatchLimits:
 
     max_seqs: int
     max_tokens: int
-    """Prefill and decode tokens together; without chunks at least the longest job, or that one
+    """Prefill and decode tokens together; without chunks at least the longest job's, or that one
     would never run."""
     prefill_chunk_tokens: int | None = None
     """Most prefill tokens, all jobs together: a longer prefill runs in chunks, over several

@@ -18,6 +18,8 @@ from types import FrameType, TracebackType
 from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_METRICS_PORT
 
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.errors import FastServeError
+from fastserve_backend.models.config import load_model_config
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError
 from fastserve_backend.serving.installation import TritonInstallation
@@ -111,7 +113,11 @@ class TritonServer:
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Returns when the model has generated a token.
 
+        What the model's files need, a download or a conversion, is done here, so that whoever waits
+        sees it; ``timeout_s`` begins after it.
+
         Raises:
+            ModelError: there is no such model, or it cannot be fetched or read.
             PortInUseError: another process has one of the ports.
             ModelLoadError: the model refused its configuration or checkpoint.
             LaunchError: no tritonserver, or it did not become ready within ``timeout_s``.
@@ -120,6 +126,8 @@ class TritonServer:
             raise LaunchError("a TritonServer starts once; make another one")
         self._warn_if_public()
         self._timeout_s = timeout_s
+        model = self._config.model
+        load_model_config(model.model, load_format=model.load_format)
         self._installation = TritonInstallation.find()
         self._endpoints = self._wanted.claim()
         self._runtime = RuntimeDirectory.create()
@@ -294,7 +302,7 @@ def serve(
         0 after a signal, also one during the start; 1 when the server was given up.
 
     Raises:
-        LaunchError: the server did not start.
+        ModelError, LaunchError: the server did not start.
     """
     server = TritonServer(
         config,
@@ -314,7 +322,7 @@ def serve(
         server.start(timeout_s)
         on_ready(server)
         return server.wait()
-    except LaunchError:
+    except FastServeError:
         if not server.stop_requested:
             raise
         return 0

@@ -120,6 +120,8 @@ class TritonPythonModel:
         wanted = decode_request(tensors, request.parameters())
         if wanted.text is not None:
             prompt_ids = engine.encode(wanted.text)
+        elif wanted.messages is not None:
+            prompt_ids = engine.encode_chat(wanted.messages)
         else:
             assert wanted.input_ids is not None
             prompt_ids = wanted.input_ids

@@ -12,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help install run serve test check format clean
 
 help:
-	@echo "make run     start the server with the embedded model, stream one text, stop"
+	@echo "make run     start the server with the embedded model, stream one answer, stop"
 	@echo "make serve   start the server and keep it up (ports 8000, 8001, 8002 on loopback)"
 	@echo "make test    run the whole test suite"
 	@echo "make check   lint, formatting and types"

@@ -21,7 +21,7 @@ from fastserve_backend.interpreter import python_executable
 from .errors import ModelError
 
 # Part of the key of what is cached: to be raised when the same file is to give something else.
-_VERSION = 1
+_VERSION = 2
 
 # Minutes from a slow disk, for the largest model that a disk holds twice.
 _TIMEOUT_S = 3600.0

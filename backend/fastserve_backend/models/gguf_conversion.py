@@ -271,7 +271,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def _save_tokenizer(path: Path, directory: Path, vocab_size: int) -> None:
+def _save_tokenizer(path: Path, directory: Path, file: GGUFFile, vocab_size: int) -> None:
     """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
@@ -280,10 +280,14 @@ def _save_tokenizer(path: Path, directory: Path, vocab_size: int) -> None:
         raise ModelError(f"its tokenizer cannot be read ({error!r})") from error
     # transformers adds GPT-2's special token to byte-level vocabularies without one, such as Llama
     # 3's, where it has no row in the model's table.
-    file = directory / "tokenizer.json"
-    fields = json.loads(file.read_text(encoding="utf-8"))
+    saved = directory / "tokenizer.json"
+    fields = json.loads(saved.read_text(encoding="utf-8"))
     fields["added_tokens"] = [one for one in fields["added_tokens"] if one["id"] < vocab_size]
-    file.write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
+    if file.field("tokenizer.ggml.pre") == "smollm":  # which transformers takes for GPT-2's
+        digits = {"type": "Digits", "individual_digits": True}
+        both = [digits, fields["pre_tokenizer"]]
+        fields["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": both}
+    saved.write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
 
 
 def convert(path: Path, directory: Path) -> None:
@@ -294,7 +298,7 @@ def convert(path: Path, directory: Path) -> None:
     config = file.config()
     directory.mkdir()
     _write_json(directory / "config.json", config)
-    _save_tokenizer(path, directory, config["vocab_size"])
+    _save_tokenizer(path, directory, file, config["vocab_size"])
     _save_tensors(file, directory)
 
 

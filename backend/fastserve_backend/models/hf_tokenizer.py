@@ -51,9 +51,12 @@ class HFTokenizer(Tokenizer):
     """A BPE tokenizer from `directory`, for a model of `vocab_size` ids.
 
     `encode` equals `transformers.AutoTokenizer.from_pretrained(directory)(text).input_ids`, and
-    `encode_chat` its `apply_chat_template`. Decoding equals transformers' but for the space that
-    SentencePiece puts before a text: it stays, because what is decoded continues a prompt. Raises
-    ModelError for missing, damaged or unsupported files.
+    `encode_chat` its `apply_chat_template`. Two things differ for SentencePiece. Decoding keeps the
+    space before a text, because what is decoded continues a prompt. And spaces at the beginning of
+    a text are treated as tokenizer.json says, where transformers 5 has a way of its own for the
+    class LlamaTokenizer.
+
+    Raises ModelError for missing, damaged or unsupported files.
     """
 
     def __init__(self, directory: Path, vocab_size: int) -> None:

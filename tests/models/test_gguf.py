@@ -38,6 +38,7 @@ from gguf_files import (
     write_llama,
 )
 from paged_executor import PagedExecutor, check, load, prompts
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -283,6 +284,20 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+LLAMA3 = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Split(
+            Regex(
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            ),
+            "isolated",
+        ),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
+
+
 class TestTokenizer:
     TEXTS = ("Hello world", "  two\n\nlines", "naïve 日本 😀", "<|im_end|> in <|begin|> text", "")
 
@@ -306,6 +321,81 @@ class TestTokenizer:
             ids = load_tokenizer("m", None, config_of(directory)).encode("Hello")
             assert (ids[0] == BEGIN) is asked
             assert BEGIN not in ids[1:]
+
+    def test_text_is_split_as_the_file_names_it(self, tmp_path: Path) -> None:
+        # With a merge of digits, of which none is made across the boundaries of the split.
+        texts = ("It's 1234567 o'CLOCK, I'LL go\n\n  now", " ½ 12", "a.b\nc")
+        pieces = {
+            "gpt-2": lambda text: byte_level_bpe().pre_tokenizer.pre_tokenize_str(text),
+            "smollm": pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+            ).pre_tokenize_str,
+            "llama-bpe": LLAMA3.pre_tokenize_str,
+        }
+        seen = set()
+        for name, split in pieces.items():
+            directory = tmp_path / name
+            change = {"tokenizer.ggml.pre": name, "tokenizer.ggml.add_bos_token": False}
+            file = write_llama(
+                tmp_path / "m.gguf",
+                random_llama(),
+                change=lambda fields, _, change=change: fields.update(change),
+            )
+            convert(file, directory)
+            fast = Tokenizer.from_file(str(directory / "tokenizer.json"))
+            for text in texts:
+                assert fast.pre_tokenizer.pre_tokenize_str(text) == split(text)
+            seen.add(str(fast.pre_tokenizer.pre_tokenize_str(texts[0])))
+        assert len(seen) == 3
+
+    def test_llama_3_begins_with_its_begin_token(self, tmp_path: Path) -> None:
+        file = write_llama(
+            tmp_path / "m.gguf",
+            random_llama(),
+            change=lambda fields, _: fields.update({"tokenizer.ggml.pre": "llama-bpe"}),
+        )
+        convert(file, tmp_path / "out")
+        ours = load_tokenizer("m", None, config_of(tmp_path / "out"))
+        assert ours.encode("Hello")[0] == BEGIN
+        # The template writes it, and it is not added again.
+        chat = ours.encode_chat([{"role": "user", "content": "Hello"}])
+        assert chat[0] == BEGIN
+        assert BEGIN not in chat[1:]
+
+    def test_a_split_that_is_not_known_is_refused(self, tmp_path: Path) -> None:
+        file = write_llama(
+            tmp_path / "m.gguf",
+            random_llama(),
+            change=lambda fields, _: fields.update({"tokenizer.ggml.pre": "klingon"}),
+        )
+        with pytest.raises(ModelError, match="splits text as 'klingon'; known are default, gpt-2"):
+            convert(file, tmp_path / "out")
+
+    def test_sentencepiece(self, tmp_path: Path) -> None:
+        """As LLaMA 2: scores instead of merges, bytes for what has no token."""
+        words = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello", "w", "▁w"]
+        tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+        kinds = [2, 3, 3, *([6] * 256), *([1] * len(words))]
+        fields = {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.scores": [0.0] * 259 + [-float(n) for n in range(len(words))],
+            "tokenizer.ggml.token_type": kinds,
+            "tokenizer.ggml.eos_token_id": 2,
+            "tokenizer.ggml.eot_token_id": 2,
+        }
+
+        def change(given: Fields, arrays: Arrays) -> None:
+            del given["tokenizer.ggml.pre"], given["tokenizer.ggml.merges"]
+            given |= fields | {"llama.vocab_size": len(tokens)}
+
+        file = write_llama(tmp_path / "m.gguf", random_llama(vocab_size=len(tokens)), change=change)
+        convert(file, tmp_path / "out")
+        ours = load_tokenizer("m", None, config_of(tmp_path / "out"))
+        ids = ours.encode("hello w日\n")
+        assert ids[0] == 1
+        assert tokens[ids[1]] == "▁hello"
+        assert ours.decode(ids) == " hello w日\n"
 
     def test_chat_template(self, directory: Path) -> None:
         ours = load_tokenizer("m", None, config_of(directory))
@@ -482,16 +572,17 @@ class TestCache:
         assert str(error.value) == f"{file}: {message}"
         assert list(cache.iterdir()) == []
 
-    def test_full_disk(self, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        file = write_llama(tmp_path / "m.gguf", random_llama())
+    def test_full_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = random_llama()
+        file = write_llama(tmp_path / "m.gguf", model)
+        needed = 2 * sum(parameter.numel() for parameter in model.parameters())
         usage = namedtuple("usage", "total used free")
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, file.stat().st_size))
-        with pytest.raises(
-            ModelError, match=r"GiB in .*, and less is free; .* XDG_CACHE_HOME"
-        ) as e:
-            converted(file)
-        assert str(file) in str(e.value)
-        assert list(cache.iterdir()) == []
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, needed - 1))
+        with pytest.raises(ModelError, match=r"takes 0\.0 GiB in .*XDG_CACHE_HOME"):
+            convert(file, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, needed))
+        convert(file, tmp_path / "out")
 
     def test_cache_that_cannot_be_written(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

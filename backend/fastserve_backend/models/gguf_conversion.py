@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,12 +25,12 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from fastserve_backend.errors import FastServeError
 
 from .config import HFConfig
 from .errors import ModelError
+from .gguf_tokenizer import save_tokenizer
 from .llama_config import LlamaConfig
 from .rotary_config import read_rotary
 
@@ -139,6 +140,10 @@ class GGUFFile:
     @property
     def num_tensors(self) -> int:
         return len(self._reader.tensors)
+
+    @property
+    def num_weights(self) -> int:
+        return sum(int(tensor.n_elements) for tensor in self._reader.tensors)
 
     def _required(self, key: str) -> Any:
         value = self.field(key)
@@ -271,34 +276,21 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
-def _save_tokenizer(path: Path, directory: Path, file: GGUFFile, vocab_size: int) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-        tokenizer.save_pretrained(directory)
-    except Exception as error:  # what is missing or unknown shows as errors of any kind
-        raise ModelError(f"its tokenizer cannot be read ({error!r})") from error
-    # transformers adds GPT-2's special token to byte-level vocabularies without one, such as Llama
-    # 3's, where it has no row in the model's table.
-    saved = directory / "tokenizer.json"
-    fields = json.loads(saved.read_text(encoding="utf-8"))
-    fields["added_tokens"] = [one for one in fields["added_tokens"] if one["id"] < vocab_size]
-    if file.field("tokenizer.ggml.pre") == "smollm":  # which transformers takes for GPT-2's
-        digits = {"type": "Digits", "individual_digits": True}
-        both = [digits, fields["pre_tokenizer"]]
-        fields["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": both}
-    saved.write_text(json.dumps(fields, ensure_ascii=False), encoding="utf-8")
-
-
 def convert(path: Path, directory: Path) -> None:
     """Write the model of a GGUF file to `directory`, which must not exist. Raises ModelError."""
     console = Console(stderr=True, highlight=False)
     console.print(f"converting {path.name}, once: reading", soft_wrap=True)
     file = GGUFFile(path)
     config = file.config()
+    needed, free = 2 * file.num_weights, shutil.disk_usage(directory.parent).free
+    if free < needed:
+        raise ModelError(
+            f"converting it takes {needed / 2**30:.1f} GiB in {directory.parent.parent}, where "
+            f"{free / 2**30:.1f} are free; free some, or set XDG_CACHE_HOME to a larger disk"
+        )
     directory.mkdir()
     _write_json(directory / "config.json", config)
-    _save_tokenizer(path, directory, file, config["vocab_size"])
+    save_tokenizer(path, file, directory, config["vocab_size"])
     _save_tensors(file, directory)
 
 

@@ -215,9 +215,10 @@ def test_the_jobs_of_a_lost_step_are_preempted_and_run_first_again() -> None:
     jobs = [client_job(number, 4, 3) for number in range(5)]
     for job in jobs:
         rig.loop.add(job)
-    rig.turn(3)
+    rig.turn(2)
     assert rig.loop.num_running == 4
     assert [len(job.output_ids) for job in jobs] == [1, 1, 0, 0, 0]
+    assert jobs[0].sink.tokens == []
     rig.loop.suspend(rig.new_kv())
     states = [JobState.PREEMPTED] * 4 + [JobState.WAITING]
     assert [job.state for job in jobs] == states

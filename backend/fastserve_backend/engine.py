@@ -38,11 +38,12 @@ from fastserve_backend.profile.correction import CorrectedLatency
 from fastserve_backend.profile.latency import Identity, LatencyProfile
 from fastserve_backend.profile.loads import Limits
 from fastserve_backend.profile.measure import cache_path, link_of, load_or_measure
+from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.sampling_params import MAX_SEED, SamplingParams
 from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.scheduler.registry import check_batch_limits, make_policy
 from fastserve_backend.step_loop import StepLoop
-from fastserve_backend.supervision import RankStart, RestartLimiter
+from fastserve_backend.supervision import RankStart
 from fastserve_backend.worker.messages import Ready, Setup, Step
 
 # How often an idle engine looks whether its ranks are alive.

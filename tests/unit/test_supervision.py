@@ -14,8 +14,8 @@ from fastserve_backend.engine import Engine
 from fastserve_backend.errors import ConfigError, DrainingError, EngineError, FastServeError
 from fastserve_backend.job import FinishReason, JobOutput
 from fastserve_backend.profile.latency import LatencyProfile
+from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_backend.supervision import RestartLimiter
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Ready, Setup, Step, StepResult
 from hypothesis import given
 from hypothesis import strategies as st

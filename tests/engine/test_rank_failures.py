@@ -108,9 +108,8 @@ class Trigger(Collector):
     "options",
     [
         {"policy": "skip_join_mlfq"},
-        {"policy": "skip_join_mlfq", "strategy": "reactive", "prefill_chunk_tokens": 30},
+        {"policy": "srpt", "strategy": "reactive", "prefill_chunk_tokens": 30},
         {"policy": "fcfs", "strategy": "defer"},
-        {"policy": "srpt"},
     ],
     ids=str,
 )
@@ -170,21 +169,19 @@ def test_a_rank_that_dies_while_idle_is_replaced(
         assert_the_same(client, undisturbed[0])
 
 
-@pytest.mark.parametrize("pause_s", [0.0, 1.0])
 def test_closing_while_ranks_load_is_quick_and_leaves_nothing_behind(
     checkpoint: Path,
     tokenizer: Path,
     jobs: Jobs,
-    pause_s: float,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = set(psutil.Process().children())
     with small_engine(checkpoint, tokenizer) as llm:
-        (client,) = submit(llm, jobs[1:2], [Trigger(5, rank_of(llm).kill)])
-        wait_until(lambda: llm.engine.counters.worker_restarts == 1)
-        assert not client.ended.wait(pause_s)
+        first = rank_of(llm)
+        (client,) = submit(llm, jobs[1:2], [Trigger(5, first.kill)])
+        wait_until(lambda: set(psutil.Process().children()) - before - {first} != set())
         began_s = time.monotonic()
         llm.close()
         assert time.monotonic() - began_s < 1.0
@@ -194,28 +191,25 @@ def test_closing_while_ranks_load_is_quick_and_leaves_nothing_behind(
 
 
 def test_after_three_restarts_jobs_fail_with_the_reason(checkpoint: Path, tokenizer: Path) -> None:
+    dead = set(psutil.Process().children())  # and what is not this test's
     with small_engine(checkpoint, tokenizer, max_num_seqs=2) as llm:
         long = SamplingParams(max_tokens=300, ignore_eos=True)
         clients = submit(llm, [([5], long)] * 20)
-        engine = llm.engine
-        for number in range(4):
-            wait_until(
-                lambda n=number: (
-                    engine.counters.worker_restarts == n and engine.snapshot().running > 0
-                )
-            )
-            rank_of(llm).kill()
+        wait_until(lambda: llm.engine.snapshot().running > 0)
+        for _ in range(4):  # the first while it serves, the others while they load
+            wait_until(lambda: bool(set(psutil.Process().children()) - dead))
+            for rank in set(psutil.Process().children()) - dead:
+                rank.kill()
+                dead.add(rank)
         killed_s = time.monotonic()
         reason = "rank 0 died with exit code -9; given up after 3 restarts in 10 minutes"
         for client in clients:
-            assert (client.wait().finish_reason, client.wait().error) == (
-                FinishReason.ERROR,
-                reason,
-            )
+            output = client.wait()
+            assert (output.finish_reason, output.error) == (FinishReason.ERROR, reason)
         assert time.monotonic() - killed_s < 3
-        assert engine.gave_up
+        assert llm.engine.gave_up
         with pytest.raises(EngineError, match=reason):
             submit(llm, [([5], long)])
         with pytest.raises(EngineError):
             llm.generate([[5]], long, progress=False)
-        assert engine.drain(DEADLINE_S)
+        assert llm.engine.drain(DEADLINE_S)

@@ -29,8 +29,8 @@ from serving_client import (
     used_blocks,
     wait_for,
 )
+from tiny_model import START_TIMEOUT_S
 
-START_TIMEOUT_S = 120.0
 DEADLINE_S = 60.0
 CAPITAL = "What is the capital of France? Answer in one word."
 LONG_STORY = "Tell a very long story about a lighthouse."

@@ -118,6 +118,10 @@ class DistributedExecutor:
         while self._receive(time.monotonic()) is not None:
             pass
 
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+
     def close(self) -> None:
         if self._closed:
             return

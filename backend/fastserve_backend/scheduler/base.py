@@ -105,8 +105,8 @@ class Policy(Protocol):
         ...
 
     def not_run(self, jobs: Sequence[Job]) -> None:
-        """These selected jobs did not run after all; they keep their places. Called before the
-        next ``select``."""
+        """Those of these jobs that are selected did not run after all; they keep their places.
+        Called before the next ``select``."""
         ...
 
     def recalibrate(self) -> None:

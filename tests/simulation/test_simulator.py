@@ -6,7 +6,6 @@ import random
 
 import pytest
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.errors import ConfigError
 from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.simulation.memory import KVMemory
@@ -39,11 +38,10 @@ def random_simulation(seed: int) -> tuple[list[TraceJob], Simulation]:
         prompt = rng.randint(1, LONGEST - 1)
         trace.append(TraceJob(arrival_s, prompt, rng.randint(1, min(8, LONGEST - prompt))))
     chunk = rng.choice([None, None, 1, 5, 30])
-    least_tokens = LONGEST if chunk is None else 4
     config = EngineConfig().with_keys(
         policy=rng.choice(POLICIES),
         max_num_seqs=rng.randint(1, 4),
-        max_num_batched_tokens=rng.randint(least_tokens, 2 * LONGEST),
+        max_num_batched_tokens=rng.randint(4, 2 * LONGEST),
         prefill_chunk_tokens=chunk,
         quantum_ratio=rng.choice([1.5, 2.0, 4.0]),
         starvation_ms=rng.choice([20.0, 200.0, 30000.0]),
@@ -136,8 +134,12 @@ def test_chunks_keep_a_long_prompt_from_stalling_decodes() -> None:
     assert chunked.records[1].ttft_s > whole.records[1].ttft_s
 
 
+def test_a_prompt_longer_than_an_iteration_runs_in_chunks() -> None:
+    (record,) = run([TraceJob(0.0, 450, 1)], max_num_batched_tokens=100).records
+    # Five iterations of 100, 100, 100, 100 and 50 tokens.
+    assert record.ttft_s == pytest.approx(5 * 0.010 + 0.450)
+
+
 def test_what_can_never_run_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_num_batched_tokens: got 100; one prompt may have"):
-        run([TraceJob(0.0, 1, 1)], max_num_batched_tokens=100)
     with pytest.raises(ValueError, match="longer than 2048 tokens"):
         run([TraceJob(0.0, 2048, 1)])

@@ -117,7 +117,7 @@ def test_ranks_end_when_the_engines_process_is_killed(checkpoint: Path, tokenize
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_num_batched_tokens": 64}, "max_num_batched_tokens: got 64"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "max_num_batched_tokens: got 8"),
         ({"max_model_len": 100000}, "max_model_len"),
         ({"device_blocks": 10**12}, "device_blocks: got 1000000000000"),
         ({"tokenizer": "/nowhere/tokenizer"}, "tokenizer"),

@@ -212,10 +212,13 @@ def test_refused_by_name(bad: Bad, endpoints: Endpoints, good_stream: GrpcStream
     assert len(message) < 1000
     assert answer.num_finals == 1
     assert answer.num_responses == 0
-    # The messages of a gRPC stream carry no code, unless one asks for the status of the call.
-    with_status = GrpcStream(endpoints.grpc_url, headers=STATUS_HEADER, **bad.request())
-    assert with_status.until_error(10.0).status() == "StatusCode.INVALID_ARGUMENT"
-    with_status.cancel()
+
+
+def test_the_code_of_a_call_that_asks_for_it(endpoints: Endpoints) -> None:
+    # Once, not for each case: tritonserver 24.10 crashes about once in a thousand such calls.
+    stream = GrpcStream(endpoints.grpc_url, headers=STATUS_HEADER, text_input="a", max_tokens=0)
+    assert stream.until_error(10.0).status() == "StatusCode.INVALID_ARGUMENT"
+    stream.cancel()
 
 
 @pytest.mark.parametrize(
@@ -276,5 +279,5 @@ def test_wrong_tensors_get_an_error_on_the_stream(
 
 def test_afterwards_nothing_is_held(endpoints: Endpoints) -> None:
     rejected = "fastserve_requests_rejected_total"
-    wait_for(lambda: metric(endpoints.metrics_url, rejected) >= 2 * len(CASES), 5.0)
+    wait_for(lambda: metric(endpoints.metrics_url, rejected) >= len(CASES), 5.0)
     assert generate(endpoints.grpc_url, text_input=GOOD_PROMPT, max_tokens=2).error is None

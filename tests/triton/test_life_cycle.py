@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.models.errors import ModelError
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError, PortInUseError
 from fastserve_backend.serving.launch import TritonServer
@@ -295,6 +296,11 @@ def test_server_ends_with_its_launcher(tiny_config: EngineConfig, tmp_path: Path
 
 def test_a_model_that_cannot_load_says_why_in_one_line(tmp_path: Path) -> None:
     config = EngineConfig().with_keys(model=str(tmp_path / "nowhere"))
+    with pytest.raises(ModelError, match="nowhere"):  # before anything is started
+        start(config, tmp_path / "server.log")
+    config = EngineConfig().with_keys(
+        model="opt-125m", load_format="dummy", tokenizer=str(tmp_path / "nowhere")
+    )
     with leaving_nothing(), pytest.raises(ModelLoadError, match="nowhere") as caught:
         start(config, tmp_path / "server.log")
     assert "\n" not in str(caught.value)

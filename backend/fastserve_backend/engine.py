@@ -32,6 +32,7 @@ from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.models.config import ModelConfig, load_model_config
+from fastserve_backend.models.partition import check_parallel
 from fastserve_backend.models.tokenizer import TokenizationError, Tokenizer, load_tokenizer
 from fastserve_backend.profile.correction import CorrectedLatency
 from fastserve_backend.profile.latency import Identity
@@ -325,6 +326,10 @@ class Engine:
             dtype=model.dtype,
             max_model_len=model.max_model_len,
         )
+        parallel = self.config.parallel
+        check_parallel(
+            self.model_config, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        )
         self.tokenizer = load_tokenizer(model.model, model.tokenizer, self.model_config)
         check_batch_limits(self.config.scheduler, self.model_config.max_model_len)
         ready = self._executor.start(Setup.of(self.config), timeout_s)
@@ -337,6 +342,7 @@ class Engine:
             hardware=ready.hardware,
             dtype=ready.dtype,
             block_size=self.config.kv_cache.block_size,
+            parallel=self.config.parallel,
         )
         limits = Limits.of(self.config, self.model_config.max_model_len, ready.num_blocks)
         return CorrectedLatency(

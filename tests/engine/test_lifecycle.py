@@ -15,7 +15,7 @@ import psutil
 import pytest
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.errors import ConfigError, DrainingError, EngineError, OverloadedError
-from fastserve_backend.executor import distributed
+from fastserve_backend.executor import rank_processes
 from fastserve_backend.job import FinishReason, JobOutput
 from fastserve_backend.models.errors import ModelError
 
@@ -164,8 +164,8 @@ def test_a_stopped_rank_is_noticed(
     checkpoint: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_engine(checkpoint, tokenizer) as llm:
-        monkeypatch.setattr(distributed, "HEARTBEAT_TIMEOUT_S", 2.5)
-        monkeypatch.setattr(distributed, "STOP_TIMEOUT_S", 0.5)
+        monkeypatch.setattr(rank_processes, "HEARTBEAT_TIMEOUT_S", 2.5)
+        monkeypatch.setattr(rank_processes, "STOP_TIMEOUT_S", 0.5)
         sink = Collector()
         llm.engine.submit("j", [5], LONG, sink)
         assert sink.started.wait(DEADLINE_S)

@@ -57,6 +57,7 @@ class ModelConfig:
     dtype: DType
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    tie_word_embeddings: bool
 
     # Built-in configurations: name -> the fields of a config.json.
     builtin: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
@@ -79,6 +80,16 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Elements of all weights, a tied LM head counted once."""
         raise NotImplementedError
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Elements of one layer's weights; all layers have as many."""
+        raise NotImplementedError
+
+    @property
+    def num_head_parameters(self) -> int:
+        """Elements of the LM head's matrix, its own or that of the embedding it is tied to."""
+        return self.vocab_size * self.hidden_size
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of one KV block of `block_size` tokens: keys and values of every layer."""

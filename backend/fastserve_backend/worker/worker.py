@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,7 +17,8 @@ from fastserve_kernels import ops
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.loader import load_model
-from fastserve_backend.worker.groups import choose_device, join_process_group
+from fastserve_backend.models.partition import RankPlace, layers_of_stages
+from fastserve_backend.worker.groups import choose_device, join_process_group, make_tensor_group
 from fastserve_backend.worker.host_store import make_host_store
 from fastserve_backend.worker.kv_store import allocate_kv
 from fastserve_backend.worker.messages import (
@@ -67,7 +69,9 @@ def run(engine_address: str, rendezvous: Path) -> int:
                 swaps.begin(message)
             else:
                 assert isinstance(message, Step)
-                send(runner.run(message))
+                answer = runner.run(message)
+                if answer is not None:
+                    send(answer)
         return 0
     except FastServeError as error:
         send(Failed(reason=str(error), user_error=True))
@@ -86,9 +90,13 @@ def _set_up(
     setup: Setup, rendezvous: Path, connect: Callable[[str], Callable[[CopyResult], None]]
 ) -> tuple[ModelRunner, SwapEngine, Ready]:
     device = choose_device(setup.device)
+    num_local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     if device.type == "cpu":
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local_ranks))
     join_process_group(device, rendezvous)
+    place = RankPlace.of(
+        int(os.environ["RANK"]), setup.tensor_parallel_size, setup.pipeline_parallel_size
+    )
     config = load_model_config(
         setup.model,
         load_format=setup.load_format,
@@ -96,15 +104,21 @@ def _set_up(
         dtype=setup.dtype,
         max_model_len=setup.max_model_len,
     )
-    model = load_model(config, device)
+    layers = layers_of_stages(config, place.num_stages)[place.stage]
+    model = load_model(config, device, layers=layers, tensor=make_tensor_group(place))
+    # The rank's KV is that of a model that has no more than its layers and its heads.
+    kv_config = replace(
+        config, num_layers=len(layers), num_kv_heads=config.num_kv_heads // place.tensor_size
+    )
     kv = allocate_kv(
-        config,
+        kv_config,
         device,
         setup.block_size,
         setup.device_blocks,
         setup.device_memory_utilization,
+        num_local_ranks,
     )
-    store = make_host_store(config, kv, setup.swap_space_gib, setup.host_dtype)
+    store = make_host_store(kv_config, kv, setup.swap_space_gib, setup.host_dtype, num_local_ranks)
     block_out_s, block_in_s = measure_link(store, len(kv), setup.block_size, device)
     ready = Ready(
         num_blocks=len(kv),
@@ -115,7 +129,7 @@ def _set_up(
         hardware=_hardware(device),
         dtype=config.dtype,
     )
-    runner = ModelRunner(model, config, kv, device)
+    runner = ModelRunner(model, config, kv, device, place)
     return runner, SwapEngine(store, device, connect), ready
 
 

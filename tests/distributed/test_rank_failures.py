@@ -36,7 +36,7 @@ def ends(outputs: list[JobOutput]) -> list[JobOutput]:
     return [output for output in list(outputs) if output.finish_reason is not None]
 
 
-@pytest.mark.parametrize(("tensor_size", "num_stages", "victim"), [(2, 1, 1), (1, 2, 0), (2, 2, 3)])
+@pytest.mark.parametrize(("tensor_size", "num_stages", "victim"), [(2, 1, 1), (2, 2, 1)])
 def test_a_killed_rank_is_named_at_once(
     tensor_size: int, num_stages: int, victim: int, small_opt: Path, tokenizer: Path
 ) -> None:
@@ -55,48 +55,36 @@ def test_a_killed_rank_is_named_at_once(
         assert time.monotonic() - killed_s < 3 + rank_processes.STOP_TIMEOUT_S
 
 
-def test_a_rank_killed_while_idle_is_named(small_opt: Path, tokenizer: Path) -> None:
-    with ParallelLLM(small_opt, tokenizer, 1, 2) as llm:
-        ranks = ranks_of(llm.executor)
-        ranks[1].kill()
-        wait_until(lambda: llm.engine.failure == "rank 1 died with exit code -9", 5)
-        wait_until(lambda: all_ended(ranks))
-
-
-@pytest.mark.parametrize(("tensor_size", "num_stages", "victim"), [(2, 1, 1), (1, 2, 1)])
 def test_a_stopped_rank_is_named_and_the_others_end(
-    tensor_size: int,
-    num_stages: int,
-    victim: int,
-    small_opt: Path,
-    tokenizer: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    small_opt: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ParallelLLM(small_opt, tokenizer, tensor_size, num_stages) as llm:
+    with ParallelLLM(small_opt, tokenizer, 1, 2) as llm:
         monkeypatch.setattr(rank_processes, "HEARTBEAT_TIMEOUT_S", 4.0)
         outputs = run_jobs(llm)
         ranks = ranks_of(llm.executor)
-        ranks[victim].send_signal(signal.SIGSTOP)
+        ranks[1].send_signal(signal.SIGSTOP)
         stopped_s = time.monotonic()
         wait_until(lambda: len(ends(outputs)) == 6)
         assert time.monotonic() - stopped_s < 4.0 + 3.0
         for output in ends(outputs):
-            assert output.error == f"rank {victim} has not answered for 4 s"
+            assert output.error == "rank 1 has not answered for 4 s"
         wait_until(lambda: all_ended(ranks))
 
 
-def test_idle_ranks_wait_for_as_long_as_it_takes(small_opt: Path, tokenizer: Path) -> None:
-    """Nobody waits for a peer without having a step, so no time limit runs while there is none."""
-    with ParallelLLM(small_opt, tokenizer, 2, 2) as llm:
+def test_idle_ranks_cost_nothing_and_one_killed_is_named(small_opt: Path, tokenizer: Path) -> None:
+    with ParallelLLM(small_opt, tokenizer, 2, 1) as llm:
         ranks = ranks_of(llm.executor)
-        for _ in range(2):
-            before = [sum(rank.cpu_times()[:2]) for rank in ranks]
-            started_s = time.monotonic()
-            wait_until(lambda since_s=started_s: time.monotonic() - since_s > 2.0)  # type: ignore[misc]
-            after = [sum(rank.cpu_times()[:2]) for rank in ranks]
-            assert all(b - a < 0.3 for a, b in zip(before, after, strict=True))
-            (answer,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
-            assert answer.finish_reason is not None
+        llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
+        before = [sum(rank.cpu_times()[:2]) for rank in ranks]
+        started_s = time.monotonic()
+        wait_until(lambda: time.monotonic() - started_s > 2.0)
+        after = [sum(rank.cpu_times()[:2]) for rank in ranks]
+        assert all(b - a < 0.3 for a, b in zip(before, after, strict=True))
+        (answer,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
+        assert answer.finish_reason is not None
+        ranks[1].kill()
+        wait_until(lambda: llm.engine.failure == "rank 1 died with exit code -9", 5)
+        wait_until(lambda: all_ended(ranks))
 
 
 @pytest.mark.parametrize(
@@ -107,8 +95,8 @@ def test_idle_ranks_wait_for_as_long_as_it_takes(small_opt: Path, tokenizer: Pat
             r"parallel\.tensor_parallel_size: got 3; must divide the 4 heads .*: 1, 2, 4$",
         ),
         (
-            {"pipeline_parallel_size": 6},
-            r"parallel\.pipeline_parallel_size: got 6; must be from 1 to 5, the layers",
+            {"pipeline_parallel_size": 4},
+            r"parallel\.pipeline_parallel_size: got 4; must be from 1 to 3, the layers",
         ),
         (
             {"tensor_parallel_size": 0, "pipeline_parallel_size": 0},

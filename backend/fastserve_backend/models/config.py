@@ -57,7 +57,6 @@ class ModelConfig:
     dtype: DType
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    tie_word_embeddings: bool
 
     # Built-in configurations: name -> the fields of a config.json.
     builtin: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})

@@ -45,6 +45,11 @@ class ModelRunner:
         self._block_size = kv.shape[4]
         self._device = device
 
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether a step begins with what an earlier stage sends."""
+        return not self._place.is_first_stage
+
     @torch.inference_mode()
     def run(self, step: Step) -> StepResult | StageDone | None:
         """One iteration; the result has one token for each job that is not a partial prefill.
@@ -57,7 +62,7 @@ class ModelRunner:
         positions, batch = self._lay_out(step, query_lens, ends)
         token_ids = np.frombuffer(step.token_ids, dtype=np.int32).astype(np.int64)
         received = None
-        if not self._place.is_first_stage:
+        if self.waits_for_others:
             received = self._pipeline.receive(len(token_ids))
             started = time.perf_counter()
         hidden = self._model.forward(

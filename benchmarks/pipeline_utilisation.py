@@ -32,10 +32,10 @@ from rich.console import Console
 from rich.table import Table
 
 STAGES = 2
-BATCH = 8
-JOBS = 64
+BATCH = 32
+JOBS = 128
 GOAL = 0.9
-PROMPT, OUTPUT = 32, 48  # tokens
+PROMPT, OUTPUT = 16, 32  # tokens
 OPT = {
     "model_type": "opt",
     "num_hidden_layers": 8,

@@ -4,7 +4,7 @@
     python benchmarks/step_round_trip.py --steps 2000
 
 A decode step of 32 jobs of a tiny model is sent to real ranks, one at a time. The figure is its
-time at the engine, from before it is encoded until its tokens are decoded, less what the ranks
+time at the engine, from before it is encoded until its result is decoded, less what the ranks
 computed. Computing includes what the ranks of a stage wait for each other; with two stages, the way
 of the activations is part of the figure.
 """
@@ -62,8 +62,9 @@ def decode_step(step_id: int) -> Step:
 
 def one_step(executor: DistributedExecutor, step_id: int) -> tuple[float, float]:
     """Seconds at the engine, and those computed."""
+    step = decode_step(step_id)
     started_s = time.perf_counter()
-    executor.submit(decode_step(step_id))
+    executor.submit(step)
     while not isinstance(result := executor.collect(), StepResult):
         pass
     return time.perf_counter() - started_s, result.compute_s

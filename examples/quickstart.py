@@ -1,20 +1,21 @@
-"""Start a real tritonserver with the embedded model, stream one text from it, stop it."""
+"""Start a real tritonserver with the embedded model, stream one answer from it, stop it."""
 
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from fastserve_backend.config import EMBEDDED_MODEL, EngineConfig
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_client.terminal import generate_to_terminal
 
-PROMPT = "The queue that short jobs overtake"
+QUESTION = "Why is the sky blue?"
 
 
 def main() -> int:
-    config = EngineConfig().with_keys(model=EMBEDDED_MODEL, load_format="dummy")
-    print(f"Starting tritonserver with {EMBEDDED_MODEL} (random weights) …", file=sys.stderr)
+    config = EngineConfig().with_keys(model=EMBEDDED_MODEL)
+    print(f"Starting tritonserver with {EMBEDDED_MODEL} …", file=sys.stderr)
     started = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as logs,
@@ -23,7 +24,15 @@ def main() -> int:
         ) as server,
     ):
         print(f"Ready after {time.monotonic() - started:.1f} s.", file=sys.stderr)
-        return int(generate_to_terminal(PROMPT, url=server.endpoints.grpc_url, max_tokens=64))
+        print(f"> {QUESTION}")
+        return int(
+            generate_to_terminal(
+                [{"role": "user", "content": QUESTION}],
+                url=server.endpoints.grpc_url,
+                max_tokens=200,
+                temperature=0,
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ import typer
 from fastserve_client.errors import ClientError
 from rich.console import Console
 
-from fastserve_backend.config import EMBEDDED_MODEL, EngineConfig
+from fastserve_backend.config import EngineConfig
 from fastserve_backend.config_flags import config_flags, register
 from fastserve_backend.errors import ConfigError, FastServeError
+from fastserve_backend.models.embedded import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
     from fastserve_backend.serving.endpoints import Endpoints
@@ -50,9 +51,9 @@ def _serve(
 ) -> None:
     """Serve MODEL through a real tritonserver until SIGTERM or Ctrl-C.
 
-    MODEL is a Hugging Face id, a local directory in Hugging Face format, or a built-in name with
-    --load-format dummy. Without MODEL and --config, the embedded default runs: OPT-125M with random
-    weights, nothing to download.
+    MODEL is a Hugging Face id, a local directory in Hugging Face format, a GGUF file, or a built-in
+    name with --load-format dummy. Without MODEL and --config, the embedded default runs:
+    SmolLM2-135M-Instruct, which needs no download.
     """
     from fastserve_backend.serving.launch import serve
 
@@ -60,7 +61,7 @@ def _serve(
     if model is not None:
         given["model"] = model
     elif config is None:
-        given = {"model": EMBEDDED_MODEL, "load_format": "dummy"} | given
+        given["model"] = EMBEDDED_MODEL
     base = EngineConfig() if config is None else EngineConfig.from_yaml(config)
     code = serve(
         base.with_keys(**given),
@@ -100,6 +101,40 @@ def generate(
         seed=seed,
         stop=stop or None,
         ignore_eos=ignore_eos or None,
+    )
+    raise typer.Exit(int(code))
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="The server's gRPC endpoint.")] = "grpc://127.0.0.1:8001",
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told before the first message.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling, in (0, 1].")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Give an answer up after so many seconds.")
+    ] = None,
+) -> None:
+    """A conversation with the model, through its chat template; answers are streamed.
+
+    Ctrl-C stops an answer, Ctrl-D ends the program. Messages can also come from a pipe, one a line.
+    """
+    from fastserve_client.chat import chat_in_terminal
+
+    code = chat_in_terminal(
+        url=url,
+        system=system,
+        timeout_s=timeout,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
     )
     raise typer.Exit(int(code))
 

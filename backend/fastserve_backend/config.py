@@ -13,9 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fastserve_backend.errors import ConfigError
 
-EMBEDDED_MODEL = "opt-125m"
-"""What runs when no model is named: built in, random weights, nothing to download."""
-
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -25,7 +22,7 @@ class ModelConfigSection(_Section):
     model: str = Field(
         "facebook/opt-125m",
         min_length=1,
-        description="Hugging Face id, local directory, or a built-in name with load_format dummy.",
+        description="Hugging Face id, local directory, GGUF file, or a built-in name.",
     )
     tokenizer: str | None = Field(
         None, description="Directory or id of the tokenizer; default: the model's own."
@@ -106,7 +103,8 @@ class SchedulerSection(_Section):
         None,
         ge=1,
         description="Most prefill tokens in one iteration; longer prompts run in chunks. "
-        "Default: prompts run whole.",
+        "Default: prompts run whole, unless the model takes longer ones than "
+        "max_num_batched_tokens; then it is that.",
     )
     quantum_ratio: float = Field(
         2.0, gt=1.0, le=64.0, description="Quantum of a queue over that of the queue above it."

@@ -34,6 +34,8 @@ class EngineCounters:
     finished: Counter[str] = field(default_factory=Counter)
     """Jobs by finish reason."""
     rejected: int = 0
+    worker_restarts: int = 0
+    """How often all ranks were started anew because one died or hung."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import queue
 import random
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fastserve_backend.clock import Clock, MonotonicClock
 from fastserve_backend.config import EngineConfig
@@ -21,6 +21,7 @@ from fastserve_backend.delivery import Delivery
 from fastserve_backend.errors import (
     DrainingError,
     EngineError,
+    FastServeError,
     InvalidRequestError,
     OverloadedError,
 )
@@ -31,16 +32,20 @@ from fastserve_backend.job import FinishReason, Job, OutputSink
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.models.chat_template import Message
 from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.models.partition import check_parallel
 from fastserve_backend.models.tokenizer import TokenizationError, Tokenizer, load_tokenizer
 from fastserve_backend.profile.correction import CorrectedLatency
-from fastserve_backend.profile.latency import Identity
+from fastserve_backend.profile.latency import Identity, LatencyProfile
 from fastserve_backend.profile.loads import Limits
 from fastserve_backend.profile.measure import cache_path, link_of, load_or_measure
+from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.sampling_params import MAX_SEED, SamplingParams
-from fastserve_backend.scheduler.registry import check_batch_limits, make_policy
+from fastserve_backend.scheduler.base import Policy
+from fastserve_backend.scheduler.registry import make_policy
 from fastserve_backend.step_loop import StepLoop
+from fastserve_backend.supervision import RankStart
 from fastserve_backend.worker.messages import Ready, Setup, Step
 
 # How often an idle engine looks whether its ranks are alive.
@@ -54,8 +59,13 @@ class _Stop:
     """Inbox item: end the loop."""
 
 
+class _Wake:
+    """Inbox item: something else than the inbox has news."""
+
+
 class Engine:
-    """Serves jobs on one set of ranks. ``start`` before anything else; ``close`` at the end."""
+    """Serves jobs on a set of ranks, and on fresh ones when one of them dies or hangs. ``start``
+    before anything else; ``close`` at the end."""
 
     tokenizer: Tokenizer
     model_config: ModelConfig
@@ -66,24 +76,36 @@ class Engine:
         config: EngineConfig,
         *,
         clock: Clock | None = None,
-        executor: OwnedExecutor | None = None,
+        make_executor: Callable[[], OwnedExecutor] = DistributedExecutor,
         check_integrity: bool = False,
     ) -> None:
-        """``check_integrity`` verifies the block tables after every step, for tests."""
+        """
+        Args:
+            make_executor: makes the ranks, at the start and whenever they have to be restarted.
+            check_integrity: verify the block tables after every step, for tests.
+        """
         self.config = config
         self.clock = clock or MonotonicClock()
         self.counters = EngineCounters()
         self.failure: str | None = None
         """Why the engine is broken: all jobs have failed and new ones raise EngineError."""
-        self._executor: OwnedExecutor = executor or DistributedExecutor()
+        self.gave_up = False
+        """Whether ``failure`` is that the ranks were restarted too often."""
+        self._make_executor = make_executor
+        self._start_timeout_s = 0.0
+        self._profiled: LatencyProfile | None = None  # by whoever starts ranks
         self._check_integrity = check_integrity
-        self._inbox: queue.SimpleQueue[Job | int | _Stop] = queue.SimpleQueue()
+        self._limiter = RestartLimiter()
+        self._inbox: queue.SimpleQueue[Job | int | _Stop | _Wake] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._numbers = itertools.count()
         self._admission = threading.Condition()  # guards the next two
         self._num_unfinished = 0
         self._draining = False
-        self._loop: StepLoop  # the engine's thread alone calls it
+        # Since the start the engine's thread alone uses these.
+        self._executor: OwnedExecutor
+        self._ready: Ready
+        self._loop: StepLoop
 
     # --- Life ---------------------------------------------------------------------------------
 
@@ -94,23 +116,19 @@ class Engine:
             ConfigError, ModelError: the configuration or the model cannot be used.
             EngineError: a rank died or was not ready within ``timeout_s``.
         """
+        self._start_timeout_s = timeout_s
+        self._load()
+        self._executor = self._make_executor()
         try:
-            ready = self._load(timeout_s)
+            self._ready, profile = self._start_ranks(self._executor)
         except BaseException:
             self._executor.close()
             raise
+        self.profile = CorrectedLatency(profile)
         policy = make_policy(self.config.scheduler, self.profile, self.model_config.max_model_len)
-        kv_config = self.config.kv_cache
-        tiers = TwoTierKV(
-            ready.num_blocks,
-            ready.num_host_blocks,
-            kv_config.block_size,
-            incremental=kv_config.incremental,
-        )
-        costs = SwapCosts(self.profile, ready.block_bytes, link_of(ready))
         self._loop = StepLoop(
             policy,
-            KVManager(tiers, policy, kv_config, costs, self.counters),
+            self._new_kv(policy),
             self._executor,
             Delivery(self.tokenizer),
             self.clock,
@@ -121,14 +139,7 @@ class Engine:
             check_integrity=self._check_integrity,
         )
         _log.info(
-            "ready: %s, %s, %d KV blocks of %d tokens and %d on the host (%s), %s",
-            self.config.model.model,
-            ready.hardware,
-            ready.num_blocks,
-            kv_config.block_size,
-            ready.num_host_blocks,
-            kv_config.strategy,
-            policy.describe(),
+            "ready: %s, %s, %s", self.config.model.model, self._describe_ranks(), policy.describe()
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -147,8 +158,6 @@ class Engine:
             self._inbox.put(_Stop())
             self._thread.join(CLOSE_TIMEOUT_S)
             self._thread = None
-        else:
-            self._executor.close()
 
     # --- Jobs ---------------------------------------------------------------------------------
 
@@ -159,13 +168,7 @@ class Engine:
             InvalidRequestError: nothing to continue, or too long for the model (a text that is
                 hopelessly long is refused before it costs the time to tokenize it).
         """
-        max_tokens = self.model_config.max_model_len - 1
-        if len(text) > max_tokens * self.tokenizer.max_token_bytes:
-            raise InvalidRequestError(
-                "text_input",
-                f"{len(text)} characters",
-                f"the model takes at most {max_tokens} tokens",
-            )
+        self._check_length("text_input", len(text))
         try:
             ids = self.tokenizer.encode(text)
         except TokenizationError as error:
@@ -173,6 +176,27 @@ class Engine:
         if not ids:
             raise InvalidRequestError("text_input", text, "must give at least one token")
         return ids
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the prompt that the model's chat template makes of a conversation.
+
+        Raises:
+            InvalidRequestError: no template, messages that it refuses, or too long for the model.
+        """
+        num_chars = sum(len(message["content"]) for message in messages)
+        self._check_length("messages", num_chars)
+        try:
+            return self.tokenizer.encode_chat(messages)
+        except TokenizationError as error:
+            given = f"{len(messages)} messages"
+            raise InvalidRequestError("messages", given, str(error)) from None
+
+    def _check_length(self, field: str, num_chars: int) -> None:
+        max_tokens = self.model_config.max_model_len - 1
+        if num_chars > max_tokens * self.tokenizer.max_token_bytes:
+            raise InvalidRequestError(
+                field, f"{num_chars} characters", f"the model takes at most {max_tokens} tokens"
+            )
 
     def submit(
         self, job_id: str, prompt_ids: Sequence[int], params: SamplingParams, sink: OutputSink
@@ -267,12 +291,13 @@ class Engine:
     def _run(self) -> None:
         reason = "the engine was closed"
         try:
-            while self._take_inbox():
-                self._loop.turn()
+            self._serve()
             self._loop.cancel_all()
         except EngineError as error:
             reason = str(error)
+            self.gave_up = True
             _log.error("%s; all jobs fail", reason)
+            self._executor.kill()
         except Exception:
             reason = "internal error in the engine; see the server's log"
             _log.exception("the engine's loop failed; all jobs fail")
@@ -280,9 +305,68 @@ class Engine:
             self._fail(reason)
             self._executor.close()
 
-    def _take_inbox(self) -> bool:
-        """Arrivals and cancellations; waits for one if there is nothing to do. False to stop."""
-        wait = self._loop.is_idle
+    def _serve(self) -> None:
+        """Returns when the engine is closed.
+
+        Raises:
+            EngineError: ranks died or hung more often than they are restarted.
+        """
+        while self._take_inbox(wait=self._loop.is_idle):
+            try:
+                self._loop.turn()
+            except EngineError as error:
+                self._loop.suspend(self._new_kv(self._loop.policy))
+                if not self._restart(error):
+                    return
+
+    def _restart(self, error: FastServeError) -> bool:
+        """Go on with fresh ranks, after ``error`` of the old ones. Jobs come and are cancelled
+        meanwhile. False: the engine was closed before there were any.
+
+        Raises:
+            EngineError: there were too many restarts.
+        """
+        while True:
+            number = self._limiter.restart(self.clock.now())
+            if number is None:
+                raise EngineError(f"{error}; given up after {self._limiter.describe()}")
+            _log.error(
+                "%s; restarting the ranks (%d of at most %s); %d unfinished jobs go on after it",
+                error,
+                number,
+                self._limiter.describe(),
+                self._num_unfinished,
+            )
+            self.counters.worker_restarts += 1
+            began_s = self.clock.now()
+            start = RankStart(
+                self._executor,
+                self._make_executor,
+                self._start_ranks,
+                on_end=lambda: self._inbox.put(_Wake()),
+            )
+            while start.is_running:
+                if not self._take_inbox(wait=True):
+                    start.abandon()
+                    return False
+            try:
+                self._executor, (self._ready, profile) = start.result()
+            except FastServeError as failed:
+                error = failed
+                continue
+            if profile is not self.profile.model:
+                self.profile.replace(profile)
+                self._loop.policy.recalibrate()
+            self._loop.resume(self._executor, self._new_kv(self._loop.policy))
+            _log.info(
+                "the ranks are back after %.1f s: %s",
+                self.clock.now() - began_s,
+                self._describe_ranks(),
+            )
+            return True
+
+    def _take_inbox(self, *, wait: bool) -> bool:
+        """Arrivals and cancellations; with ``wait``, waits for one a while. False to stop."""
         while True:
             try:
                 item = self._inbox.get(block=wait, timeout=IDLE_CHECK_S)
@@ -293,7 +377,7 @@ class Engine:
                 return False
             if isinstance(item, Job):
                 self._loop.add(item)
-            else:
+            elif isinstance(item, int):
                 self._loop.cancel(item)
 
     def _fail(self, reason: str) -> None:
@@ -317,7 +401,7 @@ class Engine:
 
     # --- Start --------------------------------------------------------------------------------
 
-    def _load(self, timeout_s: float) -> Ready:
+    def _load(self) -> None:
         model = self.config.model
         self.model_config = load_model_config(
             model.model,
@@ -331,12 +415,10 @@ class Engine:
             self.model_config, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         )
         self.tokenizer = load_tokenizer(model.model, model.tokenizer, self.model_config)
-        check_batch_limits(self.config.scheduler, self.model_config.max_model_len)
-        ready = self._executor.start(Setup.of(self.config), timeout_s)
-        self.profile = self._load_profile(ready)
-        return ready
 
-    def _load_profile(self, ready: Ready) -> CorrectedLatency:
+    def _start_ranks(self, executor: OwnedExecutor) -> tuple[Ready, LatencyProfile]:
+        """Returns when they have loaded the model, with the latency profile of such ranks."""
+        ready = executor.start(Setup.of(self.config), self._start_timeout_s)
         identity = Identity.of(
             self.model_config,
             hardware=ready.hardware,
@@ -344,16 +426,30 @@ class Engine:
             block_size=self.config.kv_cache.block_size,
             parallel=self.config.parallel,
         )
-        limits = Limits.of(self.config, self.model_config.max_model_len, ready.num_blocks)
-        return CorrectedLatency(
-            load_or_measure(
-                cache_path(identity),
-                identity,
-                self._executor,
-                self.clock.now,
-                limits,
-                link_of(ready),
+        if self._profiled is None or self._profiled.identity.key != identity.key:
+            limits = Limits.of(self.config, self.model_config.max_model_len, ready.num_blocks)
+            self._profiled = load_or_measure(
+                cache_path(identity), identity, executor, self.clock.now, limits, link_of(ready)
             )
+        return ready, self._profiled
+
+    def _new_kv(self, policy: Policy) -> KVManager:
+        """For the ranks as they last were: no job has KV on them."""
+        ready, config = self._ready, self.config.kv_cache
+        tiers = TwoTierKV(
+            ready.num_blocks,
+            ready.num_host_blocks,
+            config.block_size,
+            incremental=config.incremental,
+        )
+        costs = SwapCosts(self.profile, ready.block_bytes, link_of(ready))
+        return KVManager(tiers, policy, config, costs, self.counters)
+
+    def _describe_ranks(self) -> str:
+        ready, kv_config = self._ready, self.config.kv_cache
+        return (
+            f"{ready.hardware}, {ready.num_blocks} KV blocks of {kv_config.block_size} tokens and "
+            f"{ready.num_host_blocks} on the host ({kv_config.strategy})"
         )
 
     def _observe(self, step: Step, elapsed_s: float) -> None:

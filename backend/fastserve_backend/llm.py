@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -14,12 +14,14 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine import Engine
 from fastserve_backend.errors import EngineError, OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput, JobStats, TokenLogprob
+from fastserve_backend.models.chat_template import Message
 from fastserve_backend.sampling_params import SamplingParams
 
 # A wait for the next output looks this often whether the engine takes more jobs.
 _CHECK_S = 1.0
 
 Prompt = str | Sequence[int]
+Conversation = Sequence[Message]
 
 
 @dataclass(slots=True)
@@ -83,7 +85,34 @@ class LLM:
             InvalidRequestError: a prompt or its parameters are not possible; nothing is generated.
             EngineError: the engine broke.
         """
-        jobs = _as_list(prompts)
+        return self._complete(_as_list(prompts), params, progress)
+
+    def chat(
+        self,
+        conversations: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """The model's answer to the last message of each conversation, by its chat template.
+
+        Args:
+            conversations: a list of messages with ``role`` and ``content``, or a list of such
+                lists.
+
+        Raises: as ``generate``, also where the model has no chat template.
+        """
+        one = bool(conversations) and isinstance(conversations[0], Mapping)
+        jobs = [conversations] if one else conversations
+        prompts = [self.engine.encode_chat(conversation) for conversation in jobs]  # type: ignore[arg-type]
+        return self._complete(prompts, params, progress)
+
+    def _complete(
+        self,
+        jobs: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool,
+    ) -> list[Completion]:
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(jobs)
         else:

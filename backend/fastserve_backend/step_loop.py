@@ -94,6 +94,8 @@ class StepLoop:
         self._step_ids = itertools.count()
         self._last_result_s: float | None = None
         self._copies: dict[int, Transfer] = {}  # unfinished
+        self._suspended_s: float | None = None  # since when there are no ranks
+        self._no_ranks_s = 0.0  # how long there were none, before that
 
     @property
     def is_idle(self) -> bool:
@@ -103,10 +105,11 @@ class StepLoop:
     def add(self, job: Job) -> None:
         """A new job. Its waiting counts from its arrival."""
         self._jobs[job.number] = job
-        self.policy.add(job, job.arrival_s)
-        self.kv.arrived(job, self._clock.now())
+        self.policy.add(job, self._serving_time(job.arrival_s))
+        self.kv.arrived(job, self._serving_time(self._clock.now()))
         self._delivery.open(job)
         self._counters.prompt_tokens += len(job.prompt_ids)
+        self._fail_if_too_long(job)  # admission may have asked the ranks before these
 
     def cancel(self, number: int) -> None:
         """End the job with CANCELLED; unknown numbers are ignored."""
@@ -127,6 +130,44 @@ class StepLoop:
             self._on_end(job, FinishReason.ERROR)
         self._jobs.clear()
 
+    def suspend(self, kv: KVManager) -> None:
+        """The ranks are lost, with all KV and whatever they had not answered: it is as if that had
+        never been sent. Until ``resume`` only jobs may come and be ended, nothing runs.
+
+        Args:
+            kv: in which no job has blocks.
+        """
+        self._suspended_s = self._clock.now()
+        self._last_result_s = None
+        self.num_running = 0
+        # All, not those of the flights alone: a batch may have been lost before it was one.
+        self.policy.not_run(list(self._jobs.values()))
+        for flight in self._flights:
+            for job, _ in flight.batch:
+                if job.state is JobState.FINISHED:  # while the step ran
+                    self.policy.remove(job)
+        self._flights.clear()
+        self._in_flight.clear()
+        self._returned.clear()
+        self._copies.clear()
+        self.kv = kv
+        for job in self._jobs.values():
+            job.num_computed = 0
+            if job.state is JobState.RUNNING:
+                job.state = JobState.PREEMPTED
+        self._flush()
+
+    def resume(self, executor: Executor, kv: KVManager) -> None:
+        """Go on with fresh ranks, on which no job has KV yet. Jobs that they have no room for, be
+        there no other, end with ERROR."""
+        assert self._suspended_s is not None
+        self._no_ranks_s += self._clock.now() - self._suspended_s
+        self._suspended_s = None
+        self._executor = executor
+        self.kv = kv
+        for job in list(self._jobs.values()):
+            self._fail_if_too_long(job)
+
     def turn(self) -> None:
         """Send a step if the ranks can take one, do the host's work, wait for what comes next.
 
@@ -138,8 +179,7 @@ class StepLoop:
         # The host's work for the last step, while the ranks compute this one. A job that a stop
         # word ends here may be part of this step: its blocks are freed after it, its new token
         # ignored.
-        for job in self._delivery.flush():
-            self._end(job, FinishReason.STOP)
+        self._flush()
         if not self._flights and not self._copies:
             self._last_result_s = None
             self._executor.check()
@@ -162,10 +202,21 @@ class StepLoop:
             self._counters.swap_stall_s += self._clock.now() - started_s
         return result
 
+    def _flush(self) -> None:
+        for job in self._delivery.flush():
+            self._end(job, FinishReason.STOP)
+
+    def _serving_time(self, time_s: float) -> float:
+        """``time_s`` on a clock that stands still while there are no ranks. Policy and KV manager
+        go by it: where nobody can run, nobody starves."""
+        if self._suspended_s is not None:
+            time_s = min(time_s, self._suspended_s)
+        return time_s - self._no_ranks_s
+
     def _schedule(self) -> None:
         """Choose the next batch, allocate its blocks and send it, if there is a job to run."""
         now = self._clock.now()
-        batch = self._allocate(now) if self._jobs else []
+        batch = self._allocate(self._serving_time(now)) if self._jobs else []
         if self.kv.holds_steps:
             self.policy.not_run([job for job, _ in batch])
             return
@@ -220,8 +271,9 @@ class StepLoop:
         counters.iteration_s += elapsed_s
         self._last_result_s = now
         ended = self._apply(flight, result, now, elapsed_s)
-        self.policy.iteration_done([job for job, _ in flight.batch], elapsed_s, now)
-        for job, _ in flight.batch:
+        jobs = [job for job, _ in flight.batch]
+        self.policy.iteration_done(jobs, elapsed_s, self._serving_time(now))
+        for job in jobs:
             if job.state is JobState.FINISHED:  # while the step ran
                 self._release(job)
         for job, reason in ended:
@@ -263,6 +315,18 @@ class StepLoop:
         if len(job.output_ids) >= job.params.max_tokens:
             return FinishReason.LENGTH
         return None
+
+    def _fail_if_too_long(self, job: Job) -> None:
+        device = self.kv.tiers.device
+        needed = len(job.prompt_ids) + job.params.max_tokens
+        capacity = device.num_blocks * device.block_size
+        if needed > capacity:
+            reason = (
+                f"prompt and output together are {needed} tokens, and since the ranks were "
+                f"restarted the KV cache holds {capacity}"
+            )
+            self._delivery.close(job, FinishReason.ERROR, reason)
+            self._end(job, FinishReason.ERROR)
 
     def _end(self, job: Job, reason: FinishReason) -> None:
         """Forget the job. What a running step uses is released when that step has ended."""

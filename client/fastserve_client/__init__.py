@@ -27,12 +27,14 @@ if TYPE_CHECKING:
         ServerUnavailable,
     )
     from fastserve_client.grpc_client import FastServeClient, TokenStream
-    from fastserve_client.options import SamplingOptions
+    from fastserve_client.options import Message, Prompt, SamplingOptions
     from fastserve_client.results import Chunk, Completion, PerfMetrics, TokenLogprob
 
 __all__ = [
     "FastServeClient",
     "TokenStream",
+    "Prompt",
+    "Message",
     "SamplingOptions",
     "Chunk",
     "Completion",
@@ -52,6 +54,8 @@ __all__ = [
 _MODULES = {
     "FastServeClient": "grpc_client",
     "TokenStream": "grpc_client",
+    "Prompt": "options",
+    "Message": "options",
     "SamplingOptions": "options",
     "DEFAULT_URL": "endpoint",
     "Endpoint": "endpoint",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from fastserve_client.results import Chunk, Completion
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from fastserve_client.options import SamplingOptions
+    from fastserve_client.options import Prompt, SamplingOptions
 
 # A prompt or a response can pass gRPC's default limit of 4 MiB; the server has its own limits.
 _CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
@@ -52,7 +52,7 @@ class FastServeClient:
 
     def stream(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         timeout_s: float | None = None,
         perf_metrics: bool = False,
@@ -62,7 +62,8 @@ class FastServeClient:
         """Sends the request now and returns an iterator over its chunks.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, token ids, or a conversation (a list of ``{"role": …, "content": …}``)
+                for the model's chat template.
             timeout_s: seconds for the whole request; ``None`` waits as long as it takes.
             perf_metrics: the last chunk carries the server's ``PerfMetrics``.
             request_id: appears in the server's logs; by default the server makes one up.
@@ -87,7 +88,7 @@ class FastServeClient:
 
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         *,
         timeout_s: float | None = None,
         perf_metrics: bool = False,

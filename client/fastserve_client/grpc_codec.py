@@ -9,26 +9,26 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from tritonclient.grpc import service_pb2
 
 from fastserve_client import protocol
 from fastserve_client.errors import InvalidRequest, ServerError
-from fastserve_client.options import encode_options
+from fastserve_client.options import Message, Prompt, encode_options
 from fastserve_client.results import Chunk, PerfMetrics, TokenLogprob
 
 
 def build_request(
     model: str,
-    prompt: str | Sequence[int],
+    prompt: Prompt,
     options: Mapping[str, Any],
     *,
     stream: bool,
     perf_metrics: bool = False,
     request_id: str = "",
 ) -> Any:
-    """A ``ModelInferRequest``. ``prompt`` is text, or token ids.
+    """A ``ModelInferRequest``.
 
     Raises:
         InvalidRequest: something that the wire cannot carry.
@@ -37,8 +37,10 @@ def build_request(
     request = service_pb2.ModelInferRequest(model_name=model, id=request_id)
     if isinstance(prompt, str):
         _add_text(request, protocol.TEXT_INPUT, prompt)
+    elif prompt and isinstance(prompt[0], Mapping):
+        _add_text(request, protocol.MESSAGES, _encode_messages(cast("Sequence[Message]", prompt)))
     else:
-        _add_token_ids(request, prompt)
+        _add_token_ids(request, cast("Sequence[int]", prompt))
     flags = {
         protocol.STREAM: stream,
         protocol.EXCLUDE_INPUT_IN_OUTPUT: True,
@@ -97,6 +99,16 @@ def _add_text(request: Any, name: str, text: str) -> None:
             f"{name}: got text that is not Unicode (character {error.start}); must be valid UTF-8"
         ) from None
     _add_tensor(request, name, "BYTES", 1, struct.pack("<I", len(data)) + data)
+
+
+def _encode_messages(messages: Sequence[Message]) -> str:
+    try:
+        return json.dumps([dict(message) for message in messages], ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"{protocol.MESSAGES}: got a message that is no mapping of strings ({error}); each "
+            "must have role and content"
+        ) from None
 
 
 def _add_token_ids(request: Any, token_ids: Sequence[int]) -> None:

@@ -8,6 +8,12 @@ from typing import Any, TypedDict
 
 from fastserve_client.errors import InvalidRequest
 
+Message = Mapping[str, str]
+"""``{"role": …, "content": …}``; roles are the model's, such as system, user and assistant."""
+
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or a conversation for the model's chat template."""
+
 
 class SamplingOptions(TypedDict, total=False):
     """Sampling and stopping; what is left out or ``None`` takes the server's default.

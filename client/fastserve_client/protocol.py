@@ -32,6 +32,11 @@ class TensorSpec:
 
 TEXT_INPUT: Final = "text_input"
 INPUT_IDS: Final = "input_ids"
+MESSAGES: Final = "messages"
+"""A conversation for the model's chat template: a JSON list of objects with the strings ``role``
+(such as system, user, assistant) and ``content``."""
+PROMPTS: Final = (TEXT_INPUT, INPUT_IDS, MESSAGES)
+"""A request has exactly one of them."""
 STREAM: Final = "stream"
 SAMPLING_PARAMETERS: Final = "sampling_parameters"
 """A JSON object with any of ``PARAMETER_KEYS``; a tensor of the same name beats it."""
@@ -63,6 +68,7 @@ the ``logprobs`` output lists for each generated token (it needs ``return_logpro
 INPUTS: Final = (
     TensorSpec(TEXT_INPUT, "BYTES"),
     TensorSpec(INPUT_IDS, "INT32", variable_length=True),
+    TensorSpec(MESSAGES, "BYTES"),
     TensorSpec(STREAM, "BOOL"),
     TensorSpec(SAMPLING_PARAMETERS, "BYTES"),
     TensorSpec(EXCLUDE_INPUT_IN_OUTPUT, "BOOL"),
@@ -132,11 +138,7 @@ OUTPUTS: Final = (
 )
 
 PARAMETER_KEYS: Final = (
-    *(
-        spec.name
-        for spec in INPUTS
-        if spec.name not in (TEXT_INPUT, INPUT_IDS, SAMPLING_PARAMETERS)
-    ),
+    *(spec.name for spec in INPUTS if spec.name not in (*PROMPTS, SAMPLING_PARAMETERS)),
     STOP,
     LOGPROBS,
 )

@@ -17,7 +17,7 @@ from fastserve_client.results import Chunk
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from fastserve_client.options import SamplingOptions
+    from fastserve_client.options import Prompt, SamplingOptions
 
 
 class ExitCode(IntEnum):
@@ -75,7 +75,7 @@ class Progress:
 
 
 def generate_to_terminal(
-    prompt: str,
+    prompt: Prompt,
     *,
     url: str = DEFAULT_URL,
     timeout_s: float | None = None,
@@ -93,7 +93,7 @@ def generate_to_terminal(
     """
     out = sys.stdout if out is None else out
     err = sys.stderr if err is None else err
-    writer = _TextWriter(out)
+    writer = TextWriter(out)
     progress = Progress(start_s=time.monotonic())
     code = ExitCode.FAILED
     try:
@@ -117,13 +117,13 @@ def generate_to_terminal(
             closing_line = f"error: {error}"
         writer.end_line()
     except BrokenPipeError:
-        _silence(out)
+        silence(out)
         return ExitCode.BROKEN_PIPE
     print(closing_line, file=err)
     return code
 
 
-class _TextWriter:
+class TextWriter:
     """Writes generated text as it comes; on a terminal without its control characters.
 
     A model can emit any character: an escape sequence could retitle, recolour or freeze the
@@ -157,7 +157,7 @@ _VISIBLE_CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) no
 _VISIBLE_CONTROLS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
-def _silence(out: TextIO) -> None:
+def silence(out: TextIO) -> None:
     """Points a broken ``out`` at nothing: the interpreter flushes it once more when it exits."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, out.fileno())

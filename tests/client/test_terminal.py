@@ -5,7 +5,7 @@ import socket
 
 import pytest
 from fastserve_client import Chunk
-from fastserve_client.terminal import ExitCode, Progress, _TextWriter, generate_to_terminal
+from fastserve_client.terminal import ExitCode, Progress, TextWriter, generate_to_terminal
 
 
 @pytest.fixture
@@ -63,25 +63,25 @@ def test_nothing_before_an_interruption() -> None:
 
 def test_a_terminal_sees_no_control_characters() -> None:
     out = _Terminal()
-    _TextWriter(out).write("a\x1b[31m\r\x00\x9b\tb\n")
+    TextWriter(out).write("a\x1b[31m\r\x00\x9b\tb\n")
     assert out.getvalue() == "a␛[31m␍␀\N{REPLACEMENT CHARACTER}\tb\n"
 
 
 def test_a_pipe_sees_the_text_as_it_is() -> None:
     out = io.StringIO()
-    _TextWriter(out).write("a\x1b[31m")
+    TextWriter(out).write("a\x1b[31m")
     assert out.getvalue() == "a\x1b[31m"
 
 
 def test_a_narrow_terminal_shows_a_question_mark() -> None:
     out = _Latin1Terminal()
-    _TextWriter(out).write("é語")
+    TextWriter(out).write("é語")
     assert out.getvalue() == "é?"
 
 
 def test_the_closing_line_starts_at_the_left() -> None:
     out = io.StringIO()
-    writer = _TextWriter(out)
+    writer = TextWriter(out)
     writer.end_line()
     writer.write("no line feed")
     writer.end_line()

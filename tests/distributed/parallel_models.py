@@ -38,7 +38,7 @@ DEADLINE_S = 30.0
 
 
 class ParallelLLM(LLM):
-    """An LLM whose block tables are checked at each step, over an executor of the test's choice."""
+    """An LLM whose block tables are checked at each step, and whose ranks can be reached."""
 
     def __init__(
         self,
@@ -47,10 +47,16 @@ class ParallelLLM(LLM):
         tensor_size: int,
         num_stages: int,
         *,
-        executor: DistributedExecutor | None = None,
+        kind: type[DistributedExecutor] = DistributedExecutor,
         **keys: Any,
     ) -> None:
-        self.executor = executor or DistributedExecutor()
+        self.executors: list[DistributedExecutor] = []
+        """Another one after each restart; the last is in use."""
+
+        def make() -> DistributedExecutor:
+            self.executors.append(kind())
+            return self.executors[-1]
+
         config = EngineConfig().with_keys(
             model=str(model),
             tokenizer=str(tokenizer),
@@ -60,7 +66,7 @@ class ParallelLLM(LLM):
             pipeline_parallel_size=num_stages,
             **({"device_blocks": 60, "swap_space_gib": 0.05, "max_num_seqs": 4} | keys),
         )
-        self.engine = Engine(config, executor=self.executor, check_integrity=True)
+        self.engine = Engine(config, make_executor=make, check_integrity=True)
         self.engine.start()
 
 

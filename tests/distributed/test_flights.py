@@ -105,8 +105,9 @@ def test_a_copy_that_one_rank_cannot_make_has_failed(two_stages: DistributedExec
 def test_the_engine_keeps_all_stages_at_work(
     num_stages: int, small_opt: Path, tokenizer: Path
 ) -> None:
-    executor = CountingExecutor()
-    with ParallelLLM(small_opt, tokenizer, 1, num_stages, executor=executor) as llm:
+    with ParallelLLM(small_opt, tokenizer, 1, num_stages, kind=CountingExecutor) as llm:
+        (executor,) = llm.executors
+        assert isinstance(executor, CountingExecutor)
         executor.most_flights = 0
         llm.generate([[5, 6, 7]] * 16, LONG, progress=False)
         assert executor.most_flights == num_stages

@@ -1,72 +1,21 @@
-"""Cancellation, admission, draining, and ranks that die or stop."""
+"""Cancellation, admission, draining, closing, and starts that fail."""
 
 from __future__ import annotations
 
 import os
 import signal
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.errors import ConfigError, DrainingError, EngineError, OverloadedError
-from fastserve_backend.executor import rank_processes
 from fastserve_backend.job import FinishReason, JobOutput
 from fastserve_backend.models.errors import ModelError
+from live_engine import DEADLINE_S, Collector, rank_of, small_engine, wait_until
 
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
-DEADLINE_S = 20.0
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
-    """Poll a condition that another process decides."""
-    deadline = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        pause.wait(0.005)
-
-
-class Collector:
-    """A sink that keeps outputs and knows when the job has ended."""
-
-    def __init__(self) -> None:
-        self.outputs: list[JobOutput] = []
-        self.started = threading.Event()
-        self.ended = threading.Event()
-
-    def __call__(self, output: JobOutput) -> None:
-        assert not self.ended.is_set(), "output after the end"
-        self.outputs.append(output)
-        self.started.set()
-        if output.finish_reason is not None:
-            self.ended.set()
-
-    def wait(self) -> JobOutput:
-        assert self.ended.wait(DEADLINE_S)
-        return self.outputs[-1]
-
-
-@contextmanager
-def small_engine(checkpoint: Path, tokenizer: Path, **options: object) -> Iterator[LLM]:
-    keys = {"max_num_seqs": 4, "device_blocks": 60} | options
-    with LLM(str(checkpoint), tokenizer=str(tokenizer), check_integrity=True, **keys) as llm:
-        yield llm
-
-
-def rank_of(llm: LLM) -> psutil.Process:
-    (rank,) = [
-        child
-        for child in psutil.Process().children()
-        if "fastserve_backend.worker" in child.cmdline()
-        and f"{llm.engine._executor._directory}" in " ".join(child.cmdline())  # type: ignore[attr-defined]
-    ]
-    return rank
 
 
 def test_cancelling_in_every_state_frees_everything(checkpoint: Path, tokenizer: Path) -> None:
@@ -133,49 +82,6 @@ def test_closing_cancels_what_runs_and_leaves_nothing_behind(
         llm.close()
         with pytest.raises((EngineError, DrainingError)):
             llm.engine.submit("j", [5], LONG, Collector())
-
-
-def test_a_killed_rank_fails_its_jobs_at_once(checkpoint: Path, tokenizer: Path) -> None:
-    with small_engine(checkpoint, tokenizer) as llm:
-        sinks = [Collector() for _ in range(8)]
-        for sink in sinks:
-            llm.engine.submit("j", [5], LONG, sink)
-        assert sinks[0].started.wait(DEADLINE_S)
-        rank_of(llm).kill()
-        killed = time.monotonic()
-        for sink in sinks:
-            output = sink.wait()
-            assert output.finish_reason is FinishReason.ERROR
-            assert output.error == "rank 0 died with exit code -9"
-        assert time.monotonic() - killed < 3
-        with pytest.raises(EngineError, match="rank 0 died"):
-            llm.engine.submit("j", [5], LONG, Collector())
-        with pytest.raises(EngineError):
-            llm.generate([[5]], LONG, progress=False)
-
-
-def test_a_rank_that_dies_while_idle_is_noticed(checkpoint: Path, tokenizer: Path) -> None:
-    with small_engine(checkpoint, tokenizer) as llm:
-        rank_of(llm).kill()
-        wait_until(lambda: llm.engine.failure is not None, 3)
-
-
-def test_a_stopped_rank_is_noticed(
-    checkpoint: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with small_engine(checkpoint, tokenizer) as llm:
-        monkeypatch.setattr(rank_processes, "HEARTBEAT_TIMEOUT_S", 2.5)
-        monkeypatch.setattr(rank_processes, "STOP_TIMEOUT_S", 0.5)
-        sink = Collector()
-        llm.engine.submit("j", [5], LONG, sink)
-        assert sink.started.wait(DEADLINE_S)
-        rank = rank_of(llm)
-        rank.send_signal(signal.SIGSTOP)
-        output = sink.wait()
-        assert output.finish_reason is FinishReason.ERROR
-        assert output.error is not None
-        assert "has not answered" in output.error
-        wait_until(lambda: not rank.is_running())
 
 
 def test_a_raising_sink_disturbs_nobody(checkpoint: Path, tokenizer: Path) -> None:

@@ -20,8 +20,16 @@ from fastserve_backend.models.hf_tokenizer import HFTokenizer
 from fastserve_backend.models.tokenizer import ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 VOCAB_SIZE = 420
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
@@ -332,10 +340,162 @@ class TestLoadTokenizer:
         with pytest.raises(ModelError, match=r"RobertaTokenizer without tokenizer\.json"):
             load_tokenizer("m", None, config(tmp_path, "auto"))
 
-    def test_not_byte_level(self, tmp_path: Path) -> None:
-        fast = FastTokenizer(models.WordLevel({"a": 0}, unk_token="a"))
-        fast.normalizer = normalizers.Lowercase()
-        fast.decoder = decoders.Metaspace()
+    @pytest.mark.parametrize(
+        ("model", "decoder"),
+        [
+            (models.WordLevel({"a": 0}, unk_token="a"), decoders.Metaspace()),
+            (models.WordPiece({"a": 0, "[UNK]": 1}), decoders.WordPiece()),
+            (models.Unigram([("a", 0.0), ("▁", -1.0)], 0), decoders.Metaspace()),
+            (models.BPE({"a": 0, "▁": 1}, []), decoders.Metaspace()),
+            (models.BPE({"a": 0}, [], byte_fallback=True), decoders.Fuse()),
+        ],
+        ids=lambda part: type(part).__name__,
+    )
+    def test_other_kinds(self, tmp_path: Path, model: Any, decoder: Any) -> None:
+        fast = FastTokenizer(model)
+        fast.decoder = decoder
         fast.save(str(tmp_path / "tokenizer.json"))
-        with pytest.raises(ModelError, match="is not byte-level"):
+        kind = type(decoder).__name__
+        with pytest.raises(
+            ModelError, match=rf"neither .* SentencePiece BPE \(its decoder is {kind}"
+        ):
             load_tokenizer("m", None, config(tmp_path, "auto"))
+
+
+# --- SentencePiece ---
+
+SENTENCEPIECE_SIZE = 360
+SENTENCEPIECE_TEXTS = [
+    "",
+    "Hello world",
+    "Hello  two   spaces",
+    "line\n\tbreak\r\n",
+    "naïve café 日本語 😀👩‍👩‍👧",
+    "<0x0A> is no newline",
+    "\x00\x7f\u2028",
+    "a ▁ b▁c",
+    "trailing ",
+]
+# Where the text begins or goes on after a special token, the styles differ.
+SPACED_TEXTS = [" ", " Hello", "    x", "a</s> b", "x<s>y", "<tool▁call>hi <tool▁call> ho"]
+
+
+def sentencepiece(style: str) -> FastTokenizer:
+    """A small tokenizer like Llama 2's: "legacy" as its tokenizer.json is, else with the
+    pre-tokenizer of newer conversions."""
+    special = ["<unk>", "<s>", "</s>"]
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    fast = FastTokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    fast.normalizer = normalizers.Sequence(spaces)
+    trainer = trainers.BpeTrainer(
+        vocab_size=345, special_tokens=[*special, *byte_tokens], show_progress=False
+    )
+    fast.train_from_iterator(["Hello world, this is a text for the tokenizer"] * 20, trainer)
+    # The trainer takes byte tokens for special ones, which match in a text.
+    fields = json.loads(fast.to_str())
+    fields["added_tokens"] = [one for one in fields["added_tokens"] if one["content"] in special]
+    fast = FastTokenizer.from_str(json.dumps(fields))
+    if style != "legacy":
+        fast.normalizer = None
+        fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=style, split=False)
+    fast.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    fast.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    fast.add_tokens([AddedToken("<tool▁call>", normalized=False)])
+    return fast
+
+
+def write_sentencepiece(directory: Path, style: str, tokenizer_class: str) -> Path:
+    sentencepiece(style).save(str(directory / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings = {"tokenizer_class": tokenizer_class, **named}
+    write_json(directory, "tokenizer_config.json", settings)
+    write_json(directory, "config.json", {"model_type": "llama"})
+    return directory
+
+
+@pytest.fixture(scope="module", params=["legacy", "first", "always", "never"])
+def both_sentencepiece(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    """(ours, transformers') from the same tokenizer.json."""
+    from transformers import AutoTokenizer
+
+    directory = write_sentencepiece(
+        tmp_path_factory.mktemp(request.param), request.param, "PreTrainedTokenizerFast"
+    )
+    return HFTokenizer(directory, SENTENCEPIECE_SIZE), AutoTokenizer.from_pretrained(directory)
+
+
+class TestSentencePiece:
+    @pytest.mark.parametrize("text", [*SENTENCEPIECE_TEXTS, *SPACED_TEXTS])
+    def test_equals_transformers(self, both_sentencepiece: Any, text: str) -> None:
+        """Decoding keeps the space that transformers takes from the beginning of every text."""
+        ours, theirs = both_sentencepiece
+        ids = ours.encode(text)
+        assert ids == theirs(text).input_ids
+        decoded = ours.decode(ids)
+        assert decoded.removeprefix(" ") == theirs.decode(ids, skip_special_tokens=True)
+
+    @pytest.mark.parametrize("text", SENTENCEPIECE_TEXTS)
+    def test_equals_transformers_class_for_llama(self, tmp_path: Path, text: str) -> None:
+        """Which treats spaces at the beginning in its own way, whatever tokenizer.json says."""
+        from transformers import AutoTokenizer
+
+        write_sentencepiece(tmp_path, "legacy", "LlamaTokenizer")
+        ours, theirs = (
+            HFTokenizer(tmp_path, SENTENCEPIECE_SIZE),
+            AutoTokenizer.from_pretrained(tmp_path),
+        )
+        assert type(theirs).__name__.startswith("Llama")
+        assert ours.encode(text) == theirs(text).input_ids
+
+    def test_a_space_at_the_beginning_is_a_token(self, tmp_path: Path) -> None:
+        """As in SentencePiece itself, which puts one space more before every text."""
+        write_sentencepiece(tmp_path, "legacy", "LlamaTokenizer")
+        ours = HFTokenizer(tmp_path, SENTENCEPIECE_SIZE)
+        assert ours.decode(ours.encode(" Hello")) == "  Hello"
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.text(max_size=40).filter(lambda text: "<" not in text and "▁" not in text))
+    def test_stream_never_breaks_a_character(self, both_sentencepiece: Any, text: str) -> None:
+        """Also of bytes that have a token each, such as those of an emoji."""
+        ours, _ = both_sentencepiece
+        text = text.replace("\ufffd", "")
+        pieces = streamed(ours, ours.encode(text))
+        assert "".join(pieces).removeprefix(" ") == text.removeprefix(" ")
+        assert not any("\ufffd" in piece for piece in pieces)
+        assert pieces[-1] == ""
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.integers(0, SENTENCEPIECE_SIZE + 3), max_size=40))
+    def test_stream_is_decode(self, both_sentencepiece: Any, ids: list[int]) -> None:
+        ours, _ = both_sentencepiece
+        assert "".join(streamed(ours, ids)) == ours.decode(ids)
+
+    def test_bytes_of_one_character(self, both_sentencepiece: Any) -> None:
+        ours, _ = both_sentencepiece
+        ids = [3 + byte for byte in "😀".encode()]
+        assert streamed(ours, ids) == ["", "", "", "😀", ""]
+        assert streamed(ours, ids[:2]) == ["", "", "\ufffd"]
+        assert ours.token_bytes(3 + 0x0A) == b"\n"
+
+    def test_special_tokens_are_silent(self, both_sentencepiece: Any) -> None:
+        ours, _ = both_sentencepiece
+        assert streamed(ours, [0, 1, 2]) == ["", "", "", ""]
+        added = ours.encode("<tool▁call>")[-1]
+        assert ours.token_bytes(added) == b"<tool call>"
+
+    @pytest.mark.parametrize("text", SENTENCEPIECE_TEXTS)
+    def test_max_token_bytes_bounds_the_text(self, both_sentencepiece: Any, text: str) -> None:
+        ours, _ = both_sentencepiece
+        assert len(text.encode()) <= len(ours.encode(text)) * ours.max_token_bytes

@@ -61,11 +61,12 @@ def prompt(label: str, field_name: str, **inputs: Any) -> Bad:
     return Bad(label, field_name, inputs, prompt=False)
 
 
+CHAT = '[{"role": "user", "content": "Hello"}]'
 NAN, INFINITY = float("nan"), float("inf")
 
 CASES = [
     # The prompt.
-    prompt("no prompt", "text_input, input_ids", max_tokens=4),
+    prompt("no prompt", "text_input, input_ids, messages", max_tokens=4),
     prompt("two prompts", "text_input, input_ids", text_input="a", input_ids=[5]),
     prompt("empty prompt", "text_input", text_input=""),
     prompt("invalid UTF-8", "text_input", text_input=b"ok \xff\xfe"),
@@ -78,6 +79,28 @@ CASES = [
     prompt("id beyond the vocabulary", "input_ids", input_ids=[5, 1024]),
     prompt("huge id", "input_ids", input_ids=[2**31 - 1]),
     prompt("room for no output", "max_tokens", input_ids=[5] * 4090),
+    # A conversation.
+    prompt("text and messages", "text_input, messages", text_input="a", messages=CHAT),
+    prompt("no JSON", "messages", messages="[{"),
+    prompt("deep JSON", "messages", messages="[" * 100_000),
+    prompt("no list", "messages", messages='{"role": "user", "content": "a"}'),
+    prompt("no messages", "messages", messages="[]"),
+    prompt("no object", "messages[0]", messages='["a"]'),
+    prompt("no content", "messages[0]", messages='[{"role": "user"}]'),
+    prompt("unknown key", "messages[0]", messages='[{"role": "a", "content": "b", "x": "c"}]'),
+    prompt(
+        "content that is no text",
+        "messages[0].content",
+        messages='[{"role": "user", "content": ["a"]}]',
+    ),
+    prompt("surrogate", "messages[0].content", messages='[{"role": "a", "content": "\\ud800"}]'),
+    prompt(
+        "prompt of a conversation",
+        "exclude_input_in_output",
+        messages=CHAT,
+        exclude_input_in_output=False,
+    ),
+    prompt("model without a template", "messages", messages=CHAT),
     # Lengths.
     tensor("max_tokens", 0),
     tensor("max_tokens", -1),

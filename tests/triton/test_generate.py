@@ -9,7 +9,6 @@ import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc.aio as aio_grpcclient
-from conftest import engine_options
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
@@ -24,6 +23,7 @@ from serving_client import (
     post,
     tensors,
 )
+from tiny_model import engine_options
 
 PROMPT = "Once upon a time"
 

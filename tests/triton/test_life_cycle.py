@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
-from conftest import START_TIMEOUT_S
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError, PortInUseError
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.runtime import RuntimeDirectory
-from serving_client import GENERATE, STATUS_HEADER, GrpcStream, post, wait_for
+from fastserve_client import protocol
+from serving_client import (
+    GENERATE,
+    STATUS_HEADER,
+    GrpcStream,
+    metric,
+    post,
+    used_blocks,
+    wait_for,
+)
+from tiny_model import START_TIMEOUT_S
 
 RESTART_TIMEOUT_S = 60.0
-# A broken rank must not leave clients waiting.
-RANK_DEATH_LIMIT_S = 3.0
+# Within this time a dead rank is noticed.
+NOTICE_LIMIT_S = 3.0
+RESTARTS = "fastserve_worker_restarts_total"
 SERVE = """
 import sys
 from pathlib import Path
@@ -65,13 +76,34 @@ def kill(pid: int | None) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def rank_pids(runtime: RuntimeDirectory) -> set[int]:
+    found = set()
+    for pid in runtime.processes():
+        with suppress(OSError):  # it has just ended
+            if b"fastserve_backend.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+    return found
+
+
 def rank_pid(runtime: RuntimeDirectory) -> int:
-    (pid,) = (
-        pid
-        for pid in runtime.processes()
-        if b"fastserve_backend.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    )
+    (pid,) = rank_pids(runtime)
     return pid
+
+
+def kill_next_rank(runtime: RuntimeDirectory, dead: set[int]) -> None:
+    """One that is not ``dead``, to which it is added."""
+    wait_for(lambda: bool(rank_pids(runtime) - dead), RESTART_TIMEOUT_S)
+    (pid,) = rank_pids(runtime) - dead
+    kill(pid)
+    dead.add(pid)
+
+
+def is_ready(server: TritonServer) -> bool:
+    url = f"{server.endpoints.http_url}/v2/models/{protocol.MODEL_NAME}/ready"
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def long_stream(server: TritonServer, headers: dict[str, str] | None = None) -> GrpcStream:
@@ -114,28 +146,21 @@ def test_everything_that_dies_is_restarted_a_few_times(
         server = start(tiny_config, tmp_path / "server.log")
         started.append((server.runtime, server.endpoints))
         try:
-            # A rank: its jobs fail with the reason, and new requests do too until the restart.
-            streams = [long_stream(server, headers=STATUS_HEADER) for _ in range(3)]
-            kill(rank_pid(server.runtime))
-            for stream in streams:
-                error = stream.until_error(RANK_DEATH_LIMIT_S)
-                assert error.status() == "StatusCode.INTERNAL"
-                assert "rank 0 died" in error.message()
-                stream.cancel()
-            wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
-
             # The stub: tritonserver would let its clients wait for ever.
             stream = long_stream(server)
             kill(server.runtime.stub_pid())
             assert stream.until_error(15.0)
             stream.cancel()
-            wait_for(lambda: is_serving(server, 2), RESTART_TIMEOUT_S)
+            wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
 
             # The server.
             stream = long_stream(server)
             kill(server.pid)
             assert stream.until_error(15.0)
             stream.cancel()
+            wait_for(lambda: is_serving(server, 2), RESTART_TIMEOUT_S)
+
+            kill(server.pid)
             wait_for(lambda: is_serving(server, 3), RESTART_TIMEOUT_S)
 
             # Enough.
@@ -145,6 +170,91 @@ def test_everything_that_dies_is_restarted_a_few_times(
         finally:
             server.stop()
             server.stop()
+
+
+def pressing_streams(server: TritonServer) -> list[GrpcStream]:
+    """More KV than the device has: 36 blocks each of 240."""
+    rng = random.Random(4)
+    return [
+        GrpcStream(
+            server.endpoints.grpc_url,
+            input_ids=[rng.randrange(3, 1024) for _ in range(500)],
+            stream=True,
+            max_tokens=60,
+            temperature=(0.0, 0.8)[number % 2],
+            seed=number,
+            ignore_eos=True,
+            return_finish_reason=True,
+        )
+        for number in range(12)
+    ]
+
+
+def test_streams_outlive_their_rank_until_it_has_died_too_often(
+    tiny_config: EngineConfig, tmp_path: Path
+) -> None:
+    with leaving_nothing() as started:
+        server = start(tiny_config, tmp_path / "server.log")
+        runtime, metrics_url = server.runtime, server.endpoints.metrics_url
+        started.append((runtime, server.endpoints))
+        try:
+            undisturbed = [stream.finish() for stream in pressing_streams(server)]
+            streams = pressing_streams(server)
+            streams[0].first_token()
+            dead: set[int] = set()
+            kill_next_rank(runtime, dead)
+            wait_for(lambda: metric(metrics_url, RESTARTS) == 1, NOTICE_LIMIT_S)
+            assert is_ready(server)  # jobs wait, and new ones may come
+            for stream, other in zip(streams, undisturbed, strict=True):
+                answer = stream.finish()
+                assert answer.error is None
+                assert answer.num_finals == 1
+                assert (answer.token_ids, answer.text) == (other.token_ids, other.text)
+                assert answer.outputs["finish_reason"] == b"length"
+            wait_for(lambda: used_blocks(metrics_url) == 0, 10.0)
+
+            stream = long_stream(server, headers=STATUS_HEADER)
+            for _ in range(3):
+                assert stream.answer.error is None
+                kill_next_rank(runtime, dead)
+            error = stream.until_error(NOTICE_LIMIT_S)
+            assert error.status() == "StatusCode.INTERNAL"
+            assert "given up after 3 restarts in 10 minutes" in error.message()
+            stream.cancel()
+            assert server.wait() == 1
+            assert "rank 0 died with exit code -9; given up" in (server.failure or "")
+            assert server.restarts == 0
+            assert not is_ready(server)
+        finally:
+            server.stop()
+
+
+BROKEN_ENGINE = """
+import os, signal, sys, threading
+from types import SimpleNamespace
+from fastserve_backend.serving.guard import ParentGuard
+
+guard = ParentGuard(None)
+guard.watch_engine(SimpleNamespace(failure=None, gave_up=False), lambda: True)
+print("works", flush=True)
+sys.stdin.readline()
+guard.watch_engine(SimpleNamespace(failure="rank 0 died", gave_up=True), lambda: True)
+threading.Event().wait()
+"""
+SERVER = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", sys.argv[1]])
+"""
+
+
+def test_a_server_without_a_launcher_ends_when_its_engine_is_broken() -> None:
+    command = [sys.executable, "-c", SERVER, BROKEN_ENGINE]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "works\n"
+        server.communicate("break\n", timeout=30.0)
+        assert server.returncode == -signal.SIGTERM
 
 
 def test_sigterm_finishes_streams_in_flight(tiny_config: EngineConfig, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import START_TIMEOUT_S
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving import launch
 from fastserve_backend.serving.launch import TritonServer
@@ -15,6 +14,7 @@ from fastserve_backend.serving.repository import (
     write_repository,
 )
 from fastserve_client import protocol
+from tiny_model import START_TIMEOUT_S
 
 
 def test_shipped_engine_file_has_every_default() -> None:

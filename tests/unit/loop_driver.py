@@ -112,8 +112,8 @@ class Rig:
     ) -> None:
         self.clock = VirtualClock()
         model = SimpleModel(num_stages)
-        self.executor = WatchedExecutor(model, self.clock, link)
-        self.delivery = CountingDelivery()
+        self.executor = self.make_executor(model, link)
+        self.delivery = self.make_delivery()
         self.counters = EngineCounters()
         tiers = TwoTierKV(num_blocks, num_host_blocks, BLOCK_SIZE, incremental=kv_cache.incremental)
         self.pool, self.host = tiers.device, tiers.host
@@ -133,6 +133,12 @@ class Rig:
             on_iteration=lambda step, elapsed_s: self.iterations_s.append(elapsed_s),
             check_integrity=True,
         )
+
+    def make_executor(self, model: LatencyModel, link: Link) -> WatchedExecutor:
+        return WatchedExecutor(model, self.clock, link)
+
+    def make_delivery(self) -> CountingDelivery:
+        return CountingDelivery()
 
     def turn(self, count: int = 1) -> float:
         """So many turns; returns the time after them."""
@@ -160,6 +166,6 @@ class Rig:
                     self.clock.advance_to(next_s)
                 continue
             self.executor.wake_s = next_s
-            self.loop.turn()
+            self.turn()
             self.num_turns += 1
             assert self.num_turns < MOST_TURNS, "the loop turns and nothing comes of it"

@@ -8,7 +8,7 @@ from fastserve_backend.errors import ConfigError
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.mlfq import MLFQ
-from fastserve_backend.scheduler.registry import check_batch_limits, make_policy
+from fastserve_backend.scheduler.registry import make_policy
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.srpt import SRPT
 from jobs import make_job
@@ -84,12 +84,15 @@ def test_recalibration_follows_the_profile_but_not_a_quantum_that_was_set() -> N
     assert fixed.quanta_s == (0.5, 1, 2, 4)
 
 
-def test_a_prompt_that_no_iteration_can_hold_is_refused_unless_it_runs_in_chunks() -> None:
-    config = EngineConfig().with_keys(max_num_batched_tokens=100)
-    check_batch_limits(config.scheduler, 100)
-    with pytest.raises(ConfigError, match=r"max_num_batched_tokens: got 100; .*max_model_len.*101"):
-        check_batch_limits(config.scheduler, 101)
-    check_batch_limits(config.with_keys(prefill_chunk_tokens=64).scheduler, 101)
+def test_prompts_longer_than_an_iteration_run_in_chunks_of_one() -> None:
+    config = EngineConfig().with_keys(max_num_batched_tokens=100).scheduler
+    policy = make_policy(config, TIMES, max_model_len=101)
+    assert "prefill in chunks of 100" in policy.describe()
+    policy.add(make_job(0, 101), 0.0)
+    assert [num_tokens for _, num_tokens in policy.select(0.0)] == [100]
+    assert "chunk" not in make_policy(config, TIMES, max_model_len=100).describe()
+    smaller = config.model_copy(update={"prefill_chunk_tokens": 64})
+    assert "chunks of 64" in make_policy(smaller, TIMES, max_model_len=101).describe()
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, -1, 1.5])

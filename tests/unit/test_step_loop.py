@@ -214,7 +214,7 @@ def test_a_job_cancelled_in_flight_keeps_its_blocks_until_its_step_ends() -> Non
 
 def test_a_waiting_or_preempted_job_is_cancelled_at_once() -> None:
     rig = Rig(skip_join())
-    long, waiting, short = make_job(0, 8), make_job(1, 16), make_job(2, 1)
+    long, waiting, short = (make_job(n, size, max_tokens=99) for n, size in enumerate((8, 16, 1)))
     rig.loop.add(long)
     rig.turn()
     rig.loop.add(waiting)
@@ -247,7 +247,7 @@ def test_a_stop_word_found_while_the_next_step_runs_ends_the_job_after_it() -> N
 def test_failure_ends_every_job_with_its_reason() -> None:
     rig = Rig(make("fcfs", one_job()), num_stages=2)
     for number in range(3):
-        rig.loop.add(make_job(number, 4))
+        rig.loop.add(make_job(number, 4, max_tokens=9))
     rig.turn()
     rig.loop.fail_all("rank 0 died")
     assert rig.ends == [(number, FinishReason.ERROR) for number in range(3)]

@@ -8,7 +8,7 @@ from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Ready, Set
 
 
 class Executor(Protocol):
-    """All methods are called by the engine's thread alone."""
+    """All methods are called by one thread at a time."""
 
     @property
     def can_submit(self) -> bool:
@@ -50,6 +50,11 @@ class OwnedExecutor(Executor, Protocol):
             ConfigError: the model or the configuration is at fault.
             EngineError: a rank died, or was not ready in time.
         """
+        ...
+
+    def kill(self) -> None:
+        """End all ranks at once, also stopped ones and those that load. From any thread, at any
+        time before ``close`` returns: a ``start`` under way then raises EngineError."""
         ...
 
     def close(self) -> None:

@@ -133,6 +133,9 @@ class DistributedExecutor:
             if isinstance(message, StageDone):
                 self._end_stage(rank, message)
 
+    def kill(self) -> None:
+        self._ranks.kill()
+
     def close(self) -> None:
         if self._closed:
             return

@@ -8,11 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 import zmq
 
 from fastserve_backend.errors import EngineError
+from fastserve_backend.interpreter import python_executable
 
 # A rank's heartbeat comes every second; after this long it is stopped or its machine is.
 HEARTBEAT_TIMEOUT_S = 8.0
@@ -102,6 +102,11 @@ class RankProcesses:
             assert process.stdin is not None
             process.stdin.close()
 
+    def kill(self) -> None:
+        """At once, without a wait; any thread may call it, and as often as it likes."""
+        for process in list(self._processes):
+            process.kill()
+
     def stop(self) -> None:
         """Wait for all to end, and kill those that do not within ``STOP_TIMEOUT_S``."""
         deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -123,11 +128,3 @@ class RankProcesses:
 
 def _death(rank: int, exit_code: int) -> str:
     return f"rank {rank} died with exit code {exit_code}"
-
-
-def python_executable() -> str:
-    """The interpreter that runs this code, also where Python is embedded in another program."""
-    running = Path(sys.executable or "")
-    if running.name.startswith("python"):
-        return str(running)
-    return str(Path(sys.prefix) / "bin" / "python3")

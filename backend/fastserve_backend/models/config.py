@@ -13,7 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
+from .embedded import EMBEDDED_MODEL, embedded_file
 from .errors import ModelError
+from .gguf import converted
 from .hub import download, is_hub_id
 from .registry import ARCHITECTURES
 
@@ -187,12 +189,13 @@ def load_model_config(
     dtype: str = "auto",
     max_model_len: int | None = None,
 ) -> ModelConfig:
-    """Describe `model`: a built-in name, a local directory in Hugging Face format, or a hub id.
+    """Describe `model`: a local directory in Hugging Face format, a GGUF file, a hub id, the
+    embedded model or a built-in name.
 
-    A hub id is downloaded here, weights included unless `load_format` is "dummy", so that every
-    rank finds the files in the cache. `device` is "cpu" or "cuda". `dtype` "auto" takes the
-    checkpoint's, except that float16 becomes bfloat16 on a CPU, which computes float16 slowly.
-    `max_model_len` in tokens, None for all that the model has positions for.
+    A hub id is downloaded here, weights included unless `load_format` is "dummy", and a GGUF file
+    converted, so that every rank finds the files in the cache. `device` is "cpu" or "cuda". `dtype`
+    "auto" takes the checkpoint's, except that float16 becomes bfloat16 on a CPU, which computes
+    float16 slowly. `max_model_len` in tokens, None for all that the model has positions for.
 
     Raises ModelError naming what is wrong and the remedy.
     """
@@ -244,24 +247,15 @@ def limit_model_len(requested: int | None, positions: int) -> int:
 
 
 def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
-    directory = Path(model).expanduser()
-    if not model or not directory.is_dir():  # an empty path would be the working directory
-        for arch in ARCHITECTURES.values():
-            builtin = arch.config_class().builtin.get(model)
-            if builtin is not None:
-                if load_format != "dummy":
-                    raise ModelError(
-                        f"model {model!r} is a built-in configuration without weights: use "
-                        "load_format dummy for random weights, or give a local directory or a "
-                        "Hugging Face id"
-                    )
-                return HFConfig(builtin, f"built-in {model}"), None
-        if not is_hub_id(model):
+    builtin = _builtin(model)
+    if builtin is not None and not Path(model).is_dir():
+        if load_format != "dummy":
             raise ModelError(
-                f"model {model!r} is no directory, no Hugging Face id (owner/name) and no built-in "
-                f"name; built-in names are {', '.join(builtin_names())}"
+                f"model {model!r} is a built-in configuration without weights: use load_format "
+                "dummy for random weights, or give a local directory or a Hugging Face id"
             )
-        directory = download(model, weights=load_format == "auto")
+        return HFConfig(builtin, f"built-in {model}"), None
+    directory = _directory(model, load_format)
     raw = _read_json(directory / "config.json", model)
     generation = directory / "generation_config.json"
     if generation.is_file():
@@ -274,6 +268,34 @@ def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
             "download them, or use load_format dummy for random weights"
         )
     return HFConfig(raw, str(directory / "config.json")), str(directory)
+
+
+def _builtin(model: str) -> Mapping[str, Any] | None:
+    for arch in ARCHITECTURES.values():
+        fields: Mapping[str, Any] | None = arch.config_class().builtin.get(model)
+        if fields is not None:
+            return fields
+    return None
+
+
+def _directory(model: str, load_format: LoadFormat) -> Path:
+    """The local directory in Hugging Face format that holds the model, made where it is not."""
+    path = Path(model).expanduser()
+    if model and path.is_dir():  # an empty path would be the working directory
+        return path
+    if model == EMBEDDED_MODEL:
+        return converted(embedded_file())
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model {model!r}: there is no such file")
+        return converted(path)
+    if is_hub_id(model):
+        return download(model, weights=load_format == "auto")
+    raise ModelError(
+        f"model {model!r} is no directory, no GGUF file, no Hugging Face id (owner/name) and no "
+        f"built-in name; built-in names are {EMBEDDED_MODEL} and, with load_format dummy, "
+        f"{', '.join(builtin_names())}"
+    )
 
 
 def _read_json(path: Path, model: str) -> dict[str, Any]:

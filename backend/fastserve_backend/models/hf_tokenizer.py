@@ -1,4 +1,8 @@
-"""Byte-level BPE tokenizers in Hugging Face's files, read with `tokenizers` alone.
+"""BPE tokenizers in Hugging Face's files, read with `tokenizers` alone.
+
+Two kinds are known, and what the bytes of a token are: byte-level ones (GPT-2, OPT, Llama 3), which
+spell each byte with a letter of its own, and SentencePiece's (LLaMA 1 and 2), which spell text, "▁"
+for a space and <0x0A> for a byte that no token has.
 
 `transformers.AutoTokenizer` would import torch. What it does for these files is small:
 tokenizer.json is taken as it is; vocab.json with merges.txt (as OPT and GPT-2 ship) make a GPT-2
@@ -9,14 +13,17 @@ special_tokens_map.json.
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
+from .chat_template import ChatTemplate, ChatTemplateError, Message
 from .errors import ModelError
-from .tokenizer import Tokenizer, utf8
+from .tokenizer import NO_CHAT_TEMPLATE, TokenizationError, Tokenizer, utf8
 
 _GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
 _GPT2_SPECIAL = "<|endoftext|>"  # GPT-2's begin, end and unknown token where no file names others
@@ -41,10 +48,15 @@ def has_tokenizer_files(directory: Path) -> bool:
 
 
 class HFTokenizer(Tokenizer):
-    """A byte-level BPE tokenizer from `directory`, for a model of `vocab_size` ids.
+    """A BPE tokenizer from `directory`, for a model of `vocab_size` ids.
 
-    `encode` equals `transformers.AutoTokenizer.from_pretrained(directory)(text).input_ids`. Raises
-    ModelError for missing, damaged or unsupported files.
+    `encode` equals `transformers.AutoTokenizer.from_pretrained(directory)(text).input_ids`, and
+    `encode_chat` its `apply_chat_template`. Two things differ for SentencePiece. Decoding keeps the
+    space before a text, because what is decoded continues a prompt. And spaces at the beginning of
+    a text are treated as tokenizer.json says, where transformers 5 has a way of its own for the
+    class LlamaTokenizer.
+
+    Raises ModelError for missing, damaged or unsupported files.
     """
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
@@ -54,15 +66,21 @@ class HFTokenizer(Tokenizer):
                 "merges.txt"
             )
         try:
-            fast = _load(directory)
+            settings = _settings(directory)
+            fast = _load(directory, settings)
+            template = ChatTemplate.load(directory, settings, _special_tokens(settings))
         except ModelError:
             raise
         except Exception as error:  # `tokenizers` raises plain Exception for a damaged file
             raise ModelError(f"tokenizer {str(directory)!r} cannot be read: {error}") from error
-        if not _is_byte_level(fast.decoder):
+        if isinstance(fast.decoder, decoders.ByteLevel):
+            self._to_bytes = _byte_level_bytes
+        elif _is_sentencepiece(fast):
+            self._to_bytes = _sentencepiece_bytes
+        else:
             raise ModelError(
-                f"tokenizer {str(directory)!r} is not byte-level (its decoder is "
-                f"{type(fast.decoder).__name__}); only byte-level BPE is supported"
+                f"tokenizer {str(directory)!r} is neither byte-level nor SentencePiece BPE (its "
+                f"decoder is {type(fast.decoder).__name__}); no other kind is supported"
             )
         largest = max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
         if largest >= vocab_size:
@@ -74,9 +92,10 @@ class HFTokenizer(Tokenizer):
         fast.no_truncation()
         fast.no_padding()
         self.vocab_size = vocab_size
-        # A byte-level symbol is one byte; added tokens are text, of up to 4 bytes a character.
+        # A byte-level symbol is one byte; all else is text, of up to 4 bytes a character.
         self.max_token_bytes = 4 * max(map(len, fast.get_vocab(with_added_tokens=True)))
         self._fast = fast
+        self._template = template
         self._special = {
             token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
         }
@@ -87,11 +106,22 @@ class HFTokenizer(Tokenizer):
         ids: list[int] = self._fast.encode(text).ids
         return ids
 
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        if self._template is None:
+            raise TokenizationError(NO_CHAT_TEMPLATE)
+        try:
+            text = self._template.render(messages)
+        except ChatTemplateError as error:
+            raise TokenizationError(f"the model's chat template refuses: {error}") from None
+        utf8(text)
+        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+        return ids
+
     def token_bytes(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)
         if known is None:
             token = None if token_id in self._special else self._fast.id_to_token(token_id)
-            known = self._bytes[token_id] = b"" if token is None else _to_bytes(token)
+            known = self._bytes[token_id] = b"" if token is None else self._to_bytes(token)
         return known
 
 
@@ -105,9 +135,10 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
-def _to_bytes(token: str) -> bytes:
+def _byte_level_bytes(token: str) -> bytes:
     """Bytes of a token's written form; with a letter outside the alphabet it is plain text."""
     try:
         return bytes(_BYTE_OF[letter] for letter in token)
@@ -115,12 +146,16 @@ def _to_bytes(token: str) -> bytes:
         return token.encode()
 
 
-def _is_byte_level(decoder: Any) -> bool:
-    return isinstance(decoder, decoders.ByteLevel)
+def _is_sentencepiece(fast: FastTokenizer) -> bool:
+    return bool(getattr(fast.model, "byte_fallback", False)) and "▁" in fast.get_vocab()
 
 
-def _load(directory: Path) -> FastTokenizer:
-    settings = _settings(directory)
+def _sentencepiece_bytes(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
+
+
+def _load(directory: Path, settings: dict[str, Any]) -> FastTokenizer:
     if (directory / "tokenizer.json").is_file():
         fast = FastTokenizer.from_file(str(directory / "tokenizer.json"))
         _add_special_tokens(fast, settings)
@@ -178,11 +213,21 @@ def _add_special_tokens(fast: FastTokenizer, settings: dict[str, Any]) -> None:
     )
     named = [settings.get(key) for key in _SPECIAL_KEYS]
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    if isinstance(extra, dict):  # tokens of this model alone, by name
+        extra = extra.values()
     known = set(fast.get_added_tokens_decoder())
     for value in [*named, *extra]:
         # A token that is there already keeps its own flags (such as eating the space before it).
         if value is not None and fast.token_to_id(_text(value)) not in known:
             fast.add_special_tokens([_token(value, special=True)])
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    """What a chat template knows by name."""
+    extra = settings.get("extra_special_tokens")
+    named = {key: settings.get(key) for key in _SPECIAL_KEYS}
+    named |= extra if isinstance(extra, dict) else {}
+    return {key: _text(value) for key, value in named.items() if value}
 
 
 def _text(value: str | dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 from .errors import ModelError
@@ -11,7 +12,8 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 _TIMEOUT_S = 10.0  # for the one small request that lists a repository
 
-_CONFIG_AND_TOKENIZER = ("*.json", "merges.txt")
+_CONFIG_AND_TOKENIZER = ("*.json", "merges.txt", "chat_template.jinja")
+_SAFETENSORS = "model*.safetensors"
 
 
 def is_hub_id(model: str) -> bool:
@@ -28,17 +30,18 @@ def download(model: str, *, weights: bool) -> Path:
     # Imported here: most runs use local directories and should not pay for the import.
     from huggingface_hub import HfApi, snapshot_download
 
-    patterns = list(_CONFIG_AND_TOKENIZER)
+    patterns = [*_CONFIG_AND_TOKENIZER, *([_SAFETENSORS] if weights else [])]
     try:
         if weights:
             # (list_repo_files would retry for 20 seconds where there is no network)
             files = HfApi().model_info(model, timeout=_TIMEOUT_S).siblings or []
-            safetensors = any(file.rfilename.endswith(".safetensors") for file in files)
-            patterns.append("model*.safetensors" if safetensors else "pytorch_model*.bin")
+            if not any(fnmatch(file.rfilename, _SAFETENSORS) for file in files):
+                patterns[-1] = "pytorch_model*.bin"
         return Path(snapshot_download(model, allow_patterns=patterns))
     except Exception as error:  # the hub client raises the errors of several libraries
         try:
-            return Path(snapshot_download(model, local_files_only=True))
+            # (with the patterns, because the client refuses a snapshot that lacks what it asks for)
+            return Path(snapshot_download(model, allow_patterns=patterns, local_files_only=True))
         except Exception:
             reason = next(iter(str(error).splitlines()), "")
             raise ModelError(

@@ -1,6 +1,6 @@
 """Text to token ids and back, without torch.
 
-Both tokenizers here are byte-level: every token stands for a run of bytes. Decoding joins the bytes
+Every token stands for a run of bytes. Decoding joins the bytes
 and reads them as UTF-8 with U+FFFD for what is broken, so a stream only has to remember the bytes
 of one unfinished character. (`tokenizers.decoders.DecodeStream` holds back for ever after a lone
 invalid byte, and decodes all that it holds on every step.)
@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ..errors import FastServeError
+from .chat_template import Message
 from .config import ModelConfig
 from .errors import ModelError
 from .hub import download, is_hub_id
@@ -21,6 +22,8 @@ from .hub import download, is_hub_id
 # Ids of OPT's special tokens, which the built-in tokenizer shares.
 _OPT_EOS = 2
 _NUM_SPECIAL = 4  # <s>, <pad>, </s>, <unk>
+
+NO_CHAT_TEMPLATE = "the model has no chat template; send a prompt as text"
 
 _CONSONANTS = "bcdfghjklmnpqrstvwxz"
 _VOWELS = "aeiou"
@@ -31,7 +34,7 @@ class TokenizationError(FastServeError):
 
 
 class Tokenizer(ABC):
-    """A byte-level tokenizer. Instances may be shared by threads."""
+    """Instances may be shared by threads."""
 
     vocab_size: int
     max_token_bytes: int
@@ -42,6 +45,13 @@ class Tokenizer(ABC):
         """Token ids of `text`, with the special tokens that the model expects around a prompt.
 
         Raises TokenizationError for a lone surrogate, which no UTF-8 can hold.
+        """
+
+    @abstractmethod
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the prompt after which the model answers the last message.
+
+        Raises TokenizationError as `encode`, and for messages that the template refuses.
         """
 
     @abstractmethod
@@ -99,6 +109,9 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         return [_OPT_EOS, *(byte + _NUM_SPECIAL for byte in utf8(text))]
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        raise TokenizationError(NO_CHAT_TEMPLATE)
 
     def token_bytes(self, token_id: int) -> bytes:
         if token_id >= self._first_word:

@@ -25,6 +25,10 @@ class CorrectedLatency(LatencyModel):
     """
 
     def __init__(self, model: LatencyModel) -> None:
+        self.replace(model)
+
+    def replace(self, model: LatencyModel) -> None:
+        """Predict by another model, of another machine: what was learned of the old one goes."""
         self.model = model
         self.num_stages = model.num_stages
         self._decode, self._prefill = _Ratio(), _Ratio()

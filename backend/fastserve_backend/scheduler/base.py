@@ -15,7 +15,7 @@ class BatchLimits:
 
     max_seqs: int
     max_tokens: int
-    """Prefill and decode tokens together; without chunks at least the longest job, or that one
+    """Prefill and decode tokens together; without chunks at least the longest job's, or that one
     would never run."""
     prefill_chunk_tokens: int | None = None
     """Most prefill tokens, all jobs together: a longer prefill runs in chunks, over several
@@ -105,8 +105,8 @@ class Policy(Protocol):
         ...
 
     def not_run(self, jobs: Sequence[Job]) -> None:
-        """These selected jobs did not run after all; they keep their places. Called before the
-        next ``select``."""
+        """Those of these jobs that are selected did not run after all; they keep their places.
+        Called before the next ``select``."""
         ...
 
     def recalibrate(self) -> None:

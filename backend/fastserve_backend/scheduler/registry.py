@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fastserve_backend.config import SchedulerSection
-from fastserve_backend.errors import ConfigError
 from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, Policy
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
@@ -18,21 +17,9 @@ from fastserve_backend.scheduler.srpt import SRPT
 STARVATION_TOKENS = 100
 
 
-def check_batch_limits(config: SchedulerSection, max_model_len: int) -> None:
-    """Raises ConfigError: the longest job of the model could never be scheduled."""
-    if config.prefill_chunk_tokens is None and config.max_num_batched_tokens < max_model_len:
-        raise ConfigError(
-            f"scheduler.max_num_batched_tokens: got {config.max_num_batched_tokens}; one prompt "
-            "may have as many tokens as the model allows, so it must be at least "
-            f"model.max_model_len ({max_model_len}), or set scheduler.prefill_chunk_tokens"
-        )
-
-
 def make_policy(config: SchedulerSection, times: IterationTimes, max_model_len: int) -> Policy:
     """The policy that ``config.policy`` names; derived values come from ``times`` and the SLO."""
-    limits = BatchLimits(
-        config.max_num_seqs, config.max_num_batched_tokens, config.prefill_chunk_tokens
-    )
+    limits = _batch_limits(config, max_model_len)
     if config.policy == "fcfs":
         return FCFS(limits)
     if config.policy == "fixed_priority":
@@ -43,6 +30,13 @@ def make_policy(config: SchedulerSection, times: IterationTimes, max_model_len: 
     if config.policy == "mlfq":
         return MLFQ(limits, quanta)
     return SkipJoinMLFQ(limits, quanta, times)
+
+
+def _batch_limits(config: SchedulerSection, max_model_len: int) -> BatchLimits:
+    chunk_tokens = config.prefill_chunk_tokens
+    if chunk_tokens is None and config.max_num_batched_tokens < max_model_len:
+        chunk_tokens = config.max_num_batched_tokens  # or the longest prompts could never run
+    return BatchLimits(config.max_num_seqs, config.max_num_batched_tokens, chunk_tokens)
 
 
 def _quanta(config: SchedulerSection, times: IterationTimes, max_model_len: int) -> Quanta:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from fastserve_client import protocol
@@ -34,13 +34,15 @@ _SPECS = {spec.name: spec for spec in protocol.INPUTS}
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A valid request. Exactly one of ``text`` and ``input_ids`` is set."""
+    """A valid request. Exactly one of ``text``, ``input_ids`` and ``messages`` is set."""
 
     text: str | None
     input_ids: list[int] | None
+    messages: list[dict[str, str]] | None
+    """A conversation, for the model's chat template: each with ``role`` and ``content``."""
     stream: bool
     include_input: bool
-    """The prompt's text comes first in ``text_output``; never with ``stream``."""
+    """The prompt's text comes first in ``text_output``; never with ``stream`` or ``messages``."""
     params: SamplingParams
     return_finish_reason: bool
     return_num_input_tokens: bool
@@ -60,21 +62,25 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
     Raises:
         InvalidRequestError: names the first field that is wrong.
     """
-    text, input_ids = _prompt(tensors)
+    prompt = _prompt(tensors)
     values = _Values(tensors, parameters)
     stream = values.boolean(protocol.STREAM)
     exclude_input = values.get(protocol.EXCLUDE_INPUT_IN_OUTPUT, _to_bool)
-    if stream and exclude_input is False:
+    answer_only = protocol.STREAM if stream else protocol.MESSAGES if prompt.messages else None
+    if answer_only is not None and exclude_input is False:
         raise InvalidRequestError(
-            protocol.EXCLUDE_INPUT_IN_OUTPUT, False, "must be true, or left out, with stream"
+            protocol.EXCLUDE_INPUT_IN_OUTPUT,
+            False,
+            f"must be true, or left out, with {answer_only}",
         )
     return_logprobs = values.boolean(protocol.RETURN_LOGPROBS)
     return_cumulative_logprob = values.boolean(protocol.RETURN_CUMULATIVE_LOGPROB)
     return GenerateRequest(
-        text=text,
-        input_ids=input_ids,
+        text=prompt.text,
+        input_ids=prompt.input_ids,
+        messages=prompt.messages,
         stream=stream,
-        include_input=not stream and not exclude_input,
+        include_input=answer_only is None and not exclude_input,
         params=_sampling_params(values, return_logprobs or return_cumulative_logprob),
         return_finish_reason=values.boolean(protocol.RETURN_FINISH_REASON),
         return_num_input_tokens=values.boolean(protocol.RETURN_NUM_INPUT_TOKENS),
@@ -85,22 +91,52 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
     )
 
 
-def _prompt(tensors: Mapping[str, NDArray[Any]]) -> tuple[str | None, list[int] | None]:
-    text_tensor = tensors.get(protocol.TEXT_INPUT)
-    ids_tensor = tensors.get(protocol.INPUT_IDS)
-    if (text_tensor is None) == (ids_tensor is None):
-        given = "neither" if text_tensor is None else "both"
-        allowed = f"exactly one of {protocol.TEXT_INPUT} and {protocol.INPUT_IDS} is required"
-        raise InvalidRequestError(f"{protocol.TEXT_INPUT}, {protocol.INPUT_IDS}", given, allowed)
-    if text_tensor is not None:
-        text = _to_text(protocol.TEXT_INPUT, _single(protocol.TEXT_INPUT, text_tensor))
-        if not text:
-            raise InvalidRequestError(protocol.TEXT_INPUT, text, "must not be empty")
-        return text, None
-    assert ids_tensor is not None
-    if ids_tensor.size == 0:
-        raise InvalidRequestError(protocol.INPUT_IDS, [], "at least one token id is required")
-    return None, ids_tensor.reshape(-1).tolist()
+class _Prompt(NamedTuple):
+    text: str | None = None
+    input_ids: list[int] | None = None
+    messages: list[dict[str, str]] | None = None
+
+
+def _prompt(tensors: Mapping[str, NDArray[Any]]) -> _Prompt:
+    given = [name for name in protocol.PROMPTS if name in tensors]
+    if len(given) != 1:
+        allowed = f"exactly one of {', '.join(protocol.PROMPTS)} is required"
+        what = " and ".join(given) or "none"
+        raise InvalidRequestError(", ".join(given or protocol.PROMPTS), what, allowed)
+    name, tensor = given[0], tensors[given[0]]
+    if name == protocol.INPUT_IDS:
+        if tensor.size == 0:
+            raise InvalidRequestError(name, [], "at least one token id is required")
+        return _Prompt(input_ids=tensor.reshape(-1).tolist())
+    text = _to_text(name, _single(name, tensor))
+    if name == protocol.MESSAGES:
+        return _Prompt(messages=_messages(text))
+    if not text:
+        raise InvalidRequestError(name, text, "must not be empty")
+    return _Prompt(text=text)
+
+
+def _messages(text: str) -> list[dict[str, str]]:
+    """A conversation from JSON; errors name the message, and quote nothing that was said."""
+    try:
+        messages = json.loads(text)
+    except (ValueError, RecursionError):
+        messages = None
+    if not isinstance(messages, list) or not messages:
+        allowed = "must be a JSON list of at least one message"
+        raise InvalidRequestError(protocol.MESSAGES, f"{len(text)} characters", allowed)
+    for index, message in enumerate(messages):
+        name = f"{protocol.MESSAGES}[{index}]"
+        if not isinstance(message, dict):
+            raise InvalidRequestError(name, type(message).__name__, "must be a JSON object")
+        if message.keys() != {"role", "content"}:
+            keys = ", ".join(message) or "no keys"
+            raise InvalidRequestError(name, keys, "must have the keys role and content")
+        for key, value in message.items():
+            if not isinstance(value, str):
+                raise InvalidRequestError(f"{name}.{key}", type(value).__name__, "must be a string")
+            _to_text(f"{name}.{key}", value)
+    return messages
 
 
 def _sampling_params(values: _Values, needs_logprobs: bool) -> SamplingParams:

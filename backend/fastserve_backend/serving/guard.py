@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from fastserve_backend.engine import Engine
 from fastserve_backend.serving.runtime import (
     LAUNCHER_VARIABLE,
     RuntimeDirectory,
@@ -28,8 +29,9 @@ _INTERVAL_S = 0.25
 
 class ParentGuard:
     """Polls. When the server is gone, this process ends at once (the ranks follow); when the
-    launcher is gone, the server is asked to end; when the engine broke, the launcher is told; when
-    the launcher wants to stop the server, the model is drained and the launcher told.
+    launcher is gone, the server is asked to end; when the engine broke, the launcher is told, or
+    where there is none the server asked to end, since Triton 24.10 would stay "ready"; when the
+    launcher wants to stop the server, the model is drained and the launcher told.
 
     A second guard needs no interpreter: a call to a server that was killed can hold the
     interpreter's lock for ever, so when this thread has not run for long, the process ends.
@@ -42,25 +44,21 @@ class ParentGuard:
         self._runtime = runtime
         self._server = os.getppid()
         self._launcher = _open_launcher()
-        self._engine_failure: Callable[[], str | None] = _no_failure
+        self._engine: Engine | None = None
         self._drain: Callable[[], bool] = _nothing_to_drain
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="parent-guard", daemon=True)
         self._thread.start()
 
-    def watch_engine(self, failure: Callable[[], str | None], drain: Callable[[], bool]) -> None:
-        """From now on there is an engine.
-
-        Args:
-            failure: says why the engine is broken, None while it works.
-            drain: refuses new requests and says whether none is left.
-        """
-        self._engine_failure = failure
+    def watch_engine(self, engine: Engine, drain: Callable[[], bool]) -> None:
+        """From now on there is an engine; ``drain`` refuses new requests and says whether none is
+        left."""
         self._drain = drain
+        self._engine = engine
 
     def release_engine(self) -> None:
         """The engine is about to be closed."""
-        self._engine_failure = _no_failure
+        self._engine = None
         self._drain = _nothing_to_drain
 
     def close(self) -> None:
@@ -84,27 +82,30 @@ class ParentGuard:
                     self._runtime.remove_shared_memory()
                     self._runtime.remove()
                 os._exit(1)
-            if not asked_to_end and self._launcher_is_gone():
-                logger.error("the launcher is gone; asking tritonserver to end")
+            reason_to_end = None if asked_to_end else self._reason_to_end()
+            if reason_to_end is not None:
+                logger.error("%s; asking tritonserver to end", reason_to_end)
                 with suppress(ProcessLookupError):  # it may have been killed a moment ago
                     os.kill(self._server, signal.SIGTERM)
                 asked_to_end = True
             if self._runtime is not None:
                 self._answer_launcher(self._runtime)
 
+    def _reason_to_end(self) -> str | None:
+        if self._launcher_is_gone():
+            return "the launcher is gone"
+        engine = self._engine
+        return engine.failure if self._launcher is None and engine is not None else None
+
     def _answer_launcher(self, runtime: RuntimeDirectory) -> None:
-        failure = self._engine_failure()
-        if failure is not None and runtime.failure() is None:
-            runtime.report_failure(failure)
+        engine = self._engine
+        if engine is not None and engine.failure is not None and runtime.failure() is None:
+            runtime.report_failure(engine.failure, gave_up=engine.gave_up)
         if runtime.drain_requested() and not runtime.drained() and self._drain():
             runtime.report_drained()
 
     def _launcher_is_gone(self) -> bool:
         return self._launcher is not None and bool(wait_readable(0.0, self._launcher))
-
-
-def _no_failure() -> str | None:
-    return None
 
 
 def _nothing_to_drain() -> bool:

@@ -18,6 +18,9 @@ from types import FrameType, TracebackType
 from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_METRICS_PORT
 
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.errors import FastServeError
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError
 from fastserve_backend.serving.installation import TritonInstallation
@@ -32,9 +35,6 @@ START_TIMEOUT_S = 600.0
 
 # About one start in eighty aborts inside tritonserver 24.10, before the model is asked anything.
 _START_TRIES = 3
-# A server that keeps dying has a cause that another restart will not remove.
-_MAX_RESTARTS = 3
-_RESTART_WINDOW_S = 600.0
 # How soon a broken engine, which its stub reports in a file, is noticed. Deaths wake at once.
 _WATCH_INTERVAL_S = 0.5
 
@@ -43,14 +43,16 @@ class _Trouble(enum.Enum):
     SERVER_DIED = enum.auto()
     STUB_DIED = enum.auto()
     ENGINE_FAILED = enum.auto()
+    RANKS_GIVEN_UP = enum.auto()
 
 
 class TritonServer:
     """A tritonserver that serves ``config``; a context manager that starts and stops it.
 
     A dead server or stub, or a broken engine, is answered with a restart of the whole server: only
-    that ends the streams of clients whose stub is gone. After three restarts in ten minutes it
-    gives up and ``wait`` returns 1.
+    that ends the streams of clients whose stub is gone. After three restarts in ten minutes, or
+    when the engine has restarted its ranks so often, it gives up: the server is ended, so that it
+    does not claim to be ready, and ``wait`` returns 1.
 
     Port 0 picks a free one; ``endpoints`` has it after ``start``.
 
@@ -111,7 +113,11 @@ class TritonServer:
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Returns when the model has generated a token.
 
+        What the model's files need, a download or a conversion, is done here, so that whoever waits
+        sees it; ``timeout_s`` begins after it.
+
         Raises:
+            ModelError: there is no such model, or it cannot be fetched or read.
             PortInUseError: another process has one of the ports.
             ModelLoadError: the model refused its configuration or checkpoint.
             LaunchError: no tritonserver, or it did not become ready within ``timeout_s``.
@@ -120,6 +126,8 @@ class TritonServer:
             raise LaunchError("a TritonServer starts once; make another one")
         self._warn_if_public()
         self._timeout_s = timeout_s
+        model = self._config.model
+        load_model_config(model.model, load_format=model.load_format)
         self._installation = TritonInstallation.find()
         self._endpoints = self._wanted.claim()
         self._runtime = RuntimeDirectory.create()
@@ -195,7 +203,7 @@ class TritonServer:
                 self._retire(kill=False)
 
     def _supervise(self) -> None:
-        restart_times: list[float] = []
+        limiter = RestartLimiter()
         while True:
             trouble = self._watch()
             if trouble is None:
@@ -203,17 +211,13 @@ class TritonServer:
                 self._server.drain()
                 self._clean_up()
                 return
-            now = time.monotonic()
-            restart_times = [t for t in restart_times if now - t < _RESTART_WINDOW_S]
             reason = self._describe(trouble)
             try:
-                if len(restart_times) == _MAX_RESTARTS:
-                    raise LaunchError(
-                        f"{reason}; given up after {_MAX_RESTARTS} restarts in "
-                        f"{_RESTART_WINDOW_S / 60:.0f} minutes"
-                    )
+                if trouble is _Trouble.RANKS_GIVEN_UP:
+                    raise LaunchError(reason)
+                if limiter.restart(time.monotonic()) is None:
+                    raise LaunchError(f"{reason}; given up after {limiter.describe()}")
                 logger.error("%s; restarting the server", reason)
-                restart_times.append(now)
                 assert self._server is not None
                 # With its stub gone, the server would wait in vain for the streams in flight.
                 self._retire(kill=trouble is not _Trouble.ENGINE_FAILED)
@@ -241,12 +245,13 @@ class TritonServer:
             if stub in ready:
                 return _Trouble.STUB_DIED
             if self._runtime.failure() is not None:
-                return _Trouble.ENGINE_FAILED
+                gave_up = self._runtime.gave_up()
+                return _Trouble.RANKS_GIVEN_UP if gave_up else _Trouble.ENGINE_FAILED
 
     def _describe(self, trouble: _Trouble) -> str:
         assert self._server is not None
         assert self._runtime is not None
-        if trouble is _Trouble.ENGINE_FAILED:
+        if trouble in (_Trouble.ENGINE_FAILED, _Trouble.RANKS_GIVEN_UP):
             return f"the engine failed: {self._runtime.failure()}"
         if trouble is _Trouble.SERVER_DIED:
             return f"tritonserver ended with code {self._server.exit_code}"
@@ -294,7 +299,7 @@ def serve(
         0 after a signal, also one during the start; 1 when the server was given up.
 
     Raises:
-        LaunchError: the server did not start.
+        ModelError, LaunchError: the server did not start.
     """
     server = TritonServer(
         config,
@@ -314,7 +319,7 @@ def serve(
         server.start(timeout_s)
         on_ready(server)
         return server.wait()
-    except LaunchError:
+    except FastServeError:
         if not server.stop_requested:
             raise
         return 0

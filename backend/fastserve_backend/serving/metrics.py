@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.5
 _LEAST_INTERVAL_S = 0.1
+# Without jobs little can change, but ranks may be restarted.
+_IDLE_INTERVAL_S = 2.0
 
 _GAUGES = {
     "fastserve_jobs": "Unfinished jobs by state",
@@ -39,6 +41,7 @@ _COUNTERS = {
     "fastserve_swap_stall_seconds_total": "Time in which all jobs that could run awaited copies",
     "fastserve_requests_total": "Ended jobs by finish reason",
     "fastserve_requests_rejected_total": "Requests refused before they became jobs",
+    "fastserve_worker_restarts_total": "Times that all ranks were started anew, one having died",
 }
 
 # (family, labels, value)
@@ -94,7 +97,7 @@ class MetricsPublisher:
             if last:
                 return
             self._closed.wait(_LEAST_INTERVAL_S)
-            self._activity.wait(_INTERVAL_S if busy else None)
+            self._activity.wait(_INTERVAL_S if busy else _IDLE_INTERVAL_S)
             self._activity.clear()
 
     def _publish(self) -> bool:
@@ -141,3 +144,4 @@ class MetricsPublisher:
             number = counters.finished[reason.value]
             yield "fastserve_requests_total", {"finish_reason": reason.value}, number
         yield "fastserve_requests_rejected_total", {}, self._num_rejected()
+        yield "fastserve_worker_restarts_total", {}, counters.worker_restarts

@@ -80,7 +80,7 @@ class TritonPythonModel:
         self._emitters = [
             Emitter(f"emitter-{index}", self._metrics.notice) for index in range(_NUM_EMITTERS)
         ]
-        self._guard.watch_engine(lambda: self._engine.failure, self._drain)
+        self._guard.watch_engine(self._engine, self._drain)
 
     def execute(self, requests: list[Any]) -> None:
         """Accepts or refuses each request; responses follow from the emitters."""
@@ -97,6 +97,11 @@ class TritonPythonModel:
                 self._num_rejected += 1
                 stream.push(_refusal(error))
         self._metrics.notice()
+
+    def is_ready(self) -> bool:
+        """Asked by releases of Triton later than 24.10, which never asks. While ranks are restarted
+        the model is ready: its jobs wait."""
+        return self._engine.failure is None
 
     def finalize(self) -> None:
         """Called when no request is left, or after the server's exit timeout."""
@@ -120,6 +125,8 @@ class TritonPythonModel:
         wanted = decode_request(tensors, request.parameters())
         if wanted.text is not None:
             prompt_ids = engine.encode(wanted.text)
+        elif wanted.messages is not None:
+            prompt_ids = engine.encode_chat(wanted.messages)
         else:
             assert wanted.input_ids is not None
             prompt_ids = wanted.input_ids

@@ -28,6 +28,7 @@ class RuntimeDirectory:
         self.path = path
         self._stub_file = path / "stub.pid"
         self._failure_file = path / "failure.txt"
+        self._given_up_file = path / "given-up"
         self._drain_file = path / "drain"
         self._drained_file = path / "drained"
 
@@ -70,8 +71,15 @@ class RuntimeDirectory:
         """Called by the stub before it loads the model."""
         _write_at_once(self._stub_file, str(os.getpid()))
 
-    def report_failure(self, reason: str) -> None:
-        """Called by the stub when the model cannot load, or its engine broke for good."""
+    def report_failure(self, reason: str, *, gave_up: bool = False) -> None:
+        """Called by the stub when the model cannot load, or its engine broke.
+
+        Args:
+            gave_up: the engine has restarted its ranks as often as it may; so restarting all of the
+                server would be once too often.
+        """
+        if gave_up:
+            self._given_up_file.touch()
         _write_at_once(self._failure_file, reason)
 
     def request_drain(self) -> None:
@@ -95,10 +103,15 @@ class RuntimeDirectory:
     def failure(self) -> str | None:
         return _read(self._failure_file)
 
+    def gave_up(self) -> bool:
+        """Of a ``failure``, whether it is one to give up after."""
+        return self._given_up_file.exists()
+
     def clear_reports(self) -> None:
         for file in (
             self._stub_file,
             self._failure_file,
+            self._given_up_file,
             self._drain_file,
             self._drained_file,
         ):

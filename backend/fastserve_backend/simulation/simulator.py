@@ -22,7 +22,7 @@ from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_backend.scheduler.registry import check_batch_limits, make_policy
+from fastserve_backend.scheduler.registry import make_policy
 from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.step_loop import StepLoop
 from fastserve_backend.worker.messages import Step
@@ -56,10 +56,8 @@ def simulate(
     Deterministic: the same arguments give the same result to the last bit.
 
     Raises:
-        ConfigError: the batch limits do not fit the longest job of the model.
         ValueError: a job exceeds ``max_model_len`` or the KV blocks.
     """
-    check_batch_limits(scheduler, max_model_len)
     capacity = min(max_model_len, memory.num_blocks * kv_cache.block_size)
     if any(job.prompt_tokens + job.output_tokens > capacity for job in trace):
         raise ValueError(f"a job is longer than {capacity} tokens")

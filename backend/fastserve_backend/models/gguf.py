@@ -1,0 +1,86 @@
+"""GGUF files, llama.cpp's format: converted once to a directory in Hugging Face's format.
+
+Without torch: the conversion has a process of its own, `gguf_conversion`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import platformdirs
+
+from fastserve_backend.interpreter import python_executable
+
+from .errors import ModelError
+
+# Part of the key of what is cached: to be raised when the same file is to give something else.
+_VERSION = 3
+
+# Minutes from a slow disk, for the largest model that a disk holds twice.
+_TIMEOUT_S = 3600.0
+
+_log = logging.getLogger(__name__)
+
+
+def converted(file: Path) -> Path:
+    """The directory with the safetensors, configuration, tokenizer and chat template of `file`.
+
+    Made at the first call, with a progress bar on stderr, and kept in the user's cache directory
+    until the file changes. Weights are dequantised to bfloat16. Safe to call from several
+    processes.
+
+    Raises ModelError for a file that is damaged or holds a model that cannot be served.
+    """
+    stat = file.stat()
+    version = f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{_VERSION}"
+    key = hashlib.sha256(version.encode()).hexdigest()[:16]
+    directory = Path(platformdirs.user_cache_dir("fastserve")) / "gguf" / f"{file.stem}-{key}"
+    if not directory.is_dir():
+        _log.info("converting %s to %s, once", file, directory)
+        try:
+            _make(file, directory)
+        except OSError as error:
+            raise ModelError(
+                f"{file}: cannot be converted to {directory} ({error}); set XDG_CACHE_HOME to a "
+                "directory that can be written to"
+            ) from error
+    return directory
+
+
+def _make(file: Path, directory: Path) -> None:
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory.parent) as scratch:
+        made = Path(scratch) / "model"
+        _convert(file, made)
+        try:
+            made.rename(directory)
+        except OSError:
+            if not directory.is_dir():  # if it is, another process was faster
+                raise
+
+
+def _convert(file: Path, target: Path) -> None:
+    command = [python_executable(), "-m", "fastserve_backend.models.gguf_conversion"]
+    # The process imports what this process imports, whatever path it was set up with.
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        subprocess.run(
+            [*command, str(file), str(target)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=True,
+        )
+    except subprocess.CalledProcessError as error:
+        reason = error.stdout.strip() or f"the conversion ended with exit code {error.returncode}"
+        raise ModelError(f"{file}: {reason}") from None
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"{file}: the conversion took over {_TIMEOUT_S:.0f} s") from None

@@ -1,0 +1,308 @@
+"""``python -m fastserve_backend.models.gguf_conversion FILE DIRECTORY``: GGUF to safetensors.
+
+A process of its own, because it needs torch. The format is read and dequantised by the `gguf`
+library, tensor by tensor, so that the model is never in memory as a whole; the tokenizer is read by
+transformers. What is wrong with the file goes to stdout in one line, with exit code 2.
+
+transformers can load GGUF files itself, but only whole, and without the rotary scaling of LLaMA
+models, which changes their answers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fastserve_backend.errors import FastServeError
+
+from .config import HFConfig
+from .errors import ModelError
+from .gguf_tokenizer import save_tokenizer
+from .llama_config import LlamaConfig
+from .rotary_config import read_rotary
+
+_LLAMA = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA]
+
+# Bytes of weights that are gathered before they are written to a file.
+_SHARD_BYTES = 2 * 2**30
+
+# Factors of the rotary frequencies, computed by llama.cpp's converter for Llama 3.1 and later.
+_ROPE_FACTORS = "rope_freqs.weight"
+
+# Optional fields of rotary scaling: GGUF's name -> Hugging Face's.
+_ROPE_OPTIONS = {
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+
+
+class GGUFFile:
+    """A LLaMA model in a GGUF file. Raises ModelError if it is anything else."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._reader = gguf.GGUFReader(path)
+        except (
+            Exception
+        ) as error:  # the library raises what numpy does for bytes that are not there
+            raise ModelError(f"damaged, or no GGUF file ({error})") from error
+        architecture = self.field("general.architecture")
+        if architecture != _LLAMA:
+            raise ModelError(
+                f"its architecture is {architecture!r}; GGUF files are supported for {_LLAMA!r} "
+                "(other architectures as Hugging Face checkpoints)"
+            )
+        if self.field("split.count", 1) > 1:
+            raise ModelError(
+                "one part of a model in several files; join them with `llama-gguf-split --merge`"
+            )
+
+    def field(self, key: str, default: Any = None) -> Any:
+        """The value of a metadata field."""
+        found = self._reader.fields.get(key)
+        return default if found is None else found.contents()
+
+    def config(self) -> dict[str, Any]:
+        """The fields of a Hugging Face config.json, of a model that can be served."""
+        tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        config: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "dtype": "bfloat16",
+            "vocab_size": len(self._required("tokenizer.ggml.tokens")),
+            "hidden_size": self._required("llama.embedding_length"),
+            "intermediate_size": self._required("llama.feed_forward_length"),
+            "num_hidden_layers": self._required("llama.block_count"),
+            "num_attention_heads": self._required("llama.attention.head_count"),
+            "num_key_value_heads": self.field("llama.attention.head_count_kv"),
+            "head_dim": self.field("llama.attention.key_length"),
+            "max_position_embeddings": self._required("llama.context_length"),
+            "rms_norm_eps": self._required("llama.attention.layer_norm_rms_epsilon"),
+            "attention_bias": "blk.0.attn_q.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "bos_token_id": self.field("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self._end_tokens(),
+        }
+        config = {key: value for key, value in config.items() if value is not None}
+        config["rope_parameters"] = self._rope(config)
+        # What cannot be served is refused before it is converted.
+        LlamaConfig.from_hf(
+            HFConfig(config, "its metadata"),
+            name="",
+            directory=None,
+            load_format="dummy",
+            dtype="bfloat16",
+            max_model_len=None,
+        )
+        return config
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and values, bfloat16, of a Hugging Face checkpoint."""
+        num_layers = self._required("llama.block_count")
+        names = _names(num_layers)
+        heads = self._required("llama.attention.head_count")
+        kv_heads = self.field("llama.attention.head_count_kv") or heads
+        for tensor in self._reader.tensors:
+            if tensor.name == _ROPE_FACTORS:
+                continue  # in the configuration
+            name = names.get(tensor.name)
+            if name is None:
+                raise ModelError(f"tensor {tensor.name!r} belongs to no plain LLaMA model")
+            try:
+                values = gguf.dequantize(tensor.data, tensor.tensor_type)
+                if ".attn_q." in tensor.name:
+                    values = _unpermute(values, heads)
+                elif ".attn_k." in tensor.name:
+                    values = _unpermute(values, kv_heads)
+            except (NotImplementedError, ValueError) as error:
+                raise ModelError(
+                    f"tensor {tensor.name!r} ({tensor.tensor_type.name}) cannot be read: {error}"
+                ) from error
+            # (a copy only where the library returns a view of the file: torch wants to own it)
+            own = np.require(values, requirements=["C", "W"])
+            yield name, torch.from_numpy(own).to(torch.bfloat16)
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self._reader.tensors)
+
+    @property
+    def num_weights(self) -> int:
+        return sum(int(tensor.n_elements) for tensor in self._reader.tensors)
+
+    def _required(self, key: str) -> Any:
+        value = self.field(key)
+        if value is None:
+            raise ModelError(f"metadata field {key} is missing")
+        return value
+
+    def _end_tokens(self) -> list[int]:
+        """End of text, and of a turn in chat where that is another token."""
+        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        return list(dict.fromkeys(token for key in keys if (token := self.field(key)) is not None))
+
+    def _rope(self, config: dict[str, Any]) -> dict[str, Any]:
+        rope: dict[str, Any] = {
+            "rope_type": "default",
+            "rope_theta": self.field("llama.rope.freq_base") or 1e4,
+        }
+        factor = self.field("llama.rope.scaling.factor") or self.field("llama.rope.scale_linear")
+        # As llama.cpp: a factor without a type is that of linear scaling.
+        kind = self.field("llama.rope.scaling.type") or ("linear" if factor else "none")
+        if kind not in ("none", "linear", "yarn"):
+            raise ModelError(
+                f"its rotary scaling is {kind!r}; supported are linear, yarn and that of Llama 3.1"
+            )
+        if kind != "none":
+            rope |= {
+                "rope_type": kind,
+                "factor": factor or self._required("llama.rope.scaling.factor"),
+            }
+            for theirs, ours in _ROPE_OPTIONS.items():
+                if (value := self.field(f"llama.rope.scaling.{theirs}")) is not None:
+                    rope[ours] = value
+        for tensor in self._reader.tensors:
+            if tensor.name == _ROPE_FACTORS:
+                factors = gguf.dequantize(tensor.data, tensor.tensor_type)
+                rope = _llama3(rope, factors.ravel().tolist(), config)
+        return rope
+
+
+def _llama3(rope: dict[str, Any], factors: list[float], config: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of Llama 3.1's scaling that give these factors of the frequencies."""
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    positions = config["max_position_embeddings"]
+    scaled = rope | {
+        "rope_type": "llama3",
+        "factor": max(factors),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    plain, wanted = (
+        read_rotary(
+            HFConfig({"rope_parameters": one}, "rope"), head_dim, positions, default_share=1
+        )
+        for one in (rope, scaled)
+    )
+    given = [one / factor for one, factor in zip(plain.frequencies, factors, strict=False)]
+    if len(factors) != len(plain.frequencies) or not all(
+        math.isclose(a, b, rel_tol=1e-3) for a, b in zip(given, wanted.frequencies, strict=True)
+    ):
+        raise ModelError(
+            f"the frequency factors in {_ROPE_FACTORS} are not those of Llama 3.1; use the "
+            "model's Hugging Face checkpoint"
+        )
+    return scaled
+
+
+def _names(num_layers: int) -> dict[str, str]:
+    """GGUF's names of a LLaMA model's tensors -> Hugging Face's."""
+    by_block = {
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    names = {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+    }
+    for layer in range(num_layers):
+        for theirs, ours in by_block.items():
+            for kind in ("weight", "bias"):
+                names[f"blk.{layer}.{theirs}.{kind}"] = f"model.layers.{layer}.{ours}.{kind}"
+    return names
+
+
+def _unpermute(values: Any, heads: int) -> Any:
+    """Rows of q or k from llama.cpp's order, whose rotation takes neighbours as pairs, to Hugging
+    Face's, which pairs the halves of a head: [heads * head_dim, ...], the same shape back."""
+    pairs = values.reshape(heads, -1, 2, *values.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(values.shape)
+
+
+def _save_tensors(file: GGUFFile, directory: Path) -> None:
+    """Write model-00001.safetensors, … and their index."""
+    shard: dict[str, Tensor] = {}
+    weight_map: dict[str, str] = {}
+    num_files = total_bytes = 0
+
+    def write() -> None:
+        nonlocal num_files, total_bytes
+        num_files += 1
+        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+        name = f"model-{num_files:05d}.safetensors"
+        save_file(shard, directory / name, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    with Progress(console=Console(stderr=True)) as progress:
+        tensors = progress.track(
+            file.tensors(), total=file.num_tensors, description="dequantising to bfloat16"
+        )
+        for name, tensor in tensors:
+            shard[name] = tensor
+            if sum(one.nbytes for one in shard.values()) >= _SHARD_BYTES:
+                write()
+    if shard:
+        write()
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    _write_json(directory / "model.safetensors.index.json", index)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def convert(path: Path, directory: Path) -> None:
+    """Write the model of a GGUF file to `directory`, which must not exist. Raises ModelError."""
+    console = Console(stderr=True, highlight=False)
+    console.print(f"converting {path.name}, once: reading", soft_wrap=True)
+    file = GGUFFile(path)
+    config = file.config()
+    needed, free = 2 * file.num_weights, shutil.disk_usage(directory.parent).free
+    if free < needed:
+        raise ModelError(
+            f"converting it takes {needed / 2**30:.1f} GiB in {directory.parent.parent}, where "
+            f"{free / 2**30:.1f} are free; free some, or set XDG_CACHE_HOME to a larger disk"
+        )
+    directory.mkdir()
+    _write_json(directory / "config.json", config)
+    save_tokenizer(path, file, directory, config["vocab_size"])
+    _save_tensors(file, directory)
+
+
+def main() -> int:
+    path, directory = (Path(argument) for argument in sys.argv[1:])
+    try:
+        convert(path, directory)
+    except FastServeError as error:
+        print(error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

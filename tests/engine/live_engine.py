@@ -1,0 +1,61 @@
+"""Driving an engine with real ranks from a test."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from fastserve_backend import LLM
+from fastserve_backend.job import JobOutput
+
+DEADLINE_S = 20.0
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
+    """Poll a condition that another process decides."""
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        pause.wait(0.005)
+
+
+class Collector:
+    """A sink that keeps outputs and knows when the job has ended."""
+
+    def __init__(self) -> None:
+        self.outputs: list[JobOutput] = []
+        self.started = threading.Event()
+        self.ended = threading.Event()
+
+    def __call__(self, output: JobOutput) -> None:
+        assert not self.ended.is_set(), "output after the end"
+        self.outputs.append(output)
+        self.started.set()
+        if output.finish_reason is not None:
+            self.ended.set()
+
+    def wait(self) -> JobOutput:
+        assert self.ended.wait(DEADLINE_S)
+        return self.outputs[-1]
+
+
+@contextmanager
+def small_engine(checkpoint: Path, tokenizer: Path, **options: object) -> Iterator[LLM]:
+    keys = {"max_num_seqs": 4, "device_blocks": 60} | options
+    with LLM(str(checkpoint), tokenizer=str(tokenizer), check_integrity=True, **keys) as llm:
+        yield llm
+
+
+def rank_of(llm: LLM) -> psutil.Process:
+    (rank,) = [
+        child
+        for child in psutil.Process().children()
+        if "fastserve_backend.worker" in child.cmdline()
+        and f"{llm.engine._executor._directory}" in " ".join(child.cmdline())  # type: ignore[attr-defined]
+    ]
+    return rank

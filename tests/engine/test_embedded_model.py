@@ -1,0 +1,131 @@
+"""A model that means what it says: its answers through the engine are those of transformers."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.job import FinishReason, JobOutput
+from fastserve_backend.models.embedded import EMBEDDED_MODEL, embedded_file
+from fastserve_backend.models.gguf import converted
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+# Far above what two float32 programs differ by, far below what tells two words apart.
+TIE = 1e-3
+
+QUESTIONS = [
+    "Why is the sky blue?",
+    "What is the capital of France? Answer in one word.",
+    "Translate to French: Good morning, my friend.",
+    "Write a Python function that reverses a list.",
+    "List three colours.",
+    "Repeat exactly: 🎉 你好 café",
+    "Count from 1 to 20.",
+]
+# The model goes on with what it sees: emoji and CJK, most of them in tokens of single bytes.
+TEXTS = ["🎉🚀🎉🚀🎉🚀🎉🚀🎉🚀", "你好世界。你好世界。你好世界。你好", "日本語の日本語の日本語の"]
+
+
+@pytest.fixture(scope="module")
+def small_llm() -> Iterator[LLM]:
+    """The embedded model in float32, with KV memory for a part of the jobs below."""
+    with LLM(
+        EMBEDDED_MODEL,
+        dtype="float32",
+        max_model_len=512,
+        device_blocks=40,
+        max_num_seqs=6,
+        swap_space_gib=0.1,
+        check_integrity=True,
+    ) as llm:
+        yield llm
+        snapshot = llm.engine.snapshot()
+        assert snapshot.free_blocks == snapshot.num_blocks
+
+
+@pytest.fixture(scope="module")
+def reference() -> PreTrainedModel:
+    directory = converted(embedded_file())
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def conversation(*contents: str) -> list[dict[str, str]]:
+    roles = ("user", "assistant")
+    return [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]
+
+
+def test_answers_are_the_greedy_ones_of_transformers(
+    small_llm: LLM, reference: PreTrainedModel
+) -> None:
+    engine = small_llm.engine
+    prompts = [engine.encode_chat(conversation(question)) for question in QUESTIONS]
+    prompts += [engine.encode(text) for text in TEXTS]
+    params = SamplingParams(max_tokens=80, temperature=0)
+    completions = small_llm.generate(prompts, params, progress=False)
+    assert sum(c.stats.num_preemptions for c in completions if c.stats is not None) > 0
+    assert {c.finish_reason for c in completions} == {FinishReason.STOP, FinishReason.LENGTH}
+    for prompt, completion in zip(prompts, completions, strict=True):
+        answer = completion.token_ids
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        chosen = logits[torch.arange(len(answer)), torch.tensor(answer)]
+        assert torch.all(chosen > logits.max(-1).values - TIE), completion.text
+    assert "Rayleigh" in completions[0].text
+    assert completions[1].text == "The capital of France is Paris."
+    assert "🎉🚀🎉🚀" in completions[len(QUESTIONS)].text
+    assert "世界" in completions[len(QUESTIONS) + 1].text
+
+
+def stream(llm: LLM, prompt: list[int], params: SamplingParams) -> list[JobOutput]:
+    outputs: queue.SimpleQueue[JobOutput] = queue.SimpleQueue()
+    llm.engine.submit("stream", prompt, params, outputs.put)
+    received = []
+    while not received or received[-1].finish_reason is None:
+        received.append(outputs.get(timeout=60))
+    return received
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_characters_of_several_tokens_are_streamed_whole(small_llm: LLM, text: str) -> None:
+    prompt = small_llm.engine.encode(text)
+    outputs = stream(small_llm, prompt, SamplingParams(max_tokens=40, temperature=0))
+    token_ids = [token for output in outputs for token in output.token_ids]
+    pieces = [output.text for output in outputs]
+    assert "".join(pieces) == small_llm.engine.tokenizer.decode(token_ids)
+    # Only the end, where max_tokens cuts, may hold half a character.
+    assert "\ufffd" not in "".join(pieces)[:-1]
+    assert any(output.token_ids and not output.text for output in outputs)
+
+
+def test_a_stop_word_ends_the_answer_before_it(small_llm: LLM) -> None:
+    question = conversation("Count from 1 to 20.")
+    greedy = SamplingParams(max_tokens=60, temperature=0)
+    whole = small_llm.chat([question], greedy, progress=False)[0]
+    assert "4. 4" in whole.text
+    stopped = small_llm.chat(
+        question, SamplingParams(max_tokens=60, temperature=0, stop=("4. 4",)), progress=False
+    )[0]
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.text == whole.text[: whole.text.index("4. 4")]
+
+
+def test_a_conversation_keeps_its_turns(small_llm: LLM, reference: PreTrainedModel) -> None:
+    greedy = SamplingParams(max_tokens=24, temperature=0)
+    first = conversation("What is the capital of France? Answer in one word.")
+    answer = small_llm.chat(first, greedy, progress=False)[0].text
+    turns = conversation(first[0]["content"], answer, "And of Italy?")
+    second = small_llm.chat(turns, greedy, progress=False)[0]
+    assert "Rome" in second.text
+    alone = small_llm.chat(conversation("And of Italy?"), greedy, progress=False)[0]
+    assert alone.text != second.text
+
+
+def test_a_conversation_that_is_too_long_is_refused(small_llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="takes at most 511"):
+        small_llm.chat(conversation("many words " * 400), progress=False)
+    with pytest.raises(InvalidRequestError, match=r"messages: got '\d+ characters'"):
+        small_llm.chat(conversation("x" * 1_000_000), progress=False)

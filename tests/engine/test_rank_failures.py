@@ -1,0 +1,215 @@
+"""Ranks that are killed or stopped while they serve: clients see a pause and nothing else."""
+
+from __future__ import annotations
+
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.errors import EngineError
+from fastserve_backend.executor import rank_processes
+from fastserve_backend.job import FinishReason, JobOutput, TokenLogprob
+from live_engine import DEADLINE_S, Collector, rank_of, small_engine, wait_until
+from small_model import VOCAB_SIZE
+
+NUM_JOBS = 20
+OUTPUT = 100
+# 40% of what the jobs need; quanta so short that they preempt each other at each token.
+UNDER_PRESSURE = {
+    "device_blocks": 80,
+    "swap_space_gib": 0.1,
+    "max_num_seqs": 6,
+    "base_quantum_ms": 0.01,
+}
+Jobs = list[tuple[list[int], SamplingParams]]
+
+
+@pytest.fixture(scope="module")
+def jobs(llm: LLM) -> Jobs:
+    """Greedy and sampled ones, with penalties, stop words and log-probabilities."""
+    rng = random.Random(12)
+    made = []
+    for index in range(NUM_JOBS):
+        params = SamplingParams(
+            max_tokens=OUTPUT,
+            temperature=(0.0, 0.9)[index % 2],
+            seed=index,
+            repetition_penalty=(1.0, 1.2)[index // 2 % 2],
+            logprobs=(None, 2)[index // 4 % 2],
+            ignore_eos=True,
+        )
+        prompt = [rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(1, 120))]
+        made.append((prompt, params))
+    for client, index in zip(submit(llm, made[::5]), range(0, NUM_JOBS, 5), strict=True):
+        client.wait()
+        word = "".join(output.text for output in client.outputs)[60:64]
+        prompt, params = made[index]
+        made[index] = prompt, replace(params, stop=(word,))
+    return made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(llm: LLM, jobs: Jobs) -> list[Collector]:
+    clients = submit(llm, jobs)
+    for client in clients:
+        client.wait()
+    ends = {client.outputs[-1].finish_reason for client in clients}
+    assert ends == {FinishReason.LENGTH, FinishReason.STOP}
+    return clients
+
+
+def submit(llm: LLM, jobs: Jobs, sinks: list[Collector] | None = None) -> list[Collector]:
+    clients = sinks or [Collector() for _ in jobs]
+    for (prompt, params), client in zip(jobs, clients, strict=True):
+        llm.engine.submit("job", prompt, params, client)
+    return clients
+
+
+def tokens(client: Collector) -> list[int]:
+    return [token for output in client.outputs for token in output.token_ids]
+
+
+def assert_the_same(client: Collector, other: Collector) -> None:
+    assert tokens(client) == tokens(other)
+    assert [one.text for one in client.outputs] == [one.text for one in other.outputs]
+    assert client.outputs[-1].finish_reason is other.outputs[-1].finish_reason
+    for entry, wanted in zip(logprobs(client), logprobs(other), strict=True):
+        assert entry.logprob == pytest.approx(wanted.logprob, abs=1e-3)
+        assert [token for token, _ in entry.top] == [token for token, _ in wanted.top]
+
+
+def logprobs(client: Collector) -> list[TokenLogprob]:
+    return [entry for output in client.outputs for entry in output.logprobs]
+
+
+class Trigger(Collector):
+    """Calls back when the job has so many outputs, before it can have more."""
+
+    def __init__(self, num_outputs: int, callback: Callable[[], None]) -> None:
+        super().__init__()
+        self._num_outputs = num_outputs
+        self._callback = callback
+
+    def __call__(self, output: JobOutput) -> None:
+        super().__call__(output)
+        if len(self.outputs) == self._num_outputs:
+            self._callback()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "skip_join_mlfq"},
+        {"policy": "srpt", "strategy": "reactive", "prefill_chunk_tokens": 30},
+        {"policy": "fcfs", "strategy": "defer"},
+    ],
+    ids=str,
+)
+def test_streams_under_load_outlive_a_killed_rank(
+    checkpoint: Path,
+    tokenizer: Path,
+    jobs: Jobs,
+    undisturbed: list[Collector],
+    options: dict[str, Any],
+) -> None:
+    with small_engine(checkpoint, tokenizer, **(UNDER_PRESSURE | options)) as llm:
+        clients = [Collector() for _ in jobs]
+        clients[1] = Trigger(40, rank_of(llm).kill)
+        submit(llm, jobs, clients)
+        for client in clients:
+            client.wait()
+        for client, other in zip(clients, undisturbed, strict=True):
+            assert_the_same(client, other)
+        counters = llm.engine.counters
+        assert counters.worker_restarts == 1
+        assert counters.finished.total() == NUM_JOBS
+        if options.get("strategy") != "defer":
+            assert counters.swap_out_bytes > 0
+        wait_until(lambda: llm.engine.snapshot().free_blocks == 80)
+        snapshot = llm.engine.snapshot()
+        assert snapshot.swapped == 0
+        assert sum(snapshot.level_sizes) == 0
+
+
+def test_a_stopped_rank_is_replaced(
+    checkpoint: Path,
+    tokenizer: Path,
+    jobs: Jobs,
+    undisturbed: list[Collector],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_processes, "HEARTBEAT_TIMEOUT_S", 2.5)
+    with small_engine(checkpoint, tokenizer) as llm:
+        stopped = rank_of(llm)
+        clients = [Trigger(10, lambda: stopped.send_signal(signal.SIGSTOP)), Collector()]
+        submit(llm, jobs[1:3], clients)
+        for client, other in zip(clients, undisturbed[1:3], strict=True):
+            client.wait()
+            assert_the_same(client, other)
+        assert not stopped.is_running()
+        assert llm.engine.counters.worker_restarts == 1
+
+
+def test_a_rank_that_dies_while_idle_is_replaced(
+    checkpoint: Path, tokenizer: Path, jobs: Jobs, undisturbed: list[Collector]
+) -> None:
+    with small_engine(checkpoint, tokenizer) as llm:
+        rank_of(llm).kill()
+        wait_until(lambda: llm.engine.counters.worker_restarts == 1, 3)
+        (client,) = submit(llm, jobs[:1])
+        client.wait()
+        assert_the_same(client, undisturbed[0])
+
+
+def test_closing_while_ranks_load_is_quick_and_leaves_nothing_behind(
+    checkpoint: Path,
+    tokenizer: Path,
+    jobs: Jobs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(psutil.Process().children())
+    with small_engine(checkpoint, tokenizer) as llm:
+        first = rank_of(llm)
+        (client,) = submit(llm, jobs[1:2], [Trigger(5, first.kill)])
+        wait_until(lambda: set(psutil.Process().children()) - before - {first} != set())
+        began_s = time.monotonic()
+        llm.close()
+        assert time.monotonic() - began_s < 1.0
+        assert client.wait().finish_reason is FinishReason.CANCELLED
+    assert set(psutil.Process().children()) <= before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_after_three_restarts_jobs_fail_with_the_reason(checkpoint: Path, tokenizer: Path) -> None:
+    dead = set(psutil.Process().children())  # and what is not this test's
+    with small_engine(checkpoint, tokenizer, max_num_seqs=2) as llm:
+        long = SamplingParams(max_tokens=300, ignore_eos=True)
+        clients = submit(llm, [([5], long)] * 20)
+        wait_until(lambda: llm.engine.snapshot().running > 0)
+        for _ in range(4):  # the first while it serves, the others while they load
+            wait_until(lambda: bool(set(psutil.Process().children()) - dead))
+            for rank in set(psutil.Process().children()) - dead:
+                rank.kill()
+                dead.add(rank)
+        killed_s = time.monotonic()
+        reason = "rank 0 died with exit code -9; given up after 3 restarts in 10 minutes"
+        for client in clients:
+            output = client.wait()
+            assert (output.finish_reason, output.error) == (FinishReason.ERROR, reason)
+        assert time.monotonic() - killed_s < 3
+        assert llm.engine.gave_up
+        with pytest.raises(EngineError, match=reason):
+            submit(llm, [([5], long)])
+        with pytest.raises(EngineError):
+            llm.generate([[5]], long, progress=False)
+        assert llm.engine.drain(DEADLINE_S)

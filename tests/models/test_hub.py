@@ -1,0 +1,272 @@
+"""Models by hub id: without network, from the cache, and from a server that imitates the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from fastserve_backend.models import ModelError, load_model_config
+from gguf_files import byte_level_bpe, random_llama
+from paged_executor import load
+from transformers import LlamaForCausalLM
+
+REPOSITORY = "owner/tiny"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+TIMEOUT_S = 60.0
+
+# Prints where the model came to and a prompt by its tokenizer and chat template.
+PROGRAM = """
+import sys
+from fastserve_backend.models import ModelError, load_model_config, load_tokenizer
+model, load_format = sys.argv[1:]
+try:
+    config = load_model_config(model, load_format=load_format)
+    tokenizer = load_tokenizer(model, None, config)
+    chat = tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "Hello"}]))
+    print(config.directory, chat, sep="|", end="")
+except ModelError as error:
+    print("ModelError:", error, end="")
+"""
+
+
+def run(
+    home: Path, endpoint: str | None, load_format: str = "auto", model: str = REPOSITORY
+) -> str:
+    """PROGRAM's output in a process of its own: the hub client reads its environment once."""
+    ignored = ("HF_", "HUGGINGFACE_", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(ignored)}
+    environment |= {"HF_HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    # Port 9 (discard) has no server: refused at once, also where there is a network.
+    environment["HF_ENDPOINT"] = endpoint or "http://127.0.0.1:9"
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, model, load_format],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class Hub:
+    """The requests of the hub client for one repository, answered from memory."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+        self.fetched: list[str] = []
+        self.cut: str | None = None
+        """A file whose connection ends halfway."""
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_HEAD(self) -> None:
+                hub.answer(self, body=False)
+
+            def do_GET(self) -> None:
+                hub.answer(self, body=True)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever)
+        self._thread.start()
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def answer(self, request: BaseHTTPRequestHandler, *, body: bool) -> None:
+        path = request.path.partition("?")[0]
+        repository, resolve = f"/api/models/{REPOSITORY}", f"/{REPOSITORY}/resolve/"
+        if path.startswith(f"{repository}/tree/"):
+            self._send(request, body, json.dumps([self._entry(name) for name in self.files]))
+        elif path == repository or path.startswith(f"{repository}/revision/"):
+            siblings = [{"rfilename": name} for name in self.files]
+            info = {"id": REPOSITORY, "sha": COMMIT, "siblings": siblings, "private": False}
+            self._send(request, body, json.dumps(info))
+        elif path.startswith(resolve) and path.split("/", 5)[-1] in self.files:
+            self._send_file(request, body, path.split("/", 5)[-1])
+        else:
+            request.send_response(404)
+            request.send_header("X-Error-Code", "RepoNotFound")
+            request.send_header("Content-Length", "0")
+            request.end_headers()
+
+    def _entry(self, name: str) -> dict[str, object]:
+        content = self.files[name]
+        return {
+            "type": "file",
+            "path": name,
+            "size": len(content),
+            "oid": hashlib.sha1(content).hexdigest(),
+        }
+
+    def _send(self, request: BaseHTTPRequestHandler, body: bool, text: str) -> None:
+        request.send_response(200)
+        request.send_header("Content-Type", "application/json")
+        request.send_header("Content-Length", str(len(text.encode())))
+        request.end_headers()
+        if body:
+            request.wfile.write(text.encode())
+
+    def _send_file(self, request: BaseHTTPRequestHandler, body: bool, name: str) -> None:
+        content = self.files[name]
+        start = 0
+        if (wanted := request.headers.get("Range")) is not None:
+            start = int(wanted.removeprefix("bytes=").partition("-")[0])
+        part = content[start:]
+        request.send_response(206 if start else 200)
+        request.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
+        request.send_header("X-Repo-Commit", COMMIT)
+        request.send_header("Accept-Ranges", "bytes")
+        if start:
+            end = len(content) - 1
+            request.send_header("Content-Range", f"bytes {start}-{end}/{len(content)}")
+        request.send_header("Content-Length", str(len(part)))
+        request.end_headers()
+        if not body:
+            return
+        self.fetched.append(name)
+        if name == self.cut:
+            request.wfile.write(part[: len(part) // 2])
+            request.close_connection = True
+        else:
+            request.wfile.write(part)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A repository's files, as transformers saves them, with what a page on the hub has besides."""
+    directory = tmp_path_factory.mktemp("repository")
+    model: LlamaForCausalLM = random_llama()
+    model.save_pretrained(directory)
+    byte_level_bpe().save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"bos_token": "<|begin|>"}')
+    (directory / "chat_template.jinja").write_text("{{ messages[0].content }} world")
+    files = {file.name: file.read_bytes() for file in directory.iterdir()}
+    extra = {"README.md": b"# Tiny", ".gitattributes": b"", "original/consolidated.00.pth": b"x"}
+    return files | extra
+
+
+@pytest.fixture
+def hub(checkpoint: dict[str, bytes]) -> Iterator[Hub]:
+    hub = Hub(dict(checkpoint))
+    yield hub
+    hub.close()
+
+
+def parts(output: str) -> tuple[Path, str]:
+    assert not output.startswith("ModelError"), output
+    directory, chat = output.split("|")
+    return Path(directory), chat
+
+
+def test_download_then_the_cache_alone(hub: Hub, tmp_path: Path) -> None:
+    directory, chat = parts(run(tmp_path, hub.endpoint))
+    assert directory.is_relative_to(tmp_path)
+    assert chat == "Hello world"
+    load(directory)
+    wanted = {"config.json", "generation_config.json", "model.safetensors"}
+    wanted |= {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert set(hub.fetched) == wanted
+    hub.fetched.clear()
+    assert parts(run(tmp_path, hub.endpoint)) == (directory, chat)
+    assert hub.fetched == []
+    assert parts(run(tmp_path, None)) == (directory, chat)
+
+
+def test_random_weights_need_no_weights(hub: Hub, tmp_path: Path) -> None:
+    parts(run(tmp_path, hub.endpoint, "dummy"))
+    assert "config.json" in hub.fetched
+    assert "model.safetensors" not in hub.fetched
+    parts(run(tmp_path, None, "dummy"))
+    # Without network the weights are not to be had now: the error is not that of a broken file.
+    assert "cannot be fetched from the Hugging Face hub (ConnectError" in run(tmp_path, None)
+
+
+@pytest.mark.parametrize("other", ["pytorch_model.bin", "adapter_model.safetensors"])
+def test_which_weights(hub: Hub, tmp_path: Path, other: str) -> None:
+    """safetensors of the model before pytorch_model.bin, and nothing else."""
+    hub.files[other] = b"never read"
+    if other.endswith(".safetensors"):
+        del hub.files["model.safetensors"]
+        state = io.BytesIO()
+        torch.save(random_llama().state_dict(), state)
+        hub.files["pytorch_model.bin"] = state.getvalue()
+    load(parts(run(tmp_path, hub.endpoint))[0])
+    weights = {name for name in hub.fetched if name.endswith((".bin", ".safetensors"))}
+    expected = "model.safetensors" if other.endswith(".bin") else "pytorch_model.bin"
+    assert weights == {expected}
+
+
+def test_interrupted_download_goes_on(hub: Hub, tmp_path: Path) -> None:
+    hub.cut = "model.safetensors"
+    output = run(tmp_path, hub.endpoint)
+    assert output.startswith(f"ModelError: model '{REPOSITORY}' is no local directory and cannot")
+    assert "\n" not in output
+    hub.cut = None
+    hub.fetched.clear()
+    load(parts(run(tmp_path, hub.endpoint))[0])
+    assert set(hub.fetched) == {"model.safetensors"}
+
+
+def test_no_such_repository(hub: Hub, tmp_path: Path) -> None:
+    output = run(tmp_path, hub.endpoint, model="owner/nothing")
+    assert "model 'owner/nothing' is no local directory and cannot be fetched" in output
+    assert "check the name and the network, or give a local directory" in output
+    assert "\n" not in output
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_without_network_the_error_comes_soon(tmp_path: Path, load_format: str) -> None:
+    start = time.monotonic()
+    output = run(tmp_path, None, load_format)
+    assert time.monotonic() - start < 15
+    assert output.startswith(f"ModelError: model '{REPOSITORY}' is no local directory and cannot")
+    assert output.endswith("check the name and the network, or give a local directory")
+    assert "\n" not in output
+
+
+def test_cache_of_another_program(checkpoint: dict[str, bytes], tmp_path: Path) -> None:
+    """A snapshot on disk as an older client left it, without a list of what it should hold."""
+    repository = tmp_path / "hub" / "models--owner--tiny"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    for name, content in checkpoint.items():
+        if "/" not in name:
+            (snapshot / name).write_bytes(content)
+    assert parts(run(tmp_path, None)) == (snapshot, "Hello world")
+    load(snapshot)
+
+
+def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ModelError, match="'mamba', expected one of opt, llama, gpt_neox"):
+        load_model_config(str(tmp_path), load_format="dummy")
+
+
+@pytest.mark.parametrize("name", ["owner/name/more", "owner/", "/name", "ow ner/name", "-a/b"])
+def test_no_hub_id(name: str) -> None:
+    with pytest.raises(ModelError, match=r"no Hugging Face id \(owner/name\)"):
+        load_model_config(name, load_format="auto")

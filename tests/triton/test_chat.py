@@ -1,0 +1,230 @@
+"""Conversations with the embedded model through the real server, and ``fastserve chat``."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.models.embedded import EMBEDDED_MODEL
+from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.launch import TritonServer
+from fastserve_client import FastServeClient, InvalidRequest
+from fastserve_client.terminal import ExitCode
+from serving_client import (
+    GENERATE,
+    GENERATE_STREAM,
+    http_stream,
+    metric,
+    post,
+    used_blocks,
+    wait_for,
+)
+from tiny_model import START_TIMEOUT_S
+
+DEADLINE_S = 60.0
+CAPITAL = "What is the capital of France? Answer in one word."
+LONG_STORY = "Tell a very long story about a lighthouse."
+
+
+@pytest.fixture(scope="module")
+def chat_endpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoints]:
+    config = EngineConfig().with_keys(
+        model=EMBEDDED_MODEL, dtype="float32", max_model_len=2048, swap_space_gib=0.1
+    )
+    log_path = tmp_path_factory.mktemp("chat") / "server.log"
+    triton = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
+    triton.start(START_TIMEOUT_S)
+    yield triton.endpoints
+    triton.stop()
+
+
+@pytest.fixture
+def client(chat_endpoints: Endpoints) -> Iterator[FastServeClient]:
+    with FastServeClient(chat_endpoints.grpc_url) as client:
+        yield client
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def test_messages_become_the_models_own_prompt(client: FastServeClient) -> None:
+    answer = client.generate([user(CAPITAL)], max_tokens=30, temperature=0)
+    assert answer.text == "The capital of France is Paris."
+    assert answer.finish_reason == "stop"
+    prompt = (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        f"<|im_end|>\n<|im_start|>user\n{CAPITAL}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert client.generate(prompt, max_tokens=30, temperature=0) == answer
+
+
+def test_earlier_turns_and_the_system_message_count(client: FastServeClient) -> None:
+    turns = [user(CAPITAL), assistant("The capital of France is Paris."), user("And of Italy?")]
+    answer = client.generate(turns, max_tokens=24, temperature=0)
+    assert "Rome" in answer.text
+    told = [{"role": "system", "content": "You are a cat."}, *turns]
+    other = client.generate(told, max_tokens=24, temperature=0)
+    assert other.num_input_tokens != answer.num_input_tokens
+
+
+def test_over_http_with_and_without_stream(chat_endpoints: Endpoints) -> None:
+    body = {"messages": json.dumps([user(CAPITAL)]), "max_tokens": 30, "temperature": 0}
+    whole = post(chat_endpoints.http_url, GENERATE, body)
+    assert whole.json()["text_output"] == "The capital of France is Paris."
+    with http_stream(chat_endpoints.http_url, {**body, "stream": True}) as events:
+        assert "".join(event["text_output"] for event in events) == whole.json()["text_output"]
+    assert post(chat_endpoints.http_url, GENERATE_STREAM, {"messages": "[]"}).status_code == 400
+
+
+def test_emoji_of_several_tokens_are_streamed_whole(client: FastServeClient) -> None:
+    chunks = list(client.stream("🎉🚀🎉🚀🎉🚀🎉🚀🎉🚀", max_tokens=40, temperature=0))
+    text = "".join(chunk.text for chunk in chunks)
+    assert "🎉🚀🎉🚀" in text
+    assert "\ufffd" not in text[:-1]  # max_tokens may cut the last one
+    assert any(chunk.token_ids and not chunk.text for chunk in chunks)
+
+
+def test_a_conversation_that_is_too_long_is_refused(client: FastServeClient) -> None:
+    with pytest.raises(InvalidRequest, match="takes at most 2047"):
+        client.generate([user("many words " * 1500)])
+
+
+# --- fastserve chat -----------------------------------------------------------------------------
+
+
+def chat_command(endpoints: Endpoints, *flags: str) -> list[str]:
+    program = "from fastserve_backend.cli import main; main()"
+    url = ["--url", endpoints.grpc_url]
+    return [sys.executable, "-c", program, "chat", *url, "--temperature", "0", *flags]
+
+
+class Terminal:
+    """``fastserve chat`` on a terminal of its own."""
+
+    def __init__(self, process: subprocess.Popen[bytes], screen: int) -> None:
+        self.process = process
+        self._screen = screen
+        self._unread = ""
+
+    def type(self, line: str) -> None:
+        os.write(self._screen, line.encode() + b"\n")
+
+    def end_of_input(self) -> None:
+        os.write(self._screen, b"\x04")  # Ctrl-D
+
+    def read_to(self, text: str) -> str:
+        """What appears, up to and with ``text``."""
+        deadline = time.monotonic() + DEADLINE_S
+        while text not in self._unread:
+            left_s = deadline - time.monotonic()
+            assert left_s > 0, self._unread
+            if select.select([self._screen], [], [], left_s)[0]:
+                self._unread += os.read(self._screen, 4096).decode(errors="replace")
+        seen, self._unread = self._unread.split(text, 1)
+        return seen
+
+
+@contextmanager
+def terminal(command: list[str]) -> Iterator[Terminal]:
+    screen, keyboard = pty.openpty()
+    environment = os.environ | {"TERM": "dumb"}
+    with subprocess.Popen(
+        command, stdin=keyboard, stdout=keyboard, stderr=keyboard, env=environment
+    ) as process:
+        os.close(keyboard)
+        try:
+            yield Terminal(process, screen)
+        finally:
+            process.kill()
+            os.close(screen)
+
+
+def test_chat_remembers_and_ctrl_c_stops_only_the_answer(
+    chat_endpoints: Endpoints, client: FastServeClient
+) -> None:
+    with terminal(chat_command(chat_endpoints, "--max-tokens", "1500")) as chat:
+        chat.read_to("> ")
+        chat.type(CAPITAL)
+        chat.read_to("Paris.")
+        chat.read_to("> ")
+        chat.type("And of Italy?")
+        assert "Rome" in chat.read_to("> ")
+
+        chat.type(LONG_STORY)
+        chat.read_to("lighthouse")  # the echo of what was typed
+        chat.read_to("lighthouse")
+        chat.process.send_signal(signal.SIGINT)
+        chat.read_to("(stopped)")
+        wait_for(lambda: used_blocks(chat_endpoints.metrics_url) == 0, DEADLINE_S)
+        chat.read_to("> ")
+        chat.process.send_signal(signal.SIGINT)  # nothing to stop: a hint, and it goes on
+        chat.read_to("Ctrl-D ends")
+        chat.read_to("> ")
+
+        chat.type("/clear")
+        chat.read_to("> ")
+        chat.type("And of Italy?")
+        forgotten = chat.read_to("> ")
+        alone = client.generate([user("And of Italy?")], max_tokens=1500, temperature=0)
+        assert alone.text.split()[:8] == forgotten.split()[3:11]  # after the echo
+
+        chat.end_of_input()
+        assert chat.process.wait(DEADLINE_S) == ExitCode.OK
+    assert metric(chat_endpoints.metrics_url, "fastserve_jobs", state="running") == 0
+
+
+def test_chat_takes_messages_from_a_pipe(chat_endpoints: Endpoints) -> None:
+    done = subprocess.run(
+        chat_command(chat_endpoints, "--max-tokens", "24"),
+        input=f"{CAPITAL}\n\nAnd of Italy?\n",
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == ExitCode.OK
+    first, second = done.stdout.splitlines()[:2]
+    assert first == "The capital of France is Paris."
+    assert "Rome" in second
+    assert ">" not in done.stdout
+
+
+def test_a_message_that_is_refused_is_not_kept(chat_endpoints: Endpoints) -> None:
+    done = subprocess.run(
+        chat_command(chat_endpoints, "--max-tokens", "24"),
+        input=f"{'many words ' * 1500}\n{CAPITAL}\n",
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.stderr.startswith("error: text_input: got")
+    assert done.stdout == "The capital of France is Paris.\n"
+    assert done.returncode == ExitCode.OK
+
+
+def test_chat_without_a_server_says_so() -> None:
+    command = [sys.executable, "-c", "from fastserve_backend.cli import main; main()", "chat"]
+    done = subprocess.run(
+        [*command, "--url", "grpc://127.0.0.1:9"],
+        input="Hello\n",
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == ExitCode.FAILED
+    assert done.stderr.startswith("error: ")
+    assert "127.0.0.1:9" in done.stderr

@@ -1,0 +1,61 @@
+"""Ranks without a model whose tokens still depend on all that a model's do."""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+
+import numpy as np
+from fastserve_backend.worker.messages import CopyBlocks, Sampling, Step
+
+# The tokens of a to t in a byte-level tokenizer.
+FIRST_TOKEN = 4 + ord("a")
+NUM_TOKENS = 20
+
+
+class RememberedKV:
+    """What a rank's KV blocks hold, which is here the ids of the tokens themselves.
+
+    A job's next token is a hash of all tokens that its block table leads to, and of what its
+    sampling adds. So KV that is missing, stale or another job's changes tokens.
+    """
+
+    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        self._device = np.full((num_blocks, block_size), -1, np.int32)
+        self._host = np.full((num_host_blocks, block_size), -1, np.int32)
+
+    def run(self, step: Step) -> bytes:
+        """The new token of each job that samples, int32."""
+        ids = np.frombuffer(step.token_ids, np.int32)
+        counts, starts = array("i", step.query_lens), array("i", step.starts)
+        blocks = np.frombuffer(step.block_ids, np.int32)
+        tables = np.split(blocks, np.cumsum(array("i", step.block_counts))[:-1])
+        tokens = array("i")
+        num_sampling = len(counts) - step.num_partial
+        end = 0
+        for row, (count, start, table) in enumerate(zip(counts, starts, tables, strict=True)):
+            begin, end = end, end + count
+            kv = self._device[table].reshape(-1)
+            kv[start : start + count] = ids[begin:end]
+            self._device[table] = kv.reshape(len(table), -1)
+            if row < num_sampling:
+                tokens.append(_token(kv[: start + count], step.sampling, row))
+        return tokens.tobytes()
+
+    def copy(self, blocks: CopyBlocks) -> None:
+        device, host = array("i", blocks.device_blocks), array("i", blocks.host_blocks)
+        if blocks.is_out:
+            self._host[host] = self._device[device]
+        else:
+            self._device[device] = self._host[host]
+
+
+def _token(ids: np.ndarray, sampling: Sampling | None, row: int) -> int:
+    value = zlib.crc32(ids.tobytes())
+    if sampling is not None:
+        if np.frombuffer(sampling.temperature, np.float32)[row] > 0:
+            value = zlib.crc32(sampling.uniform[8 * row : 8 * row + 8], value)
+        for penalties in sampling.penalties:
+            if penalties.row == row:
+                value = zlib.crc32(penalties.prompt_ids + penalties.output_ids, value)
+    return FIRST_TOKEN + value % NUM_TOKENS

@@ -1,0 +1,279 @@
+"""Ranks that are lost at random moments: nobody sees it in a job's tokens."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from fastserve_backend.clock import VirtualClock
+from fastserve_backend.config import KVCacheSection
+from fastserve_backend.delivery import Delivery
+from fastserve_backend.errors import EngineError
+from fastserve_backend.job import FinishReason, Job, JobOutput, JobState
+from fastserve_backend.kv_cache.manager import KVManager
+from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
+from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.models.tokenizer import ByteTokenizer
+from fastserve_backend.profile.iteration import LatencyModel
+from fastserve_backend.sampling_params import SamplingParams
+from fastserve_backend.scheduler.base import BatchLimits, Policy
+from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step, StepResult
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import make_job
+from loop_driver import BLOCK_BYTES, BLOCK_SIZE, Rig, WatchedExecutor
+from policies import POLICIES, make, skip_join
+from remembering_ranks import RememberedKV
+
+LINK = Link(0.4, 0.3)
+NUM_JOBS = 16
+LONGEST = 16 + 12  # tokens of a job
+STRATEGIES = ("defer", "recompute", "reactive", "proactive")
+FOR_EVER = 10**9
+DOWN_S = 50.0  # more than it takes to starve
+
+
+class MortalRanks(WatchedExecutor):
+    """Ranks that are lost at the call with a certain number."""
+
+    def __init__(
+        self, model: LatencyModel, clock: VirtualClock, kv: RememberedKV, calls_to_live: int
+    ) -> None:
+        super().__init__(model, clock, LINK)
+        self._kv = kv
+        self._calls_to_live = calls_to_live
+        self._sent: dict[int, CopyBlocks] = {}
+
+    def submit(self, step: Step) -> None:
+        self._live()
+        super().submit(step)
+        self._unfinished[-1][1].token_ids = self._kv.run(step)
+
+    def copy(self, blocks: CopyBlocks) -> None:
+        self._live()
+        super().copy(blocks)
+        self._sent[blocks.transfer_id] = blocks
+
+    def collect(self) -> StepResult | CopyResult | None:
+        self._live()
+        result = super().collect()
+        if isinstance(result, CopyResult):
+            self._kv.copy(self._sent.pop(result.transfer_id))
+        return result
+
+    def check(self) -> None:
+        self._live()
+
+    def _live(self) -> None:
+        self._calls_to_live -= 1
+        assert self._calls_to_live >= -1, "used after they were lost"
+        if self._calls_to_live < 0:
+            raise EngineError("rank 0 died")
+
+
+class Client:
+    """A sink: what one job's client has seen."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.text = ""
+        self.end: JobOutput | None = None
+
+    def __call__(self, output: JobOutput) -> None:
+        assert self.end is None, "output after the end"
+        self.tokens += output.token_ids
+        self.text += output.text
+        if output.finish_reason is not None:
+            self.end = output
+
+
+class RecoveringRig(Rig):
+    """``lives``: after how many calls the ranks are lost, again and again; then no more."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        lives: list[int],
+        num_blocks: int,
+        num_host_blocks: int,
+        kv_cache: KVCacheSection,
+        num_stages: int,
+    ) -> None:
+        self.lives = lives
+        self.sizes = (num_blocks, num_host_blocks)
+        self.kv_cache = kv_cache
+        super().__init__(
+            policy,
+            num_blocks=num_blocks,
+            num_host_blocks=num_host_blocks,
+            link=LINK,
+            num_stages=num_stages,
+            kv_cache=kv_cache,
+        )
+
+    def make_delivery(self) -> Delivery:
+        return Delivery(ByteTokenizer(300))
+
+    def make_executor(self, model: LatencyModel, link: Link) -> MortalRanks:
+        self.model = model
+        life = self.lives.pop(0) if self.lives else FOR_EVER
+        return MortalRanks(model, self.clock, RememberedKV(*self.sizes, BLOCK_SIZE), life)
+
+    def new_kv(self) -> KVManager:
+        tiers = TwoTierKV(*self.sizes, BLOCK_SIZE, incremental=self.kv_cache.incremental)
+        self.pool, self.host = tiers.device, tiers.host
+        costs = SwapCosts(self.model, BLOCK_BYTES, LINK)
+        return KVManager(tiers, self.loop.policy, self.kv_cache, costs, self.counters)
+
+    def turn(self, count: int = 1) -> float:
+        try:
+            return super().turn(count)
+        except EngineError:
+            self.loop.suspend(self.new_kv())
+            self.clock.advance_to(self.clock.now() + DOWN_S)
+            self.resume()
+            return self.clock.now()
+
+    def resume(self) -> None:
+        self.executor = self.make_executor(self.model, LINK)
+        self.loop.resume(self.executor, self.new_kv())
+
+
+def rig_of(policy: Policy, num_blocks: int = 100, num_stages: int = 1) -> RecoveringRig:
+    return RecoveringRig(policy, [], num_blocks, 0, KVCacheSection(), num_stages)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    name=st.sampled_from(POLICIES),
+    strategy=st.sampled_from(STRATEGIES),
+    num_stages=st.integers(1, 2),
+    lives=st.lists(st.integers(0, 60), min_size=1, max_size=6),
+)
+def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
+    seed: int, name: str, strategy: str, num_stages: int, lives: list[int]
+) -> None:
+    rng = random.Random(seed)
+    limits = BatchLimits(
+        rng.randint(1, 6), LONGEST + rng.randint(0, 20), rng.choice([None, rng.randint(1, 12)])
+    )
+    num_blocks = LONGEST // BLOCK_SIZE + rng.randint(0, 8)
+    num_host_blocks = rng.choice([0, 4, 60])
+    cancellations = {number: rng.uniform(0, 60) for number in range(0, NUM_JOBS, 6)}
+    job_seed = rng.randint(0, 2**32)
+
+    def serve(lives: list[int], *sizes: int) -> tuple[RecoveringRig, list[Client]]:
+        policy = make(name, limits, starvation_s=20.0, longest=16.0)
+        kv_cache = KVCacheSection(strategy=strategy)
+        rig = RecoveringRig(policy, lives, *sizes, kv_cache, num_stages)
+        jobs = random_jobs(job_seed)
+        rig.run(jobs, cancellations)
+        return rig, [job.sink for job in jobs]
+
+    _, expected = serve([], 200, 0)
+    rig, clients = serve(list(lives), num_blocks, num_host_blocks)
+    assert Counter(number for number, _ in rig.ends) == Counter(range(NUM_JOBS))
+    for number, (client, undisturbed) in enumerate(zip(clients, expected, strict=True)):
+        if number in cancellations:  # at another token, as the run took longer
+            both = min(len(client.tokens), len(undisturbed.tokens))
+            assert client.tokens[:both] == undisturbed.tokens[:both]
+        else:
+            assert client.tokens == undisturbed.tokens
+            assert client.text == undisturbed.text
+            assert client.end.finish_reason is undisturbed.end.finish_reason
+    assert (rig.pool.num_used, rig.host.num_used) == (0, 0)
+    assert sum(rig.loop.policy.level_sizes()) == 0
+    assert not rig.executor.blocks_in_use
+
+
+def random_jobs(seed: int) -> list[Job]:
+    rng = random.Random(seed)
+    jobs = []
+    for number in range(NUM_JOBS):
+        job = make_job(number, rng.randint(1, 16), arrival_s=rng.uniform(0.0, 40.0))
+        job.seed = rng.randint(0, 99)
+        job.params = SamplingParams(
+            max_tokens=rng.randint(1, 12),
+            temperature=rng.choice([0.0, 0.9]),
+            presence_penalty=rng.choice([0.0, 0.5]),
+            stop=rng.choice([(), ("a", "bc")]),
+        )
+        job.sink = Client()
+        jobs.append(job)
+    return jobs
+
+
+def client_job(number: int, prompt_len: int, max_tokens: int, arrival_s: float = 0.0) -> Job:
+    job = make_job(number, prompt_len, max_tokens=max_tokens, arrival_s=arrival_s)
+    job.sink = Client()
+    return job
+
+
+def test_the_jobs_of_a_lost_step_are_preempted_and_run_first_again() -> None:
+    rig = rig_of(make("fcfs", BatchLimits(2, 100)), num_stages=2)
+    jobs = [client_job(number, 4, 3) for number in range(5)]
+    for job in jobs:
+        rig.loop.add(job)
+    rig.turn(2)
+    assert rig.loop.num_running == 4
+    assert [len(job.output_ids) for job in jobs] == [1, 1, 0, 0, 0]
+    assert jobs[0].sink.tokens == []
+    rig.loop.suspend(rig.new_kv())
+    states = [JobState.PREEMPTED] * 4 + [JobState.WAITING]
+    assert [job.state for job in jobs] == states
+    assert [job.num_computed for job in jobs] == [0] * 5
+    assert rig.loop.num_running == 0
+    assert rig.pool.num_used == 0
+    # Tokens that had come are delivered, whether or not there are ranks.
+    assert [len(job.sink.tokens) for job in jobs] == [1, 1, 0, 0, 0]
+    rig.resume()
+    rig.turn()
+    assert [job.state for job in jobs] == [JobState.RUNNING] * 2 + states[2:]
+    rig.run()
+    assert [len(job.sink.tokens) for job in jobs] == [3] * 5
+    assert [job.num_preemptions for job in jobs] == [0] * 5  # for nobody's sake
+
+
+def test_without_ranks_jobs_come_and_are_cancelled_and_nobody_starves() -> None:
+    policy = skip_join(BatchLimits(1, 100), starvation_s=30.0)
+    rig = rig_of(policy)
+    long, short = client_job(0, 8, 3), client_job(1, 2, 3)
+    rig.loop.add(long)
+    rig.loop.add(short)
+    rig.turn(2)
+    levels = (long.queue_level, short.queue_level)
+    rig.loop.suspend(rig.new_kv())
+    rig.clock.advance_to(rig.clock.now() + DOWN_S / 2)
+    late = client_job(2, 4, 1, arrival_s=rig.clock.now())
+    rig.loop.add(late)
+    rig.loop.cancel(1)
+    assert short.sink.end.finish_reason is FinishReason.CANCELLED
+    rig.clock.advance_to(rig.clock.now() + DOWN_S / 2)
+    rig.resume()
+    rig.turn()
+    assert policy.num_promotions == 0
+    assert long.queue_level == levels[0]
+    rig.run()
+    assert sorted(number for number, _ in rig.ends) == [0, 1, 2]
+    assert late.sink.end.stats.first_scheduled_s >= DOWN_S
+
+
+def test_a_job_too_long_for_the_fresh_ranks_fails_alone() -> None:
+    rig = rig_of(make("fcfs", BatchLimits(4, 100)), num_blocks=8)
+    long, short = client_job(0, 20, 8), client_job(1, 4, 8)
+    rig.loop.add(long)
+    rig.loop.add(short)
+    rig.turn()
+    rig.loop.suspend(rig.new_kv())
+    rig.sizes = (6, 0)
+    rig.resume()
+    assert long.sink.end.finish_reason is FinishReason.ERROR
+    assert "28 tokens" in long.sink.end.error
+    assert "holds 24" in long.sink.end.error
+    late = client_job(2, 20, 5)  # admitted by what the ranks held before
+    rig.loop.add(late)
+    assert late.sink.end.finish_reason is FinishReason.ERROR
+    rig.run()
+    assert len(short.sink.tokens) == 8
+    assert rig.pool.num_used == 0

@@ -1,0 +1,298 @@
+"""When ranks are restarted, and an engine that goes on meanwhile, over ranks without processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.engine import Engine
+from fastserve_backend.errors import ConfigError, DrainingError, EngineError, FastServeError
+from fastserve_backend.job import FinishReason, JobOutput
+from fastserve_backend.profile.latency import LatencyProfile
+from fastserve_backend.restart_limit import RestartLimiter
+from fastserve_backend.sampling_params import SamplingParams
+from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Ready, Setup, Step, StepResult
+from hypothesis import given
+from hypothesis import strategies as st
+from profiles import known_profile
+from remembering_ranks import RememberedKV
+
+WAIT_S = 10.0
+FOR_EVER = 10**9
+READY = Ready(
+    num_blocks=200,
+    num_host_blocks=100,
+    block_bytes=1000,
+    block_out_s=1e-4,
+    block_in_s=1e-4,
+    hardware="a slide rule",
+    dtype="float32",
+)
+PARAMS = SamplingParams(max_tokens=600, temperature=0.8, seed=5, ignore_eos=True)
+
+
+def test_a_few_restarts_are_allowed_in_any_window() -> None:
+    limiter = RestartLimiter(max_restarts=3, window_s=600.0)
+    assert [limiter.restart(now) for now in (5.0, 100.0, 604.0)] == [1, 2, 3]
+    assert limiter.restart(604.5) is None
+    assert limiter.restart(605.0) == 3  # the first is out of the window
+    assert limiter.restart(699.0) is None  # a refusal is no restart
+    assert limiter.restart(5000.0) == 1
+    assert limiter.describe() == "3 restarts in 10 minutes"
+
+
+@given(st.lists(st.floats(0, 100), max_size=40))
+def test_no_window_has_more_restarts_than_allowed(pauses: list[float]) -> None:
+    limiter = RestartLimiter(max_restarts=3, window_s=60.0)
+    now, allowed = 0.0, []
+    for pause in pauses:
+        now += pause
+        in_window = sum(now - time_s < 60.0 for time_s in allowed)
+        assert (limiter.restart(now) is not None) == (in_window < 3)
+        if in_window < 3:
+            allowed.append(now)
+
+
+class FakeRanks:
+    """Ranks in this process, which die in the step after ``steps_to_live``.
+
+    Args:
+        error: what their start ends with.
+        opens: False to have the start wait for ``opened``.
+    """
+
+    def __init__(
+        self,
+        steps_to_live: int = FOR_EVER,
+        *,
+        error: FastServeError | None = None,
+        opens: bool = True,
+    ) -> None:
+        self.ready = READY
+        self._steps_to_live = steps_to_live
+        self.opened = threading.Event()  # start waits for it
+        if opens:
+            self.opened.set()
+        self.starting = threading.Event()
+        self.killed = self.closed = False
+        self._error = error
+        self._kv = RememberedKV(READY.num_blocks, READY.num_host_blocks, 16)
+        self._results: deque[StepResult | CopyResult] = deque()
+
+    def start(self, setup: Setup, timeout_s: float) -> Ready:
+        self.starting.set()
+        assert self.opened.wait(WAIT_S)
+        if self._error is not None:
+            raise self._error
+        if self.killed:
+            raise EngineError("rank 0 died with exit code -9")
+        return self.ready
+
+    @property
+    def can_submit(self) -> bool:
+        return not any(isinstance(result, StepResult) for result in self._results)
+
+    def submit(self, step: Step) -> None:
+        self._steps_to_live -= 1
+        self._results.append(StepResult(step.step_id, self._kv.run(step), 0.0, b"", []))
+
+    def copy(self, blocks: CopyBlocks) -> None:
+        self._kv.copy(blocks)
+        self._results.append(CopyResult(blocks.transfer_id, 1e-4, None))
+
+    def collect(self) -> StepResult | CopyResult | None:
+        self.check()
+        return self._results.popleft()
+
+    def check(self) -> None:
+        if self._steps_to_live < 0:
+            raise EngineError("rank 0 died")
+
+    def kill(self) -> None:
+        self.killed = True
+        self.opened.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Client:
+    """A sink: what one job's client has seen, and when it was over."""
+
+    def __init__(self) -> None:
+        self.number = -1
+        self.tokens: list[int] = []
+        self.end: JobOutput | None = None
+        self.ended = threading.Event()
+
+    def __call__(self, output: JobOutput) -> None:
+        assert self.end is None, "output after the end"
+        self.tokens += output.token_ids
+        if output.finish_reason is not None:
+            self.end = output
+            self.ended.set()
+
+    def wait(self, timeout_s: float = WAIT_S) -> JobOutput:
+        assert self.ended.wait(timeout_s)
+        assert self.end is not None
+        return self.end
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The hardware of which profiles were measured."""
+    hardware = []
+
+    def measure(path: object, identity: object, *rest: object) -> LatencyProfile:
+        hardware.append(identity.hardware)
+        return replace(known_profile(), identity=identity)
+
+    monkeypatch.setattr("fastserve_backend.engine.load_or_measure", measure)
+    return hardware
+
+
+Serve = Callable[..., Engine]
+
+
+@pytest.fixture
+def serve(measured: list[str]) -> Iterator[Serve]:
+    """Starts an engine over these ranks, each used when those before it were lost."""
+    engines = []
+
+    def start(*ranks: FakeRanks) -> Engine:
+        config = EngineConfig().with_keys(model="opt-125m", load_format="dummy")
+        fresh = iter(ranks)
+        engine = Engine(config, make_executor=lambda: next(fresh), check_integrity=True)
+        engine.start()
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def submit(engine: Engine, *prompts: list[int]) -> list[Client]:
+    clients = [Client() for _ in prompts]
+    for prompt, client in zip(prompts, clients, strict=True):
+        client.number = engine.submit("job", prompt, PARAMS, client)
+    return clients
+
+
+@pytest.fixture
+def expected(serve: Serve) -> list[list[int]]:
+    clients = submit(serve(FakeRanks()), *PROMPTS)
+    assert all(client.wait().finish_reason is FinishReason.LENGTH for client in clients)
+    return [client.tokens for client in clients]
+
+
+PROMPTS = ([5, 6, 7], [9] * 40, [300])
+
+
+def test_jobs_go_on_and_arrivals_wait(serve: Serve, expected: list[list[int]]) -> None:
+    first, second = FakeRanks(50), FakeRanks(opens=False)
+    engine = serve(first, second)
+    clients = submit(engine, *PROMPTS[:2])
+    assert second.starting.wait(WAIT_S)
+    assert first.killed
+    assert first.closed
+    clients += submit(engine, PROMPTS[2])
+    snapshot = engine.snapshot()
+    assert (snapshot.running, snapshot.waiting) == (0, 3)
+    assert snapshot.free_blocks == snapshot.num_blocks
+    second.opened.set()
+    for client, tokens in zip(clients, expected, strict=True):
+        assert client.wait().finish_reason is FinishReason.LENGTH
+        assert client.tokens == tokens
+    assert engine.failure is None
+    assert engine.counters.worker_restarts == 1
+    assert engine.counters.finished == {"length": 3}
+    assert engine.drain(WAIT_S)
+    assert engine.snapshot().free_blocks == READY.num_blocks
+
+
+def test_a_job_cancelled_during_the_restart_ends_at_once(serve: Serve) -> None:
+    first, second = FakeRanks(50), FakeRanks(opens=False)
+    engine = serve(first, second)
+    client, other = submit(engine, *PROMPTS[:2])
+    assert second.starting.wait(WAIT_S)
+    cancelled_s = time.monotonic()
+    engine.cancel(client.number)
+    assert client.wait().finish_reason is FinishReason.CANCELLED
+    assert time.monotonic() - cancelled_s < 0.25
+    second.opened.set()
+    assert other.wait().finish_reason is FinishReason.LENGTH
+
+
+def test_closing_during_the_restart_does_not_wait_for_it(serve: Serve) -> None:
+    first, second = FakeRanks(50), FakeRanks(opens=False)
+    engine = serve(first, second)
+    (client,) = submit(engine, PROMPTS[0])
+    assert second.starting.wait(WAIT_S)
+    assert not engine.drain(0.0)
+    with pytest.raises(DrainingError):
+        submit(engine, PROMPTS[1])
+    began_s = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began_s < 1.0
+    assert client.wait().finish_reason is FinishReason.CANCELLED
+    assert second.killed
+    assert second.closed
+
+
+def test_draining_waits_for_the_jobs_that_the_restart_delays(serve: Serve) -> None:
+    first, second = FakeRanks(50), FakeRanks(opens=False)
+    engine = serve(first, second)
+    (client,) = submit(engine, PROMPTS[0])
+    assert second.starting.wait(WAIT_S)
+    assert not engine.drain(0.0)
+    second.opened.set()
+    assert engine.drain(WAIT_S)
+    assert client.wait().finish_reason is FinishReason.LENGTH
+
+
+def test_a_restart_that_fails_counts(serve: Serve, expected: list[list[int]]) -> None:
+    first, last = FakeRanks(50), FakeRanks(700)
+    failing = FakeRanks(error=EngineError("rank 0 died")), FakeRanks(error=ConfigError("no memory"))
+    engine = serve(first, *failing, last)
+    (client,) = submit(engine, PROMPTS[0])
+    assert client.wait().finish_reason is FinishReason.LENGTH
+    assert client.tokens == expected[0]
+    assert engine.counters.worker_restarts == 3
+    assert all(ranks.closed for ranks in failing)
+    (client,) = submit(engine, PROMPTS[1])
+    assert "given up" in (client.wait().error or "")
+
+
+def test_after_too_many_restarts_all_jobs_fail_with_the_reason(serve: Serve) -> None:
+    ranks = [FakeRanks(50) for _ in range(4)]
+    engine = serve(*ranks)
+    clients = submit(engine, *PROMPTS)
+    reason = "rank 0 died; given up after 3 restarts in 10 minutes"
+    for client in clients:
+        end = client.wait()
+        assert (end.finish_reason, end.error) == (FinishReason.ERROR, reason)
+    assert engine.failure == reason
+    assert engine.gave_up
+    with pytest.raises(EngineError, match="given up"):
+        submit(engine, PROMPTS[0])
+    assert engine.drain(WAIT_S)
+    engine.close()
+    assert all(each.closed for each in ranks)
+
+
+def test_a_profile_is_measured_again_only_of_other_hardware(
+    serve: Serve, measured: list[str]
+) -> None:
+    first, same, other = FakeRanks(50), FakeRanks(50), FakeRanks()
+    other.ready = Ready(200, 100, 1000, 1e-4, 1e-4, "an abacus", "float32")
+    engine = serve(first, same, other)
+    (client,) = submit(engine, PROMPTS[0])
+    assert client.wait().finish_reason is FinishReason.LENGTH
+    assert measured == ["a slide rule", "an abacus"]
+    assert engine.profile.model.identity.hardware == "an abacus"

@@ -152,8 +152,6 @@ def _simulate(
     length_ratio: float | None,
     hardware: str,
     profile: Path | None,
-    tensor_parallel_size: int,
-    pipeline_parallel_size: int,
     output: Path | None,
     plot: Path | None,
     **keys: Any,
@@ -172,7 +170,7 @@ def _simulate(
     base = EngineConfig() if config is None else EngineConfig.from_yaml(config)
     simulate_command(
         base.with_keys(model=model, **given),
-        Cluster(profile, hardware, tensor_parallel_size, pipeline_parallel_size),
+        Cluster(profile, hardware),
         Workload(
             dataset,
             num_jobs,
@@ -249,6 +247,7 @@ def _add_profile_command() -> None:
     }
     flags = config_flags(
         "load_format", "dtype", "device", "max_model_len",
+        "tensor_parallel_size", "pipeline_parallel_size",
         "block_size", "device_blocks", "device_memory_utilization",
         "max_num_seqs", "max_num_batched_tokens",
     )  # fmt: skip
@@ -315,8 +314,6 @@ def _add_simulate_command() -> None:
             ],
             None,
         ),
-        "tensor_parallel_size": (Annotated[int, typer.Option(help="GPUs a stage.")], 1),
-        "pipeline_parallel_size": (Annotated[int, typer.Option(help="Pipeline stages.")], 1),
         "output": (Annotated[Path | None, typer.Option(help="Write the report as JSON.")], None),
         "plot": (Annotated[Path | None, typer.Option(help="Draw the sweep: PNG, SVG.")], None),
     }

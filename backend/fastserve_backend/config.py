@@ -41,6 +41,19 @@ class ModelConfigSection(_Section):
     )
 
 
+class ParallelSection(_Section):
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="Ranks that share each layer; divides attention and KV heads."
+    )
+    pipeline_parallel_size: int = Field(
+        1, ge=1, description="Stages that follow each other, each with some of the layers."
+    )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
 SwapStrategy = Literal["defer", "recompute", "reactive", "proactive"]
 SWAPPING: tuple[SwapStrategy, ...] = ("reactive", "proactive")
 """The strategies that use host memory."""
@@ -113,6 +126,7 @@ class EngineConfig(_Section):
     """The whole of ``engine.yaml``."""
 
     model: ModelConfigSection = ModelConfigSection()
+    parallel: ParallelSection = ParallelSection()
     kv_cache: KVCacheSection = KVCacheSection()
     scheduler: SchedulerSection = SchedulerSection()
 

@@ -34,6 +34,7 @@ from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.models.chat_template import Message
 from fastserve_backend.models.config import ModelConfig, load_model_config
+from fastserve_backend.models.partition import check_parallel
 from fastserve_backend.models.tokenizer import TokenizationError, Tokenizer, load_tokenizer
 from fastserve_backend.profile.correction import CorrectedLatency
 from fastserve_backend.profile.latency import Identity, LatencyProfile
@@ -409,6 +410,10 @@ class Engine:
             dtype=model.dtype,
             max_model_len=model.max_model_len,
         )
+        parallel = self.config.parallel
+        check_parallel(
+            self.model_config, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+        )
         self.tokenizer = load_tokenizer(model.model, model.tokenizer, self.model_config)
 
     def _start_ranks(self, executor: OwnedExecutor) -> tuple[Ready, LatencyProfile]:
@@ -419,6 +424,7 @@ class Engine:
             hardware=ready.hardware,
             dtype=ready.dtype,
             block_size=self.config.kv_cache.block_size,
+            parallel=self.config.parallel,
         )
         if self._profiled is None or self._profiled.identity.key != identity.key:
             limits = Limits.of(self.config, self.model_config.max_model_len, ready.num_blocks)

@@ -83,6 +83,8 @@ def _onednn(weight: Tensor, bias: Tensor | None, relu: bool) -> Callable[[Tensor
 
 
 def _plain(weight: Tensor, bias: Tensor | None, relu: bool) -> Callable[[Tensor], Tensor]:
+    weight = weight.contiguous()  # a part of the columns is not, and would be slower in each call
+
     def apply(x: Tensor) -> Tensor:
         y = F.linear(x, weight, bias)
         return y.relu_() if relu else y

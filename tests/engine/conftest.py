@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from byte_tokenizer import save_byte_tokenizer
 from fastserve_backend import LLM
 from small_model import EOS_TOKEN_IDS, MAX_MODEL_LEN, VOCAB_SIZE
 from transformers import OPTConfig, OPTForCausalLM
@@ -44,19 +45,7 @@ def reference(checkpoint: Path) -> OPTForCausalLM:
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE tokenizer of single bytes, in Hugging Face's file."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    directory = tmp_path_factory.mktemp("tokenizer")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
-    vocab |= {symbol: index + 4 for index, symbol in enumerate(alphabet)}
-    fast = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    fast.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>"])
-    fast.save(str(directory / "tokenizer.json"))
-    return directory
+    return save_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="session")

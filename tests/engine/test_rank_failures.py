@@ -15,7 +15,7 @@ import psutil
 import pytest
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.errors import EngineError
-from fastserve_backend.executor import distributed
+from fastserve_backend.executor import rank_processes
 from fastserve_backend.job import FinishReason, JobOutput, TokenLogprob
 from live_engine import DEADLINE_S, Collector, rank_of, small_engine, wait_until
 from small_model import VOCAB_SIZE
@@ -146,7 +146,7 @@ def test_a_stopped_rank_is_replaced(
     undisturbed: list[Collector],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(distributed, "HEARTBEAT_TIMEOUT_S", 2.5)
+    monkeypatch.setattr(rank_processes, "HEARTBEAT_TIMEOUT_S", 2.5)
     with small_engine(checkpoint, tokenizer) as llm:
         stopped = rank_of(llm)
         clients = [Trigger(10, lambda: stopped.send_signal(signal.SIGSTOP)), Collector()]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastserve_backend.config import ParallelSection
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.profile.iteration import IterationLoad
@@ -133,6 +134,23 @@ def test_a_profile_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"profile: .*'opt-125m' for 'opt-1\.3b'") as caught:
         profile.require(large)
     assert "\n" not in str(caught.value)
+
+
+def test_a_profile_of_other_ranks_is_refused_by_their_number(tmp_path: Path) -> None:
+    small = load_model_config("opt-125m", load_format="dummy")
+    parallel = ParallelSection(tensor_parallel_size=2, pipeline_parallel_size=3)
+    measured = Identity.of(
+        small, hardware="cpu", dtype="bfloat16", block_size=16, parallel=parallel
+    )
+    path = tmp_path / "profile.json"
+    replace(known_profile(), identity=measured).save(path)
+    profile = LatencyProfile.load(path)
+    assert profile.num_stages == 3
+    profile.require(small, parallel)
+    with pytest.raises(ConfigError, match=r"profile: .* tensor_parallel_size 2, not 1; set"):
+        profile.require(small)
+    with pytest.raises(ConfigError, match=r"profile: .* pipeline_parallel_size 3, not 1; set"):
+        profile.require(small, ParallelSection(tensor_parallel_size=2))
 
 
 def test_the_cache_key_is_of_all_that_times_depend_on_and_of_nothing_else() -> None:

@@ -82,6 +82,16 @@ class ModelConfig:
         """Elements of all weights, a tied LM head counted once."""
         raise NotImplementedError
 
+    @property
+    def num_layer_parameters(self) -> int:
+        """Elements of one layer's weights; all layers have as many."""
+        raise NotImplementedError
+
+    @property
+    def num_head_parameters(self) -> int:
+        """Elements of the LM head's matrix, its own or that of the embedding it is tied to."""
+        return self.vocab_size * self.hidden_size
+
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of one KV block of `block_size` tokens: keys and values of every layer."""
         elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim * block_size

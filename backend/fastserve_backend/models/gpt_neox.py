@@ -6,14 +6,24 @@ Checkpoint names are those of `transformers.GPTNeoXForCausalLM` without "gpt_neo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from .gpt_neox_config import GPTNeoXConfig
-from .layers import Attention, AttentionBatch, Embedding, LayerNorm, Linear, prefixed
+from .layers import (
+    Attention,
+    AttentionBatch,
+    ColumnLinear,
+    LayerNorm,
+    RowLinear,
+    VocabEmbedding,
+    prefixed,
+)
 from .lm_head import LMHead
+from .model_part import ModelPart
 from .rotary import RotaryEmbedding, rotate
 from .rotary_lm import RotaryLM
 from .weights import Parameter
@@ -30,22 +40,21 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class GPTNeoXLayer:
     """One decoder layer (`RotaryLayer`)."""
 
-    def __init__(
-        self, config: GPTNeoXConfig, layer: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        hidden, ffn, heads = config.hidden_size, config.intermediate_size, config.num_heads
-        linear = partial(Linear, dtype=dtype, device=device)
-        norm = partial(
-            LayerNorm, hidden, affine=True, dtype=dtype, device=device, eps=config.layer_norm_eps
-        )
-        self._heads, self._head_dim = heads, config.head_dim
+    def __init__(self, config: GPTNeoXConfig, layer: int, part: ModelPart) -> None:
+        hidden, ffn = config.hidden_size, config.intermediate_size
+        norm = partial(LayerNorm, hidden, affine=True, part=part, eps=config.layer_norm_eps)
         self._parallel = config.use_parallel_residual
-        self._qkv = linear(hidden, {"query_key_value": 3 * hidden}, bias=config.attention_bias)
-        self._attend = Attention(layer, heads, heads, config.head_dim, config.head_dim**-0.5)
-        self._out = linear(hidden, {"dense": hidden}, bias=config.attention_bias)
-        self._up = linear(hidden, {"dense_h_to_4h": ffn}, bias=True)
+        column = partial(ColumnLinear, part=part)
+        # Of a parallel residual the ranks add up both sub-layers at once.
+        row = partial(RowLinear, part=part, reduce=not self._parallel)
+        self._tensor = part.tensor
+        self._attend = Attention.of(config, layer, part)
+        self._heads, self._head_dim = self._attend.heads, config.head_dim
+        self._qkv = column(hidden, {"query_key_value": 3 * hidden}, bias=config.attention_bias)
+        self._out = row(hidden, {"dense": hidden}, bias=config.attention_bias)
+        self._up = column(hidden, {"dense_h_to_4h": ffn}, bias=True)
         self._activation = _ACTIVATIONS[config.activation]
-        self._down = linear(ffn, {"dense_4h_to_h": hidden}, bias=True)
+        self._down = row(ffn, {"dense_4h_to_h": hidden}, bias=True)
         self._attention_norm = norm()
         self._feed_forward_norm = norm()
 
@@ -65,7 +74,7 @@ class GPTNeoXLayer:
             by_head = tensor.view(self._heads, 3, self._head_dim, *tensor.shape[1:])
             parameter.load(by_head.transpose(0, 1).reshape(tensor.shape))
 
-        return Parameter(parameter.shape, load)
+        return replace(parameter, load=load)
 
     def __call__(
         self, update: Tensor, residual: Tensor, cos_sin: Tensor, batch: AttentionBatch, kv: Tensor
@@ -77,7 +86,7 @@ class GPTNeoXLayer:
         attended = self._out(self._attend(qkv, batch, kv))
         if self._parallel:  # both sub-layers see the same input
             _, normed = self._feed_forward_norm(update, residual)
-            return attended + self._feed_forward(normed), total
+            return self._tensor.sum(attended + self._feed_forward(normed)), total
         total, normed = self._feed_forward_norm(attended, total)
         return self._feed_forward(normed), total
 
@@ -86,11 +95,11 @@ class GPTNeoXLayer:
 
 
 class GPTNeoXModel(RotaryLM):
-    def __init__(self, config: GPTNeoXConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: GPTNeoXConfig, part: ModelPart) -> None:
         hidden, vocab = config.hidden_size, config.vocab_size
-        tokens = Embedding(vocab, hidden, dtype=dtype, device=device)
+        tokens = VocabEmbedding(vocab, hidden, part=part)
         tied_to = ("embed_in.weight", tokens) if config.tie_word_embeddings else None
-        norm = LayerNorm(hidden, affine=True, dtype=dtype, device=device, eps=config.layer_norm_eps)
+        norm = LayerNorm(hidden, affine=True, part=part, eps=config.layer_norm_eps)
         super().__init__(
             prefix="gpt_neox.",
             computed=(
@@ -98,9 +107,10 @@ class GPTNeoXModel(RotaryLM):
                 ".attention.masked_bias",
                 ".attention.rotary_emb.inv_freq",
             ),
+            part=part,
             tokens=("embed_in", tokens),
-            rotary=RotaryEmbedding(config.rotary, config.max_model_len, device),
-            layers=[GPTNeoXLayer(config, i, device, dtype) for i in range(config.num_layers)],
+            rotary=RotaryEmbedding(config.rotary, config.max_model_len, part.device),
+            layers=[GPTNeoXLayer(config, layer, part) for layer in range(len(part.layers))],
             final_norm=("final_layer_norm", norm),
-            head=LMHead("embed_out", hidden, vocab, tied_to=tied_to, dtype=dtype, device=device),
+            head=LMHead("embed_out", hidden, vocab, tied_to=tied_to, part=part),
         )

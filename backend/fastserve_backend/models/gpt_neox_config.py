@@ -92,10 +92,15 @@ class GPTNeoXConfig(ModelConfig):
         )
 
     @property
-    def num_parameters(self) -> int:
+    def num_layer_parameters(self) -> int:
         hidden, ffn = self.hidden_size, self.intermediate_size
         layer = 4 * hidden * hidden + 2 * hidden * ffn + ffn + hidden + 4 * hidden
         if self.attention_bias:
             layer += 4 * hidden
+        return layer
+
+    @property
+    def num_parameters(self) -> int:
         tables = 1 if self.tie_word_embeddings else 2
-        return self.num_layers * layer + tables * self.vocab_size * hidden + 2 * hidden
+        total = self.num_layers * self.num_layer_parameters
+        return total + tables * self.vocab_size * self.hidden_size + 2 * self.hidden_size

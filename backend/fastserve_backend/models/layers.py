@@ -15,6 +15,8 @@ import torch
 from fastserve_kernels import ops
 from torch import Tensor
 
+from .config import ModelConfig
+from .model_part import ModelPart
 from .weights import Parameter
 
 
@@ -54,6 +56,7 @@ class AttentionBatch:
 class Attention:
     """Causal attention of one layer over the paged cache; `scale` multiplies the scores.
 
+    layer counts the layers of the cache; heads and kv_heads are those of this rank, and
     kv_heads < heads is grouped-query attention.
     """
 
@@ -62,6 +65,13 @@ class Attention:
     kv_heads: int
     head_dim: int
     scale: float
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int, part: ModelPart) -> Attention:
+        """This rank's heads of layer ``part.layers[layer]``, with the usual scale."""
+        size = part.tensor.size
+        heads, kv_heads = config.num_heads // size, config.num_kv_heads // size
+        return cls(layer, heads, kv_heads, config.head_dim, config.head_dim**-0.5)
 
     def __call__(self, qkv: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
         """qkv [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim].
@@ -91,7 +101,7 @@ class Attention:
 
 
 class Linear:
-    """A linear layer, packed for the device once its tensors are there.
+    """A linear layer, whole on every rank, packed for the device once its tensors are there.
 
     `parts` are checkpoint layers, name -> out features, that are stacked in this order to one
     matrix and one multiplication (such as query, key and value).
@@ -103,13 +113,12 @@ class Linear:
         parts: Mapping[str, int],
         *,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        part: ModelPart,
         relu: bool = False,
     ) -> None:
         self._in_features = in_features
         self._parts = dict(parts)
-        self._dtype, self._device = dtype, device
+        self._part = part
         self._has_bias, self._relu = bias, relu
         self._waiting = len(parts) * (2 if bias else 1)
         self._weight: Tensor | None = None
@@ -119,15 +128,22 @@ class Linear:
     def parameters(self) -> dict[str, Parameter]:
         """The wanted tensors, "part.weight" [out, in] and "part.bias" [out]."""
         wanted: dict[str, Parameter] = {}
+        columns = self._columns()
         start = 0
         for part, size in self._parts.items():
-            rows = slice(start, start + size)
+            rows = self._rows(size)
+            count = rows.stop - rows.start
+            target = slice(start, start + count)
             wanted[f"{part}.weight"] = Parameter(
-                (size, self._in_features), partial(self._take_weight, rows)
+                (size, self._in_features),
+                partial(self._take_weight, target),
+                shard=(rows, columns),
             )
             if self._has_bias:
-                wanted[f"{part}.bias"] = Parameter((size,), partial(self._take_bias, rows))
-            start += size
+                wanted[f"{part}.bias"] = Parameter(
+                    (size,), partial(self._take_bias, target), shard=(rows,)
+                )
+            start += count
         return wanted
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -139,15 +155,25 @@ class Linear:
         """Take `table` [out, in] for the weight instead; it is shared where the device allows."""
         self._packed = ops.PackedLinear(table, None, relu=self._relu)
 
+    def _rows(self, size: int) -> slice:
+        """Which of `size` out features are this rank's."""
+        return slice(0, size)
+
+    def _columns(self) -> slice:
+        """Which of the in features are this rank's."""
+        return slice(0, self._in_features)
+
     def _empty(self, *more: int) -> Tensor:
-        return torch.empty(sum(self._parts.values()), *more, dtype=self._dtype, device=self._device)
+        rows = [self._rows(size) for size in self._parts.values()]
+        height = sum(one.stop - one.start for one in rows)
+        return torch.empty(height, *more, dtype=self._part.dtype, device=self._part.device)
 
     def _take_weight(self, rows: slice, tensor: Tensor) -> None:
         if len(self._parts) == 1:
-            self._weight = tensor.to(self._device, self._dtype)
+            self._weight = tensor.to(self._part.device, self._part.dtype)
         else:
             if self._weight is None:
-                self._weight = self._empty(self._in_features)
+                self._weight = self._empty(tensor.shape[1])
             self._weight[rows] = tensor
         self._pack_when_complete()
 
@@ -165,12 +191,57 @@ class Linear:
             self._weight = self._bias = None  # the packed form is the only copy that stays
 
 
-class Embedding:
-    """A table of rows, [rows, width]."""
+class ColumnLinear(Linear):
+    """A linear layer whose out features are divided among the ranks, those of each part by
+    themselves: x [T, in] -> this rank's [T, out / ranks].
 
-    def __init__(self, rows: int, width: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    A division between heads must be a division of the heads (`partition.check_parallel`).
+    """
+
+    def _rows(self, size: int) -> slice:
+        return self._part.tensor.part(size)
+
+
+class RowLinear(Linear):
+    """A linear layer whose in features are divided among the ranks, as a `ColumnLinear` before it
+    divides its out features: this rank's [T, in / ranks] -> [T, out], the sum over the ranks.
+
+    `reduce` False leaves the sum to the caller. The bias is the first rank's, so that the sum has
+    it once.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        *,
+        bias: bool,
+        part: ModelPart,
+        reduce: bool = True,
+    ) -> None:
+        super().__init__(in_features, parts, bias=bias, part=part)
+        self._reduce = reduce
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = super().__call__(x)
+        return self._part.tensor.sum(y) if self._reduce else y
+
+    def _columns(self) -> slice:
+        return self._part.tensor.part(self._in_features)
+
+    def _take_bias(self, rows: slice, tensor: Tensor) -> None:
+        if self._part.tensor.is_first:
+            super()._take_bias(rows, tensor)
+        else:
+            self._pack_when_complete()
+
+
+class Embedding:
+    """A table of rows, [rows, width], whole on every rank."""
+
+    def __init__(self, rows: int, width: int, *, part: ModelPart) -> None:
         self._shape = (rows, width)
-        self._dtype, self._device = dtype, device
+        self._part = part
         self._table: Tensor | None = None
 
     def parameters(self) -> dict[str, Parameter]:
@@ -187,7 +258,25 @@ class Embedding:
 
     def _take(self, tensor: Tensor) -> None:
         # A copy: lookups in a mapped file would stall on its pages while serving.
-        self._table = tensor.to(self._device, self._dtype, copy=True)
+        self._table = tensor.to(self._part.device, self._part.dtype, copy=True)
+
+
+class VocabEmbedding(Embedding):
+    """A table whose rows are divided among the ranks; `table` is this rank's part."""
+
+    def __init__(self, rows: int, width: int, *, part: ModelPart) -> None:
+        super().__init__(rows, width, part=part)
+        self._rows = part.tensor.part(rows)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weight": Parameter(self._shape, self._take, shard=(self._rows,))}
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        if self._part.tensor.size == 1:
+            return self.table[ids]
+        absent = (ids < self._rows.start) | (ids >= self._rows.stop)
+        looked_up = self.table[(ids - self._rows.start).masked_fill_(absent, 0)]
+        return self._part.tensor.sum(looked_up.masked_fill_(absent[:, None], 0))
 
 
 class LayerNorm:
@@ -198,13 +287,13 @@ class LayerNorm:
         width: int,
         *,
         affine: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        part: ModelPart,
         eps: float = 1e-5,
     ) -> None:
         self._eps = eps
-        self._weight = torch.empty(width, dtype=dtype, device=device) if affine else None
-        self._bias = torch.empty(width, dtype=dtype, device=device) if affine else None
+        empty = partial(torch.empty, width, dtype=part.dtype, device=part.device)
+        self._weight = empty() if affine else None
+        self._bias = empty() if affine else None
 
     def parameters(self) -> dict[str, Parameter]:
         if self._weight is None or self._bias is None:
@@ -223,9 +312,9 @@ class LayerNorm:
 class RMSNorm:
     """Root-mean-square normalisation of a sum, [T, width]."""
 
-    def __init__(self, width: int, *, dtype: torch.dtype, device: torch.device, eps: float) -> None:
+    def __init__(self, width: int, *, part: ModelPart, eps: float) -> None:
         self._eps = eps
-        self._weight = torch.empty(width, dtype=dtype, device=device)
+        self._weight = torch.empty(width, dtype=part.dtype, device=part.device)
 
     def parameters(self) -> dict[str, Parameter]:
         shape = tuple(self._weight.shape)

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from fastserve_kernels import ops
 from torch import Tensor
 
-from .layers import Attention, AttentionBatch, Embedding, Linear, RMSNorm, prefixed
+from .layers import (
+    Attention,
+    AttentionBatch,
+    ColumnLinear,
+    RMSNorm,
+    RowLinear,
+    VocabEmbedding,
+    prefixed,
+)
 from .llama_config import LlamaConfig
 from .lm_head import LMHead
+from .model_part import ModelPart
 from .rotary import RotaryEmbedding, rotate
 from .rotary_lm import RotaryLM
 from .weights import Parameter
@@ -22,24 +30,20 @@ from .weights import Parameter
 class LlamaLayer:
     """One decoder layer (`RotaryLayer`)."""
 
-    def __init__(
-        self, config: LlamaConfig, layer: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: LlamaConfig, layer: int, part: ModelPart) -> None:
         hidden, ffn = config.hidden_size, config.intermediate_size
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        linear = partial(Linear, dtype=dtype, device=device)
-        self._num_rotated = config.num_heads + config.num_kv_heads
+        column, row = partial(ColumnLinear, part=part), partial(RowLinear, part=part)
+        self._attend = Attention.of(config, layer, part)
+        self._num_rotated = self._attend.heads + self._attend.kv_heads
         self._head_dim = config.head_dim
-        self._qkv = linear(
+        self._qkv = column(
             hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=config.attention_bias
         )
-        self._attend = Attention(
-            layer, config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5
-        )
-        self._out = linear(q, {"o_proj": hidden}, bias=config.attention_bias)
-        self._gate_up = linear(hidden, {"gate_proj": ffn, "up_proj": ffn}, bias=config.mlp_bias)
-        self._down = linear(ffn, {"down_proj": hidden}, bias=config.mlp_bias)
-        norm = partial(RMSNorm, hidden, dtype=dtype, device=device, eps=config.rms_norm_eps)
+        self._out = row(q, {"o_proj": hidden}, bias=config.attention_bias)
+        self._gate_up = column(hidden, {"gate_proj": ffn, "up_proj": ffn}, bias=config.mlp_bias)
+        self._down = row(ffn, {"down_proj": hidden}, bias=config.mlp_bias)
+        norm = partial(RMSNorm, hidden, part=part, eps=config.rms_norm_eps)
         self._attention_norm = norm()
         self._feed_forward_norm = norm()
 
@@ -64,17 +68,17 @@ class LlamaLayer:
 
 
 class LlamaModel(RotaryLM):
-    def __init__(self, config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: LlamaConfig, part: ModelPart) -> None:
         hidden, vocab = config.hidden_size, config.vocab_size
-        tokens = Embedding(vocab, hidden, dtype=dtype, device=device)
+        tokens = VocabEmbedding(vocab, hidden, part=part)
         tied_to = ("embed_tokens.weight", tokens) if config.tie_word_embeddings else None
-        norm = RMSNorm(hidden, dtype=dtype, device=device, eps=config.rms_norm_eps)
         super().__init__(
             prefix="model.",
             computed=(".rotary_emb.inv_freq",),
+            part=part,
             tokens=("embed_tokens", tokens),
-            rotary=RotaryEmbedding(config.rotary, config.max_model_len, device),
-            layers=[LlamaLayer(config, i, device, dtype) for i in range(config.num_layers)],
-            final_norm=("norm", norm),
-            head=LMHead("lm_head", hidden, vocab, tied_to=tied_to, dtype=dtype, device=device),
+            rotary=RotaryEmbedding(config.rotary, config.max_model_len, part.device),
+            layers=[LlamaLayer(config, layer, part) for layer in range(len(part.layers))],
+            final_norm=("norm", RMSNorm(hidden, part=part, eps=config.rms_norm_eps)),
+            head=LMHead("lm_head", hidden, vocab, tied_to=tied_to, part=part),
         )

@@ -101,7 +101,7 @@ class LlamaConfig(ModelConfig):
         )
 
     @property
-    def num_parameters(self) -> int:
+    def num_layer_parameters(self) -> int:
         hidden, ffn = self.hidden_size, self.intermediate_size
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         layer = hidden * (2 * q + 2 * kv) + 3 * hidden * ffn + 2 * hidden
@@ -109,5 +109,10 @@ class LlamaConfig(ModelConfig):
             layer += q + 2 * kv + hidden
         if self.mlp_bias:
             layer += 2 * ffn + hidden
+        return layer
+
+    @property
+    def num_parameters(self) -> int:
         tables = 1 if self.tie_word_embeddings else 2
-        return self.num_layers * layer + tables * self.vocab_size * hidden + hidden
+        total = self.num_layers * self.num_layer_parameters
+        return total + tables * self.vocab_size * self.hidden_size + self.hidden_size

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .layers import Embedding, Linear
-from .weights import NamedTensors, Parameter, check_tensor, load_parameters
+from .layers import ColumnLinear, VocabEmbedding
+from .model_part import ModelPart
+from .weights import Parameter, StoredTensor, WeightSource, check_tensor, load_parameters
 
 
 class LMHead:
-    """Hidden states to logits.
+    """Hidden states to logits, in the last stage; its ranks divide the vocabulary among them.
+
+    Other stages have one too, which knows of the tensors that they need not load.
 
     Args:
         name: of its checkpoint layer.
@@ -26,23 +30,32 @@ class LMHead:
         hidden: int,
         vocab: int,
         *,
-        tied_to: tuple[str, Embedding] | None,
-        dtype: torch.dtype,
-        device: torch.device,
+        tied_to: tuple[str, VocabEmbedding] | None,
+        part: ModelPart,
     ) -> None:
-        self._linear = Linear(hidden, {name: vocab}, bias=False, dtype=dtype, device=device)
+        self._linear = ColumnLinear(hidden, {name: vocab}, bias=False, part=part)
+        self._name = f"{name}.weight"
+        self._vocab = vocab
         self._tied_to = tied_to
+        self._part = part
 
     def parameters(self) -> dict[str, Parameter]:
-        """None for a tied head."""
-        return {} if self._tied_to is not None else self._linear.parameters()
+        """None for a tied head, but in a last stage without the embedding, which needs its table
+        too."""
+        if not self._part.is_last:
+            return {}
+        if self._tied_to is None:
+            return {self._name: self._parameter}
+        return {} if self._part.is_first else {self._tied_to[0]: self._parameter}
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden] -> logits [R, vocab]."""
-        return self._linear(hidden)
+    def __call__(self, hidden: Tensor) -> Tensor | None:
+        """hidden [R, hidden] -> logits [R, vocab]; None but on the first rank of the stage."""
+        return self._part.tensor.gather_columns(self._linear(hidden), self._vocab)
 
-    def load_model(self, parameters: Mapping[str, Parameter], tensors: NamedTensors) -> None:
-        """Load all of a model's weights, the head's among them.
+    def load_model(
+        self, parameters: Mapping[str, Parameter], source: WeightSource, elsewhere: Collection[str]
+    ) -> None:
+        """Load all of the stage's weights, the head's among them; see `load_parameters`.
 
         A tied checkpoint may hold the table under the embedding's name, the head's, or both; where
         both are there and differ they are not tied after all (as in transformers).
@@ -51,26 +64,39 @@ class LMHead:
             ModelError: missing, unexpected or misshapen tensors.
         """
         if self._tied_to is None:
-            load_parameters(parameters, tensors)
+            load_parameters(parameters, source, elsewhere)
             return
-        embedding_name, embedding = self._tied_to
-        ((head_name, head),) = self._linear.parameters().items()
-        spare: list[Tensor] = []
+        _, embedding = self._tied_to
+        tables: dict[str, StoredTensor] = {}
+        load_parameters(parameters, self._one_table(source, tables), elsewhere)
+        if not (self._part.is_first and self._part.is_last):
+            return
+        if len(tables) == 2:
+            own = tables[self._name].read(self._parameter.shard)
+            if not torch.equal(own.to(embedding.table), embedding.table):
+                self._parameter.load(own)
+                return
+        self._linear.tie(embedding.table)
 
-        def without_head() -> Iterator[tuple[str, Tensor]]:
-            embedding_seen = False
-            for name, tensor in tensors:
-                if name == head_name:
-                    check_tensor(name, tensor, head.shape)
-                    spare.append(tensor)
-                    continue
-                embedding_seen |= name == embedding_name
-                yield name, tensor
-            if spare and not embedding_seen:
-                yield embedding_name, spare.pop()
+    def _one_table(
+        self, source: WeightSource, tables: dict[str, StoredTensor]
+    ) -> Iterator[StoredTensor]:
+        """All tensors but the two that may be the table, which are kept in `tables`; then, under
+        the embedding's name, the one that this stage begins with."""
+        assert self._tied_to is not None
+        embedding_name = self._tied_to[0]
+        for stored in source:
+            if stored.name not in (self._name, embedding_name) or stored.name in tables:
+                yield stored
+                continue
+            check_tensor(stored, self._parameter.shape)
+            tables[stored.name] = stored
+        names = (embedding_name, self._name)
+        for name in names if self._part.is_first else reversed(names):
+            if name in tables and (self._part.is_first or self._part.is_last):
+                yield replace(tables[name], name=embedding_name)
+                return
 
-        load_parameters(parameters, without_head())
-        if spare and not torch.equal(spare[0].to(embedding.table), embedding.table):
-            head.load(spare.pop())
-        else:
-            self._linear.tie(embedding.table)
+    @property
+    def _parameter(self) -> Parameter:
+        return self._linear.parameters()[self._name]

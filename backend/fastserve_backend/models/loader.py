@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from .config import ModelConfig
 from .layers import AttentionBatch
+from .model_part import ModelPart
 from .registry import ARCHITECTURES
-from .weights import NamedTensors, Parameter, checkpoint_tensors, dummy_tensors
+from .tensor_group import ALONE, TensorGroup
+from .weights import Parameter, WeightSource, checkpoint_tensors, dummy_tensors, numel
 
 
 class CausalLM(Protocol):
@@ -19,13 +22,18 @@ class CausalLM(Protocol):
 
     def parameters(self) -> dict[str, Parameter]: ...
 
-    def load_weights(self, tensors: NamedTensors) -> None: ...
+    def load_weights(self, source: WeightSource, elsewhere: Collection[str] = ()) -> None: ...
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv: Tensor,
+        hidden: Tensor | None = None,
     ) -> Tensor: ...
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor) -> Tensor | None: ...
 
 
 def torch_dtype(config: ModelConfig) -> torch.dtype:
@@ -33,18 +41,34 @@ def torch_dtype(config: ModelConfig) -> torch.dtype:
     return cast(torch.dtype, getattr(torch, config.dtype))
 
 
-def load_model(config: ModelConfig, device: torch.device, *, dummy_seed: int = 0) -> CausalLM:
+def load_model(
+    config: ModelConfig,
+    device: torch.device,
+    *,
+    layers: range | None = None,
+    tensor: TensorGroup = ALONE,
+    dummy_seed: int = 0,
+) -> CausalLM:
     """The model of `config` with its weights: the checkpoint's, or for load_format "dummy" random
-    ones.
+    ones. With `layers` a stage with those alone; with `tensor` this rank's part of each.
 
     Random weights are a function of the configuration and `dummy_seed` alone. Raises ModelError for
     files that are missing, damaged or do not fit the configuration.
     """
     dtype = torch_dtype(config)
-    model: CausalLM = ARCHITECTURES[config.architecture].model_class()(config, device, dtype)
+    model_class = ARCHITECTURES[config.architecture].model_class()
+    every_layer = range(config.num_layers)
+    part = ModelPart(device, dtype, layers or every_layer, config.num_layers, tensor)
+    model: CausalLM = model_class(config, part)
+    whole = model
+    if part.layers != every_layer:  # to know the names of other stages' tensors; has no memory
+        meta = ModelPart(torch.device("meta"), dtype, every_layer, config.num_layers)
+        whole = model_class(config, meta)
+    everything = whole.parameters()
     if config.load_format == "dummy":
-        model.load_weights(dummy_tensors(model.parameters(), dummy_seed, dtype))
+        num_elements = sum(numel(parameter.shape) for parameter in everything.values())
+        model.load_weights(dummy_tensors(model.parameters(), num_elements, dummy_seed, dtype))
     else:
         assert config.directory is not None  # only dummy configurations have no files
-        model.load_weights(checkpoint_tensors(Path(config.directory)))
+        model.load_weights(checkpoint_tensors(Path(config.directory)), everything.keys())
     return model

@@ -6,41 +6,44 @@ checkpoints begin at "decoder.".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from .layers import Attention, AttentionBatch, Embedding, LayerNorm, Linear, prefixed
+from .layers import (
+    Attention,
+    AttentionBatch,
+    ColumnLinear,
+    Embedding,
+    LayerNorm,
+    Linear,
+    RowLinear,
+    VocabEmbedding,
+    prefixed,
+)
 from .lm_head import LMHead
+from .model_part import ModelPart
 from .opt_config import POSITION_OFFSET, OPTConfig
-from .weights import NamedTensors, Parameter
+from .weights import Parameter, StoredTensor, WeightSource
 
 
 class OPTLayer:
     """One decoder layer; the residual sums are left to the model, which fuses them with norms."""
 
-    def __init__(
-        self, config: OPTConfig, layer: int, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, config: OPTConfig, layer: int, part: ModelPart) -> None:
         hidden, ffn = config.hidden_size, config.intermediate_size
-        linear = partial(Linear, bias=config.enable_bias, dtype=dtype, device=device)
-        norm = partial(
-            LayerNorm,
-            hidden,
-            affine=config.layer_norm_elementwise_affine,
-            dtype=dtype,
-            device=device,
-        )
-        self._qkv = linear(hidden, {"q_proj": hidden, "k_proj": hidden, "v_proj": hidden})
-        self._attend = Attention(
-            layer, config.num_heads, config.num_kv_heads, config.head_dim, config.head_dim**-0.5
-        )
-        self._out = linear(hidden, {"out_proj": hidden})
-        self._fc1 = linear(hidden, {"fc1": ffn}, relu=config.activation == "relu")
+        column = partial(ColumnLinear, bias=config.enable_bias, part=part)
+        row = partial(RowLinear, bias=config.enable_bias, part=part)
+        norm = partial(LayerNorm, hidden, affine=config.layer_norm_elementwise_affine, part=part)
+        self._qkv = column(hidden, {"q_proj": hidden, "k_proj": hidden, "v_proj": hidden})
+        self._attend = Attention.of(config, layer, part)
+        self._out = row(hidden, {"out_proj": hidden})
+        self._fc1 = column(hidden, {"fc1": ffn}, relu=config.activation == "relu")
         self._gelu = config.activation == "gelu"
-        self._fc2 = linear(ffn, {"fc2": hidden})
+        self._fc2 = row(ffn, {"fc2": hidden})
         # Before their sub-layer, or after it where the model is post-norm.
         self.attention_norm = norm()
         self.feed_forward_norm = norm()
@@ -67,21 +70,21 @@ class OPTLayer:
 class OPTModel:
     """The decoder and its LM head. Load weights once, then call under `torch.inference_mode`."""
 
-    def __init__(self, config: OPTConfig, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, config: OPTConfig, part: ModelPart) -> None:
         self.config = config
+        self._part = part
         hidden, embed = config.hidden_size, config.word_embed_proj_dim
-        embedding = partial(Embedding, dtype=dtype, device=device)
-        linear = partial(Linear, bias=False, dtype=dtype, device=device)
+        linear = partial(Linear, bias=False, part=part)
         projected = embed != hidden
-        self._tokens = embedding(config.vocab_size, embed)
-        self._positions = embedding(config.max_position_embeddings + POSITION_OFFSET, hidden)
+        self._tokens = VocabEmbedding(config.vocab_size, embed, part=part)
+        self._positions = Embedding(
+            config.max_position_embeddings + POSITION_OFFSET, hidden, part=part
+        )
         self._project_in = linear(embed, {"project_in": hidden}) if projected else None
         self._project_out = linear(hidden, {"project_out": embed}) if projected else None
-        self._layers = [OPTLayer(config, i, device, dtype) for i in range(config.num_layers)]
+        self._layers = [OPTLayer(config, layer, part) for layer in range(len(part.layers))]
         self._final_norm = (
-            LayerNorm(
-                hidden, affine=config.layer_norm_elementwise_affine, dtype=dtype, device=device
-            )
+            LayerNorm(hidden, affine=config.layer_norm_elementwise_affine, part=part)
             if config.has_final_layer_norm
             else None
         )
@@ -90,47 +93,60 @@ class OPTModel:
             embed,
             config.vocab_size,
             tied_to=("embed_tokens.weight", self._tokens) if config.tie_word_embeddings else None,
-            dtype=dtype,
-            device=device,
+            part=part,
         )
 
     def parameters(self) -> dict[str, Parameter]:
-        """Every tensor that the model wants, by name; a tied LM head is none of them."""
-        wanted = {
-            **prefixed("embed_tokens", self._tokens.parameters()),
-            **prefixed("embed_positions", self._positions.parameters()),
-        }
-        for projection in (self._project_in, self._project_out):
-            if projection is not None:
-                wanted |= projection.parameters()
-        for index, layer in enumerate(self._layers):
+        """Every tensor that the stage wants, by name; a tied LM head is none of them."""
+        wanted: dict[str, Parameter] = {}
+        if self._part.is_first:
+            wanted |= prefixed("embed_tokens", self._tokens.parameters())
+            wanted |= prefixed("embed_positions", self._positions.parameters())
+            if self._project_in is not None:
+                wanted |= self._project_in.parameters()
+        for index, layer in zip(self._part.layers, self._layers, strict=True):
             wanted |= prefixed(f"layers.{index}", layer.parameters())
-        if self._final_norm is not None:
-            wanted |= prefixed("final_layer_norm", self._final_norm.parameters())
+        if self._part.is_last:
+            if self._final_norm is not None:
+                wanted |= prefixed("final_layer_norm", self._final_norm.parameters())
+            if self._project_out is not None:
+                wanted |= self._project_out.parameters()
         return wanted | self._head.parameters()
 
-    def load_weights(self, tensors: NamedTensors) -> None:
-        """Take all weights. Raises ModelError for missing, unexpected or misshapen tensors."""
-        self._head.load_model(self.parameters(), _canonical(tensors))
+    def load_weights(self, source: WeightSource, elsewhere: Collection[str] = ()) -> None:
+        """Take all weights; tensors named in `elsewhere` may be there for other stages.
+
+        Raises ModelError for missing, unexpected or misshapen tensors.
+        """
+        self._head.load_model(self.parameters(), _canonical(source), elsewhere)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv: Tensor,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """Run the step's T tokens: token_ids and positions int64 [T] -> hidden states [T, hidden].
 
         Writes their keys and values to the cache `kv`, [blocks, layers, 2, heads, block_size,
-        head_dim].
+        head_dim]. `hidden` is what the stage before returned; the first has none.
         """
-        embedded = self._tokens(token_ids)
-        if self._project_in is not None:
-            embedded = self._project_in(embedded)
-        where = self._positions(positions + POSITION_OFFSET)
+        if hidden is not None:
+            update, residual = hidden, torch.zeros_like(hidden)
+        else:
+            update = self._tokens(token_ids)
+            if self._project_in is not None:
+                update = self._project_in(update)
+            residual = self._positions(positions + POSITION_OFFSET)
         if self.config.do_layer_norm_before:
-            return self._pre_norm(embedded, where, batch, kv)
-        return self._post_norm(embedded + where, batch, kv)
+            return self._pre_norm(update, residual, batch, kv)
+        return self._post_norm(update + residual, batch, kv)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden], rows of what `forward` returned -> logits [R, vocab]."""
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """hidden [R, hidden], rows of what the last stage's `forward` returned -> logits [R,
+        vocab]; None but on the first rank of the stage."""
         if self._project_out is not None:
             hidden = self._project_out(hidden)
         return self._head(hidden)
@@ -145,7 +161,7 @@ class OPTModel:
             update = layer.attention(normed, batch, kv)
             residual, normed = layer.feed_forward_norm(update, residual)
             update = layer.feed_forward(normed)
-        if self._final_norm is None:
+        if self._final_norm is None or not self._part.is_last:
             return residual + update
         return self._final_norm(update, residual)[1]
 
@@ -156,6 +172,6 @@ class OPTModel:
         return hidden
 
 
-def _canonical(tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors:
-        yield name.removeprefix("model.").removeprefix("decoder."), tensor
+def _canonical(source: WeightSource) -> Iterator[StoredTensor]:
+    for stored in source:
+        yield replace(stored, name=stored.name.removeprefix("model.").removeprefix("decoder."))

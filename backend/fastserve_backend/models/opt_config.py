@@ -99,18 +99,30 @@ class OPTConfig(ModelConfig):
         )
 
     @property
-    def num_parameters(self) -> int:
-        hidden, ffn, embed = self.hidden_size, self.intermediate_size, self.word_embed_proj_dim
-        norm = 2 * hidden if self.layer_norm_elementwise_affine else 0
-        layer = 4 * hidden * hidden + 2 * hidden * ffn + 2 * norm
+    def num_layer_parameters(self) -> int:
+        hidden, ffn = self.hidden_size, self.intermediate_size
+        layer = 4 * hidden * hidden + 2 * hidden * ffn + 2 * self._num_norm_parameters
         if self.enable_bias:
             layer += 5 * hidden + ffn
-        total = self.num_layers * layer + self.vocab_size * embed
+        return layer
+
+    @property
+    def num_head_parameters(self) -> int:
+        return self.vocab_size * self.word_embed_proj_dim
+
+    @property
+    def _num_norm_parameters(self) -> int:
+        return 2 * self.hidden_size if self.layer_norm_elementwise_affine else 0
+
+    @property
+    def num_parameters(self) -> int:
+        hidden, embed = self.hidden_size, self.word_embed_proj_dim
+        total = self.num_layers * self.num_layer_parameters + self.vocab_size * embed
         total += (self.max_position_embeddings + POSITION_OFFSET) * hidden
         if embed != hidden:
             total += 2 * embed * hidden
         if self.has_final_layer_norm:
-            total += norm
+            total += self._num_norm_parameters
         if not self.tie_word_embeddings:
             total += self.vocab_size * embed
         return total

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .layers import AttentionBatch, Embedding, LayerNorm, RMSNorm, prefixed
+from .layers import AttentionBatch, LayerNorm, RMSNorm, VocabEmbedding, prefixed
 from .lm_head import LMHead
+from .model_part import ModelPart
 from .rotary import RotaryEmbedding
-from .weights import NamedTensors, Parameter
+from .weights import Parameter, StoredTensor, WeightSource
 
 
 class RotaryLayer(Protocol):
@@ -35,6 +37,7 @@ class RotaryLM:
         computed: ends of the names of tensors that older checkpoints hold although they follow
             from the configuration.
         tokens, final_norm: with their names.
+        layers: those of the part, in order.
     """
 
     def __init__(
@@ -42,13 +45,15 @@ class RotaryLM:
         *,
         prefix: str,
         computed: tuple[str, ...],
-        tokens: tuple[str, Embedding],
+        part: ModelPart,
+        tokens: tuple[str, VocabEmbedding],
         rotary: RotaryEmbedding,
         layers: Sequence[RotaryLayer],
         final_norm: tuple[str, LayerNorm | RMSNorm],
         head: LMHead,
     ) -> None:
         self._prefix, self._computed = prefix, computed
+        self._part = part
         self._tokens_name, self._tokens = tokens
         self._rotary = rotary
         self._layers = layers
@@ -56,37 +61,51 @@ class RotaryLM:
         self._head = head
 
     def parameters(self) -> dict[str, Parameter]:
-        """Every tensor that the model wants, by name; a tied LM head is none of them."""
-        wanted = prefixed(self._tokens_name, self._tokens.parameters())
-        for index, layer in enumerate(self._layers):
+        """Every tensor that the stage wants, by name; a tied LM head is none of them."""
+        wanted: dict[str, Parameter] = {}
+        if self._part.is_first:
+            wanted |= prefixed(self._tokens_name, self._tokens.parameters())
+        for index, layer in zip(self._part.layers, self._layers, strict=True):
             wanted |= prefixed(f"layers.{index}", layer.parameters())
-        wanted |= prefixed(self._final_norm_name, self._final_norm.parameters())
+        if self._part.is_last:
+            wanted |= prefixed(self._final_norm_name, self._final_norm.parameters())
         return wanted | self._head.parameters()
 
-    def load_weights(self, tensors: NamedTensors) -> None:
-        """Take all weights. Raises ModelError for missing, unexpected or misshapen tensors."""
-        self._head.load_model(self.parameters(), self._canonical(tensors))
+    def load_weights(self, source: WeightSource, elsewhere: Collection[str] = ()) -> None:
+        """Take all weights; tensors named in `elsewhere` may be there for other stages.
+
+        Raises ModelError for missing, unexpected or misshapen tensors.
+        """
+        self._head.load_model(self.parameters(), self._canonical(source), elsewhere)
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: Tensor
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv: Tensor,
+        hidden: Tensor | None = None,
     ) -> Tensor:
         """Run the step's T tokens: token_ids and positions int64 [T] -> hidden states [T, hidden].
 
         Writes their keys and values to the cache `kv`, [blocks, layers, 2, kv_heads, block_size,
-        head_dim].
+        head_dim]. `hidden` is what the stage before returned; the first has none.
         """
         cos_sin = self._rotary(positions)
-        residual = self._tokens(token_ids)
+        residual = self._tokens(token_ids) if hidden is None else hidden
         update = torch.zeros_like(residual)
         for layer in self._layers:
             update, residual = layer(update, residual, cos_sin, batch, kv)
+        if not self._part.is_last:
+            return residual + update
         return self._final_norm(update, residual)[1]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, hidden], rows of what `forward` returned -> logits [R, vocab]."""
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """hidden [R, hidden], rows of what the last stage's `forward` returned -> logits [R,
+        vocab]; None but on the first rank of the stage."""
         return self._head(hidden)
 
-    def _canonical(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors:
-            if not name.endswith(self._computed):
-                yield name.removeprefix(self._prefix), tensor
+    def _canonical(self, source: WeightSource) -> Iterator[StoredTensor]:
+        for stored in source:
+            if not stored.name.endswith(self._computed):
+                yield replace(stored, name=stored.name.removeprefix(self._prefix))

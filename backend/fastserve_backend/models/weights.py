@@ -1,7 +1,8 @@
 """Where weights come from, checkpoint files or a random generator, and how they reach a model.
 
-Tensors travel one at a time from a source to the building block that owns them, which converts and
-packs them at once: there is never a second full copy of the model.
+A source names its tensors and reads of each what is asked for, so that a rank never has more than
+its part of the model. They travel one at a time to the building block that owns them, which
+converts and packs them at once: there is never a second full copy.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import json
 import pickle
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,44 +23,76 @@ from torch import Tensor
 
 from .errors import ModelError
 
-NamedTensors = Iterable[tuple[str, Tensor]]
-
 DUMMY_STD = 0.02  # standard deviation of OPT's own initial weights
 
 # Random values drawn for dummy weights: few enough to draw in a fraction of a second, and just over
 # 2**24, the largest matrix of OPT-1.3B. A prime, so that rows of larger ones do not repeat.
 _DUMMY_POOL = 16_777_259
 
+Shard = tuple[slice, ...]
+"""A part of a tensor: a slice of each dimension, from the first on."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a source, not read yet.
+
+    `dtype` is for messages. `read` gives a part of it as a CPU tensor, which may be memory-mapped;
+    nobody writes to it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_floating_point: bool
+    read: Callable[[Shard], Tensor]
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> StoredTensor:
+        """A tensor that is in memory, or mapped, already."""
+        floating = tensor.is_floating_point()
+        return cls(name, tuple(tensor.shape), str(tensor.dtype), floating, tensor.__getitem__)
+
+
+WeightSource = Iterable[StoredTensor]
+
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor that a model wants: its shape in the checkpoint and who takes it.
+    """One tensor that a model wants: its shape in the checkpoint, who takes it and which part.
 
-    `load` may keep the tensor or its memory, so nobody writes to it afterwards. `is_scale` marks
-    the weights of normalisations, which are near 1, not 0.
+    `load` may keep the tensor or its memory, so nobody writes to it afterwards. `shard` is the part
+    of this rank, () the whole. `is_scale` marks the weights of normalisations, which are near 1,
+    not 0.
     """
 
     shape: tuple[int, ...]
     load: Callable[[Tensor], None]
+    shard: Shard = ()
     is_scale: bool = False
 
 
-def load_parameters(parameters: Mapping[str, Parameter], tensors: NamedTensors) -> None:
-    """Hand every tensor to its parameter.
+def load_parameters(
+    parameters: Mapping[str, Parameter], source: WeightSource, elsewhere: Collection[str] = ()
+) -> None:
+    """Hand every parameter its part of its tensor. Tensors of the names in `elsewhere`, which other
+    ranks want, are left.
 
     Raises ModelError for a tensor that is unexpected, there twice, not floating point or of a wrong
     shape, and for parameters that got none.
     """
     waiting = dict(parameters)
-    for name, tensor in tensors:
-        parameter = waiting.pop(name, None)
+    for stored in source:
+        parameter = waiting.pop(stored.name, None)
         if parameter is None:
-            problem = "twice" if name in parameters else "unexpected"
+            if stored.name in elsewhere and stored.name not in parameters:
+                continue
+            problem = "twice" if stored.name in parameters else "unexpected"
             raise ModelError(
-                f"checkpoint tensor {name} is {problem}; does config.json match the weights?"
+                f"checkpoint tensor {stored.name} is {problem}; does config.json match the weights?"
             )
-        check_tensor(name, tensor, parameter.shape)
-        parameter.load(tensor)
+        check_tensor(stored, parameter.shape)
+        parameter.load(stored.read(parameter.shard))
     if waiting:
         names = sorted(waiting)
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
@@ -67,50 +102,61 @@ def load_parameters(parameters: Mapping[str, Parameter], tensors: NamedTensors) 
         )
 
 
-def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ModelError unless `tensor` is floating point and of `shape`."""
-    if tuple(tensor.shape) != shape:
+def check_tensor(stored: StoredTensor, shape: tuple[int, ...]) -> None:
+    """Raise ModelError unless the tensor is floating point and of `shape`."""
+    if stored.shape != shape:
         raise ModelError(
-            f"checkpoint tensor {name} has shape {tuple(tensor.shape)}, but config.json asks for "
+            f"checkpoint tensor {stored.name} has shape {stored.shape}, but config.json asks for "
             f"{shape}"
         )
-    if not tensor.is_floating_point():
+    if not stored.is_floating_point:
         raise ModelError(
-            f"checkpoint tensor {name} is {tensor.dtype}; only floating-point weights are supported"
+            f"checkpoint tensor {stored.name} is {stored.dtype}; only floating-point weights are "
+            "supported"
         )
 
 
 def dummy_tensors(
-    parameters: Mapping[str, Parameter], seed: int, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+    parameters: Mapping[str, Parameter], num_elements: int, seed: int, dtype: torch.dtype
+) -> Iterator[StoredTensor]:
     """Random weights in `dtype`: normal with `DUMMY_STD`, around 1 for scales and 0 for the rest.
 
-    The same for every process that asks for the same parameters and seed. Each tensor is a stretch,
-    chosen by its name, of one pool of random values, because drawing billions of values would take
-    minutes.
+    The same for every process that asks for the same parameters and seed, however the model is
+    divided: `num_elements` are those of the whole model. Each tensor is a stretch, chosen by its
+    name, of one pool of random values, because drawing billions of values would take minutes.
     """
-    size = min(_DUMMY_POOL, sum(_numel(parameter.shape) for parameter in parameters.values()))
+    size = min(_DUMMY_POOL, num_elements)
     generator = torch.Generator().manual_seed(seed)
     pool = torch.empty(size).normal_(0.0, DUMMY_STD, generator=generator).to(dtype)
     for name, parameter in parameters.items():
-        count = _numel(parameter.shape)
-        if count <= size:  # no copy: touching fresh memory is what would cost most
-            start = zlib.crc32(name.encode()) % (size - count + 1)
-            flat = pool[start : start + count]
-        else:
-            flat = pool.repeat(-(-count // size))[:count]
-        yield name, (flat + 1.0 if parameter.is_scale else flat).view(parameter.shape)
+        read = partial(_read_dummy, pool, name, parameter)
+        yield StoredTensor(name, parameter.shape, str(dtype), True, read)
 
 
-def _numel(shape: tuple[int, ...]) -> int:
+def _read_dummy(pool: Tensor, name: str, parameter: Parameter, shard: Shard) -> Tensor:
+    shape, count = parameter.shape, numel(parameter.shape)
+    if count <= len(pool):  # no copy: touching fresh memory is what would cost most
+        start = zlib.crc32(name.encode()) % (len(pool) - count + 1)
+        values = pool[start : start + count].view(shape)[shard]
+    else:
+        rows = range(shape[0])[shard[0]] if shard else range(shape[0])
+        width = numel(shape[1:])
+        start, wanted = rows.start * width % len(pool), len(rows) * width
+        flat = pool.repeat(-(-(start + wanted) // len(pool)))[start : start + wanted]
+        within = (slice(None), *shard[1:])
+        values = flat.view(len(rows), *shape[1:])[within]
+    return values + 1.0 if parameter.is_scale else values
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    """Elements of a tensor of that shape."""
     return torch.Size(shape).numel()
 
 
-def checkpoint_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    """Names and CPU tensors of a checkpoint, file by file; safetensors before `pytorch_model*.bin`.
+def checkpoint_tensors(directory: Path) -> Iterator[StoredTensor]:
+    """The tensors of a checkpoint, file by file; safetensors before `pytorch_model*.bin`.
 
-    Tensors may be memory-mapped. Raises ModelError for missing, damaged or
-    unsafe files.
+    Raises ModelError for missing, damaged or unsafe files.
     """
     if (directory / "model.safetensors").is_file():
         yield from _safetensors(directory / "model.safetensors")
@@ -142,18 +188,36 @@ def _shards(index: Path) -> list[Path]:
     return files
 
 
-def _safetensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _safetensors(file: Path) -> Iterator[StoredTensor]:
+    with _damage_of(file), safe_open(file, framework="pt", device="cpu") as tensors:
+        described = []
+        for name in tensors.keys():  # noqa: SIM118 - safe_open is no dict
+            part = tensors.get_slice(name)
+            described.append((name, tuple(part.get_shape()), part.get_dtype()))
+    for name, shape, dtype in described:
+        read = partial(_read_safetensors, file, name)
+        yield StoredTensor(name, shape, dtype, dtype.startswith(("F", "BF")), read)
+
+
+def _read_safetensors(file: Path, name: str, shard: Shard) -> Tensor:
+    """Maps the file anew for each tensor: pages that were read count as memory of the process for
+    as long as they are mapped, and would add up to the whole model."""
+    with _damage_of(file), safe_open(file, framework="pt", device="cpu") as tensors:
+        tensor: Tensor = tensors.get_slice(name)[shard] if shard else tensors.get_tensor(name)
+        return tensor
+
+
+@contextmanager
+def _damage_of(file: Path) -> Iterator[None]:
     try:
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - safe_open is no dict
-                yield name, tensors.get_tensor(name)
+        yield
     except (OSError, SafetensorError) as error:
         raise ModelError(
             f"weight file {file} is damaged or incomplete ({error}); download it again"
         ) from error
 
 
-def _torch_file(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _torch_file(file: Path) -> Iterator[StoredTensor]:
     tensors = _torch_load(file)
     if not isinstance(tensors, dict):
         raise ModelError(f"weight file {file} holds a {type(tensors).__name__}, not named tensors")
@@ -161,7 +225,7 @@ def _torch_file(file: Path) -> Iterator[tuple[str, Tensor]]:
         name, tensor = tensors.popitem()
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise ModelError(f"weight file {file} holds {name!r}, which is no named tensor")
-        yield name, tensor
+        yield StoredTensor.of(name, tensor)
 
 
 def _torch_load(file: Path) -> object:

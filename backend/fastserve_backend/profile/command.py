@@ -13,6 +13,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.partition import check_parallel
 from fastserve_backend.profile.fit import Sample
 from fastserve_backend.profile.latency import Identity, LatencyProfile
 from fastserve_backend.profile.loads import Limits
@@ -56,6 +57,8 @@ def _measure(config: EngineConfig) -> Measurement:
         dtype=model.dtype,
         max_model_len=model.max_model_len,
     )
+    parallel = config.parallel
+    check_parallel(model_config, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
     executor = DistributedExecutor()
     bar = Progress(
         TextColumn("{task.description}"),
@@ -74,6 +77,7 @@ def _measure(config: EngineConfig) -> Measurement:
                 hardware=ready.hardware,
                 dtype=ready.dtype,
                 block_size=config.kv_cache.block_size,
+                parallel=parallel,
             )
             return measure_fully(
                 identity,

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from fastserve_backend.config import ParallelSection
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.models.config import ModelConfig
@@ -24,6 +25,7 @@ from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 # the queues.
 MIN_ITERATION_S = 1e-6
 _FORMAT = 3
+NOT_PARALLEL = ParallelSection()
 
 # What a model's configuration says that its iteration times do not depend on, or that a profile
 # states by itself.
@@ -49,15 +51,23 @@ class Identity:
     """No longer job was measured."""
 
     @classmethod
-    def of(cls, model: ModelConfig, *, hardware: str, dtype: str, block_size: int) -> Identity:
-        """``hardware`` and ``dtype`` as the rank reports them."""
+    def of(
+        cls,
+        model: ModelConfig,
+        *,
+        hardware: str,
+        dtype: str,
+        block_size: int,
+        parallel: ParallelSection = NOT_PARALLEL,
+    ) -> Identity:
+        """``hardware`` and ``dtype`` as the ranks report them."""
         return cls(
             model=model.name,
             shape=shape_of(model),
             hardware=hardware,
             dtype=dtype,
-            tensor_parallel_size=1,
-            pipeline_parallel_size=1,
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            pipeline_parallel_size=parallel.pipeline_parallel_size,
             block_size=block_size,
             max_model_len=model.max_model_len,
         )
@@ -141,6 +151,7 @@ class LatencyProfile(LatencyModel):
         _check_coefficients(
             self.base_s, self.decode_context_s, self.prefill_pair_s, self.chunk_pair_s
         )
+        object.__setattr__(self, "num_stages", self.identity.pipeline_parallel_size)
 
     def iteration_s(self, load: IterationLoad) -> float:
         value = (
@@ -153,8 +164,9 @@ class LatencyProfile(LatencyModel):
         )
         return value if value > MIN_ITERATION_S else MIN_ITERATION_S
 
-    def require(self, model: ModelConfig) -> None:
-        """Raises ConfigError if this was measured for a model of another shape."""
+    def require(self, model: ModelConfig, parallel: ParallelSection = NOT_PARALLEL) -> None:
+        """Raises ConfigError if this was measured for a model of another shape, or divided
+        otherwise than ``parallel`` says."""
         wanted, measured = shape_of(model), self.identity.shape
         differing = sorted(
             key for key in {*wanted, *measured} if wanted.get(key) != measured.get(key)
@@ -166,6 +178,12 @@ class LatencyProfile(LatencyModel):
                 f"{measured.get(first)!r} there and {wanted.get(first)!r} here, run "
                 f"'fastserve profile' for {model.name!r}"
             )
+        for key, wanted_size in parallel.model_dump().items():
+            if getattr(self.identity, key) != wanted_size:
+                raise ConfigError(
+                    f"profile: was measured with {key} {getattr(self.identity, key)}, not "
+                    f"{wanted_size}; set parallel.{key} to that"
+                )
 
     def save(self, path: Path) -> None:
         """Atomically, so that a reader never sees half a file. Raises OSError."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.config import DTYPE_BYTES, ModelConfig
+from fastserve_backend.models.partition import check_parallel
 from fastserve_backend.profile.hardware import GPUS_PER_NODE, Hardware
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 
@@ -167,19 +168,11 @@ def _check_sharding(model: ModelConfig, tensor_parallel: int, pipeline_parallel:
         )
     if not 1 <= tensor_parallel <= GPUS_PER_NODE:
         raise ConfigError(
-            f"tensor_parallel_size: got {tensor_parallel}; must be from 1 to {GPUS_PER_NODE}, "
+            f"parallel.tensor_parallel_size: got {tensor_parallel}; must be from 1 to "
+            f"{GPUS_PER_NODE}, "
             "the GPUs that NVLink joins"
         )
-    if model.num_heads % tensor_parallel or model.num_kv_heads % tensor_parallel:
-        raise ConfigError(
-            f"tensor_parallel_size: got {tensor_parallel}; must divide the {model.num_heads} heads "
-            f"and {model.num_kv_heads} KV heads of {model.name}"
-        )
-    if not 1 <= pipeline_parallel <= model.num_layers:
-        raise ConfigError(
-            f"pipeline_parallel_size: got {pipeline_parallel}; must be from 1 to "
-            f"{model.num_layers}, the layers of {model.name}"
-        )
+    check_parallel(model, tensor_parallel, pipeline_parallel)
 
 
 def _all_reduces(

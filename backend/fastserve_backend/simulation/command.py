@@ -44,8 +44,6 @@ class Cluster:
 
     profile: Path | None
     hardware: str
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
 
 
 @dataclass(frozen=True)
@@ -150,8 +148,6 @@ def simulate_command(
         "cluster": {
             "profile": None if cluster.profile is None else str(cluster.profile),
             "hardware": None if cluster.profile else cluster.hardware,
-            "tensor_parallel_size": cluster.tensor_parallel_size,
-            "pipeline_parallel_size": cluster.pipeline_parallel_size,
             "num_blocks": memory.num_blocks,
             "num_host_blocks": memory.num_host_blocks,
         },
@@ -176,20 +172,16 @@ def _latency(
 ) -> tuple[LatencyModel, KVMemory]:
     """Iteration times, and the KV blocks."""
     kv = config.kv_cache
+    parallel = config.parallel
     if cluster.profile is not None:
-        if (cluster.tensor_parallel_size, cluster.pipeline_parallel_size) != (1, 1):
-            raise ConfigError(
-                "tensor_parallel_size, pipeline_parallel_size: a profile has its own; "
-                "leave them out with --profile"
-            )
         profile = LatencyProfile.load(cluster.profile)
-        profile.require(model)
+        profile.require(model, parallel)
         return profile, memory_of_profile(profile, model, kv)
     roofline = Roofline(
         model,
         find_hardware(cluster.hardware),
-        cluster.tensor_parallel_size,
-        cluster.pipeline_parallel_size,
+        parallel.tensor_parallel_size,
+        parallel.pipeline_parallel_size,
     )
     return roofline, memory_of_roofline(roofline, model, kv)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.partition import share_of_kv
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.roofline import Roofline
 
@@ -37,10 +38,13 @@ def memory_of_roofline(roofline: Roofline, model: ModelConfig, kv: KVCacheSectio
 def memory_of_profile(profile: LatencyProfile, model: ModelConfig, kv: KVCacheSection) -> KVMemory:
     """The machine that was measured, with the link in its own KV type."""
     block_bytes = model.host_kv_bytes_per_block(kv.block_size, kv.host_dtype)
+    share = share_of_kv(
+        model, profile.identity.tensor_parallel_size, profile.identity.pipeline_parallel_size
+    )
     has_link = profile.link.block_out_s > 0
     return KVMemory(
         num_blocks=kv.device_blocks or profile.num_blocks,
-        num_host_blocks=_host_blocks(kv, block_bytes) if has_link else 0,
+        num_host_blocks=_host_blocks(kv, block_bytes * share) if has_link else 0,
         block_bytes=block_bytes,
         link=profile.link,
     )

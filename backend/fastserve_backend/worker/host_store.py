@@ -114,8 +114,9 @@ def make_host_store(
     kv: Tensor,
     swap_space_gib: float,
     host_dtype: Literal["same", "int8"],
+    num_local_ranks: int = 1,
 ) -> HostStore:
-    """As many blocks as ``swap_space_gib`` GiB hold.
+    """As many blocks as ``swap_space_gib`` GiB hold; each rank of a host has so much.
 
     Raises:
         ConfigError: the host has less memory.
@@ -123,11 +124,11 @@ def make_host_store(
     wanted = int(swap_space_gib * 2**30)
     memory = psutil.virtual_memory()
     # Pinned memory is taken at once, other memory as it is used.
-    limit = memory.available if kv.device.type == "cuda" else memory.total
+    limit = (memory.available if kv.device.type == "cuda" else memory.total) // num_local_ranks
     if wanted > limit:
         raise ConfigError(
             f"kv_cache.swap_space_gib: got {swap_space_gib:g}; the host has "
-            f"{limit / 2**30:.1f} GiB, lower it"
+            f"{limit / 2**30:.1f} GiB{' a rank' if num_local_ranks > 1 else ''}, lower it"
         )
     num_blocks = wanted // config.host_kv_bytes_per_block(kv.shape[4], host_dtype)
     return (PlainStore if host_dtype == "same" else Int8Store)(kv, num_blocks)

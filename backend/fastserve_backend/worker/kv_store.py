@@ -22,17 +22,19 @@ def allocate_kv(
     block_size: int,
     num_blocks: int | None,
     device_memory_utilization: float,
+    num_local_ranks: int = 1,
 ) -> Tensor:
     """``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, uninitialised.
 
     One block of all layers is one contiguous run of memory, so that one copy moves it. Call after
-    the weights are loaded: the automatic size is what they left.
+    the weights are loaded: the automatic size is what they left. On a CPU the ranks of a host share
+    its memory.
 
     Raises:
         ConfigError: the memory does not hold ``num_blocks``, or not one job of ``max_model_len``.
     """
     bytes_per_block = config.kv_bytes_per_block(block_size)
-    available = _available_bytes(device, device_memory_utilization)
+    available = _available_bytes(device, device_memory_utilization, num_local_ranks)
     if num_blocks is None:
         num_blocks = available // bytes_per_block
         needed = -(-config.max_model_len // block_size)
@@ -60,9 +62,9 @@ def allocate_kv(
         ) from None
 
 
-def _available_bytes(device: torch.device, utilization: float) -> int:
+def _available_bytes(device: torch.device, utilization: float, num_local_ranks: int) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(total * utilization) - (total - free))
     free = psutil.virtual_memory().available
-    return min(CPU_MAX_BYTES, int(free * CPU_SHARE_OF_FREE_MEMORY))
+    return min(CPU_MAX_BYTES, int(free * CPU_SHARE_OF_FREE_MEMORY)) // num_local_ranks

@@ -29,6 +29,8 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
     dtype: str
     max_model_len: int | None
     device: Literal["auto", "cpu", "cuda"]
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
     block_size: int
     device_memory_utilization: float
     device_blocks: int | None
@@ -37,13 +39,15 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
 
     @classmethod
     def of(cls, config: EngineConfig) -> Setup:
-        model, kv = config.model, config.kv_cache
+        model, parallel, kv = config.model, config.parallel, config.kv_cache
         return cls(
             model=model.model,
             load_format=model.load_format,
             dtype=model.dtype,
             max_model_len=model.max_model_len,
             device=model.device,
+            tensor_parallel_size=parallel.tensor_parallel_size,
+            pipeline_parallel_size=parallel.pipeline_parallel_size,
             block_size=kv.block_size,
             device_memory_utilization=kv.device_memory_utilization,
             device_blocks=kv.device_blocks,
@@ -58,7 +62,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     num_blocks: int
     num_host_blocks: int
     block_bytes: int
-    """Of one block of all the rank's layers, as it crosses the link to the host."""
+    """Of one block of the rank's layers and heads, as it crosses the link to the host."""
     block_out_s: float
     """What copying one block to the host takes, and back; 0 without host blocks."""
     block_in_s: float
@@ -122,11 +126,19 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     """None: every new token is chosen greedily, nothing else is asked."""
 
 
+class StageDone(msgspec.Struct, tag="stage", array_like=True):
+    """A stage but the last has computed its part of a step and can take the next."""
+
+    step_id: int
+    busy_s: float
+    """From the arrival of the step, or of its activations, until they were on their way."""
+
+
 class StepResult(msgspec.Struct, tag="result", array_like=True):
     step_id: int
     token_ids: bytes  # int32 [R]
     compute_s: float
-    """From the step's arrival at the rank to its tokens."""
+    """From the step's arrival at the rank, or that of its activations, to its tokens."""
     logprobs: bytes  # float32 [R], empty if no job asked
     top_logprobs: list[TopLogprobs]
 
@@ -165,7 +177,7 @@ class Stop(msgspec.Struct, tag="stop", array_like=True):
 
 
 ToRank = Setup | Step | CopyBlocks | Stop
-FromRank = Hello | Ready | Failed | Heartbeat | StepResult | CopyResult
+FromRank = Hello | Ready | Failed | Heartbeat | StageDone | StepResult | CopyResult
 
 encoder = msgspec.msgpack.Encoder()
 to_rank_decoder = msgspec.msgpack.Decoder(ToRank)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,12 +19,12 @@ from fastserve_kernels import ops
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.loader import load_model
-from fastserve_backend.worker.groups import choose_device, join_process_group
+from fastserve_backend.models.partition import RankPlace, layers_of_stages
+from fastserve_backend.worker.groups import choose_device, join_process_group, make_tensor_group
 from fastserve_backend.worker.host_store import make_host_store
 from fastserve_backend.worker.kv_store import allocate_kv
 from fastserve_backend.worker.messages import (
     CopyBlocks,
-    CopyResult,
     Failed,
     FromRank,
     Heartbeat,
@@ -37,6 +40,9 @@ from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.swap_engine import SwapEngine, measure_link
 
 HEARTBEAT_S = 1.0
+# A socket that is closed still delivers its last message, for so long.
+LINGER_MS = 1000
+Send = Callable[[FromRank], None]
 _log = logging.getLogger(__name__)
 
 
@@ -44,30 +50,24 @@ def run(engine_address: str, rendezvous: Path) -> int:
     """Serve the engine until it says stop or goes away; returns the process's exit code."""
     rank = int(os.environ["RANK"])
     _end_with_engine()
-    context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, f"rank-{rank}".encode())
-    socket.setsockopt(zmq.LINGER, 1000)
-    socket.connect(engine_address)
-
-    def send(message: FromRank) -> None:
-        socket.send(encoder.encode(message))
-
+    connect = partial(_connect, zmq.Context(), engine_address, rank)
+    socket = connect("rank")
+    send: Send = _sender(socket)
     send(Hello(rank=rank, pid=os.getpid()))
-    _send_heartbeats(context, engine_address, rank)
+    _send_heartbeats(connect)
     try:
         setup = to_rank_decoder.decode(socket.recv())
         assert isinstance(setup, Setup)
-        runner, swaps, ready = _set_up(
-            setup, rendezvous, lambda name: _copy_sender(context, engine_address, rank, name)
-        )
+        runner, swaps, ready = _set_up(setup, rendezvous, lambda name: _sender(connect(name)))
         send(ready)
-        while not isinstance(message := to_rank_decoder.decode(socket.recv()), Stop):
-            if isinstance(message, CopyBlocks):
-                swaps.begin(message)
-            else:
-                assert isinstance(message, Step)
-                send(runner.run(message))
+        steps = _steps(socket, swaps)
+        if runner.waits_for_others:
+            # Copies begin while this rank waits for activations. The socket goes to a thread.
+            send, steps = _sender(connect("answer")), _ahead(steps)
+        for step in steps:
+            answer = runner.run(step)
+            if answer is not None:
+                send(answer)
         return 0
     except FastServeError as error:
         send(Failed(reason=str(error), user_error=True))
@@ -79,16 +79,19 @@ def run(engine_address: str, rendezvous: Path) -> int:
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        socket.close()
 
 
 def _set_up(
-    setup: Setup, rendezvous: Path, connect: Callable[[str], Callable[[CopyResult], None]]
+    setup: Setup, rendezvous: Path, connect: Callable[[str], Send]
 ) -> tuple[ModelRunner, SwapEngine, Ready]:
     device = choose_device(setup.device)
+    num_local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     if device.type == "cpu":
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local_ranks))
     join_process_group(device, rendezvous)
+    place = RankPlace.of(
+        int(os.environ["RANK"]), setup.tensor_parallel_size, setup.pipeline_parallel_size
+    )
     config = load_model_config(
         setup.model,
         load_format=setup.load_format,
@@ -96,15 +99,21 @@ def _set_up(
         dtype=setup.dtype,
         max_model_len=setup.max_model_len,
     )
-    model = load_model(config, device)
+    layers = layers_of_stages(config, place.num_stages)[place.stage]
+    model = load_model(config, device, layers=layers, tensor=make_tensor_group(place))
+    # The rank's KV is that of a model that has no more than its layers and its heads.
+    kv_config = replace(
+        config, num_layers=len(layers), num_kv_heads=config.num_kv_heads // place.tensor_size
+    )
     kv = allocate_kv(
-        config,
+        kv_config,
         device,
         setup.block_size,
         setup.device_blocks,
         setup.device_memory_utilization,
+        num_local_ranks,
     )
-    store = make_host_store(config, kv, setup.swap_space_gib, setup.host_dtype)
+    store = make_host_store(kv_config, kv, setup.swap_space_gib, setup.host_dtype, num_local_ranks)
     block_out_s, block_in_s = measure_link(store, len(kv), setup.block_size, device)
     ready = Ready(
         num_blocks=len(kv),
@@ -115,7 +124,7 @@ def _set_up(
         hardware=_hardware(device),
         dtype=config.dtype,
     )
-    runner = ModelRunner(model, config, kv, device)
+    runner = ModelRunner(model, config, kv, device, place)
     return runner, SwapEngine(store, device, connect), ready
 
 
@@ -137,26 +146,55 @@ def _end_with_engine() -> None:
     threading.Thread(target=watch, name="engine-watch", daemon=True).start()
 
 
-def _copy_sender(
+def _connect(
     context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int, name: str
-) -> Callable[[CopyResult], None]:
-    """Sends from the thread that calls this; a socket belongs to one thread."""
+) -> zmq.Socket[bytes]:
+    """A socket to the engine, for the thread that calls this."""
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, f"{name}-{rank}".encode())
-    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.connect(address)
-    return lambda result: socket.send(encoder.encode(result))
+    return socket
 
 
-def _send_heartbeats(context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int) -> None:
+def _sender(socket: zmq.Socket[bytes]) -> Send:
+    return lambda message: socket.send(encoder.encode(message))
+
+
+def _steps(socket: zmq.Socket[bytes], swaps: SwapEngine) -> Iterator[Step]:
+    """The engine's steps until it says stop; copies are begun as they come."""
+    while not isinstance(message := to_rank_decoder.decode(socket.recv()), Stop):
+        if isinstance(message, CopyBlocks):
+            swaps.begin(message)
+        else:
+            assert isinstance(message, Step)
+            yield message
+
+
+def _ahead(steps: Iterator[Step]) -> Iterator[Step]:
+    """The same steps, taken by a thread of their own as soon as they come."""
+    taken: queue.SimpleQueue[Step | Exception | None] = queue.SimpleQueue()
+
+    def take() -> None:
+        try:
+            for step in steps:
+                taken.put(step)
+            taken.put(None)
+        except Exception as error:
+            taken.put(error)
+
+    threading.Thread(target=take, name="steps", daemon=True).start()
+    while (item := taken.get()) is not None:
+        if isinstance(item, Exception):
+            raise item
+        yield item
+
+
+def _send_heartbeats(connect: Callable[[str], zmq.Socket[bytes]]) -> None:
     def beat() -> None:
-        with context.socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.IDENTITY, f"heartbeat-{rank}".encode())
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(address)
-            message = encoder.encode(Heartbeat())
-            while not stopped.wait(HEARTBEAT_S):
-                socket.send(message)
+        send = _sender(connect("heartbeat"))
+        while not stopped.wait(HEARTBEAT_S):
+            send(Heartbeat())
 
     stopped = threading.Event()
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()

@@ -1,0 +1,130 @@
+"""The processes of the ranks on this host: started, watched, stopped."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Sequence
+
+import zmq
+
+from fastserve_backend.errors import EngineError
+from fastserve_backend.interpreter import python_executable
+
+# A rank's heartbeat comes every second; after this long it is stopped or its machine is.
+HEARTBEAT_TIMEOUT_S = 8.0
+# How long the ranks may take to end by themselves before they are killed.
+STOP_TIMEOUT_S = 5.0
+# A rank may report that its connection to another broke before the death of that other shows.
+DEATH_SHOWS_S = 0.5
+# Between two parallel regions a thread of the rank spins for so many loops before it sleeps. With
+# libgomp's far longer default it keeps the server and the clients from cores that they share.
+OPENMP_SPIN_COUNT = "2000"
+
+
+class RankProcesses:
+    """One process a rank, with torchrun's environment.
+
+    A dead rank is noticed at once (its process descriptor becomes readable), a stopped one by
+    missing heartbeats. The ranks end when this process does: each watches its standard input,
+    whose other end is held here.
+    """
+
+    def __init__(self, poller: zmq.Poller) -> None:
+        """``poller`` then also wakes when a rank dies."""
+        self._poller = poller
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._pidfds: list[int] = []
+        # None until the first message: importing torch may take long and no thread of the rank runs
+        # yet. The time for that is bounded by whoever waits for the ranks.
+        self._last_heard_s: list[float | None] = []
+
+    def start(self, num_ranks: int, arguments: Sequence[str]) -> None:
+        """``arguments`` are those of ``python -m fastserve_backend.worker``."""
+        command = [python_executable(), "-m", "fastserve_backend.worker", *arguments]
+        environment = os.environ | {
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            # The rank imports what this process imports, whatever path it was set up with.
+            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
+        }
+        environment.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
+        for rank in range(num_ranks):
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+            self._processes.append(process)
+            self._pidfds.append(os.pidfd_open(process.pid))
+            self._last_heard_s.append(None)
+            self._poller.register(self._pidfds[-1], zmq.POLLIN)
+
+    def __len__(self) -> int:
+        return len(self._processes)
+
+    def heard_from(self, rank: int) -> None:
+        """A message came from it, be it a heartbeat."""
+        self._last_heard_s[rank] = time.monotonic()
+
+    def check_alive(self, readable: Collection[object]) -> None:
+        """Raises EngineError if a rank's descriptor is among the ``readable`` ones."""
+        for rank, pidfd in enumerate(self._pidfds):
+            if pidfd in readable:
+                raise EngineError(_death(rank, self._processes[rank].wait()))
+
+    def check_heard(self) -> None:
+        """Raises EngineError if a rank has been silent for too long."""
+        now = time.monotonic()
+        for rank, heard_s in enumerate(self._last_heard_s):
+            if heard_s is not None and now - heard_s > HEARTBEAT_TIMEOUT_S:
+                raise EngineError(f"rank {rank} has not answered for {HEARTBEAT_TIMEOUT_S:.0f} s")
+
+    def find_killed(self) -> str | None:
+        """Says which rank a signal has ended, if that shows soon; others fail because of it."""
+        deadline = time.monotonic() + DEATH_SHOWS_S
+        while True:
+            alive = select.poll()
+            for rank, process in enumerate(self._processes):
+                code = process.poll()
+                if code is None:
+                    alive.register(self._pidfds[rank], select.POLLIN)
+                elif code < 0:
+                    return _death(rank, code)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return None
+            alive.poll(left_s * 1000)
+
+    def let_go(self) -> None:
+        """The ranks end at once, whatever they wait for, if they can run at all."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+
+    def kill(self) -> None:
+        """At once, without a wait; any thread may call it, and as often as it likes."""
+        for process in list(self._processes):
+            process.kill()
+
+    def stop(self) -> None:
+        """Wait for all to end, and kill those that do not within ``STOP_TIMEOUT_S``."""
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+        for process, pidfd in zip(self._processes, self._pidfds, strict=True):
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+            self._poller.unregister(pidfd)
+            os.close(pidfd)
+        self._processes.clear()
+        self._pidfds.clear()
+        self._last_heard_s.clear()
+
+
+def _death(rank: int, exit_code: int) -> str:
+    return f"rank {rank} died with exit code {exit_code}"

@@ -1,0 +1,96 @@
+"""Which rank has which part of a model: arithmetic alone, without torch.
+
+Tensor parallelism divides every layer, pipeline parallelism the sequence of layers into stages
+(FastServe §4.3, Megatron-LM). Ranks are numbered stage by stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastserve_backend.errors import ConfigError
+
+from .config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank stands among the others."""
+
+    tensor_rank: int = 0
+    tensor_size: int = 1
+    stage: int = 0
+    num_stages: int = 1
+
+    @classmethod
+    def of(cls, rank: int, tensor_size: int, num_stages: int) -> RankPlace:
+        return cls(rank % tensor_size, tensor_size, rank // tensor_size, num_stages)
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+
+def span(size: int, index: int, count: int) -> range:
+    """Part ``index`` of ``size`` things in ``count`` neighbouring parts; sizes differ by at most
+    one, and the first parts are the larger ones."""
+    small, larger = divmod(size, count)
+    start = index * small + min(index, larger)
+    return range(start, start + small + (index < larger))
+
+
+def stage_layers(num_layers: int, num_stages: int, head_layers: float = 0.0) -> tuple[range, ...]:
+    """The layers of each stage, at least one, so that the slowest stage is as quick as can be.
+
+    Args:
+        head_layers: work of the LM head, which the last stage has besides, in layers.
+    """
+    work = [1.0] * num_stages
+    work[-1] += head_layers
+    counts = [1] * num_stages
+    for _ in range(num_layers - num_stages):
+        stage = work.index(min(work))
+        work[stage] += 1
+        counts[stage] += 1
+    starts = [sum(counts[:stage]) for stage in range(num_stages)]
+    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+
+def layers_of_stages(model: ModelConfig, num_stages: int) -> tuple[range, ...]:
+    """``stage_layers`` by the parameters that a token is multiplied by.
+
+    The head counts, though it may share the table of the embedding: its matrix is multiplied in
+    every iteration. The embedding, of which an iteration looks up a few rows, does not.
+    """
+    head_layers = model.num_head_parameters / model.num_layer_parameters
+    return stage_layers(model.num_layers, num_stages, head_layers)
+
+
+def share_of_kv(model: ModelConfig, tensor_size: int, num_stages: int) -> float:
+    """Of a job's KV, on a rank of the stage with most layers: it decides how many jobs fit."""
+    most = max(len(layers) for layers in layers_of_stages(model, num_stages))
+    return most / (model.num_layers * tensor_size)
+
+
+def check_parallel(model: ModelConfig, tensor_size: int, num_stages: int) -> None:
+    """Raises ConfigError if the model cannot be divided so, naming the sizes that can be."""
+    if model.num_heads % tensor_size or model.num_kv_heads % tensor_size:
+        allowed = [
+            size
+            for size in range(1, model.num_kv_heads + 1)
+            if model.num_heads % size == 0 and model.num_kv_heads % size == 0
+        ]
+        raise ConfigError(
+            f"parallel.tensor_parallel_size: got {tensor_size}; must divide the {model.num_heads} "
+            f"heads and {model.num_kv_heads} KV heads of {model.name}: "
+            f"{', '.join(map(str, allowed))}"
+        )
+    if not 1 <= num_stages <= model.num_layers:
+        raise ConfigError(
+            f"parallel.pipeline_parallel_size: got {num_stages}; must be from 1 to "
+            f"{model.num_layers}, the layers of {model.name}"
+        )

@@ -1,0 +1,48 @@
+"""Activations from one pipeline stage to the next."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastserve_backend.models.partition import RankPlace
+
+
+class Pipeline:
+    """Sends to the rank of the same number in the next stage, receives from that in the stage
+    before. Both have the same steps in the same order, so that neither waits for a step that the
+    other does not know of.
+
+    Args:
+        width: of the activations.
+    """
+
+    def __init__(
+        self, place: RankPlace, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        rank = place.stage * place.tensor_size + place.tensor_rank
+        self._next, self._previous = rank + place.tensor_size, rank - place.tensor_size
+        self._num_stages = place.num_stages
+        self._width, self._dtype, self._device = width, dtype, device
+        self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def receive(self, num_tokens: int) -> Tensor:
+        """Activations [num_tokens, width] of this step; waits for the stage before."""
+        shape = (num_tokens, self._width)
+        hidden = torch.empty(shape, dtype=self._dtype, device=self._device)
+        dist.recv(hidden, self._previous)
+        return hidden
+
+    def send(self, hidden: Tensor) -> None:
+        """Begins to send; the next stage may still be at an earlier step."""
+        # There are at most as many steps under way as stages, so an older one has been received:
+        # this does not wait, it frees.
+        if len(self._sends) == self._num_stages:
+            self._sends.popleft()[0].wait()
+        hidden = hidden.contiguous()
+        work = dist.isend(hidden, self._next)
+        assert work is not None  # this rank is of the group
+        self._sends.append((work, hidden))

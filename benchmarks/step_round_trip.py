@@ -1,0 +1,116 @@
+"""What a step costs beside its computing: from the engine to the ranks and back.
+
+    python benchmarks/step_round_trip.py                # 1 rank, then 4 as TP 4 and as TP 2 × PP 2
+    python benchmarks/step_round_trip.py --steps 2000
+
+A decode step of 32 jobs of a tiny model is sent to real ranks, one at a time. The figure is its
+time at the engine, from before it is encoded until its result is decoded, less what the ranks
+computed. Computing includes what the ranks of a stage wait for each other; with two stages, the way
+of the activations is part of the figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from array import array
+from pathlib import Path
+
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.executor.distributed import DistributedExecutor
+from fastserve_backend.worker.messages import Setup, Step, StepResult
+from rich.console import Console
+from rich.table import Table
+
+JOBS = 32
+CONTEXT = 100  # tokens of each job in the cache
+BLOCK_SIZE = 16
+WARM_UP_STEPS = 100
+GOAL_MS = 0.3
+DIVISIONS = ((1, 1), (4, 1), (2, 2))
+TINY_OPT = {
+    "model_type": "opt",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "word_embed_proj_dim": 64,
+    "num_attention_heads": 4,
+    "ffn_dim": 128,
+    "vocab_size": 1024,
+    "max_position_embeddings": 256,
+    "torch_dtype": "float32",
+}
+
+
+def decode_step(step_id: int) -> Step:
+    blocks = -(-(CONTEXT + 1) // BLOCK_SIZE)
+    return Step(
+        step_id=step_id,
+        num_decodes=JOBS,
+        num_partial=0,
+        token_ids=array("i", range(4, 4 + JOBS)).tobytes(),
+        query_lens=array("i", [1] * JOBS).tobytes(),
+        starts=array("i", [CONTEXT] * JOBS).tobytes(),
+        block_counts=array("i", [blocks] * JOBS).tobytes(),
+        block_ids=array("i", range(JOBS * blocks)).tobytes(),
+        sampling=None,
+    )
+
+
+def one_step(executor: DistributedExecutor, step_id: int) -> tuple[float, float]:
+    """Seconds at the engine, and those computed."""
+    step = decode_step(step_id)
+    started_s = time.perf_counter()
+    executor.submit(step)
+    while not isinstance(result := executor.collect(), StepResult):
+        pass
+    return time.perf_counter() - started_s, result.compute_s
+
+
+def measure(model: Path, tensor_size: int, num_stages: int, num_steps: int) -> list[float]:
+    """Seconds of each step beside its computing."""
+    config = EngineConfig().with_keys(
+        model=str(model),
+        load_format="dummy",
+        device="cpu",
+        tensor_parallel_size=tensor_size,
+        pipeline_parallel_size=num_stages,
+        device_blocks=JOBS * -(-(CONTEXT + 1) // BLOCK_SIZE),
+        swap_space_gib=0,
+    )
+    executor = DistributedExecutor()
+    try:
+        executor.start(Setup.of(config), 120.0)
+        times = [one_step(executor, step_id) for step_id in range(WARM_UP_STEPS + num_steps)]
+    finally:
+        executor.close()
+    return [elapsed_s - compute_s for elapsed_s, compute_s in times[WARM_UP_STEPS:]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1000)
+    arguments = parser.parse_args()
+    table = Table("ranks", "median ms", "10th percentile", "90th", f"goal {GOAL_MS} ms")
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(TINY_OPT), encoding="utf-8")
+        for tensor_size, num_stages in DIVISIONS:
+            rest = measure(Path(directory), tensor_size, num_stages, arguments.steps)
+            deciles = statistics.quantiles(rest, n=10)
+            table.add_row(
+                f"{tensor_size * num_stages} (TP {tensor_size} × PP {num_stages})",
+                f"{statistics.median(rest) * 1e3:.3f}",
+                f"{deciles[0] * 1e3:.3f}",
+                f"{deciles[-1] * 1e3:.3f}",
+                "met" if statistics.median(rest) * 1e3 <= GOAL_MS else "missed",
+            )
+    console = Console(width=100)
+    console.print(table)
+    console.print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f} at the end")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The models and engines of these tests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from fastserve_backend import LLM
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.engine import Engine
+from fastserve_backend.executor.distributed import DistributedExecutor
+from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig
+
+VOCAB_SIZE = 381  # an odd number, so that ranks have parts of different sizes
+POSITIONS = 128
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+}
+MODELS = {
+    "opt": OPTConfig(**SHAPE, ffn_dim=128, word_embed_proj_dim=64),
+    "opt_350m": OPTConfig(**SHAPE, ffn_dim=128, word_embed_proj_dim=32, do_layer_norm_before=False),
+    "llama": LlamaConfig(
+        **SHAPE | {"num_attention_heads": 8, "num_key_value_heads": 4}, intermediate_size=130
+    ),
+    "gpt_neox": GPTNeoXConfig(**SHAPE, intermediate_size=128),
+}
+DEADLINE_S = 30.0
+
+
+class ParallelLLM(LLM):
+    """An LLM whose block tables are checked at each step, and whose ranks can be reached."""
+
+    def __init__(
+        self,
+        model: Path,
+        tokenizer: Path,
+        tensor_size: int,
+        num_stages: int,
+        *,
+        kind: type[DistributedExecutor] = DistributedExecutor,
+        **keys: Any,
+    ) -> None:
+        self.executors: list[DistributedExecutor] = []
+        """Another one after each restart; the last is in use."""
+
+        def make() -> DistributedExecutor:
+            self.executors.append(kind())
+            return self.executors[-1]
+
+        config = EngineConfig().with_keys(
+            model=str(model),
+            tokenizer=str(tokenizer),
+            dtype="float32",
+            device="cpu",
+            tensor_parallel_size=tensor_size,
+            pipeline_parallel_size=num_stages,
+            **({"device_blocks": 60, "swap_space_gib": 0.05, "max_num_seqs": 4} | keys),
+        )
+        self.engine = Engine(config, make_executor=make, check_integrity=True)
+        self.engine.start()
+
+
+def ranks_of(executor: DistributedExecutor) -> list[psutil.Process]:
+    """The processes, in order of their ranks."""
+    address = executor._address
+    found = {}
+    for child in psutil.Process().children():
+        if address in child.cmdline():
+            found[int(child.environ()["RANK"])] = child
+    return [found[rank] for rank in sorted(found)]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
+    """Poll a condition that another process decides."""
+    deadline = time.monotonic() + timeout_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        pause.wait(0.005)

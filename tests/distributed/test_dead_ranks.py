@@ -1,0 +1,168 @@
+"""One of several ranks dies or stops: all are replaced, and every job goes on where it was."""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from fastserve_backend import SamplingParams
+from fastserve_backend.errors import ConfigError
+from fastserve_backend.executor import rank_processes
+from fastserve_backend.job import JobOutput
+from parallel_models import VOCAB_SIZE, ParallelLLM, ranks_of, wait_until
+
+GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+NUM_JOBS = 10
+# Half of what the jobs need.
+SHORT_OF_MEMORY = {"device_blocks": 28, "base_quantum_ms": 0.01}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(3)
+    return [
+        [rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(1, 50))] for _ in range(NUM_JOBS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(small_opt: Path, tokenizer: Path, prompts: list[list[int]]) -> list[list[int]]:
+    with ParallelLLM(small_opt, tokenizer, 1, 1) as llm:
+        answers = llm.generate(prompts, GREEDY, progress=False)
+    return [answer.token_ids for answer in answers]
+
+
+class Streams:
+    """All prompts, streamed from an engine."""
+
+    def __init__(self, llm: ParallelLLM, prompts: Sequence[Sequence[int]]) -> None:
+        self._outputs: list[list[JobOutput]] = [[] for _ in prompts]
+        for number, (prompt, outputs) in enumerate(zip(prompts, self._outputs, strict=True)):
+            llm.engine.submit(f"job-{number}", prompt, GREEDY, outputs.append)
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        return [[token for one in list(job) for token in one.token_ids] for job in self._outputs]
+
+    def wait(self) -> None:
+        """Until every job has ended."""
+        wait_until(lambda: all(job and job[-1].finish_reason for job in self._outputs), 60.0)
+
+
+def all_ended(ranks: Sequence[psutil.Process]) -> bool:
+    return not any(rank.is_running() for rank in ranks)
+
+
+@pytest.mark.parametrize(("tensor_size", "num_stages", "victim"), [(2, 1, 1), (2, 2, 1), (2, 2, 2)])
+def test_streams_outlive_a_killed_rank(
+    tensor_size: int,
+    num_stages: int,
+    victim: int,
+    small_opt: Path,
+    tokenizer: Path,
+    prompts: list[list[int]],
+    undisturbed: list[list[int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        caplog.at_level(logging.ERROR),
+        ParallelLLM(small_opt, tokenizer, tensor_size, num_stages, **SHORT_OF_MEMORY) as llm,
+    ):
+        streams = Streams(llm, prompts)
+        wait_until(lambda: sum(map(len, streams.token_ids)) > 100)
+        ranks = ranks_of(llm.executors[0])
+        assert len(ranks) == tensor_size * num_stages
+        ranks[victim].kill()
+        killed_s = time.monotonic()
+        wait_until(lambda: llm.engine.counters.worker_restarts == 1)
+        assert time.monotonic() - killed_s < 3
+        wait_until(lambda: all_ended(ranks))
+        streams.wait()
+        assert streams.token_ids == undisturbed
+        assert f"rank {victim} died with exit code -9; restarting the ranks" in caplog.text
+
+
+def test_streams_outlive_a_stopped_rank(
+    small_opt: Path,
+    tokenizer: Path,
+    prompts: list[list[int]],
+    undisturbed: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        caplog.at_level(logging.ERROR),
+        ParallelLLM(small_opt, tokenizer, 1, 2, **SHORT_OF_MEMORY) as llm,
+    ):
+        monkeypatch.setattr(rank_processes, "HEARTBEAT_TIMEOUT_S", 4.0)
+        streams = Streams(llm, prompts)
+        wait_until(lambda: sum(map(len, streams.token_ids)) > 100)
+        ranks = ranks_of(llm.executors[0])
+        ranks[1].send_signal(signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        wait_until(lambda: llm.engine.counters.worker_restarts == 1)
+        assert time.monotonic() - stopped_s < 4.0 + 3.0
+        wait_until(lambda: all_ended(ranks))
+        streams.wait()
+        assert streams.token_ids == undisturbed
+        assert "rank 1 has not answered for 4 s" in caplog.text
+
+
+def test_idle_ranks_cost_nothing_and_one_that_dies_is_replaced(
+    small_opt: Path, tokenizer: Path
+) -> None:
+    with ParallelLLM(small_opt, tokenizer, 2, 1) as llm:
+        ranks = ranks_of(llm.executors[0])
+        llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
+        before = [sum(rank.cpu_times()[:2]) for rank in ranks]
+        started_s = time.monotonic()
+        wait_until(lambda: time.monotonic() - started_s > 2.0)
+        after = [sum(rank.cpu_times()[:2]) for rank in ranks]
+        assert all(b - a < 0.3 for a, b in zip(before, after, strict=True))
+        ranks[1].kill()
+        wait_until(lambda: llm.engine.counters.worker_restarts == 1, 5)
+        wait_until(lambda: all_ended(ranks))
+        (answer,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
+        assert answer.finish_reason is not None
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            {"tensor_parallel_size": 3},
+            r"parallel\.tensor_parallel_size: got 3; must divide the 4 heads .*: 1, 2, 4$",
+        ),
+        (
+            {"pipeline_parallel_size": 4},
+            r"parallel\.pipeline_parallel_size: got 4; must be from 1 to 3, the layers",
+        ),
+        (
+            {"tensor_parallel_size": 0, "pipeline_parallel_size": 0},
+            r"parallel\.tensor_parallel_size: got 0; [^\n]*\n.*pipeline_parallel_size: got 0",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_before_a_rank_starts(
+    keys: dict[str, Any], message: str, small_opt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fastserve_backend import LLM
+
+    def refuse(*arguments: object) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr(rank_processes.RankProcesses, "start", refuse)
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(small_opt), load_format="dummy", **keys)
+
+
+def test_an_error_of_every_rank_is_one_error(small_opt: Path, tokenizer: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache\.swap_space_gib: got 1e\+06; .* a rank"):
+        ParallelLLM(small_opt, tokenizer, 2, 1, swap_space_gib=1e6)

@@ -1,0 +1,115 @@
+"""Stages work on different steps at the same time, and copies end when all ranks made them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastserve_backend import SamplingParams
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.executor.distributed import DistributedExecutor
+from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Setup, Step, StepResult
+from parallel_models import ParallelLLM
+
+LONG = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+
+
+class CountingExecutor(DistributedExecutor):
+    """Real ranks; remembers how many steps were ever under way at once."""
+
+    most_flights = 0
+
+    def submit(self, step: Step) -> None:
+        super().submit(step)
+        self.most_flights = max(self.most_flights, self._num_unfinished)
+
+
+def prefill(step_id: int, block: int, num_tokens: int = 16) -> Step:
+    return Step(
+        step_id=step_id,
+        num_decodes=0,
+        num_partial=0,
+        token_ids=array("i", range(4, 4 + num_tokens)).tobytes(),
+        query_lens=array("i", [num_tokens]).tobytes(),
+        starts=array("i", [0]).tobytes(),
+        block_counts=array("i", [1]).tobytes(),
+        block_ids=array("i", [block]).tobytes(),
+        sampling=None,
+    )
+
+
+def copy_out(transfer_id: int, host_block: int) -> CopyBlocks:
+    device, host = array("i", [0]).tobytes(), array("i", [host_block]).tobytes()
+    return CopyBlocks(transfer_id, True, device, host, 16)
+
+
+@pytest.fixture(scope="module")
+def two_stages(small_opt: Path) -> Iterator[DistributedExecutor]:
+    executor = DistributedExecutor()
+    config = EngineConfig().with_keys(
+        model=str(small_opt),
+        dtype="float32",
+        device="cpu",
+        pipeline_parallel_size=2,
+        device_blocks=8,
+        swap_space_gib=0.001,
+    )
+    ready = executor.start(Setup.of(config), 60.0)
+    assert ready.num_blocks == 8
+    yield executor
+    executor.close()
+
+
+def test_as_many_steps_as_stages_are_under_way(two_stages: DistributedExecutor) -> None:
+    executor = two_stages
+    for first in (0, 10):
+        assert executor.can_submit
+        executor.submit(prefill(first, 0))
+        assert not executor.can_submit
+        answers = []
+        while not executor.can_submit:
+            if (answer := executor.collect()) is not None:
+                answers.append(answer)
+        executor.submit(prefill(first + 1, 1))
+        while len(answers) < 2:
+            if (answer := executor.collect()) is not None:
+                answers.append(answer)
+        assert all(isinstance(answer, StepResult) for answer in answers)
+        assert [answer.step_id for answer in answers] == [first, first + 1]  # type: ignore[union-attr]
+        assert answers[0].token_ids == answers[1].token_ids  # type: ignore[union-attr]
+    assert all(seconds > 0 for seconds in executor.busy_s)
+
+
+def test_a_copy_that_one_rank_cannot_make_has_failed(two_stages: DistributedExecutor) -> None:
+    executor = two_stages
+    # The stages have 2 and 1 layers, so in the same memory the last has more blocks than the first.
+    ready_blocks = int(0.001 * 2**30) // (2 * 2 * 4 * 16 * 16 * 4)
+    for transfer_id, host_block in ((1, ready_blocks - 1), (2, ready_blocks)):
+        executor.copy(copy_out(transfer_id, host_block))
+        while (result := executor.collect()) is None:
+            pass
+        assert isinstance(result, CopyResult)
+        assert result.transfer_id == transfer_id
+        assert result.seconds > 0
+        if transfer_id == 1:
+            assert result.error is None
+        else:
+            assert (
+                result.error == f"rank 0: IndexError: host block {ready_blocks} of {ready_blocks}"
+            )
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_the_engine_keeps_all_stages_at_work(
+    num_stages: int, small_opt: Path, tokenizer: Path
+) -> None:
+    with ParallelLLM(small_opt, tokenizer, 1, num_stages, kind=CountingExecutor) as llm:
+        (executor,) = llm.executors
+        assert isinstance(executor, CountingExecutor)
+        executor.most_flights = 0
+        llm.generate([[5, 6, 7]] * 16, LONG, progress=False)
+        assert executor.most_flights == num_stages
+        assert len(executor.busy_s) == num_stages
+        assert llm.engine.counters.compute_s <= sum(executor.busy_s)

@@ -1,0 +1,76 @@
+"""No rank ever holds more than its part of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.executor.distributed import DistributedExecutor
+from fastserve_backend.worker.messages import Setup
+from parallel_models import ranks_of
+from transformers import LlamaConfig, LlamaForCausalLM
+
+MIB = 2**20
+# The interpreter's and torch's own growth between two starts, and single tensors on their way.
+SLACK_BYTES = 60 * MIB
+
+
+@pytest.fixture(scope="module")
+def large_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """Large enough to see beside torch itself, and its bytes."""
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=1024,
+        num_hidden_layers=8,
+        intermediate_size=4096,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = model.to_empty(device="cpu")
+    directory = tmp_path_factory.mktemp("large")
+    model.save_pretrained(directory)
+    return directory, sum(4 * one.numel() for one in model.parameters())
+
+
+def peak_bytes(model: Path, tensor_size: int, num_stages: int) -> list[int]:
+    """The largest resident memory that each rank ever had while it loaded."""
+    executor = DistributedExecutor()
+    config = EngineConfig().with_keys(
+        model=str(model),
+        dtype="float32",
+        device="cpu",
+        tensor_parallel_size=tensor_size,
+        pipeline_parallel_size=num_stages,
+        device_blocks=8,
+        swap_space_gib=0,
+    )
+    try:
+        executor.start(Setup.of(config), 120.0)
+        return [_peak_bytes(rank) for rank in ranks_of(executor)]
+    finally:
+        executor.close()
+
+
+def _peak_bytes(rank: psutil.Process) -> int:
+    status = Path(f"/proc/{rank.pid}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
+
+
+def test_peak_memory_is_that_of_the_part(large_llama: tuple[Path, int], small_opt: Path) -> None:
+    directory, model_bytes = large_llama
+    assert model_bytes > 450 * MIB
+    (without,) = peak_bytes(small_opt, 1, 1)
+    (whole,) = peak_bytes(directory, 1, 1)
+    assert whole - without > model_bytes  # this is what the measurement would see
+    for tensor_size, num_stages in ((2, 1), (2, 2)):
+        part = model_bytes / (tensor_size * num_stages)
+        for peak in peak_bytes(directory, tensor_size, num_stages):
+            assert peak - without < part + SLACK_BYTES

@@ -1,0 +1,123 @@
+"""All ranks of a model as threads of one process: the arithmetic of parallel ranks without them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import torch
+from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.layers import AttentionBatch
+from fastserve_backend.models.loader import CausalLM, load_model
+from fastserve_backend.models.partition import layers_of_stages, span
+from fastserve_backend.models.tensor_group import TensorGroup
+from torch import Tensor
+
+DEADLINE_S = 20.0
+Result = TypeVar("Result")
+
+
+class Meeting:
+    """Where the threads of one stage meet; counts how often they sum."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.num_sums = 0
+        self._barrier = threading.Barrier(size)
+        self._given: list[Tensor] = [torch.empty(0)] * size
+
+    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
+        self._given[rank] = x.clone()
+        self._barrier.wait(DEADLINE_S)
+        given = list(self._given)
+        self._barrier.wait(DEADLINE_S)
+        return given
+
+
+class ThreadGroup(TensorGroup):
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(rank, meeting.size)
+        self._meeting = meeting
+
+    def sum(self, x: Tensor) -> Tensor:
+        if self.rank == 0:
+            self._meeting.num_sums += 1
+        return x.copy_(torch.stack(self._meeting.exchange(self.rank, x)).sum(0))
+
+    def gather_columns(self, x: Tensor, num_columns: int) -> Tensor | None:
+        assert x.shape[1] == len(span(num_columns, self.rank, self.size))
+        parts = self._meeting.exchange(self.rank, x)
+        return torch.cat(parts, dim=1) if self.rank == 0 else None
+
+
+class DividedModel:
+    """A model of ``tensor_size × num_stages`` parts that looks like a whole one (`CausalLM`)."""
+
+    def __init__(self, config: ModelConfig, tensor_size: int, num_stages: int) -> None:
+        self._config = config
+        self._stages = layers_of_stages(config, num_stages)
+        self._size = tensor_size
+        self.meetings = [Meeting(tensor_size) for _ in self._stages]
+        self._pool = ThreadPoolExecutor(tensor_size)
+        self._parts: list[list[CausalLM]] = [
+            [
+                load_model(
+                    config,
+                    torch.device("cpu"),
+                    layers=layers,
+                    tensor=ThreadGroup(rank, meeting),
+                )
+                for rank in range(tensor_size)
+            ]
+            for layers, meeting in zip(self._stages, self.meetings, strict=True)
+        ]
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: Tensor
+    ) -> Tensor:
+        """``kv`` is that of the whole model; every rank has a copy of its part of it."""
+        received: list[Tensor | None] = [None] * self._size
+        for models, layers in zip(self._parts, self._stages, strict=True):
+            views = [self._part_of(kv, layers, rank) for rank in range(self._size)]
+            parts = [view.contiguous() for view in views]
+            forward = partial(_forward, models, parts, received, token_ids, positions, batch)
+            hidden = self._on_all(forward)
+            received = list(hidden)
+            for view, part in zip(views, parts, strict=True):
+                view.copy_(part)
+        self._hidden = hidden
+        return hidden[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of all rows."""
+        assert len(hidden) == len(self._hidden[0])
+        first, *others = self._on_all(lambda rank: self._parts[-1][rank].logits(self._hidden[rank]))
+        assert first is not None
+        assert others == [None] * len(others)
+        return first
+
+    def _part_of(self, kv: Tensor, layers: range, rank: int) -> Tensor:
+        heads = span(self._config.num_kv_heads, rank, self._size)
+        return kv[:, layers.start : layers.stop, :, heads.start : heads.stop]
+
+    def _on_all(self, run: Callable[[int], Result]) -> list[Result]:
+        def without_gradients(rank: int) -> Result:
+            with torch.inference_mode():  # of this thread
+                return run(rank)
+
+        return list(self._pool.map(without_gradients, range(self._size)))
+
+
+def _forward(
+    models: list[CausalLM],
+    parts: list[Tensor],
+    received: list[Tensor | None],
+    token_ids: Tensor,
+    positions: Tensor,
+    batch: AttentionBatch,
+    rank: int,
+) -> Tensor:
+    return models[rank].forward(token_ids, positions, batch, parts[rank], received[rank])

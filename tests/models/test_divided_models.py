@@ -1,0 +1,141 @@
+"""Divided among ranks and stages a model gives the logits of transformers' whole one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastserve_backend.models import ModelError, load_model_config
+from fastserve_backend.models.loader import load_model
+from opt_checkpoints import FORMATS, random_opt
+from opt_checkpoints import VARIANTS as OPT_VARIANTS
+from paged_executor import PagedExecutor, check, prompts
+from rank_threads import DividedModel
+from safetensors.torch import load_file, save_file
+from test_rotary_models import LLAMA, NEOX, random_model
+from transformers import GPTNeoXConfig, LlamaConfig, PreTrainedModel
+
+WIDE = {"num_attention_heads": 4, "num_key_value_heads": 4}
+ROTARY = {
+    "llama": LlamaConfig(**LLAMA | WIDE),
+    "llama_grouped": LlamaConfig(
+        **LLAMA | {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
+    ),
+    "llama_tied": LlamaConfig(**LLAMA | WIDE, tie_word_embeddings=True),
+    "llama_biases": LlamaConfig(**LLAMA | WIDE, attention_bias=True, mlp_bias=True),
+    # 83 in 4 parts: not all ranks have as many.
+    "llama_uneven": LlamaConfig(**LLAMA | WIDE | {"intermediate_size": 83}),
+    "neox": GPTNeoXConfig(**NEOX),
+    "neox_sequential": GPTNeoXConfig(**NEOX, use_parallel_residual=False),
+    "neox_tied": GPTNeoXConfig(**NEOX, tie_word_embeddings=True),
+}
+MODELS: dict[str, Any] = ROTARY | {f"opt_{name}": None for name in OPT_VARIANTS}
+
+
+def saved(name: str, directory: Path) -> PreTrainedModel:
+    theirs = random_model(ROTARY[name]) if name in ROTARY else random_opt(**OPT_VARIANTS[name[4:]])
+    theirs.save_pretrained(directory)
+    return theirs
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("tensor_size", "num_stages"), [(4, 1), (1, 3), (2, 2)])
+def test_logits(name: str, tensor_size: int, num_stages: int, tmp_path: Path) -> None:
+    theirs = saved(name, tmp_path)
+    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
+    ours = DividedModel(config, tensor_size, num_stages)
+    executor = PagedExecutor(ours, theirs.config, prompts(20, 1, 9), seed=2)  # type: ignore[arg-type]
+    executor.step([(0, 20), (1, 1), (2, 5)], fresh_kernel=True)
+    executor.step([(2, 3)], fresh_kernel=True)
+    executor.step([(2, 1)], fresh_kernel=True)
+    check(theirs, executor)
+
+
+@pytest.mark.parametrize(
+    ("name", "sums_a_layer"), [("opt_base", 2), ("llama", 2), ("neox", 1), ("neox_sequential", 2)]
+)
+def test_ranks_sum_as_rarely_as_they_can(name: str, sums_a_layer: int, tmp_path: Path) -> None:
+    theirs = saved(name, tmp_path)
+    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
+    ours = DividedModel(config, 2, 1)
+    executor = PagedExecutor(ours, theirs.config, prompts(5), seed=2)  # type: ignore[arg-type]
+    executor.step([(0, 5)], fresh_kernel=True)
+    embedding = 1
+    assert ours.meetings[0].num_sums == embedding + 3 * sums_a_layer
+
+
+@pytest.mark.parametrize("save", FORMATS.values(), ids=FORMATS)
+def test_every_checkpoint_format_is_read_in_parts(tmp_path: Path, save: Any) -> None:
+    theirs = random_opt()
+    save(theirs, tmp_path)
+    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
+    executor = PagedExecutor(DividedModel(config, 2, 3), theirs.config, prompts(9), seed=5)  # type: ignore[arg-type]
+    executor.step([(0, 9)], fresh_kernel=True)
+    check(theirs, executor)
+
+
+@pytest.mark.parametrize("only_head", [True, False], ids=["head_only", "head_differs"])
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_a_tied_head_in_the_checkpoint(tmp_path: Path, only_head: bool, num_stages: int) -> None:
+    random_opt().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = "model.decoder.embed_tokens.weight"
+    tensors["lm_head.weight"] = tensors[embedding] + (0.0 if only_head else 0.1)
+    if only_head:
+        del tensors[embedding]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs = type(random_opt()).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
+    ours = DividedModel(config, 2, num_stages)
+    executor = PagedExecutor(ours, theirs.config, prompts(9), seed=5)  # type: ignore[arg-type]
+    executor.step([(0, 9)], fresh_kernel=True)
+    check(theirs, executor)
+
+
+@pytest.mark.parametrize("name", ["opt_350m", "llama_grouped", "neox_tied"])
+def test_random_weights_do_not_depend_on_the_division(name: str, tmp_path: Path) -> None:
+    theirs = saved(name, tmp_path)
+    config = load_model_config(str(tmp_path), load_format="dummy", dtype="float32")
+    logits = []
+    for model in (load_model(config, torch.device("cpu")), DividedModel(config, 2, 3)):
+        executor = PagedExecutor(model, theirs.config, prompts(9), seed=5)  # type: ignore[arg-type]
+        executor.step([(0, 9)], fresh_kernel=True)
+        logits.append(torch.stack(executor.jobs[0].logits))
+    torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-5)
+
+
+class TestWrongFiles:
+    """The stage that wants a tensor misses it; what no stage wants is refused by each."""
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda t: t.pop("model.decoder.layers.1.fc1.bias"), r"lacks layers\.1\.fc1\.bias"),
+            (lambda t: t.update(score=torch.zeros(2)), "score is unexpected"),
+            (
+                lambda t: t.update({"model.decoder.layers.2.fc2.weight": torch.zeros(3, 5)}),
+                r"layers\.2\.fc2\.weight has shape \(3, 5\)",
+            ),
+            (lambda t: t.pop("model.decoder.embed_tokens.weight"), r"lacks embed_tokens\.weight"),
+        ],
+    )
+    def test_is_said(self, tmp_path: Path, change: Any, message: str) -> None:
+        random_opt().save_pretrained(tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
+        with pytest.raises(ModelError, match=message):
+            DividedModel(config, 2, 3)
+
+    def test_tensors_of_layers_that_config_json_lacks(self, tmp_path: Path) -> None:
+        random_opt().save_pretrained(tmp_path)
+        file = tmp_path / "config.json"
+        fields = json.loads(file.read_text()) | {"num_hidden_layers": 2}
+        file.write_text(json.dumps(fields))
+        config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
+        with pytest.raises(ModelError, match=r"layers\.2\..* is unexpected"):
+            DividedModel(config, 1, 2)

@@ -1,0 +1,42 @@
+"""Four ranks, two stages of two, behind the real server."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import START_TIMEOUT_S, engine_options
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.launch import TritonServer
+from serving_client import GrpcStream, metric, used_blocks, wait_for
+
+GREEDY = {"stream": True, "max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def parallel(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoints]:
+    config = EngineConfig().with_keys(
+        **engine_options(tiny_model), tensor_parallel_size=2, pipeline_parallel_size=2
+    )
+    log_path = tmp_path_factory.mktemp("parallel") / "server.log"
+    triton = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
+    triton.start(START_TIMEOUT_S)
+    yield triton.endpoints
+    triton.stop()
+
+
+def test_streams_are_those_of_one_rank(parallel: Endpoints, endpoints: Endpoints) -> None:
+    rng = random.Random(6)
+    prompts = [[rng.randrange(3, 1024) for _ in range(rng.randint(1, 400))] for _ in range(12)]
+    answers = []
+    for server in (parallel, endpoints):
+        streams = [GrpcStream(server.grpc_url, input_ids=ids, **GREEDY) for ids in prompts]
+        answers.append([stream.finish().token_ids for stream in streams])
+    assert [len(answer) for answer in answers[0]] == [20] * 12
+    assert answers[0] == answers[1]
+    url = parallel.metrics_url
+    wait_for(lambda: used_blocks(url) == 0, timeout_s=10.0)
+    assert metric(url, "fastserve_jobs", state="running") == 0

@@ -43,31 +43,30 @@ def span(size: int, index: int, count: int) -> range:
     return range(start, start + small + (index < larger))
 
 
-def stage_layers(num_layers: int, num_stages: int, head_layers: float = 0.0) -> tuple[range, ...]:
-    """The layers of each stage, at least one, so that the slowest stage is as quick as can be.
+def stage_layers(num_layers: int, num_stages: int, table_layers: float = 0.0) -> tuple[range, ...]:
+    """The layers of each stage, at least one, so that the largest stage is as small as can be.
 
     Args:
-        head_layers: work of the LM head, which the last stage has besides, in layers.
+        table_layers: size of the embedding, which the first stage has besides, and of the LM head,
+            which the last has; in layers.
     """
-    work = [1.0] * num_stages
-    work[-1] += head_layers
+    size = [1.0] * num_stages
+    size[0] += table_layers
+    size[-1] += table_layers
     counts = [1] * num_stages
     for _ in range(num_layers - num_stages):
-        stage = work.index(min(work))
-        work[stage] += 1
+        stage = size.index(min(size))
+        size[stage] += 1
         counts[stage] += 1
     starts = [sum(counts[:stage]) for stage in range(num_stages)]
     return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
 
 
 def layers_of_stages(model: ModelConfig, num_stages: int) -> tuple[range, ...]:
-    """``stage_layers`` by the parameters that a token is multiplied by.
-
-    The head counts, though it may share the table of the embedding: its matrix is multiplied in
-    every iteration. The embedding, of which an iteration looks up a few rows, does not.
-    """
-    head_layers = model.num_head_parameters / model.num_layer_parameters
-    return stage_layers(model.num_layers, num_stages, head_layers)
+    """``stage_layers`` by parameters. The head counts also where it shares the embedding's table,
+    of which the first and the last stage then have a copy each."""
+    table_layers = model.num_head_parameters / model.num_layer_parameters
+    return stage_layers(model.num_layers, num_stages, table_layers)
 
 
 def share_of_kv(model: ModelConfig, tensor_size: int, num_stages: int) -> float:

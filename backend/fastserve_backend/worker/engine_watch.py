@@ -15,7 +15,7 @@ from zmq.utils.monitor import recv_monitor_message
 # took may stay without a common secret. The engine's side of that needs no thread that has other
 # work.
 FIND_TIMEOUT_S = 60.0
-SECRET_TIMEOUT_S = 10.0
+SECRET_TIMEOUT_S = 5.0
 # The engine's last message may be on its way to the main thread when the connection closes.
 LAST_MESSAGE_S = 1.0
 # What leaving in order may take.

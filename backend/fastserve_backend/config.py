@@ -92,7 +92,12 @@ class ParallelSection(_Section):
                 f"pipeline_parallel_size, the {self.num_ranks} ranks"
             ]
         problems = []
-        if self.node_rank:
+        if self.node_rank >= self.nnodes:
+            problems.append(
+                f"parallel.node_rank: got {self.node_rank}; with {self.nnodes} hosts it is 0 to "
+                f"{self.nnodes - 1}"
+            )
+        elif self.node_rank:
             problems.append(
                 f"parallel.node_rank: got {self.node_rank}; the engine runs on host 0 only. On "
                 f"this one run: {self.torchrun_command(self.node_rank)}"

@@ -6,6 +6,7 @@ import errno
 import socket
 import subprocess
 import time
+from collections.abc import Mapping
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -131,14 +132,11 @@ class LostRanks:
     """Finds ranks whose connection has closed. No descriptor tells of a process on another host,
     but ZeroMQ refuses a message to one that is gone."""
 
-    def __init__(self, engine_socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, engine_socket: zmq.Socket[bytes], identities: Mapping[int, bytes]) -> None:
+        """``identities`` are those of the ranks that have come, by their numbers."""
         self._socket = engine_socket
-        self._heartbeats: dict[int, bytes] = {}
+        self._identities = identities
         self._next_probe_s = 0.0
-
-    def heard_from(self, rank: int, heartbeat_identity: bytes) -> None:
-        """Its heart's socket is connected. Nothing there reads, a probe is lost on the rank."""
-        self._heartbeats[rank] = heartbeat_identity
 
     def check(self) -> None:
         """Raises EngineError if one is lost; looks each ``PROBE_S``."""
@@ -152,7 +150,7 @@ class LostRanks:
 
     def find(self) -> str | None:
         """Says which rank is lost, if one is."""
-        for rank, identity in self._heartbeats.items():
+        for rank, identity in self._identities.items():
             try:
                 self._socket.send_multipart([identity, b""], zmq.NOBLOCK)
             except (

@@ -26,7 +26,6 @@ from fastserve_backend.worker.messages import (
     CopyResult,
     Failed,
     FromRank,
-    Heartbeat,
     Hello,
     Ready,
     Setup,
@@ -67,6 +66,7 @@ class DistributedExecutor:
         self._cluster = cluster
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._identities: dict[int, bytes] = {}  # rank → of its main socket
         self._directory: Path | None = None
         self._authenticator: ThreadAuthenticator | None = None
         self._lost: LostRanks | None = None
@@ -82,11 +82,10 @@ class DistributedExecutor:
             except BaseException:
                 self._context.destroy(linger=0)
                 raise
-            self._lost = LostRanks(self._socket)
+            self._lost = LostRanks(self._socket, self._identities)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._ranks = RankProcesses(self._poller)
-        self._identities: dict[int, bytes] = {}  # rank → of its main socket
         self._tensor_size = 1
         self._flights: dict[int, float] = {}  # unfinished step → seconds computed by its stages
         self._in_first_stage: int | None = None  # step
@@ -297,8 +296,6 @@ class DistributedExecutor:
             # On another host one of a former start may be about to end, or started by mistake.
             _log.debug("ignored a message of a rank %d that is not of this engine", rank)
             return None
-        if self._lost is not None and isinstance(message, Heartbeat):
-            self._lost.heard_from(rank, identity)
         return rank
 
     def _watch(self, readable: Collection[object]) -> None:

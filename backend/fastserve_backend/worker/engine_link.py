@@ -10,7 +10,7 @@ import zmq
 
 from fastserve_backend.worker.cluster_keys import ClusterKeys
 from fastserve_backend.worker.engine_watch import end_with_connection, end_with_stdin
-from fastserve_backend.worker.messages import FromRank, encoder
+from fastserve_backend.worker.messages import FromRank, ToRank, encoder, to_rank_decoder
 
 # A socket that is closed still delivers its last message, for so long.
 LINGER_MS = 1000
@@ -39,12 +39,18 @@ class EngineLink:
         self._context = zmq.Context()
         self._keys = None if address.startswith("ipc:") else ClusterKeys.from_environment()
         self.main = self._socket("rank")
-        """Gets the engine's messages."""
         if self._keys is None:
             end_with_stdin()
         else:
             end_with_connection(self.main, address, self.stopped)
         self.main.connect(address)
+
+    def receive(self) -> ToRank:
+        """The engine's next message."""
+        while not (data := self.main.recv()):
+            pass  # empty: the engine looked whether this rank is there
+        message: ToRank = to_rank_decoder.decode(data)
+        return message
 
     def sender(self, name: str) -> Send:
         """For the thread that calls this."""

@@ -31,7 +31,6 @@ from fastserve_backend.worker.messages import (
     Setup,
     Step,
     Stop,
-    to_rank_decoder,
 )
 from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.swap_engine import SwapEngine, measure_link
@@ -55,7 +54,7 @@ def run(engine_address: str, rendezvous: Path | None) -> int:
     send(Hello(rank=rank, pid=os.getpid(), host=socket.gethostname()))
     _send_heartbeats(link)
     try:
-        setup = to_rank_decoder.decode(link.main.recv())
+        setup = link.receive()
         assert isinstance(setup, Setup)
         runner, swaps, ready = _set_up(setup, rendezvous, link.sender)
         send(ready)
@@ -148,7 +147,7 @@ def _check_number_of_ranks(setup: Setup) -> None:
 
 def _steps(link: EngineLink, swaps: SwapEngine) -> Iterator[Step]:
     """The engine's steps until it says stop; copies are begun as they come."""
-    while not isinstance(message := to_rank_decoder.decode(link.main.recv()), Stop):
+    while not isinstance(message := link.receive(), Stop):
         if isinstance(message, CopyBlocks):
             swaps.begin(message)
         else:

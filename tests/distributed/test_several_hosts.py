@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 NUM_JOBS = 6
 # From the loss of the engine to the end of all ranks.
 END_TIMEOUT_S = 10.0
+# To import torch, and to be told no.
+REFUSED_TIMEOUT_S = 30.0
+# Agents of torchrun end after their ranks, and print long traces of what they miss.
+TORCHRUN_TIMEOUT_S = 30.0
 RANK = [sys.executable, "-m", "fastserve_backend.worker", "--engine"]
 # An engine's ranks without an engine; says when they are there.
 EXECUTOR = """
@@ -60,7 +64,6 @@ def prompts() -> list[list[int]]:
 @pytest.fixture(scope="module")
 def one_rank(small_opt: Path, tokenizer: Path, prompts: list[list[int]]) -> list[list[int]]:
     with ParallelLLM(small_opt, tokenizer, 1, 1) as llm:
-        assert listening(psutil.Process()) <= {"127.0.0.1", "::1"}
         return [answer.token_ids for answer in llm.generate(prompts, GREEDY, progress=False)]
 
 
@@ -89,6 +92,12 @@ def config_of(model: Path, tokenizer: Path, address: str, **keys: Any) -> Engine
         master_port=free_ports(address),
         **keys,
     )
+
+
+def is_rank(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return "RANK" in process.environ() and "fastserve_backend.worker" in process.cmdline()
+    return False
 
 
 @contextmanager
@@ -134,14 +143,14 @@ def test_jobs_run_on_two_hosts_and_outlive_a_remote_rank(
         for number, prompt in enumerate(prompts):
             llm.engine.submit(f"job-{number}", prompt, GREEDY, outputs[number].append)
         wait_until(lambda: sum(map(len, outputs)) > 30)
-        (rank,) = [one for one in family(remote) if "RANK" in one.environ()]
+        (rank,) = [one for one in family(remote) if is_rank(one)]
         rank.kill()
         wait_until(lambda: all(job and job[-1].finish_reason for job in outputs), 60.0)
         tokens = [[token for one in job for token in one.token_ids] for job in outputs]
         assert tokens == one_rank
         assert llm.engine.counters.worker_restarts == 1
         assert "rank 1 is gone: its connection closed; restarting the ranks" in caplog.text
-        assert wrong.wait(30) == 2
+        assert wrong.wait(REFUSED_TIMEOUT_S) == 2
         assert (
             "refuses this rank: FASTSERVE_CLUSTER_SECRET is not the engine's"
             in wrong_log.read_text()
@@ -149,17 +158,18 @@ def test_jobs_run_on_two_hosts_and_outlive_a_remote_rank(
         again = llm.generate(prompts[:1], GREEDY, progress=False)
         assert again[0].token_ids == one_rank[0]
         assert llm.engine.counters.worker_restarts == 1
-        everybody = family(psutil.Process())
+        ranks = [one for one in family(psutil.Process()) if is_rank(one)]
+        assert len(ranks) == 2
         llm.close()
-        assert remote.wait(END_TIMEOUT_S) == 0, log.read_text()
-        wait_until(
-            lambda: not any(one.is_running() for one in everybody if one != wrong), END_TIMEOUT_S
-        )
+        wait_until(lambda: not any(one.is_running() for one in ranks), END_TIMEOUT_S)
+        if not other_host.run_there:
+            assert remote.wait(TORCHRUN_TIMEOUT_S) == 0, log.read_text()
     assert SECRET not in caplog.text + log.read_text() + wrong_log.read_text()
 
 
-def test_ranks_end_when_the_engine_is_gone(
-    small_opt: Path, tokenizer: Path, tmp_path: Path
+@pytest.mark.parametrize("loss", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_end_when_the_engine_is_gone_or_does_not_answer(
+    loss: signal.Signals, small_opt: Path, tokenizer: Path, tmp_path: Path
 ) -> None:
     host = OtherHost("127.0.0.1")
     config = config_of(small_opt, tokenizer, host.engine_addr, tensor_parallel_size=2)
@@ -178,12 +188,14 @@ def test_ranks_end_when_the_engine_is_gone(
             assert engine.stdout is not None
             assert engine.stdout.readline() == b"ready\n"
             others = [*family(engine), *family(remote)]
-            assert sum("RANK" in one.environ() for one in others) >= 2
+            assert sum(map(is_rank, others)) == 2
+            engine.send_signal(loss)
+            wait_until(lambda: not any(one.is_running() for one in family(remote)), END_TIMEOUT_S)
         finally:
             engine.send_signal(signal.SIGKILL)
             engine.wait(10)
         wait_until(lambda: not any(one.is_running() for one in others), END_TIMEOUT_S)
-        assert remote.wait(END_TIMEOUT_S) == 1
+        assert remote.wait(TORCHRUN_TIMEOUT_S) == 1
     assert f"the engine at tcp://127.0.0.1:{config.parallel.engine_port} is gone" in log.read_text()
 
 

@@ -247,7 +247,7 @@ def _add_profile_command() -> None:
     }
     flags = config_flags(
         "load_format", "dtype", "device", "max_model_len",
-        "tensor_parallel_size", "pipeline_parallel_size",
+        "tensor_parallel_size", "pipeline_parallel_size", "nnodes", "master_addr", "master_port",
         "block_size", "device_blocks", "device_memory_utilization",
         "max_num_seqs", "max_num_batched_tokens",
     )  # fmt: skip
@@ -318,7 +318,8 @@ def _add_simulate_command() -> None:
         "plot": (Annotated[Path | None, typer.Option(help="Draw the sweep: PNG, SVG.")], None),
     }
     flags = config_flags()
-    for key in ("policy", "tokenizer", "device", "max_queued_requests"):
+    unused = ("policy", "tokenizer", "device", "max_queued_requests")
+    for key in (*unused, "nnodes", "node_rank", "master_addr", "master_port"):
         del flags[key]
     register(app, "simulate", _simulate, parameters | flags)
 

@@ -48,10 +48,75 @@ class ParallelSection(_Section):
     pipeline_parallel_size: int = Field(
         1, ge=1, description="Stages that follow each other, each with some of the layers."
     )
+    nnodes: int = Field(
+        1, ge=1, description="Hosts with an equal share of the ranks; see docs/several_hosts.md."
+    )
+    node_rank: int = Field(
+        0, ge=0, description="Of this host; the engine is on 0, the others run torchrun."
+    )
+    master_addr: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="IPv4 address or name of the engine's host, where it listens for the others.",
+    )
+    master_port: int = Field(
+        0,
+        ge=0,
+        le=65534,
+        description="Where ranks of several hosts meet; the next is the engine's.",
+    )
 
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def engine_port(self) -> int:
+        """Where the engine listens for the ranks of other hosts."""
+        return self.master_port + 1
+
+    def torchrun_command(self, node_rank: int | str) -> str:
+        """What to run on another host."""
+        return (
+            f"torchrun --nnodes {self.nnodes} --node-rank {node_rank} "
+            f"--nproc-per-node {self.num_ranks // self.nnodes} "
+            f"--master-addr {self.master_addr} --master-port {self.master_port} "
+            f"-m fastserve_backend.worker --engine tcp://{self.master_addr}:{self.engine_port}"
+        )
+
+    def impossible_combinations(self) -> list[str]:
+        """What is wrong with the division among hosts, if anything."""
+        if self.num_ranks % self.nnodes:
+            return [
+                f"parallel.nnodes: got {self.nnodes}; must divide tensor_parallel_size × "
+                f"pipeline_parallel_size, the {self.num_ranks} ranks"
+            ]
+        problems = []
+        if self.node_rank >= self.nnodes:
+            problems.append(
+                f"parallel.node_rank: got {self.node_rank}; with {self.nnodes} hosts it is 0 to "
+                f"{self.nnodes - 1}"
+            )
+        elif self.node_rank:
+            problems.append(
+                f"parallel.node_rank: got {self.node_rank}; the engine runs on host 0 only. On "
+                f"this one run: {self.torchrun_command(self.node_rank)}"
+            )
+        if self.nnodes > 1 and not self.master_port:
+            problems.append(
+                "parallel.master_port: got 0; with several hosts choose one, it and the next are "
+                "to be free"
+            )
+        ranks_per_node = self.num_ranks // self.nnodes
+        if self.tensor_parallel_size <= ranks_per_node and (
+            ranks_per_node % self.tensor_parallel_size
+        ):
+            problems.append(
+                f"parallel.nnodes: got {self.nnodes}; with {ranks_per_node} ranks each, some "
+                f"stages of {self.tensor_parallel_size} ranks would be on two; must divide "
+                f"pipeline_parallel_size ({self.pipeline_parallel_size})"
+            )
+        return problems
 
 
 SwapStrategy = Literal["defer", "recompute", "reactive", "proactive"]
@@ -176,7 +241,7 @@ class EngineConfig(_Section):
         return EngineConfig.from_dict(values)
 
     def _impossible_combinations(self) -> list[str]:
-        problems = []
+        problems = self.parallel.impossible_combinations()
         scheduler = self.scheduler
         if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
             problems.append(

@@ -26,6 +26,7 @@ from fastserve_backend.errors import (
     OverloadedError,
 )
 from fastserve_backend.executor.base import OwnedExecutor
+from fastserve_backend.executor.cluster import Cluster
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.executor.simulated import load_of
 from fastserve_backend.job import FinishReason, Job, OutputSink
@@ -76,12 +77,13 @@ class Engine:
         config: EngineConfig,
         *,
         clock: Clock | None = None,
-        make_executor: Callable[[], OwnedExecutor] = DistributedExecutor,
+        make_executor: Callable[[], OwnedExecutor] | None = None,
         check_integrity: bool = False,
     ) -> None:
         """
         Args:
-            make_executor: makes the ranks, at the start and whenever they have to be restarted.
+            make_executor: makes the ranks, at the start and whenever they have to be restarted;
+                default: real ones, as the configuration says.
             check_integrity: verify the block tables after every step, for tests.
         """
         self.config = config
@@ -91,7 +93,8 @@ class Engine:
         """Why the engine is broken: all jobs have failed and new ones raise EngineError."""
         self.gave_up = False
         """Whether ``failure`` is that the ranks were restarted too often."""
-        self._make_executor = make_executor
+        self._make_executor = make_executor or self._make_distributed
+        self._cluster: Cluster | None = None
         self._start_timeout_s = 0.0
         self._profiled: LatencyProfile | None = None  # by whoever starts ranks
         self._check_integrity = check_integrity
@@ -117,12 +120,17 @@ class Engine:
             EngineError: a rank died or was not ready within ``timeout_s``.
         """
         self._start_timeout_s = timeout_s
-        self._load()
-        self._executor = self._make_executor()
+        self._cluster = Cluster.of(self.config.parallel)
         try:
-            self._ready, profile = self._start_ranks(self._executor)
+            self._load()
+            self._executor = self._make_executor()
+            try:
+                self._ready, profile = self._start_ranks(self._executor)
+            except BaseException:
+                self._executor.close()
+                raise
         except BaseException:
-            self._executor.close()
+            self._close_cluster()
             raise
         self.profile = CorrectedLatency(profile)
         policy = make_policy(self.config.scheduler, self.profile, self.model_config.max_model_len)
@@ -304,6 +312,7 @@ class Engine:
         finally:
             self._fail(reason)
             self._executor.close()
+            self._close_cluster()
 
     def _serve(self) -> None:
         """Returns when the engine is closed.
@@ -415,6 +424,13 @@ class Engine:
             self.model_config, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         )
         self.tokenizer = load_tokenizer(model.model, model.tokenizer, self.model_config)
+
+    def _make_distributed(self) -> OwnedExecutor:
+        return DistributedExecutor(self._cluster)
+
+    def _close_cluster(self) -> None:
+        if self._cluster is not None:
+            self._cluster.close()
 
     def _start_ranks(self, executor: OwnedExecutor) -> tuple[Ready, LatencyProfile]:
         """Returns when they have loaded the model, with the latency profile of such ranks."""

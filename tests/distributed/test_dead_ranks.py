@@ -16,6 +16,7 @@ from fastserve_backend import SamplingParams
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.executor import rank_processes
 from fastserve_backend.job import JobOutput
+from hosts import listening
 from parallel_models import VOCAB_SIZE, ParallelLLM, ranks_of, wait_until
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
@@ -115,11 +116,12 @@ def test_streams_outlive_a_stopped_rank(
         assert "rank 1 has not answered for 4 s" in caplog.text
 
 
-def test_idle_ranks_cost_nothing_and_one_that_dies_is_replaced(
+def test_idle_ranks_cost_nothing_listen_on_loopback_alone_and_one_that_dies_is_replaced(
     small_opt: Path, tokenizer: Path
 ) -> None:
     with ParallelLLM(small_opt, tokenizer, 2, 1) as llm:
         ranks = ranks_of(llm.executors[0])
+        assert listening(psutil.Process()) <= {"127.0.0.1", "::1"}
         llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
         before = [sum(rank.cpu_times()[:2]) for rank in ranks]
         started_s = time.monotonic()

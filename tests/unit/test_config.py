@@ -73,3 +73,39 @@ def test_an_unreadable_file_is_named(tmp_path: Path, content: str) -> None:
 def test_key_names_are_unique_over_the_sections() -> None:
     names = [key for section in EngineConfig().model_dump().values() for key in section]
     assert len(names) == len(set(names))
+
+
+TWO_HOSTS = {"nnodes": 2, "master_addr": "host0", "master_port": 29500}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"tensor_parallel_size": 3}, r"parallel\.nnodes: got 2; must divide .* the 3 ranks"),
+        (
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 3},
+            r"parallel\.nnodes: got 2; with 3 ranks each, some stages of 2 ranks would be on two",
+        ),
+        (
+            {"tensor_parallel_size": 2, "master_port": 0},
+            r"parallel\.master_port: got 0; with several hosts choose one",
+        ),
+        (
+            {"tensor_parallel_size": 4, "node_rank": 1},
+            r"parallel\.node_rank: got 1; the engine runs on host 0 only. On this one run: "
+            r"torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 --master-addr host0 "
+            r"--master-port 29500 -m fastserve_backend\.worker --engine tcp://host0:29501$",
+        ),
+        (
+            {"tensor_parallel_size": 4, "node_rank": 2},
+            r"parallel\.node_rank: got 2; with 2 hosts it is 0 to 1",
+        ),
+    ],
+)
+def test_what_several_hosts_cannot_do(keys: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig().with_keys(**(TWO_HOSTS | keys))
+
+
+def test_a_stage_may_be_on_several_hosts_if_one_is_too_small() -> None:
+    assert EngineConfig().with_keys(**TWO_HOSTS, tensor_parallel_size=4).parallel.num_ranks == 4

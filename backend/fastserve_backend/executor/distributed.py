@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from fastserve_backend.errors import ConfigError, EngineError
+from fastserve_backend.executor.cluster import Cluster, LostRanks, connection_closed
 from fastserve_backend.executor.rank_processes import RankProcesses
 from fastserve_backend.worker.messages import (
     CopyBlocks,
@@ -41,22 +46,43 @@ _log = logging.getLogger(__name__)
 
 
 class DistributedExecutor:
-    """Owns the rank processes, the socket to them and their private directory.
+    """Owns the rank processes of this host, the socket to all ranks and their private directory.
 
     Every rank gets the same messages in the same order. The first rank of each stage says when it
     has done its part of a step, that of the last stage with the tokens; a copy has ended when every
     rank has made its part of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cluster: Cluster | None = None) -> None:
+        """
+        Args:
+            cluster: where some of the ranks are on other hosts; stays the caller's.
+
+        Raises:
+            ConfigError: the cluster's address cannot be listened on.
+        """
         self.busy_s: list[float] = []
         """What each stage has computed so far, without waiting for other stages."""
-        self._directory = Path(tempfile.mkdtemp(prefix="fastserve-ranks-"))  # mode 0700
+        self._cluster = cluster
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._address = f"ipc://{self._directory}/engine.sock"
-        self._socket.bind(self._address)
+        self._identities: dict[int, bytes] = {}  # rank → of its main socket
+        self._directory: Path | None = None
+        self._authenticator: ThreadAuthenticator | None = None
+        self._lost: LostRanks | None = None
+        if cluster is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="fastserve-ranks-"))  # mode 0700
+            self._address = f"ipc://{self._directory}/engine.sock"
+            self._socket.setsockopt(zmq.LINGER, 0)
+            self._socket.bind(self._address)
+        else:
+            self._address = cluster.engine_address
+            try:
+                self._authenticator = cluster.bind(self._socket)
+            except BaseException:
+                self._context.destroy(linger=0)
+                raise
+            self._lost = LostRanks(self._socket, self._identities)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._ranks = RankProcesses(self._poller)
@@ -71,23 +97,58 @@ class DistributedExecutor:
         deadline = time.monotonic() + timeout_s
         self._tensor_size = setup.tensor_parallel_size
         self.busy_s = [0.0] * setup.pipeline_parallel_size
-        rendezvous = self._directory / "rendezvous"
-        self._ranks.start(
-            setup.tensor_parallel_size * setup.pipeline_parallel_size,
-            ["--engine", self._address, "--rendezvous", str(rendezvous)],
-        )
+        setup = self._start_processes(setup)
         ready: dict[int, Ready] = {}
         while len(ready) < len(self._ranks):
             received = self._receive(deadline)
             if received is None:
-                self._break(f"the ranks were not ready after {timeout_s:.0f} s")
+                self._break(self._describe_missing(ready, timeout_s))
             rank, message = received
             if isinstance(message, Hello):
-                _log.info("rank %d is process %d", message.rank, message.pid)
+                _log.info("rank %d is process %d on %s", rank, message.pid, message.host)
                 self._send(setup, [rank])
             elif isinstance(message, Ready):
                 ready[rank] = message
-        return _of_all([ready[rank] for rank in sorted(ready)])
+        return self._of_all([ready[rank] for rank in sorted(ready)])
+
+    def _start_processes(self, setup: Setup) -> Setup:
+        """Start the ranks of this host; returns what to send to all."""
+        num_ranks = setup.tensor_parallel_size * setup.pipeline_parallel_size
+        arguments = ["--engine", self._address]
+        if self._cluster is None:
+            self._ranks.start(num_ranks, [*arguments, "--rendezvous", f"{self._directory}/ranks"])
+            return setup
+        self._cluster.start_agent()
+        self._ranks.start(
+            num_ranks,
+            arguments,
+            num_local=self._cluster.num_local_ranks,
+            variables=self._cluster.rank_variables,
+        )
+        return msgspec.structs.replace(setup, start_id=uuid.uuid4().hex)
+
+    def _describe_missing(self, ready: Collection[int], timeout_s: float) -> str:
+        missing = [rank for rank in range(len(self._ranks)) if rank not in ready]
+        reason = f"rank {', '.join(map(str, missing))} not ready after {timeout_s:.0f} s"
+        if self._cluster is not None:
+            absent = [rank for rank in missing if rank not in self._identities]
+            reason += self._cluster.describe_missing(absent)
+        return reason
+
+    def _of_all(self, ready: Sequence[Ready]) -> Ready:
+        """What the ranks can do together: each has its part of every block."""
+        hardware = ready[0].hardware
+        if self._cluster is not None:  # a network between ranks changes what an iteration takes
+            hardware += f", {self._cluster.parallel.nnodes} hosts"
+        return Ready(
+            num_blocks=min(one.num_blocks for one in ready),
+            num_host_blocks=min(one.num_host_blocks for one in ready),
+            block_bytes=sum(one.block_bytes for one in ready),
+            block_out_s=max(one.block_out_s for one in ready),
+            block_in_s=max(one.block_in_s for one in ready),
+            hardware=hardware,
+            dtype=ready[0].dtype,
+        )
 
     @property
     def can_submit(self) -> bool:
@@ -141,14 +202,18 @@ class DistributedExecutor:
             return
         self._closed = True
         if self._is_broken:
-            self._ranks.let_go()  # they may wait for one that is no more
+            # They may wait for one that is no more; those of other hosts end with the connection.
+            self._ranks.let_go() if self._cluster is None else self._ranks.kill()
         else:
-            with suppress(zmq.ZMQError):
+            with suppress(zmq.ZMQError, EngineError):
                 self._send(Stop())
         self._ranks.stop()
         self._socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.term()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
 
     def _end_stage(self, rank: int, done: StageDone) -> bool:
         """Whether that makes room for another step."""
@@ -184,8 +249,13 @@ class DistributedExecutor:
     ) -> None:
         """To ``ranks``, or to all."""
         data = encoder.encode(message)
-        for rank in range(len(self._ranks)) if ranks is None else ranks:
-            self._socket.send_multipart([b"rank-%d" % rank, data])
+        for rank in self._identities if ranks is None else ranks:
+            try:
+                self._socket.send_multipart([self._identities[rank], data])
+            except zmq.ZMQError as error:
+                if error.errno != errno.EHOSTUNREACH:
+                    raise
+                self._break(connection_closed(rank))
 
     def _receive(self, deadline: float | None) -> tuple[int, FromRank] | None:
         """The next message and the rank it is from; None once ``deadline`` (monotonic seconds) has
@@ -196,21 +266,44 @@ class DistributedExecutor:
             readable = dict(self._poller.poll(int(wait_s * 1000)))
             if self._socket in readable:
                 identity, data = self._socket.recv_multipart()
-                rank = int(identity.rpartition(b"-")[2])
-                self._ranks.heard_from(rank)
                 message: FromRank = from_rank_decoder.decode(data)
-                if isinstance(message, Failed):
-                    self._fail(message)
+                rank = self._rank_of(identity, message)
+                if rank is not None:
+                    self._ranks.heard_from(rank)
+                    if isinstance(message, Failed):
+                        self._fail(message)
                 self._watch(())  # the heartbeats of some must not hide the silence of others
-                return rank, message
-            self._watch(readable)
+                if rank is not None:
+                    return rank, message
+            else:
+                self._watch(readable)
             if deadline is not None and time.monotonic() >= deadline:
                 return None
+
+    def _rank_of(self, identity: bytes, message: FromRank) -> int | None:
+        """The number of the rank that sent ``message``; None if it is none of these ranks.
+
+        Raises:
+            EngineError: a rank began anew.
+        """
+        _, number, token = identity.rsplit(b"-", 2)
+        rank = int(number)
+        if isinstance(message, Hello) and rank < len(self._ranks):
+            if rank in self._identities:
+                self._break(f"rank {rank} began anew, on {message.host}")
+            self._identities[rank] = identity
+        elif not self._identities.get(rank, b"").endswith(token):
+            # On another host one of a former start may be about to end, or started by mistake.
+            _log.debug("ignored a message of a rank %d that is not of this engine", rank)
+            return None
+        return rank
 
     def _watch(self, readable: Collection[object]) -> None:
         try:
             self._ranks.check_alive(readable)
             self._ranks.check_heard()
+            if self._lost is not None:
+                self._lost.check()
         except EngineError:
             self._is_broken = True
             raise
@@ -219,7 +312,10 @@ class DistributedExecutor:
         if failed.user_error:
             self._is_broken = True
             raise ConfigError(failed.reason)
-        self._break(self._ranks.find_killed() or failed.reason)
+        killed = self._ranks.find_killed()
+        if killed is None and self._lost is not None:
+            killed = self._lost.find()
+        self._break(killed or failed.reason)
 
     def _break(self, reason: str) -> NoReturn:
         self._is_broken = True
@@ -235,16 +331,3 @@ class _Copy:
     seconds: float = 0.0
     """The slowest rank's so far."""
     error: str | None = None
-
-
-def _of_all(ready: Sequence[Ready]) -> Ready:
-    """What the ranks can do together: each has its part of every block."""
-    return Ready(
-        num_blocks=min(one.num_blocks for one in ready),
-        num_host_blocks=min(one.num_host_blocks for one in ready),
-        block_bytes=sum(one.block_bytes for one in ready),
-        block_out_s=max(one.block_out_s for one in ready),
-        block_in_s=max(one.block_in_s for one in ready),
-        hardware=ready[0].hardware,
-        dtype=ready[0].dtype,
-    )

@@ -7,7 +7,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import zmq
 
@@ -26,11 +26,11 @@ OPENMP_SPIN_COUNT = "2000"
 
 
 class RankProcesses:
-    """One process a rank, with torchrun's environment.
+    """One process a rank, with torchrun's environment. Of other hosts' ranks, when they were heard.
 
     A dead rank is noticed at once (its process descriptor becomes readable), a stopped one by
     missing heartbeats. The ranks end when this process does: each watches its standard input,
-    whose other end is held here.
+    whose other end is held here, or, among several hosts, its connection.
     """
 
     def __init__(self, poller: zmq.Poller) -> None:
@@ -42,26 +42,36 @@ class RankProcesses:
         # yet. The time for that is bounded by whoever waits for the ranks.
         self._last_heard_s: list[float | None] = []
 
-    def start(self, num_ranks: int, arguments: Sequence[str]) -> None:
-        """``arguments`` are those of ``python -m fastserve_backend.worker``."""
+    def start(
+        self,
+        num_ranks: int,
+        arguments: Sequence[str],
+        *,
+        num_local: int | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """
+        Args:
+            num_ranks: of all hosts.
+            arguments: those of ``python -m fastserve_backend.worker``.
+            num_local: the first so many ranks are started here; default: all.
+            variables: more of torchrun's environment.
+        """
+        num_local = num_ranks if num_local is None else num_local
         command = [python_executable(), "-m", "fastserve_backend.worker", *arguments]
-        environment = os.environ | {
-            "WORLD_SIZE": str(num_ranks),
-            "LOCAL_WORLD_SIZE": str(num_ranks),
-            # The rank imports what this process imports, whatever path it was set up with.
-            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-        }
-        environment.setdefault("GOMP_SPINCOUNT", OPENMP_SPIN_COUNT)
-        for rank in range(num_ranks):
+        environment = rank_environment() | dict(variables or {})
+        environment |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_local)}
+        self._last_heard_s = [None] * num_ranks
+        for rank in range(num_local):
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
             self._processes.append(process)
             self._pidfds.append(os.pidfd_open(process.pid))
-            self._last_heard_s.append(None)
             self._poller.register(self._pidfds[-1], zmq.POLLIN)
 
     def __len__(self) -> int:
-        return len(self._processes)
+        """The ranks of all hosts."""
+        return len(self._last_heard_s)
 
     def heard_from(self, rank: int) -> None:
         """A message came from it, be it a heartbeat."""
@@ -124,6 +134,12 @@ class RankProcesses:
         self._processes.clear()
         self._pidfds.clear()
         self._last_heard_s.clear()
+
+
+def rank_environment() -> dict[str, str]:
+    """For a process that imports what this process imports, whatever path it was set up with."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return {"GOMP_SPINCOUNT": OPENMP_SPIN_COUNT} | os.environ | {"PYTHONPATH": path}
 
 
 def _death(rank: int, exit_code: int) -> str:

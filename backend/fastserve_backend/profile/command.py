@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.table import Table
 from fastserve_backend.clock import MonotonicClock
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import ConfigError
+from fastserve_backend.executor.cluster import Cluster
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.partition import check_parallel
@@ -59,7 +61,7 @@ def _measure(config: EngineConfig) -> Measurement:
     )
     parallel = config.parallel
     check_parallel(model_config, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-    executor = DistributedExecutor()
+    cluster = Cluster.of(parallel)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -67,28 +69,29 @@ def _measure(config: EngineConfig) -> Measurement:
         TimeElapsedColumn(),
         console=Console(stderr=True),
     )
-    try:
-        with bar:
-            task = bar.add_task(f"loading {model_config.name}", total=1.0)
-            ready = executor.start(Setup.of(config), _START_TIMEOUT_S)
-            bar.update(task, description=f"measuring {model_config.name}")
-            identity = Identity.of(
-                model_config,
-                hardware=ready.hardware,
-                dtype=ready.dtype,
-                block_size=config.kv_cache.block_size,
-                parallel=parallel,
-            )
-            return measure_fully(
-                identity,
-                executor,
-                MonotonicClock().now,
-                Limits.of(config, model_config.max_model_len, ready.num_blocks),
-                link_of(ready),
-                lambda share: bar.update(task, completed=share),
-            )
-    finally:
-        executor.close()
+    with ExitStack() as opened, bar:
+        if cluster is not None:
+            opened.callback(cluster.close)
+        executor = DistributedExecutor(cluster)
+        opened.callback(executor.close)
+        task = bar.add_task(f"loading {model_config.name}", total=1.0)
+        ready = executor.start(Setup.of(config), _START_TIMEOUT_S)
+        bar.update(task, description=f"measuring {model_config.name}")
+        identity = Identity.of(
+            model_config,
+            hardware=ready.hardware,
+            dtype=ready.dtype,
+            block_size=config.kv_cache.block_size,
+            parallel=parallel,
+        )
+        return measure_fully(
+            identity,
+            executor,
+            MonotonicClock().now,
+            Limits.of(config, model_config.max_model_len, ready.num_blocks),
+            link_of(ready),
+            lambda share: bar.update(task, completed=share),
+        )
 
 
 def _print(console: Console, profile: LatencyProfile, held_out: list[Sample]) -> None:

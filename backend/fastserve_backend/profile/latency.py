@@ -178,7 +178,8 @@ class LatencyProfile(LatencyModel):
                 f"{measured.get(first)!r} there and {wanted.get(first)!r} here, run "
                 f"'fastserve profile' for {model.name!r}"
             )
-        for key, wanted_size in parallel.model_dump().items():
+        for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+            wanted_size = getattr(parallel, key)
             if getattr(self.identity, key) != wanted_size:
                 raise ConfigError(
                     f"profile: was measured with {key} {getattr(self.identity, key)}, not "

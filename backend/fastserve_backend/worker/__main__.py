@@ -1,4 +1,7 @@
-"""``python -m fastserve_backend.worker``: started by the engine, with torchrun's environment."""
+"""``python -m fastserve_backend.worker``: a rank, with torchrun's environment.
+
+The engine starts those of its own host, torchrun those of the others.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,34 @@ import signal
 import sys
 from pathlib import Path
 
+from fastserve_backend.errors import ConfigError
 from fastserve_backend.worker.worker import run
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="One rank of a FastServe engine.")
-    parser.add_argument("--engine", required=True, help="address of the engine's socket")
-    parser.add_argument("--rendezvous", required=True, type=Path, help="file where ranks meet")
+    parser = argparse.ArgumentParser(
+        description="One rank of a FastServe engine. On the first host the engine starts its ranks "
+        "itself; on every other one torchrun does, and FASTSERVE_CLUSTER_SECRET is to be set.",
+    )
+    parser.add_argument(
+        "--engine",
+        required=True,
+        help="address of the engine's socket: tcp://HOST0:PORT, the port after --master-port",
+    )
+    parser.add_argument(
+        "--rendezvous",
+        type=Path,
+        help="file where ranks of one host meet; left out: at torchrun's MASTER_ADDR:MASTER_PORT",
+    )
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     # Ctrl-C reaches the whole process group; the engine decides when its ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return run(arguments.engine, arguments.rendezvous)
+    try:
+        return run(arguments.engine, arguments.rendezvous)
+    except ConfigError as error:
+        logging.error("%s", error)
+        return 2
 
 
 if __name__ == "__main__":

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.partition import RankPlace
@@ -36,17 +40,45 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def join_process_group(device: torch.device, rendezvous: Path) -> None:
-    """Meet the other ranks over a file (a TCP store would listen on every interface)."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def join_process_group(device: torch.device, rendezvous: Path | None, start_id: str) -> None:
+    """Meet the other ranks.
+
+    Args:
+        rendezvous: a file, where all are on this host (a TCP store would listen on every
+            interface); None: at the store of torchrun's first agent.
+        start_id: names this start of the ranks at that store, which knows former ones as well.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    address: dict[str, Any]
+    if rendezvous is not None:
+        interface = "lo"
+        address = {"init_method": rendezvous.as_uri()}
+    else:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        interface = _interface_to(host, port)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+        store = TCPStore(host, port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+        address = {"store": PrefixStore(f"fastserve/{start_id}", store)}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=rendezvous.as_uri(),
+        **address,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=COLLECTIVE_TIMEOUT,
+    )
+
+
+def _interface_to(host: str, port: int) -> str:
+    """The network interface of this machine that leads to ``host``; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        own_address = probe.getsockname()[0]
+    return next(
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(one.address == own_address for one in addresses)
     )
 
 

@@ -19,6 +19,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
 
     rank: int
     pid: int
+    host: str
 
 
 class Setup(msgspec.Struct, tag="setup", array_like=True):
@@ -36,6 +37,8 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
     device_blocks: int | None
     swap_space_gib: float
     host_dtype: Literal["same", "int8"]
+    start_id: str = ""
+    """On several hosts: names this start of the ranks where they meet."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> Setup:

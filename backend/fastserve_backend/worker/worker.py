@@ -5,65 +5,63 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import sys
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
-import zmq
 from fastserve_kernels import ops
 
-from fastserve_backend.errors import FastServeError
+from fastserve_backend.errors import ConfigError, FastServeError
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.models.partition import RankPlace, layers_of_stages
+from fastserve_backend.worker.engine_link import EngineLink, Send, sender
 from fastserve_backend.worker.groups import choose_device, join_process_group, make_tensor_group
 from fastserve_backend.worker.host_store import make_host_store
 from fastserve_backend.worker.kv_store import allocate_kv
 from fastserve_backend.worker.messages import (
     CopyBlocks,
     Failed,
-    FromRank,
     Heartbeat,
     Hello,
     Ready,
     Setup,
     Step,
     Stop,
-    encoder,
-    to_rank_decoder,
 )
 from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.swap_engine import SwapEngine, measure_link
 
 HEARTBEAT_S = 1.0
-# A socket that is closed still delivers its last message, for so long.
-LINGER_MS = 1000
-Send = Callable[[FromRank], None]
 _log = logging.getLogger(__name__)
 
 
-def run(engine_address: str, rendezvous: Path) -> int:
-    """Serve the engine until it says stop or goes away; returns the process's exit code."""
+def run(engine_address: str, rendezvous: Path | None) -> int:
+    """Serve the engine until it says stop or goes away; returns the process's exit code.
+
+    Args:
+        rendezvous: file where the ranks meet; None: they meet at torchrun's address.
+
+    Raises:
+        ConfigError: the engine is on another host, and there is no secret to show to it.
+    """
     rank = int(os.environ["RANK"])
-    _end_with_engine()
-    connect = partial(_connect, zmq.Context(), engine_address, rank)
-    socket = connect("rank")
-    send: Send = _sender(socket)
-    send(Hello(rank=rank, pid=os.getpid()))
-    _send_heartbeats(connect)
+    link = EngineLink(engine_address, rank)
+    send = sender(link.main)
+    send(Hello(rank=rank, pid=os.getpid(), host=socket.gethostname()))
+    _send_heartbeats(link)
     try:
-        setup = to_rank_decoder.decode(socket.recv())
+        setup = link.receive()
         assert isinstance(setup, Setup)
-        runner, swaps, ready = _set_up(setup, rendezvous, lambda name: _sender(connect(name)))
+        runner, swaps, ready = _set_up(setup, rendezvous, link.sender)
         send(ready)
-        steps = _steps(socket, swaps)
+        steps = _steps(link, swaps)
         if runner.waits_for_others:
             # Copies begin while this rank waits for activations. The socket goes to a thread.
-            send, steps = _sender(connect("answer")), _ahead(steps)
+            send, steps = link.sender("answer"), _ahead(steps)
         for step in steps:
             answer = runner.run(step)
             if answer is not None:
@@ -82,13 +80,14 @@ def run(engine_address: str, rendezvous: Path) -> int:
 
 
 def _set_up(
-    setup: Setup, rendezvous: Path, connect: Callable[[str], Send]
+    setup: Setup, rendezvous: Path | None, connect: Callable[[str], Send]
 ) -> tuple[ModelRunner, SwapEngine, Ready]:
+    _check_number_of_ranks(setup)
     device = choose_device(setup.device)
     num_local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     if device.type == "cpu":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local_ranks))
-    join_process_group(device, rendezvous)
+    join_process_group(device, rendezvous, setup.start_id)
     place = RankPlace.of(
         int(os.environ["RANK"]), setup.tensor_parallel_size, setup.pipeline_parallel_size
     )
@@ -135,40 +134,26 @@ def _hardware(device: torch.device) -> str:
     return f"cpu {capability}, {torch.get_num_threads()} threads, {ops.cpu_backend()} kernels"
 
 
-def _end_with_engine() -> None:
-    """End this process when the engine's end of standard input closes: it died or let go of us."""
-
-    def watch() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=watch, name="engine-watch", daemon=True).start()
-
-
-def _connect(
-    context: zmq.Context[zmq.Socket[bytes]], address: str, rank: int, name: str
-) -> zmq.Socket[bytes]:
-    """A socket to the engine, for the thread that calls this."""
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.IDENTITY, f"{name}-{rank}".encode())
-    socket.setsockopt(zmq.LINGER, LINGER_MS)
-    socket.connect(address)
-    return socket
+def _check_number_of_ranks(setup: Setup) -> None:
+    """Another host may have been told to start more or fewer ranks than are its share."""
+    wanted = setup.tensor_parallel_size * setup.pipeline_parallel_size
+    if int(os.environ["WORLD_SIZE"]) != wanted:
+        raise ConfigError(
+            f"parallel: torchrun started rank {os.environ['RANK']} as one of "
+            f"{os.environ['WORLD_SIZE']}, but the engine has {wanted}; give every torchrun the "
+            "engine's --nnodes and an even share of the ranks as --nproc-per-node"
+        )
 
 
-def _sender(socket: zmq.Socket[bytes]) -> Send:
-    return lambda message: socket.send(encoder.encode(message))
-
-
-def _steps(socket: zmq.Socket[bytes], swaps: SwapEngine) -> Iterator[Step]:
+def _steps(link: EngineLink, swaps: SwapEngine) -> Iterator[Step]:
     """The engine's steps until it says stop; copies are begun as they come."""
-    while not isinstance(message := to_rank_decoder.decode(socket.recv()), Stop):
+    while not isinstance(message := link.receive(), Stop):
         if isinstance(message, CopyBlocks):
             swaps.begin(message)
         else:
             assert isinstance(message, Step)
             yield message
+    link.stopped.set()
 
 
 def _ahead(steps: Iterator[Step]) -> Iterator[Step]:
@@ -190,9 +175,9 @@ def _ahead(steps: Iterator[Step]) -> Iterator[Step]:
         yield item
 
 
-def _send_heartbeats(connect: Callable[[str], zmq.Socket[bytes]]) -> None:
+def _send_heartbeats(link: EngineLink) -> None:
     def beat() -> None:
-        send = _sender(connect("heartbeat"))
+        send = link.sender("heartbeat")
         while not stopped.wait(HEARTBEAT_S):
             send(Heartbeat())
 

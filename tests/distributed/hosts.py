@@ -1,0 +1,121 @@
+"""Other hosts, as far as one machine has them: its own loopback, or a network namespace."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from fastserve_backend.config import EngineConfig
+
+SECRET = secrets.token_hex(32)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+@dataclass(frozen=True)
+class OtherHost:
+    engine_addr: str
+    """Of the engine's host, as both see it."""
+    run_there: tuple[str, ...] = ()
+    """What to put before a command."""
+
+
+def loopback() -> Iterator[OtherHost]:
+    yield OtherHost("127.0.0.1")
+
+
+def namespace() -> Iterator[OtherHost]:
+    """A namespace with a network of its own, and a cable to this one."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need `ip` and the rights of root")
+    name, cable = f"fastserve-{os.getpid()}", f"fs{os.getpid()}"
+    subnet = f"10.213.{os.getpid() % 256}"
+    commands = [
+        f"link add {cable}a type veth peer name {cable}b netns {name}",
+        f"addr add {subnet}.1/30 dev {cable}a",
+        f"link set {cable}a up",
+        f"-n {name} addr add {subnet}.2/30 dev {cable}b",
+        f"-n {name} link set {cable}b up",
+        f"-n {name} link set lo up",
+    ]
+    added = _ip(f"netns add {name}")
+    if added.returncode:
+        pytest.skip(f"no network namespaces here: {added.stderr.strip()}")
+    try:
+        for command in commands:
+            done = _ip(command)
+            if done.returncode:
+                pytest.skip(f"no cable between namespaces here: {done.stderr.strip()}")
+        yield OtherHost(f"{subnet}.1", ("ip", "netns", "exec", name))
+    finally:
+        _ip(f"netns del {name}")  # and with it the cable
+
+
+def _ip(arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *arguments.split()], capture_output=True, text=True, timeout=10)
+
+
+def free_ports(address: str) -> int:
+    """The first of two neighbouring ports that nobody listens on."""
+    while True:
+        with ExitStack() as opened:
+            first = opened.enter_context(socket.create_server((address, 0)))
+            port: int = first.getsockname()[1]
+            with suppress(OSError):
+                opened.enter_context(socket.create_server((address, port + 1)))
+                return port
+
+
+@contextmanager
+def running(
+    host: OtherHost, command: list[str], log: Path, **variables: str
+) -> Iterator[psutil.Popen]:
+    """A process on the other host; whatever it started is gone afterwards."""
+    environment = os.environ | {"GOMP_SPINCOUNT": "2000"} | variables
+    with log.open("w") as output:
+        process = psutil.Popen(
+            [*host.run_there, *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        yield process
+    finally:
+        for one in [*family(process), process]:
+            with suppress(psutil.NoSuchProcess):
+                one.send_signal(signal.SIGKILL)
+        process.wait(10)
+
+
+def torchrun(config: EngineConfig, *options: str) -> list[str]:
+    """The documented command, for the second host."""
+    words = config.parallel.torchrun_command(1).split()
+    return [*TORCHRUN, *options, *words[1:]]
+
+
+def family(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return list(process.children(recursive=True))
+    return []
+
+
+def listening(process: psutil.Process) -> set[str]:
+    """Addresses at which a process and its family take connections."""
+    return {
+        connection.laddr.ip
+        for one in [process, *family(process)]
+        for connection in one.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }

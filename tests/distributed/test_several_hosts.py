@@ -1,0 +1,226 @@
+"""Ranks on two hosts, one of them a namespace or the same loopback: real processes throughout."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import hosts
+import psutil
+import pytest
+from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.engine import Engine
+from fastserve_backend.errors import ConfigError
+from fastserve_backend.job import JobOutput
+from hosts import SECRET, OtherHost, family, free_ports, listening, running, torchrun
+from parallel_models import VOCAB_SIZE, ParallelLLM, wait_until
+
+GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+NUM_JOBS = 6
+# From the loss of the engine to the end of all ranks.
+END_TIMEOUT_S = 10.0
+# To import torch, and to be told no.
+REFUSED_TIMEOUT_S = 30.0
+# Agents of torchrun end after their ranks, and print long traces of what they miss.
+TORCHRUN_TIMEOUT_S = 30.0
+RANK = [sys.executable, "-m", "fastserve_backend.worker", "--engine"]
+# An engine's ranks without an engine; says when they are there.
+EXECUTOR = """
+import sys
+from pathlib import Path
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.executor.cluster import Cluster
+from fastserve_backend.executor.distributed import DistributedExecutor
+from fastserve_backend.worker.messages import Setup
+config = EngineConfig.from_yaml(Path(sys.argv[1]))
+executor = DistributedExecutor(Cluster.of(config.parallel))
+executor.start(Setup.of(config), 60.0)
+print("ready", flush=True)
+while True:
+    executor.check()
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(9)
+    return [
+        [rng.randrange(4, VOCAB_SIZE) for _ in range(rng.randint(1, 50))] for _ in range(NUM_JOBS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def one_rank(small_opt: Path, tokenizer: Path, prompts: list[list[int]]) -> list[list[int]]:
+    with ParallelLLM(small_opt, tokenizer, 1, 1) as llm:
+        return [answer.token_ids for answer in llm.generate(prompts, GREEDY, progress=False)]
+
+
+@pytest.fixture(params=["loopback", "namespace"])
+def other_host(request: pytest.FixtureRequest) -> Iterator[OtherHost]:
+    yield from getattr(hosts, request.param)()
+
+
+class ConfiguredLLM(LLM):
+    def __init__(self, config: EngineConfig) -> None:
+        self.engine = Engine(config, check_integrity=True)
+        self.engine.start()
+
+
+def config_of(model: Path, tokenizer: Path, address: str, **keys: Any) -> EngineConfig:
+    return EngineConfig().with_keys(
+        model=str(model),
+        tokenizer=str(tokenizer),
+        dtype="float32",
+        device="cpu",
+        device_blocks=60,
+        swap_space_gib=0.05,
+        max_num_seqs=4,
+        nnodes=2,
+        master_addr=address,
+        master_port=free_ports(address),
+        **keys,
+    )
+
+
+def is_rank(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return "RANK" in process.environ() and "fastserve_backend.worker" in process.cmdline()
+    return False
+
+
+@contextmanager
+def intruder(
+    host: OtherHost, config: EngineConfig, log: Path, **secret: str
+) -> Iterator[psutil.Popen]:
+    """A rank that would take the place of the second one."""
+    address = f"tcp://{config.parallel.master_addr}:{config.parallel.engine_port}"
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with running(host, [*RANK, address], log, **variables, **secret) as process:
+        yield process
+
+
+def test_jobs_run_on_two_hosts_and_outlive_a_remote_rank(
+    other_host: OtherHost,
+    small_opt: Path,
+    tokenizer: Path,
+    prompts: list[list[int]],
+    one_rank: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stages = 2 if other_host.run_there else 1
+    sizes = {"pipeline_parallel_size": stages, "tensor_parallel_size": 2 // stages}
+    config = config_of(small_opt, tokenizer, other_host.engine_addr, **sizes)
+    monkeypatch.setenv("FASTSERVE_CLUSTER_SECRET", SECRET)
+    caplog.set_level(logging.INFO)
+    if other_host.run_there:  # with a supervisor that starts torchrun again
+        command = ["sh", "-c", f"until {shlex.join(torchrun(config))}; do :; done"]
+    else:
+        command = torchrun(config, "--max-restarts", "3")
+    secret = {"FASTSERVE_CLUSTER_SECRET": SECRET}
+    log, wrong_log = tmp_path / "torchrun.log", tmp_path / "wrong.log"
+    with (
+        running(other_host, command, log, **secret) as remote,
+        ConfiguredLLM(config) as llm,
+        intruder(other_host, config, wrong_log, FASTSERVE_CLUSTER_SECRET=SECRET[::-1]) as wrong,
+    ):
+        ours = {other_host.engine_addr}
+        assert listening(psutil.Process()) == ours
+        outputs: list[list[JobOutput]] = [[] for _ in prompts]
+        for number, prompt in enumerate(prompts):
+            llm.engine.submit(f"job-{number}", prompt, GREEDY, outputs[number].append)
+        wait_until(lambda: sum(map(len, outputs)) > 30)
+        (rank,) = [one for one in family(remote) if is_rank(one)]
+        rank.kill()
+        wait_until(lambda: all(job and job[-1].finish_reason for job in outputs), 60.0)
+        tokens = [[token for one in job for token in one.token_ids] for job in outputs]
+        assert tokens == one_rank
+        assert llm.engine.counters.worker_restarts == 1
+        assert "rank 1 is gone: its connection closed; restarting the ranks" in caplog.text
+        assert wrong.wait(REFUSED_TIMEOUT_S) == 2
+        assert (
+            "refuses this rank: FASTSERVE_CLUSTER_SECRET is not the engine's"
+            in wrong_log.read_text()
+        )
+        again = llm.generate(prompts[:1], GREEDY, progress=False)
+        assert again[0].token_ids == one_rank[0]
+        assert llm.engine.counters.worker_restarts == 1
+        ranks = [one for one in family(psutil.Process()) if is_rank(one)]
+        assert len(ranks) == 2
+        llm.close()
+        wait_until(lambda: not any(one.is_running() for one in ranks), END_TIMEOUT_S)
+        if not other_host.run_there:
+            assert remote.wait(TORCHRUN_TIMEOUT_S) == 0, log.read_text()
+    assert SECRET not in caplog.text + log.read_text() + wrong_log.read_text()
+
+
+@pytest.mark.parametrize("loss", [signal.SIGKILL, signal.SIGSTOP])
+def test_ranks_end_when_the_engine_is_gone_or_does_not_answer(
+    loss: signal.Signals, small_opt: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    host = OtherHost("127.0.0.1")
+    config = config_of(small_opt, tokenizer, host.engine_addr, tensor_parallel_size=2)
+    yaml = tmp_path / "engine.yaml"
+    yaml.write_text(config.to_yaml())
+    environment = os.environ | {"FASTSERVE_CLUSTER_SECRET": SECRET}
+    engine = psutil.Popen(
+        [sys.executable, "-c", EXECUTOR, str(yaml)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    log = tmp_path / "torchrun.log"
+    with running(host, torchrun(config), log, FASTSERVE_CLUSTER_SECRET=SECRET) as remote:
+        try:
+            assert engine.stdout is not None
+            assert engine.stdout.readline() == b"ready\n"
+            others = [*family(engine), *family(remote)]
+            assert sum(map(is_rank, others)) == 2
+            engine.send_signal(loss)
+            wait_until(lambda: not any(one.is_running() for one in family(remote)), END_TIMEOUT_S)
+        finally:
+            engine.send_signal(signal.SIGKILL)
+            engine.wait(10)
+        wait_until(lambda: not any(one.is_running() for one in others), END_TIMEOUT_S)
+        assert remote.wait(TORCHRUN_TIMEOUT_S) == 1
+    assert f"the engine at tcp://127.0.0.1:{config.parallel.engine_port} is gone" in log.read_text()
+
+
+def test_nothing_starts_without_a_secret(
+    small_opt: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(small_opt, tokenizer, "127.0.0.1", tensor_parallel_size=2)
+    with intruder(OtherHost("127.0.0.1"), config, tmp_path / "log") as rank:
+        for secret, problem in ((None, "is not set"), ("short", "has 5 characters")):
+            if secret is not None:
+                monkeypatch.setenv("FASTSERVE_CLUSTER_SECRET", secret)
+            with pytest.raises(ConfigError, match=f"{problem}; .*`openssl rand -hex 32`"):
+                ConfiguredLLM(config)
+        assert rank.wait(60) == 2
+    assert "FASTSERVE_CLUSTER_SECRET is not set" in (tmp_path / "log").read_text()
+
+
+def test_a_taken_port_is_named(
+    small_opt: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTSERVE_CLUSTER_SECRET", SECRET)
+    config = config_of(small_opt, tokenizer, "127.0.0.1", tensor_parallel_size=2)
+    for port in (config.parallel.master_port, config.parallel.engine_port):
+        with (
+            socket.create_server(("127.0.0.1", port)),
+            pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already"),
+        ):
+            ConfiguredLLM(config)

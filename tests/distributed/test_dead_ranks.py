@@ -61,7 +61,7 @@ def all_ended(ranks: Sequence[psutil.Process]) -> bool:
     return not any(rank.is_running() for rank in ranks)
 
 
-@pytest.mark.parametrize(("tensor_size", "num_stages", "victim"), [(2, 1, 1), (2, 2, 1), (2, 2, 2)])
+@pytest.mark.parametrize(("tensor_size", "num_stages", "victim"), [(2, 1, 1), (2, 2, 2)])
 def test_streams_outlive_a_killed_rank(
     tensor_size: int,
     num_stages: int,

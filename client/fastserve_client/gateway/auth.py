@@ -18,7 +18,7 @@ class ApiKeys:
     """
 
     def __init__(self, keys: list[str]) -> None:
-        self._digests = [_digest(key) for key in keys]
+        self._digests = [_digest(key.encode()) for key in keys]
 
     @property
     def required(self) -> bool:
@@ -47,7 +47,7 @@ class ApiKeys:
         if not self._digests:
             return
         scheme, _, key = (authorization or "").partition(" ")
-        given = _digest(key.strip())
+        given = _digest(key.strip().encode("latin-1"))  # as ASGI servers decode headers
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if scheme.lower() != "bearer" or not any(matches):
             raise ApiError(
@@ -58,5 +58,5 @@ class ApiKeys:
             )
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -108,7 +108,7 @@ class _GenerationRequest(_Fields):
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
-            stop=self.stop or None,
+            stop=None if self.stop == [] else self.stop,
             ignore_eos=self.ignore_eos,
         )
 

@@ -1,0 +1,144 @@
+"""``/v1/chat/completions`` with the official client, on the embedded model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.models.embedded import EMBEDDED_MODEL
+from fastserve_backend.serving.launch import TritonServer
+from openai import OpenAI
+from running_gateway import RunningGateway, running_gateway
+from tiny_model import START_TIMEOUT_S
+
+CAPITAL = "What is the capital of France? Answer in one word."
+PARIS = "The capital of France is Paris."
+GREEDY: dict[str, Any] = {"model": "fastserve", "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    """In front of a model that can talk."""
+    config = EngineConfig().with_keys(
+        model=EMBEDDED_MODEL, dtype="float32", max_model_len=192, swap_space_gib=0.1
+    )
+    directory = tmp_path_factory.mktemp("chat")
+    triton = TritonServer(
+        config, http_port=0, grpc_port=0, metrics_port=0, log_path=directory / "server.log"
+    )
+    triton.start(START_TIMEOUT_S)
+    url = f"grpc://{triton.endpoints.grpc_url}"
+    with running_gateway(url, directory / "gateway.log") as running:
+        yield running
+    triton.stop()
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def ask(client: OpenAI, *messages: dict[str, Any], **fields: Any) -> Any:
+    return client.chat.completions.create(messages=list(messages), **{**GREEDY, **fields})
+
+
+def test_the_model_answers(client: OpenAI) -> None:
+    answer = ask(client, user(CAPITAL))
+    assert answer.object == "chat.completion"
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", PARIS)
+    assert choice.finish_reason == "stop"
+    assert answer.usage.completion_tokens == 8  # with the end token
+    parts = [{"type": "text", "text": CAPITAL[:10]}, {"type": "text", "text": CAPITAL[10:]}]
+    assert ask(client, user(parts)).choices == answer.choices
+
+
+def test_a_stream(client: OpenAI) -> None:
+    fields = {"stream": True, "stream_options": {"include_usage": True}}
+    events = list(ask(client, user(CAPITAL), **fields))
+    assert {event.object for event in events} == {"chat.completion.chunk"}
+    deltas = [event.choices[0].delta for event in events[:-1]]
+    assert [delta.role for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
+    assert "".join(delta.content or "" for delta in deltas) == PARIS
+    assert events[-2].choices[0].finish_reason == "stop"
+    assert events[-1].usage == ask(client, user(CAPITAL)).usage
+
+
+def test_earlier_turns_count(client: OpenAI) -> None:
+    turns = [user(CAPITAL), {"role": "assistant", "content": PARIS}, user("And of Italy?")]
+    assert "Rome" in ask(client, *turns, max_tokens=24).choices[0].message.content
+
+
+def test_without_max_tokens_an_answer_takes_what_fits(client: OpenAI) -> None:
+    question = user("Tell a very long story about a lighthouse.")
+    endless = {"extra_body": {"ignore_eos": True}}
+    answer = ask(client, question, **endless)
+    assert answer.usage.total_tokens == 192
+    assert answer.choices[0].finish_reason == "length"
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert ask(client, question, **endless, **{name: 5}).usage.completion_tokens == 5
+
+
+def test_n_answers(client: OpenAI) -> None:
+    answer = ask(client, user("Say a word."), n=2, seed=3, temperature=1.5, max_tokens=12)
+    first, second = (choice.message.content for choice in answer.choices)
+    assert first != second
+    again = ask(client, user("Say a word."), n=2, seed=3, temperature=1.5, max_tokens=12)
+    assert again.choices == answer.choices
+    assert again.usage == answer.usage
+
+
+def test_logprobs(client: OpenAI) -> None:
+    answer = ask(client, user(CAPITAL), logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    assert bytes(byte for one in content for byte in one.bytes).startswith(PARIS.encode())
+    assert all(len(one.top_logprobs) == 2 for one in content)
+    assert content[0].top_logprobs[0].token == content[0].token  # greedy
+    assert 0 < math.exp(content[0].logprob) <= 1
+    events = ask(client, user(CAPITAL), logprobs=True, stream=True)
+    streamed = [one for event in events for one in event.choices[0].logprobs.content]
+    assert [one.token for one in streamed] == [one.token for one in content]
+    assert streamed[0].top_logprobs == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [user(None)]}, "messages.0.content"),
+        ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]},
+         "messages.0.content"),
+        ({"messages": [user("word " * 1000)]}, "messages"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 500}, "max_completion_tokens"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(client: OpenAI, fields: dict[str, Any], param: str) -> None:
+    body = {"messages": [user("Hello")], **GREEDY, **fields}
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(**body)
+    assert raised.value.param == param
+    assert "word word" not in str(raised.value)
+
+
+def test_pairs_of_fields(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="top_logprobs: only allowed with logprobs"):
+        ask(client, user("Hello"), top_logprobs=2)
+    with pytest.raises(openai.BadRequestError, match="max_completion_tokens is given too"):
+        ask(client, user("Hello"), max_tokens=2, max_completion_tokens=2)
+
+
+def test_fields_of_messages_that_are_ignored_are_named(client: OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        messages=[{"role": "user", "name": "Ada", "content": CAPITAL}],
+        tools=[{"type": "function", "function": {"name": "f"}}],
+        **GREEDY,
+    )
+    assert raw.headers["FastServe-Ignored-Fields"] == "tools, messages.name"
+    assert raw.parse().choices[0].message.content == PARIS

@@ -16,6 +16,7 @@ from running_gateway import RunningGateway, running_gateway
 from tiny_model import START_TIMEOUT_S
 
 CAPITAL = "What is the capital of France? Answer in one word."
+MAX_MODEL_LEN = 128  # an answer that takes all of it is soon there
 PARIS = "The capital of France is Paris."
 GREEDY: dict[str, Any] = {"model": "fastserve", "temperature": 0}
 
@@ -24,7 +25,7 @@ GREEDY: dict[str, Any] = {"model": "fastserve", "temperature": 0}
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     """In front of a model that can talk."""
     config = EngineConfig().with_keys(
-        model=EMBEDDED_MODEL, dtype="float32", max_model_len=192, swap_space_gib=0.1
+        model=EMBEDDED_MODEL, dtype="float32", max_model_len=MAX_MODEL_LEN, swap_space_gib=0.1
     )
     directory = tmp_path_factory.mktemp("chat")
     triton = TritonServer(
@@ -73,10 +74,11 @@ def test_earlier_turns_count(client: OpenAI) -> None:
 
 
 def test_without_max_tokens_an_answer_takes_what_fits(client: OpenAI) -> None:
-    question = user("Tell a very long story about a lighthouse.")
     endless = {"extra_body": {"ignore_eos": True}}
+    question = user("Tell a long story.")
     answer = ask(client, question, **endless)
-    assert answer.usage.total_tokens == 192
+    assert answer.usage.total_tokens == MAX_MODEL_LEN
+    assert answer.usage.completion_tokens > 16
     assert answer.choices[0].finish_reason == "length"
     for name in ("max_tokens", "max_completion_tokens"):
         assert ask(client, question, **endless, **{name: 5}).usage.completion_tokens == 5

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -17,13 +21,14 @@ from tiny_model import START_TIMEOUT_S
 
 CAPITAL = "What is the capital of France? Answer in one word."
 MAX_MODEL_LEN = 128  # an answer that takes all of it is soon there
+DOCS = Path(__file__).parents[2] / "docs"
 PARIS = "The capital of France is Paris."
 GREEDY: dict[str, Any] = {"model": "fastserve", "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
-    """In front of a model that can talk."""
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server with a model that can talk."""
     config = EngineConfig().with_keys(
         model=EMBEDDED_MODEL, dtype="float32", max_model_len=MAX_MODEL_LEN, swap_space_gib=0.1
     )
@@ -32,10 +37,17 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway
         config, http_port=0, grpc_port=0, metrics_port=0, log_path=directory / "server.log"
     )
     triton.start(START_TIMEOUT_S)
-    url = f"grpc://{triton.endpoints.grpc_url}"
-    with running_gateway(url, directory / "gateway.log") as running:
-        yield running
+    yield triton
     triton.stop()
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    talking: TritonServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningGateway]:
+    log_path = tmp_path_factory.mktemp("chat-gateway") / "gateway.log"
+    with running_gateway(talking.endpoints.grpc_url, log_path) as running:
+        yield running
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -144,3 +156,38 @@ def test_fields_of_messages_that_are_ignored_are_named(client: OpenAI) -> None:
     )
     assert raw.headers["FastServe-Ignored-Fields"] == "tools, messages.name"
     assert raw.parse().choices[0].message.content == PARIS
+
+
+# --- the examples of the documentation ----------------------------------------------------------
+
+
+def examples(page: str, language: str) -> list[str]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_gateways_examples(gateway: RunningGateway) -> None:
+    def here(text: str) -> str:
+        return text.replace("http://127.0.0.1:9000", gateway.url)
+
+    (python,) = examples("gateway.md", "python")
+    printed = output(sys.executable, "-c", here(python)).splitlines()
+    assert printed[0] == "The capital of France is Paris."
+    assert [line[0] for line in printed[1:3]] == ["0", "1"]
+    assert "completion_tokens=16" in printed[3]
+    (curl,) = (text for text in examples("gateway.md", "bash") if "curl" in text)
+    printed = output("bash", "-c", here(curl)).splitlines()
+    assert '"chat.completion"' in printed[0]
+    assert "data: [DONE]" in printed
+
+
+def test_the_asyncio_clients_example(talking: TritonServer) -> None:
+    (python,) = (text for text in examples("clients.md", "python") if "asyncio" in text)
+    python = python.replace("127.0.0.1:8001", talking.endpoints.grpc_url)
+    assert len(output(sys.executable, "-c", python).splitlines()) >= 3

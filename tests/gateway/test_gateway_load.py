@@ -169,12 +169,22 @@ def test_an_error_in_mid_stream_and_the_way_back(
         assert client.completions.create(model="fastserve", prompt="Hello", max_tokens=1).choices
 
 
+async def test_refusals_of_several_answers(fragile_gateway: RunningGateway) -> None:
+    """What they may leave behind shows when the server is stopped, in the next test."""
+    url = f"{fragile_gateway.api_url}/completions"
+    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S) as http:
+        for stream in (False, True):
+            body = {**LONG, "n": 8, "temperature": -1, "stream": stream}
+            answers = await asyncio.gather(*(http.post(url, json=body) for _ in range(40)))
+            assert {answer.status_code for answer in answers} == {400}
+
+
 def is_healthy(gateway: RunningGateway) -> bool:
     return httpx.get(f"{gateway.url}/health", timeout=REQUEST_TIMEOUT_S).status_code == 200
 
 
 def test_a_server_that_drains_and_then_is_gone(
-    fragile: TritonServer, fragile_gateway: RunningGateway
+    fragile: TritonServer, fragile_gateway: RunningGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
     url = f"{fragile_gateway.api_url}/completions"
 
@@ -195,6 +205,7 @@ def test_a_server_that_drains_and_then_is_gone(
         assert stopper.is_alive()  # what it had accepted goes on
         assert any(line.startswith("data: {") for line in lines)
     stopper.join(DEADLINE_S)
+    assert "did not end" not in caplog.text
     assert not is_healthy(fragile_gateway)
     assert status(max_tokens=1) == 503
 

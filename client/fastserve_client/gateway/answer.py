@@ -16,13 +16,14 @@ from fastserve_client.gateway.schemas import ChatRequest, CompletionRequest
 from fastserve_client.options import Prompt
 from fastserve_client.results import Chunk, Completion
 
+# json.dumps would make an encoder for each event.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 DONE = b"data: [DONE]\n\n"
 
 
 def event(payload: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
-    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    return f"data: {_ENCODER.encode(payload)}\n\n".encode()
 
 
 @dataclass(slots=True)

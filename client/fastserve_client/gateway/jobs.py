@@ -7,9 +7,13 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastserve_client.errors import ClientError
 from fastserve_client.grpc_aio_client import AsyncFastServeClient, AsyncTokenStream
 from fastserve_client.options import Prompt, SamplingOptions
 from fastserve_client.results import Chunk, Completion
+
+# Within this time the server refuses what it refuses.
+_REFUSAL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,9 @@ async def complete_all(client: AsyncFastServeClient, jobs: Sequence[Job]) -> lis
     ]
     try:
         return await asyncio.gather(*tasks)
+    except ClientError:
+        await _await_refusals(tasks)
+        raise
     finally:
         await _cancel(tasks)
 
@@ -69,12 +76,21 @@ async def stream_all(
                 raise item
             num_running -= item.finish_reason is not None
             yield index, item
+    except ClientError:
+        await _await_refusals(tasks)
+        raise
     finally:
         await _cancel(tasks)
 
 
 def _stream(client: AsyncFastServeClient, job: Job) -> AsyncTokenStream:
     return client.stream(job.prompt, request_id=job.request_id, **job.options)
+
+
+async def _await_refusals(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    # What is wrong with one job is mostly wrong with all. Cancelling a call that the server is
+    # about to end with an error was seen to keep tritonserver 24.10 from unloading.
+    await asyncio.wait(tasks, timeout=_REFUSAL_S)
 
 
 async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:

@@ -139,6 +139,54 @@ def chat(
     raise typer.Exit(int(code))
 
 
+@app.command()
+def gateway(
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other than loopback needs keys.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 is any free one.")] = 9000,
+    url: Annotated[str, typer.Option(help="The server's gRPC endpoint.")] = "grpc://127.0.0.1:8001",
+    model: Annotated[
+        str, typer.Option(help="Name of the model at the server and in requests.")
+    ] = "fastserve",
+    api_keys_file: Annotated[
+        Path | None, typer.Option(help="Keys, one a line; requests must then have one of them.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse unknown fields instead of ignoring them.")
+    ] = False,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body.")] = 8 << 20,
+    max_jobs: Annotated[
+        int, typer.Option(min=1, help="Most answers to one request: prompts times n.")
+    ] = 128,
+) -> None:
+    """OpenAI's HTTP API in front of a running server: completions, chat, models.
+
+    Listens on http://HOST:PORT/v1 until SIGTERM or Ctrl-C; GET /health and /metrics are there too.
+    """
+    try:
+        from fastserve_client.gateway.app import GatewaySettings
+        from fastserve_client.gateway.auth import ApiKeys
+        from fastserve_client.gateway.command import run_gateway
+    except ImportError as error:
+        raise FastServeError(f"{error}; the gateway needs: pip install '.[gateway]'") from None
+    settings = GatewaySettings(
+        url=url,
+        model=model,
+        keys=ApiKeys([]) if api_keys_file is None else ApiKeys.read(api_keys_file),
+        strict=strict,
+        max_body_bytes=max_body_bytes,
+        max_jobs=max_jobs,
+    )
+    run_gateway(settings, host, port, _print_gateway)
+
+
+def _print_gateway(url: str) -> None:
+    Console(stderr=True, highlight=False).print(
+        f"[bold green]listening[/] on {url}/v1", soft_wrap=True
+    )
+
+
 def _simulate(
     model: str,
     config: Path | None,

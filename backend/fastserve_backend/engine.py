@@ -13,6 +13,7 @@ import random
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fastserve_backend.clock import Clock, MonotonicClock
 from fastserve_backend.config import EngineConfig
@@ -252,6 +253,17 @@ class Engine:
             free_host_blocks=host.num_free,
         )
 
+    def clip_max_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
+        """``params`` with max_tokens lowered to what the model and its KV cache leave room for.
+
+        At least 1 stays, so that ``submit`` refuses a prompt that leaves none.
+
+        Raises InvalidRequestError: min_tokens do not fit.
+        """
+        limit = min(self.model_config.max_model_len, self._kv_capacity())
+        room = max(1, limit - len(prompt_ids))
+        return replace(params, max_tokens=min(params.max_tokens, room))
+
     def validate(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises InvalidRequestError if this model and cache can never serve such a job."""
         vocab_size = self.model_config.vocab_size
@@ -273,14 +285,18 @@ class Engine:
                 f"the prompt has {len(prompt_ids)} tokens and the model takes {limit} in all, "
                 f"so at most {limit - len(prompt_ids)}",
             )
-        device = self._loop.kv.tiers.device
-        capacity = device.num_blocks * device.block_size
+        capacity = self._kv_capacity()
         if total > capacity:
             raise InvalidRequestError(
                 "max_tokens",
                 params.max_tokens,
                 f"prompt and output together are {total} tokens and the KV cache holds {capacity}",
             )
+
+    def _kv_capacity(self) -> int:
+        """Tokens whose KV the device holds."""
+        device = self._loop.kv.tiers.device
+        return device.num_blocks * device.block_size
 
     def _admit(self, job: Job) -> None:
         limit = self.config.scheduler.max_queued_requests

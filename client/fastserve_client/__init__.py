@@ -24,8 +24,10 @@ if TYPE_CHECKING:
         RequestCancelled,
         RequestTimeout,
         ServerError,
+        ServerOverloaded,
         ServerUnavailable,
     )
+    from fastserve_client.grpc_aio_client import AsyncFastServeClient, AsyncTokenStream
     from fastserve_client.grpc_client import FastServeClient, TokenStream
     from fastserve_client.options import Message, Prompt, SamplingOptions
     from fastserve_client.results import Chunk, Completion, PerfMetrics, TokenLogprob
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = [
     "FastServeClient",
     "TokenStream",
+    "AsyncFastServeClient",
+    "AsyncTokenStream",
     "Prompt",
     "Message",
     "SamplingOptions",
@@ -45,6 +49,7 @@ __all__ = [
     "ClientError",
     "InvalidRequest",
     "ServerUnavailable",
+    "ServerOverloaded",
     "ConnectionFailed",
     "RequestTimeout",
     "RequestCancelled",
@@ -54,6 +59,8 @@ __all__ = [
 _MODULES = {
     "FastServeClient": "grpc_client",
     "TokenStream": "grpc_client",
+    "AsyncFastServeClient": "grpc_aio_client",
+    "AsyncTokenStream": "grpc_aio_client",
     "Prompt": "options",
     "Message": "options",
     "SamplingOptions": "options",

@@ -23,6 +23,10 @@ class ServerUnavailable(ClientError):
     """
 
 
+class ServerOverloaded(ServerUnavailable):
+    """The server's queue is full."""
+
+
 class ConnectionFailed(ServerUnavailable):
     """Nothing answers at the URL, or the connection broke during the request."""
 
@@ -56,6 +60,7 @@ _INVALID = re.compile(
     r"|^(\[request id: .*?\] )?(unexpected|expected|inference input|input .* expected) ",
     re.IGNORECASE,
 )
+_OVERLOADED = re.compile(r"\brequests are queued already\b", re.IGNORECASE)
 _UNAVAILABLE = re.compile(r"\b(try again later|shutting down|draining|not ready)\b", re.IGNORECASE)
 _CANCELLED = re.compile(r"\bcancell?ed\b", re.IGNORECASE)
 
@@ -65,6 +70,8 @@ def error_from_message(message: str) -> ClientError:
     line = " ".join(message.split())
     if _INVALID.search(line):
         return InvalidRequest(line)
+    if _OVERLOADED.search(line):
+        return ServerOverloaded(line)
     if _UNAVAILABLE.search(line):
         return ServerUnavailable(line)
     if _CANCELLED.search(line):

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import grpc
-from tritonclient.grpc import service_pb2_grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from fastserve_client import protocol
 from fastserve_client.endpoint import DEFAULT_URL, Endpoint
-from fastserve_client.errors import ServerError, error_from_message, error_from_status
-from fastserve_client.grpc_codec import build_request, parse_response
+from fastserve_client.errors import ServerUnavailable
+from fastserve_client.grpc_codec import build_request
+from fastserve_client.grpc_exchange import CHANNEL_OPTIONS, READY_TIMEOUT_S, Exchange
 from fastserve_client.results import Chunk, Completion
+from fastserve_client.retry import RetryPolicy
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from fastserve_client.options import Prompt, SamplingOptions
-
-# A prompt or a response can pass gRPC's default limit of 4 MiB; the server has its own limits.
-_CHANNEL_OPTIONS = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 
 
 class FastServeClient:
@@ -39,15 +38,24 @@ class FastServeClient:
     Thread-safe. Connecting is lazy: a wrong address shows at the first request.
     """
 
-    def __init__(self, url: str = DEFAULT_URL, *, model: str = protocol.MODEL_NAME) -> None:
-        """``url``: ``grpc://HOST[:PORT]``; ``model``: its name in the server's model repository.
+    def __init__(
+        self, url: str = DEFAULT_URL, *, model: str = protocol.MODEL_NAME, max_retries: int = 0
+    ) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            url: ``grpc://HOST[:PORT]``.
+            model: its name in the server's model repository.
+            max_retries: how often a request is sent again that the server did not take; see
+                ``RetryPolicy``.
 
         Raises:
-            InvalidRequest: the URL cannot be understood.
+            InvalidRequest: the URL cannot be understood, or ``max_retries`` is negative.
         """
         self.endpoint = Endpoint.parse(url)
         self.model = model
-        self._channel = grpc.insecure_channel(self.endpoint.target, options=_CHANNEL_OPTIONS)
+        self._retry = RetryPolicy(max_retries)
+        self._channel = grpc.insecure_channel(self.endpoint.target, options=CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def stream(
@@ -107,6 +115,14 @@ class FastServeClient:
         with self._start(request, timeout_s) as chunks:
             return Completion.from_chunks(chunks)
 
+    def is_ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
+        """Whether the server says that the model takes requests; False also where none answers."""
+        request = service_pb2.ModelReadyRequest(name=self.model)
+        try:
+            return bool(self._stub.ModelReady(request, timeout=timeout_s).ready)
+        except grpc.RpcError:
+            return False
+
     def close(self) -> None:
         """Closes the connection; what still runs is cancelled."""
         self._channel.close()
@@ -123,10 +139,8 @@ class FastServeClient:
         self.close()
 
     def _start(self, request: Any, timeout_s: float | None) -> TokenStream:
-        # The iterator of one request ends at once, which half-closes the stream: the server then
-        # closes its side after the last response, and no final marker has to be waited for.
-        call = self._stub.ModelStreamInfer(iter((request,)), timeout=timeout_s)
-        return TokenStream(call, str(self.endpoint))
+        exchange = Exchange(request, str(self.endpoint), timeout_s, self._retry)
+        return TokenStream(self._stub.ModelStreamInfer, exchange)
 
 
 class TokenStream(Iterator[Chunk]):
@@ -137,40 +151,55 @@ class TokenStream(Iterator[Chunk]):
     a signal handler; a blocked iteration then ends.
 
     Iterating raises:
-        InvalidRequest, ServerUnavailable, ConnectionFailed, RequestTimeout, RequestCancelled,
-        ServerError: see ``fastserve_client.errors``.
+        InvalidRequest, ServerUnavailable, ServerOverloaded, ConnectionFailed, RequestTimeout,
+        RequestCancelled, ServerError: see ``fastserve_client.errors``.
     """
 
-    def __init__(self, call: Any, url: str) -> None:
-        self._call = call
-        self._url = url
+    def __init__(self, infer: Callable[..., Any], exchange: Exchange) -> None:
+        """``infer``: the stub's ``ModelStreamInfer``."""
+        self._infer = infer
+        self._exchange = exchange
         self._closed = threading.Event()
-        self._finished = False
+        self._call = self._send()
 
     def __next__(self) -> Chunk:
-        if self._closed.is_set():
-            raise StopIteration
+        while not self._closed.is_set():
+            try:
+                return self._receive()
+            except ServerUnavailable as error:
+                delay_s = self._exchange.retry_delay_s(error)
+                if delay_s is None:
+                    raise
+                self._closed.wait(delay_s)
+                self._call = self._send()
+                if self._closed.is_set():  # close() may have met the call before
+                    self._call.cancel()
+        raise StopIteration
+
+    def _send(self) -> Any:
+        # The iterator of one request ends at once, which half-closes the stream: the server then
+        # closes its side after the last response, and no final marker has to be waited for.
+        exchange = self._exchange
+        return self._infer(iter((exchange.request,)), timeout=exchange.remaining_s())
+
+    def _receive(self) -> Chunk:
         try:
             response = next(self._call)
         except StopIteration:
-            if self._finished:
-                raise
-            raise ServerError(f"{self._url} ended the stream before the job ended") from None
+            self._exchange.check_end()
+            raise
         except grpc.RpcError as error:
             if self._closed.is_set():
                 raise StopIteration from None
-            raise error_from_status(self._url, error.code().name, error.details() or "") from None
+            raise self._exchange.status_error(error) from None
         if response.error_message:
             self._await_end()
-            raise error_from_message(response.error_message)
-        chunk = parse_response(response.infer_response)
-        self._finished = chunk.finish_reason is not None
-        return chunk
+            raise self._exchange.message_error(response.error_message)
+        return self._exchange.chunk(response)
 
     def _await_end(self) -> None:
         # The server is about to end the stream. Cancelling in that moment was seen to make
         # tritonserver 24.10 count the request as running for ever, so that it cannot unload.
-        self._closed.set()
         with suppress(grpc.RpcError):
             for _ in self._call:
                 pass

@@ -22,6 +22,8 @@ class SamplingOptions(TypedDict, total=False):
     """
 
     max_tokens: int | None
+    clip_max_tokens: bool | None
+    """Lower ``max_tokens`` to what the prompt leaves room for, instead of refusing the request."""
     min_tokens: int | None
     temperature: float | None
     """0 means greedy."""

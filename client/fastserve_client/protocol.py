@@ -64,6 +64,9 @@ STOP: Final = "stop"
 LOGPROBS: Final = "logprobs"
 """Only inside ``SAMPLING_PARAMETERS`` or as a request parameter: how many of the most likely tokens
 the ``logprobs`` output lists for each generated token (it needs ``return_logprobs`` as well)."""
+CLIP_MAX_TOKENS: Final = "clip_max_tokens"
+"""As ``LOGPROBS`` no tensor. True: a ``max_tokens`` for which the prompt leaves no room becomes as
+many as fit, instead of an error."""
 
 INPUTS: Final = (
     TensorSpec(TEXT_INPUT, "BYTES"),
@@ -141,6 +144,7 @@ PARAMETER_KEYS: Final = (
     *(spec.name for spec in INPUTS if spec.name not in (*PROMPTS, SAMPLING_PARAMETERS)),
     STOP,
     LOGPROBS,
+    CLIP_MAX_TOKENS,
 )
 """What may also be a key of ``SAMPLING_PARAMETERS`` or a request parameter. A tensor beats the
 former, that beats the latter; numbers and booleans may be strings; other keys are errors."""

@@ -18,9 +18,15 @@ def _loaded_after(statement: str) -> set[str]:
 
 
 def test_the_client_loads_neither_torch_nor_the_server() -> None:
-    loaded = _loaded_after("import fastserve_client.grpc_client, fastserve_client.terminal")
+    loaded = _loaded_after("import fastserve_client.grpc_aio_client, fastserve_client.terminal")
     assert "tritonclient" in loaded
-    assert not loaded & {"torch", "fastserve_backend", "fastserve_kernels", "pydantic", "msgspec"}
+    assert not loaded & {"torch", "fastserve_backend", "fastserve_kernels", "pydantic", "fastapi"}
+
+
+def test_the_gateway_needs_nothing_of_the_server_either() -> None:
+    loaded = _loaded_after("import fastserve_client.gateway.command")
+    assert "fastapi" in loaded
+    assert not loaded & {"torch", "fastserve_backend", "fastserve_kernels", "msgspec"}
 
 
 def test_the_wire_names_load_nothing() -> None:

@@ -44,6 +44,8 @@ class GenerateRequest:
     include_input: bool
     """The prompt's text comes first in ``text_output``; never with ``stream`` or ``messages``."""
     params: SamplingParams
+    clip_max_tokens: bool
+    """``params.max_tokens`` may be lowered to what fits."""
     return_finish_reason: bool
     return_num_input_tokens: bool
     return_num_output_tokens: bool
@@ -82,6 +84,7 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
         stream=stream,
         include_input=answer_only is None and not exclude_input,
         params=_sampling_params(values, return_logprobs or return_cumulative_logprob),
+        clip_max_tokens=values.boolean(protocol.CLIP_MAX_TOKENS),
         return_finish_reason=values.boolean(protocol.RETURN_FINISH_REASON),
         return_num_input_tokens=values.boolean(protocol.RETURN_NUM_INPUT_TOKENS),
         return_num_output_tokens=values.boolean(protocol.RETURN_NUM_OUTPUT_TOKENS),

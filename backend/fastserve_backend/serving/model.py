@@ -141,7 +141,10 @@ class TritonPythonModel:
             lambda token_id: engine.tokenizer.decode([token_id]),
         )
         stream.expect(encoder, stream=wanted.stream)
-        number = engine.submit(_job_id(request), prompt_ids, wanted.params, stream.push)
+        params = wanted.params
+        if wanted.clip_max_tokens:
+            params = engine.clip_max_tokens(prompt_ids, params)
+        number = engine.submit(_job_id(request), prompt_ids, params, stream.push)
         stream.accepted(lambda: engine.cancel(number))
 
 

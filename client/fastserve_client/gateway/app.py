@@ -1,0 +1,124 @@
+"""The gateway's routes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from fastapi import Depends, FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from fastserve_client.errors import ClientError
+from fastserve_client.gateway.answer import Answer
+from fastserve_client.gateway.auth import ApiKeys
+from fastserve_client.gateway.body import check_fields, read_body
+from fastserve_client.gateway.chat import ChatAnswer
+from fastserve_client.gateway.completions import CompletionAnswer
+from fastserve_client.gateway.disconnect import while_connected
+from fastserve_client.gateway.errors import ApiError, from_client_error
+from fastserve_client.gateway.event_stream import EventStream
+from fastserve_client.gateway.jobs import complete_all, stream_all
+from fastserve_client.gateway.metrics import RequestMetrics
+from fastserve_client.gateway.schemas import ChatRequest, CompletionRequest
+from fastserve_client.grpc_aio_client import AsyncFastServeClient
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    url: str
+    """gRPC endpoint of the tritonserver."""
+    model: str
+    """Its name there, and in the API."""
+    keys: ApiKeys
+    strict: bool
+    """Unknown fields are errors."""
+    max_body_bytes: int
+    max_jobs: int
+    """Most answers to one request: prompts times ``n``."""
+
+
+def create_app(settings: GatewaySettings) -> FastAPI:
+    """The ASGI application; its client lives as long as its lifespan."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncFastServeClient(settings.url, model=settings.model) as client:
+            app.state.client = client
+            yield
+
+    async def require_key(request: Request) -> None:
+        settings.keys.check(request.headers.get("authorization"))
+
+    async def respond(request: Request, answer: Answer, headers: dict[str, str]) -> Response:
+        client: AsyncFastServeClient = app.state.client
+        jobs = answer.jobs()
+        try:
+            if not answer.streams:
+                work = complete_all(client, jobs)
+                whole = answer.whole(await while_connected(request.receive, work))
+                return JSONResponse(whole, headers=headers)
+            # The status is known with the first event.
+            events = answer.events(stream_all(client, jobs))
+            first = await while_connected(request.receive, anext(events))
+            return EventStream(first, events, headers, answer.field_names())
+        except ClientError as error:
+            raise from_client_error(error, answer.field_names()) from None
+
+    # Without the pages that describe the API to a browser: they load scripts from elsewhere.
+    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    registry = CollectorRegistry()
+    app.add_middleware(RequestMetrics, registry=registry)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    with_key = [Depends(require_key)]
+    started = int(time.time())
+
+    @app.post("/v1/completions", dependencies=with_key)
+    async def completions(request: Request) -> Response:
+        body = await read_body(request, CompletionRequest, settings.max_body_bytes)
+        headers = check_fields(body, settings.model, settings.max_jobs, strict=settings.strict)
+        return await respond(request, CompletionAnswer(body), headers)
+
+    @app.post("/v1/chat/completions", dependencies=with_key)
+    async def chat_completions(request: Request) -> Response:
+        body = await read_body(request, ChatRequest, settings.max_body_bytes)
+        headers = check_fields(body, settings.model, settings.max_jobs, strict=settings.strict)
+        return await respond(request, ChatAnswer(body), headers)
+
+    @app.get("/v1/models", dependencies=with_key)
+    async def models() -> Response:
+        model = {
+            "id": settings.model,
+            "object": "model",
+            "created": started,
+            "owned_by": "fastserve",
+        }
+        return JSONResponse({"object": "list", "data": [model]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        if not await app.state.client.is_ready():
+            raise ApiError(503, "the model server is not ready")
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics", dependencies=with_key)
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    reason = {404: "no such route", 405: "the route does not take this method"}
+    message = reason.get(error.status_code, error.detail)
+    return ApiError(error.status_code, message, headers=error.headers).response()

@@ -1,0 +1,82 @@
+"""From the bytes of a request to its fields, within limits."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+from urllib.parse import quote
+
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from fastserve_client.gateway.errors import ApiError, from_validation, invalid
+from fastserve_client.gateway.schemas import ChatRequest, CompletionRequest
+
+IGNORED_FIELDS_HEADER = "FastServe-Ignored-Fields"
+# A header must stay short, whatever a client calls its fields.
+_MAX_NAMES = 20
+_MAX_NAME_CHARS = 64
+
+RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest)
+
+
+async def read_body(request: Request, schema: type[RequestT], max_bytes: int) -> RequestT:
+    """The fields of a JSON body.
+
+    Raises:
+        ApiError: no JSON (415), too large (413), a field that is wrong or missing (400).
+        starlette.requests.ClientDisconnect: the client went away.
+    """
+    # A page in a browser can send text/plain to any address, but not JSON without CORS.
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise ApiError(415, "Content-Type must be application/json")
+    length = request.headers.get("content-length", "")
+    body = bytearray()
+    if length.isdecimal() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+    try:
+        return schema.model_validate_json(bytes(body))
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def check_fields(
+    body: CompletionRequest | ChatRequest, model: str, max_jobs: int, *, strict: bool
+) -> dict[str, str]:
+    """What the schema does not know of.
+
+    Returns:
+        Headers of the answer: the names of the fields that were ignored, if any.
+
+    Raises:
+        ApiError: another model (404); too many answers, or an unknown field if ``strict`` (400).
+    """
+    if body.model != model:
+        raise ApiError(
+            404,
+            f"model: no such model; there is {model!r}",
+            param="model",
+            code="model_not_found",
+        )
+    num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+    if num_prompts * body.num_choices > max_jobs:
+        raise invalid(
+            "prompt" if num_prompts > 1 else "n",
+            f"got {num_prompts} prompts with {body.num_choices} answers each; at most {max_jobs} "
+            "answers in all",
+        )
+    names = [quote(name[:_MAX_NAME_CHARS]) for name in body.unknown_fields()[:_MAX_NAMES]]
+    if not names:
+        return {}
+    if strict:
+        raise invalid(names[0], "unknown field")
+    return {IGNORED_FIELDS_HEADER: ", ".join(names)}
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    # What is left of the body is not read, so the connection cannot be used again.
+    headers = {"Connection": "close"}
+    return ApiError(413, f"the body is larger than {max_bytes} bytes", headers=headers)

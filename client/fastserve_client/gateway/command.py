@@ -1,0 +1,88 @@
+"""``fastserve gateway``: serves the application until a signal."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from fastserve_client.endpoint import Endpoint
+from fastserve_client.errors import InvalidRequest
+from fastserve_client.gateway.app import GatewaySettings, create_app
+
+# Answers that take longer are cut off when the gateway ends.
+_SHUTDOWN_TIMEOUT_S = 30
+_BACKLOG = 1024
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def run_gateway(
+    settings: GatewaySettings, host: str, port: int, on_listening: Callable[[str], None]
+) -> None:
+    """Serves until SIGTERM or Ctrl-C; then what runs may end within 30 s.
+
+    Args:
+        host: an address other than loopback needs API keys.
+        port: 0 takes any free one.
+        on_listening: called with the URL once connections are accepted.
+
+    Raises:
+        InvalidRequest: the settings cannot be used, or the port cannot be had.
+    """
+    Endpoint.parse(settings.url)
+    if not settings.keys.required and not _is_loopback(host):
+        raise InvalidRequest(
+            f"host: got {host!r}, which others can reach; that needs keys: --api-keys-file FILE"
+        )
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
+    with _listen(host, port) as listener:
+        address = listener.getsockname()
+        config = uvicorn.Config(
+            create_app(settings),
+            log_config=None,
+            log_level="warning",
+            access_log=False,  # /metrics counts requests, and a log of them would cost and tell
+            server_header=False,
+            timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
+        )
+        # uvicorn repeats the signal that ended it, for the handler that was there before.
+        signal.signal(signal.SIGTERM, _exit)
+        signal.signal(signal.SIGINT, _exit)
+        shown = f"[{host}]" if ":" in host else host
+        on_listening(f"http://{shown}:{address[1]}")
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = None
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except (OSError, OverflowError) as error:
+        if listener is not None:
+            listener.close()
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InvalidRequest(
+            f"port: cannot listen on {host}:{port} ({reason}); choose another one with --port"
+        ) from None
+    return listener

@@ -1,0 +1,60 @@
+"""Answers of ``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastserve_client.gateway.answer import Answer
+from fastserve_client.gateway.schemas import CompletionRequest
+from fastserve_client.options import Prompt
+from fastserve_client.results import Chunk, Completion, TokenLogprob
+
+
+class CompletionAnswer(Answer):
+    id_prefix = "cmpl"
+    object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, request: CompletionRequest) -> None:
+        super().__init__(request)
+        self._prompts = request.prompts
+        self._wants_logprobs = request.logprobs is not None
+        self._offsets: dict[int, int] = {}
+        """Characters of the tokens that each choice has had."""
+
+    def prompts(self) -> Sequence[Prompt]:
+        return self._prompts
+
+    def field_names(self) -> Mapping[str, str]:
+        return {}
+
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        return self._choice(index, completion)
+
+    def delta(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+        if not chunk.text and not chunk.logprobs and chunk.finish_reason is None:
+            return None
+        return self._choice(index, chunk)
+
+    def _choice(self, index: int, part: Chunk | Completion) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": part.text,
+            "logprobs": self._logprobs(index, part.logprobs) if self._wants_logprobs else None,
+            "finish_reason": part.finish_reason,
+        }
+
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+        offset = self._offsets.get(index, 0)
+        offsets = []
+        for entry in entries:
+            offsets.append(offset)
+            offset += len(entry.token)
+        self._offsets[index] = offset
+        return {
+            "tokens": [entry.token for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [{one.token: one.logprob for one in entry.top} for entry in entries],
+            "text_offset": offsets,
+        }

@@ -1,0 +1,40 @@
+"""Work for a client ends when the client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from fastserve_client.gateway.errors import ClientDisconnected
+
+T = TypeVar("T")
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the connection closes.
+
+    Args:
+        receive: of a request whose body has been read.
+
+    Raises:
+        ClientDisconnected: it closed first.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_until_disconnected(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnected
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _until_disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,113 @@
+"""Errors in OpenAI's JSON shape, and which one each of the client's errors becomes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+from fastserve_client import protocol
+from fastserve_client.errors import (
+    ClientError,
+    InvalidRequest,
+    ServerOverloaded,
+    ServerUnavailable,
+)
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+"""A place in the queue is free when any job ends, which takes about that long under load."""
+
+
+class ApiError(Exception):
+    """What the gateway answers instead of a result.
+
+    Args:
+        status: of HTTP.
+        message: one line for a person; quotes no prompt and no key.
+        param: the request's field that is wrong.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+        self.body: dict[str, Any] = {
+            "error": {
+                "message": message,
+                "type": _TYPES.get(status, "invalid_request_error"),
+                "param": param,
+                "code": code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+class ClientDisconnected(Exception):
+    """The client went away: nobody is left to answer to."""
+
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"} | dict.fromkeys(
+    (500, 503), "server_error"
+)
+
+# The server's field → the API's, of completions.
+_FIELDS = {
+    protocol.TEXT_INPUT: "prompt",
+    protocol.INPUT_IDS: "prompt",
+    protocol.STOP_WORDS: "stop",
+}
+
+
+def invalid(param: str, reason: str) -> ApiError:
+    """A field with a wrong value."""
+    return ApiError(400, f"{param}: {reason}", param=param)
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a request's body, without its value."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    return invalid(param, message) if param else ApiError(400, message)
+
+
+def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError:
+    """What a failed job is to the gateway's own client.
+
+    Args:
+        fields: names that differ from those of ``/v1/completions``, by the server's names.
+    """
+    if isinstance(error, InvalidRequest):
+        return _refused(str(error), _FIELDS | dict(fields))
+    wait = {"Retry-After": str(RETRY_AFTER_S)}
+    if isinstance(error, ServerOverloaded):
+        return ApiError(429, str(error), code="queue_full", headers=wait)
+    # The others may name addresses and files, which are the operator's affair.
+    logger.warning("a job failed: %s: %s", type(error).__name__, error)
+    if isinstance(error, ServerUnavailable):
+        return ApiError(503, "the model server takes no requests now", headers=wait)
+    return ApiError(500, "the model server failed the request")
+
+
+def _refused(message: str, fields: Mapping[str, str]) -> ApiError:
+    name, separator, rest = message.partition(": ")
+    if not separator:
+        return ApiError(400, message)
+    root = name.partition("[")[0]
+    param = fields.get(root, root) + name[len(root) :]
+    return ApiError(400, f"{param}: {rest}", param=param)

@@ -1,0 +1,99 @@
+"""The jobs of one request: each prompt, ``n`` times. They end together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastserve_client.errors import ClientError
+from fastserve_client.grpc_aio_client import AsyncFastServeClient, AsyncTokenStream
+from fastserve_client.options import Prompt, SamplingOptions
+from fastserve_client.results import Chunk, Completion
+
+# Within this time the server refuses what it refuses.
+_REFUSAL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One choice of the answer; its place there is its place in the list of jobs."""
+
+    prompt: Prompt
+    request_id: str
+    """Appears in the server's logs."""
+    options: SamplingOptions
+
+
+async def complete_all(client: AsyncFastServeClient, jobs: Sequence[Job]) -> list[Completion]:
+    """Runs all jobs; the first error, or being cancelled, cancels the others.
+
+    Raises ClientError.
+    """
+    tasks = [
+        asyncio.ensure_future(client.generate(job.prompt, request_id=job.request_id, **job.options))
+        for job in jobs
+    ]
+    try:
+        return await asyncio.gather(*tasks)
+    except ClientError:
+        await _await_refusals(tasks)
+        raise
+    finally:
+        await _cancel(tasks)
+
+
+async def stream_all(
+    client: AsyncFastServeClient, jobs: Sequence[Job]
+) -> AsyncGenerator[tuple[int, Chunk]]:
+    """Chunks of all jobs as they come, with the index of their job.
+
+    Closing the generator cancels what still runs. Raises ClientError.
+    """
+    if len(jobs) == 1:  # what most requests are, and the quickest way
+        async with _stream(client, jobs[0]) as chunks:
+            async for chunk in chunks:
+                yield 0, chunk
+        return
+    # Bounded: a slow reader stops the reading of the jobs, and with it the flow of gRPC.
+    queue: asyncio.Queue[tuple[int, Chunk | Exception]] = asyncio.Queue(maxsize=len(jobs))
+
+    async def read(index: int) -> None:
+        try:
+            async with _stream(client, jobs[index]) as chunks:
+                async for chunk in chunks:
+                    await queue.put((index, chunk))
+        except Exception as error:  # is raised by the generator
+            await queue.put((index, error))
+
+    tasks = [asyncio.ensure_future(read(index)) for index in range(len(jobs))]
+    try:
+        num_running = len(jobs)
+        while num_running:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            num_running -= item.finish_reason is not None
+            yield index, item
+    except ClientError:
+        await _await_refusals(tasks)
+        raise
+    finally:
+        await _cancel(tasks)
+
+
+def _stream(client: AsyncFastServeClient, job: Job) -> AsyncTokenStream:
+    return client.stream(job.prompt, request_id=job.request_id, **job.options)
+
+
+async def _await_refusals(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    # What is wrong with one job is mostly wrong with all. Cancelling a call that the server is
+    # about to end with an error was seen to keep tritonserver 24.10 from unloading.
+    await asyncio.wait(tasks, timeout=_REFUSAL_S)
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,191 @@
+"""Bodies of requests. What a field means is OpenAI's; values are checked by the model's server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from fastserve_client.options import Message, SamplingOptions
+from fastserve_client.protocol import MAX_INT32, MAX_SEED
+
+MAX_CHOICES = 128
+"""OpenAI's limit of ``n``."""
+
+
+def _check_prompt(value: Any) -> Any:
+    if isinstance(value, str) or _all(int, value) or _all(str, value):
+        return value
+    if isinstance(value, list) and value and all(_all(int, one) for one in value):
+        return value
+    raise ValueError("must be text, token ids, or a list of at least one of them")
+
+
+def _check_content(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if _all(dict, value):
+        texts = [part.get("text") for part in value if part.get("type") == "text"]
+        if len(texts) == len(value) and _all(str, texts):
+            return "".join(texts)
+    raise ValueError("must be text, or a list of parts of type text")
+
+
+def _check_stop(value: Any) -> Any:
+    if value is None or isinstance(value, str) or value == [] or _all(str, value):
+        return value
+    raise ValueError("must be text or a list of texts")
+
+
+def _all(kind: type, value: Any) -> bool:
+    # A bool is an int to Python, and is no token.
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, kind) and not isinstance(one, bool) for one in value)
+    )
+
+
+class _Fields(BaseModel):
+    """Strict: no "5" for 5. Fields that are not declared are kept, so that they can be named."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    def unknown_fields(self) -> list[str]:
+        """Fields that nothing here reads; null asks for nothing."""
+        return [name for name, value in (self.model_extra or {}).items() if value is not None]
+
+
+class StreamOptions(_Fields):
+    include_usage: bool | None = None
+
+
+class _GenerationRequest(_Fields):
+    """What completions and chat completions have in common."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: Annotated[str | list[str] | None, BeforeValidator(_check_stop)] = None
+    ignore_eos: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> _GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only allowed with stream")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """``n``: answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def unknown_fields(self) -> list[str]:
+        nested = self.stream_options.unknown_fields() if self.stream_options else []
+        return [*super().unknown_fields(), *(f"stream_options.{name}" for name in nested)]
+
+    def _common_options(self) -> SamplingOptions:
+        return SamplingOptions(
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            stop=None if self.stop == [] else self.stop,
+            ignore_eos=self.ignore_eos,
+        )
+
+    def choice_seed(self, choice: int) -> int | None:
+        """Seed of answer ``choice`` to a prompt: the next whole number for each next answer.
+
+        OpenAI's seeds may be negative, the server's are 64 bits without a sign.
+        """
+        return None if self.seed is None else (self.seed + choice) % (MAX_SEED + 1)
+
+
+class CompletionRequest(_GenerationRequest):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_check_prompt)]
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        if self.echo:
+            raise ValueError("echo: not supported; must be false or left out")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One or more."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+    def options(self) -> SamplingOptions:
+        """All but the seed. ``max_tokens`` is the server's default, 16, as OpenAI's."""
+        return SamplingOptions(**self._common_options(), logprobs=self.logprobs)
+
+
+class ChatMessage(_Fields):
+    role: str
+    content: Annotated[str, BeforeValidator(_check_content)]
+    """Text parts are joined."""
+
+
+class ChatRequest(_GenerationRequest):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only allowed with logprobs")
+        if self.max_completion_tokens is not None and self.max_tokens is not None:
+            raise ValueError("max_tokens: max_completion_tokens is given too; give one of them")
+        return self
+
+    @property
+    def conversation(self) -> list[Message]:
+        return [{"role": one.role, "content": one.content} for one in self.messages]
+
+    def unknown_fields(self) -> list[str]:
+        nested = {f"messages.{name}" for one in self.messages for name in one.unknown_fields()}
+        return [*super().unknown_fields(), *sorted(nested)]
+
+    def options(self) -> SamplingOptions:
+        """All but the seed. Without ``max_tokens``, as many tokens as fit behind the prompt."""
+        options = SamplingOptions(
+            **self._common_options(),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+        if self.max_completion_tokens is not None:
+            options["max_tokens"] = self.max_completion_tokens
+        elif self.max_tokens is None:
+            options["max_tokens"] = MAX_INT32
+            options["clip_max_tokens"] = True
+        return options

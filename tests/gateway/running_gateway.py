@@ -1,0 +1,71 @@
+"""``fastserve gateway`` as a process, as an operator runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from openai import AsyncOpenAI, OpenAI
+from serving_client import wait_for
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 40.0
+REQUEST_TIMEOUT_S = 30.0
+COMMAND = [sys.executable, "-c", "from fastserve_backend.cli import main; main()", "gateway"]
+
+
+@dataclass(frozen=True)
+class RunningGateway:
+    url: str
+    log_path: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def api_url(self) -> str:
+        return f"{self.url}/v1"
+
+    def client(self, key: str = "none") -> OpenAI:
+        return OpenAI(base_url=self.api_url, api_key=key, max_retries=0, timeout=REQUEST_TIMEOUT_S)
+
+    def async_client(self) -> AsyncOpenAI:
+        return AsyncOpenAI(
+            base_url=self.api_url, api_key="none", max_retries=0, timeout=REQUEST_TIMEOUT_S
+        )
+
+    def log(self) -> str:
+        return self.log_path.read_text(encoding="utf-8")
+
+
+@contextmanager
+def running_gateway(grpc_url: str, log_path: Path, *flags: str) -> Iterator[RunningGateway]:
+    """Listens when the block begins; ends with exit code 0 on SIGTERM when it is left."""
+    # A wide terminal, so that no line of the log is broken.
+    environment = os.environ | {"COLUMNS": "500"}
+    with (
+        log_path.open("wb") as log,
+        subprocess.Popen(
+            [*COMMAND, "--port", "0", "--url", grpc_url, *flags], stderr=log, env=environment
+        ) as process,
+    ):
+        listening: list[str] = []
+
+        def is_listening() -> bool:
+            text = log_path.read_text(encoding="utf-8")
+            assert process.poll() is None, text
+            listening.extend(re.findall(r"listening on (http://\S+)/v1\n", text))
+            return bool(listening)
+
+        try:
+            wait_for(is_listening, START_TIMEOUT_S)
+            yield RunningGateway(listening[0], log_path, process)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(STOP_TIMEOUT_S) == 0, log_path.read_text(encoding="utf-8")
+        finally:
+            process.kill()

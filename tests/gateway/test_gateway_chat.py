@@ -1,0 +1,193 @@
+"""``/v1/chat/completions`` with the official client, on the embedded model."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.models.embedded import EMBEDDED_MODEL
+from fastserve_backend.serving.launch import TritonServer
+from openai import OpenAI
+from running_gateway import RunningGateway, running_gateway
+from tiny_model import START_TIMEOUT_S
+
+CAPITAL = "What is the capital of France? Answer in one word."
+MAX_MODEL_LEN = 128  # an answer that takes all of it is soon there
+DOCS = Path(__file__).parents[2] / "docs"
+PARIS = "The capital of France is Paris."
+GREEDY: dict[str, Any] = {"model": "fastserve", "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """A server with a model that can talk."""
+    config = EngineConfig().with_keys(
+        model=EMBEDDED_MODEL, dtype="float32", max_model_len=MAX_MODEL_LEN, swap_space_gib=0.1
+    )
+    directory = tmp_path_factory.mktemp("chat")
+    triton = TritonServer(
+        config, http_port=0, grpc_port=0, metrics_port=0, log_path=directory / "server.log"
+    )
+    triton.start(START_TIMEOUT_S)
+    yield triton
+    triton.stop()
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    talking: TritonServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningGateway]:
+    log_path = tmp_path_factory.mktemp("chat-gateway") / "gateway.log"
+    with running_gateway(talking.endpoints.grpc_url, log_path) as running:
+        yield running
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def ask(client: OpenAI, *messages: dict[str, Any], **fields: Any) -> Any:
+    return client.chat.completions.create(messages=list(messages), **{**GREEDY, **fields})
+
+
+def test_the_model_answers(client: OpenAI) -> None:
+    answer = ask(client, user(CAPITAL))
+    assert answer.object == "chat.completion"
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", PARIS)
+    assert choice.finish_reason == "stop"
+    assert answer.usage.completion_tokens == 8  # with the end token
+    parts = [{"type": "text", "text": CAPITAL[:10]}, {"type": "text", "text": CAPITAL[10:]}]
+    assert ask(client, user(parts)).choices == answer.choices
+
+
+def test_a_stream(client: OpenAI) -> None:
+    fields = {"stream": True, "stream_options": {"include_usage": True}}
+    events = list(ask(client, user(CAPITAL), **fields))
+    assert {event.object for event in events} == {"chat.completion.chunk"}
+    deltas = [event.choices[0].delta for event in events[:-1]]
+    assert [delta.role for delta in deltas] == ["assistant", *[None] * (len(deltas) - 1)]
+    assert "".join(delta.content or "" for delta in deltas) == PARIS
+    assert events[-2].choices[0].finish_reason == "stop"
+    assert events[-1].usage == ask(client, user(CAPITAL)).usage
+
+
+def test_earlier_turns_count(client: OpenAI) -> None:
+    turns = [user(CAPITAL), {"role": "assistant", "content": PARIS}, user("And of Italy?")]
+    assert "Rome" in ask(client, *turns, max_tokens=24).choices[0].message.content
+
+
+def test_without_max_tokens_an_answer_takes_what_fits(client: OpenAI) -> None:
+    endless = {"extra_body": {"ignore_eos": True}}
+    question = user("Tell a long story.")
+    answer = ask(client, question, **endless)
+    assert answer.usage.total_tokens == MAX_MODEL_LEN
+    assert answer.usage.completion_tokens > 16
+    assert answer.choices[0].finish_reason == "length"
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert ask(client, question, **endless, **{name: 5}).usage.completion_tokens == 5
+
+
+def test_n_answers(client: OpenAI) -> None:
+    answer = ask(client, user("Say a word."), n=2, seed=3, temperature=1.5, max_tokens=12)
+    first, second = (choice.message.content for choice in answer.choices)
+    assert first != second
+    again = ask(client, user("Say a word."), n=2, seed=3, temperature=1.5, max_tokens=12)
+    assert again.choices == answer.choices
+    assert again.usage == answer.usage
+
+
+def test_logprobs(client: OpenAI) -> None:
+    answer = ask(client, user(CAPITAL), logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    assert bytes(byte for one in content for byte in one.bytes).startswith(PARIS.encode())
+    assert all(len(one.top_logprobs) == 2 for one in content)
+    assert content[0].top_logprobs[0].token == content[0].token  # greedy
+    assert 0 < math.exp(content[0].logprob) <= 1
+    events = ask(client, user(CAPITAL), logprobs=True, stream=True)
+    streamed = [one for event in events for one in event.choices[0].logprobs.content]
+    assert [one.token for one in streamed] == [one.token for one in content]
+    assert streamed[0].top_logprobs == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [user(None)]}, "messages.0.content"),
+        ({"messages": [user([{"type": "image_url", "image_url": {"url": "x"}}])]},
+         "messages.0.content"),
+        ({"messages": [user("word " * 1000)]}, "messages"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 500}, "max_completion_tokens"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(client: OpenAI, fields: dict[str, Any], param: str) -> None:
+    body = {"messages": [user("Hello")], **GREEDY, **fields}
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(**body)
+    assert raised.value.param == param
+    assert "word word" not in str(raised.value)
+
+
+def test_pairs_of_fields(client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="top_logprobs: only allowed with logprobs"):
+        ask(client, user("Hello"), top_logprobs=2)
+    with pytest.raises(openai.BadRequestError, match="max_completion_tokens is given too"):
+        ask(client, user("Hello"), max_tokens=2, max_completion_tokens=2)
+
+
+def test_fields_of_messages_that_are_ignored_are_named(client: OpenAI) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        messages=[{"role": "user", "name": "Ada", "content": CAPITAL}],
+        tools=[{"type": "function", "function": {"name": "f"}}],
+        **GREEDY,
+    )
+    assert raw.headers["FastServe-Ignored-Fields"] == "tools, messages.name"
+    assert raw.parse().choices[0].message.content == PARIS
+
+
+# --- the examples of the documentation ----------------------------------------------------------
+
+
+def examples(page: str, language: str) -> list[str]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def output(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_gateways_examples(gateway: RunningGateway) -> None:
+    def here(text: str) -> str:
+        return text.replace("http://127.0.0.1:9000", gateway.url)
+
+    (python,) = examples("gateway.md", "python")
+    printed = output(sys.executable, "-c", here(python)).splitlines()
+    assert printed[0] == "The capital of France is Paris."
+    assert [line[0] for line in printed[1:3]] == ["0", "1"]
+    assert "completion_tokens=16" in printed[3]
+    (curl,) = (text for text in examples("gateway.md", "bash") if "curl" in text)
+    printed = output("bash", "-c", here(curl)).splitlines()
+    assert '"chat.completion"' in printed[0]
+    assert "data: [DONE]" in printed
+
+
+def test_the_asyncio_clients_example(talking: TritonServer) -> None:
+    (python,) = (text for text in examples("clients.md", "python") if "asyncio" in text)
+    python = python.replace("127.0.0.1:8001", talking.endpoints.grpc_url)
+    assert len(output(sys.executable, "-c", python).splitlines()) >= 3

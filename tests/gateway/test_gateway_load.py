@@ -1,0 +1,229 @@
+"""Clients that go away, many at once, a full queue, and servers that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import httpx
+import openai
+import pytest
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.launch import TritonServer
+from openai import OpenAI
+from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
+from serving_client import metric, used_blocks, wait_for
+from tiny_model import START_TIMEOUT_S
+
+DEADLINE_S = 60.0
+LONG = {
+    "model": "fastserve", "prompt": "Hello", "max_tokens": 3000, "ignore_eos": True,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fragile(
+    tiny_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """A server with a short queue, to be killed and stopped."""
+    config = tiny_config.with_keys(max_queued_requests=2)
+    log_path = tmp_path_factory.mktemp("fragile") / "server.log"
+    triton = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
+    triton.start(START_TIMEOUT_S)
+    yield triton
+    triton.stop()
+
+
+@pytest.fixture(scope="module")
+def fragile_gateway(
+    fragile: TritonServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningGateway]:
+    log_path = tmp_path_factory.mktemp("fragile-gateway") / "gateway.log"
+    with running_gateway(fragile.endpoints.grpc_url, log_path) as running:
+        yield running
+
+
+def wait_until_idle(endpoints: Endpoints) -> None:
+    wait_for(lambda: used_blocks(endpoints.metrics_url) == 0, DEADLINE_S)
+
+
+def wait_until_busy(endpoints: Endpoints, jobs: int = 1) -> None:
+    def running() -> float:
+        return sum(
+            metric(endpoints.metrics_url, "fastserve_jobs", state=state)
+            for state in ("running", "waiting")
+        )
+
+    wait_for(lambda: running() >= jobs and used_blocks(endpoints.metrics_url) > 0, DEADLINE_S)
+
+
+def cancelled_jobs(endpoints: Endpoints) -> float:
+    return metric(endpoints.metrics_url, "fastserve_requests_total", finish_reason="cancelled")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_goes_away_frees_its_blocks(
+    gateway: RunningGateway, endpoints: Endpoints, stream: bool, n: int
+) -> None:
+    await asyncio.to_thread(wait_until_idle, endpoints)
+    before = cancelled_jobs(endpoints)
+    body = {**LONG, "max_tokens": 1000, "stream": stream, "n": n}
+
+    async def read() -> None:
+        async with (
+            httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S) as client,
+            client.stream("POST", f"{gateway.api_url}/completions", json=body) as response,
+        ):
+            async for _ in response.aiter_bytes():
+                pass
+
+    reader = asyncio.create_task(read())
+    await asyncio.to_thread(wait_until_busy, endpoints, n)
+    reader.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    await asyncio.to_thread(wait_until_idle, endpoints)
+    await asyncio.to_thread(wait_for, lambda: cancelled_jobs(endpoints) == before + n, DEADLINE_S)
+
+
+def test_closing_the_official_clients_stream_is_enough(
+    client: OpenAI, gateway: RunningGateway, endpoints: Endpoints
+) -> None:
+    fields = {key: value for key, value in LONG.items() if key != "ignore_eos"}
+    stream = client.completions.create(  # type: ignore[call-overload]
+        **fields, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    wait_until_busy(endpoints)
+    stream.close()
+    wait_until_idle(endpoints)
+    closed = 'request_seconds_count{route="/v1/completions",status="499"}'
+    assert closed in httpx.get(f"{gateway.url}/metrics").text
+
+
+async def test_many_streams_at_once(gateway: RunningGateway) -> None:
+    async with gateway.async_client() as client:
+
+        async def consume(number: int) -> str:
+            text = ""
+            stream = await client.completions.create(
+                model="fastserve",
+                prompt=[5 + number % 7],
+                max_tokens=8,
+                temperature=0,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            async for event in stream:
+                text += event.choices[0].text
+            assert event.choices[0].finish_reason == "length"
+            return text
+
+        expected = [await consume(number) for number in range(7)]
+        texts = await asyncio.wait_for(
+            asyncio.gather(*(consume(number) for number in range(256))), DEADLINE_S
+        )
+    assert texts == [expected[number % 7] for number in range(256)]
+
+
+def test_a_full_queue_is_429(fragile: TritonServer, fragile_gateway: RunningGateway) -> None:
+    endpoints = fragile.endpoints
+    url = f"{fragile_gateway.api_url}/completions"
+    with httpx.Client(timeout=REQUEST_TIMEOUT_S) as http:
+        with http.stream("POST", url, json={**LONG, "n": 2, "stream": True}):
+            wait_until_busy(endpoints, 2)
+            for stream in (False, True):
+                refused = http.post(url, json={**LONG, "stream": stream})
+                assert refused.status_code == 429
+                assert int(refused.headers["retry-after"]) >= 1
+                assert refused.json()["error"]["code"] == "queue_full"
+            with fragile_gateway.client() as client, pytest.raises(openai.RateLimitError):
+                client.completions.create(model="fastserve", prompt="Hello")
+        wait_until_idle(endpoints)
+        # One of three is too many, and the two others must not stay.
+        assert http.post(url, json={**LONG, "n": 3}).status_code == 429
+        wait_until_idle(endpoints)
+        assert http.post(url, json={**LONG, "max_tokens": 1}).status_code == 200
+
+
+def test_an_error_in_mid_stream_and_the_way_back(
+    fragile: TritonServer, fragile_gateway: RunningGateway
+) -> None:
+    lines: list[str] = []
+    url = f"{fragile_gateway.api_url}/completions"
+    with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=DEADLINE_S) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if not lines:
+                os.kill(fragile.pid, signal.SIGKILL)
+            lines += [line] if line else []
+    assert lines[-1].startswith('data: {"error":{"message":"the model server takes no requests')
+    assert "[DONE]" not in "".join(lines)
+    # The launcher starts the server again, and the gateway finds it.
+    wait_for(lambda: is_healthy(fragile_gateway), DEADLINE_S)
+    with fragile_gateway.client() as client:
+        assert client.completions.create(model="fastserve", prompt="Hello", max_tokens=1).choices
+
+
+async def test_refusals_of_several_answers(fragile_gateway: RunningGateway) -> None:
+    """What they may leave behind shows when the server is stopped, in the next test."""
+    url = f"{fragile_gateway.api_url}/completions"
+    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S) as http:
+        for stream in (False, True):
+            body = {**LONG, "n": 8, "temperature": -1, "stream": stream}
+            answers = await asyncio.gather(*(http.post(url, json=body) for _ in range(40)))
+            assert {answer.status_code for answer in answers} == {400}
+
+
+def is_healthy(gateway: RunningGateway) -> bool:
+    return httpx.get(f"{gateway.url}/health", timeout=REQUEST_TIMEOUT_S).status_code == 200
+
+
+def test_a_server_that_drains_and_then_is_gone(
+    fragile: TritonServer, fragile_gateway: RunningGateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"{fragile_gateway.api_url}/completions"
+
+    def status(**fields: object) -> int:
+        response = httpx.post(url, json={**LONG, **fields}, timeout=REQUEST_TIMEOUT_S)
+        if response.status_code == 503:
+            assert response.json()["error"]["type"] == "server_error"
+            assert "retry-after" in response.headers
+        return response.status_code
+
+    stopper = threading.Thread(target=fragile.stop)
+    with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=DEADLINE_S) as response:
+        lines = response.iter_lines()
+        next(lines)
+        stopper.start()
+        wait_for(lambda: status(max_tokens=1) == 503, DEADLINE_S)
+        assert status(max_tokens=1, stream=True) == 503
+        assert stopper.is_alive()  # what it had accepted goes on
+        assert any(line.startswith("data: {") for line in lines)
+    stopper.join(DEADLINE_S)
+    assert "did not end" not in caplog.text
+    assert not is_healthy(fragile_gateway)
+    assert status(max_tokens=1) == 503
+
+
+def test_an_answer_outlives_the_signal_to_the_gateway(
+    endpoints: Endpoints, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    log_path = tmp_path_factory.mktemp("ending") / "gateway.log"
+    ended: Callable[[], bool]
+    with running_gateway(endpoints.grpc_url, log_path) as gateway:
+        body = {**LONG, "max_tokens": 400, "stream": True}
+        with httpx.stream(
+            "POST", f"{gateway.api_url}/completions", json=body, timeout=DEADLINE_S
+        ) as response:
+            lines = response.iter_lines()
+            next(lines)
+            gateway.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        ended = lambda: gateway.process.poll() == 0  # noqa: E731
+        wait_for(ended, DEADLINE_S)

@@ -94,10 +94,11 @@ def test_weights_and_configuration(file: Path, directory: Path, config: LlamaCon
     )
     state = model.state_dict()
     seen = set()
-    for name, tensor in checkpoint_tensors(directory):
+    for stored in checkpoint_tensors(directory):
+        tensor = stored.read(())
         assert tensor.dtype == torch.bfloat16
-        assert torch.equal(tensor, state[name]), name
-        seen.add(name)
+        assert torch.equal(tensor, state[stored.name]), stored.name
+        seen.add(stored.name)
     assert set(state) - seen == {"lm_head.weight"}  # tied to the embedding
 
     assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())

@@ -66,6 +66,10 @@ def bfloat16(model: LlamaForCausalLM) -> dict[str, Tensor]:
     return state
 
 
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    return {stored.name: stored.read(()) for stored in checkpoint_tensors(directory)}
+
+
 def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
     """The same with weights of bfloat16's precision; it computes in float32."""
     copy = deepcopy(model)
@@ -112,7 +116,7 @@ def pair(
 
 def test_weights_are_the_models(pair: tuple[LlamaForCausalLM, Path]) -> None:
     model, directory = pair
-    assert_equal(dict(checkpoint_tensors(directory)), bfloat16(model))
+    assert_equal(tensors_of(directory), bfloat16(model))
 
 
 def test_logits_are_the_models(pair: tuple[LlamaForCausalLM, Path]) -> None:
@@ -160,7 +164,7 @@ def test_wrong_order_of_rows_would_be_seen(tmp_path: Path) -> None:
         arrays["blk.0.attn_q.weight"] = permute(arrays["blk.0.attn_q.weight"], 4)
 
     convert(write_llama(tmp_path / "m.gguf", model, change=plain), tmp_path / "out")
-    got = dict(checkpoint_tensors(tmp_path / "out"))["model.layers.0.self_attn.q_proj.weight"]
+    got = tensors_of(tmp_path / "out")["model.layers.0.self_attn.q_proj.weight"]
     expected = bfloat16(model)["model.layers.0.self_attn.q_proj.weight"]
     assert not torch.equal(got, expected)
     with pytest.raises(AssertionError, match="not close"):
@@ -178,8 +182,8 @@ def test_kinds_of_weights(tmp_path: Path, kind: Kind) -> None:
             stored[name] = gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind)
     expected = write_gguf(tmp_path / "exact.gguf", metadata(model.config), stored)
     convert(expected, tmp_path / "exact")
-    got = dict(checkpoint_tensors(tmp_path / "out"))
-    assert_equal(got, dict(checkpoint_tensors(tmp_path / "exact")))
+    got = tensors_of(tmp_path / "out")
+    assert_equal(got, tensors_of(tmp_path / "exact"))
     error = (got["lm_head.weight"].float() - model.lm_head.weight).abs().max()
     assert 0 < error < 0.1
 
@@ -189,7 +193,7 @@ def test_several_files_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     model = random_llama()
     convert(write_llama(tmp_path / "m.gguf", model), tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 3
-    assert_equal(dict(checkpoint_tensors(tmp_path / "out")), bfloat16(model))
+    assert_equal(tensors_of(tmp_path / "out"), bfloat16(model))
 
 
 class TestRotaryScaling:
@@ -541,7 +545,7 @@ class TestCache:
         assert len(directories) == 1
         assert [str(one) for one in cache.iterdir()] == list(directories)
         made = Path(directories.pop())
-        assert_equal(dict(checkpoint_tensors(made)), bfloat16(random_llama()))
+        assert_equal(tensors_of(made), bfloat16(random_llama()))
         # What is there is taken as it is, by every name of the file.
         (made / "mark").touch()
         (tmp_path / "link.gguf").symlink_to(file)
@@ -559,7 +563,7 @@ class TestCache:
         other = random_llama(tie_word_embeddings=True)
         second = converted(write_llama(file, other))
         assert second != first
-        assert_equal(dict(checkpoint_tensors(second)), bfloat16(other))
+        assert_equal(tensors_of(second), bfloat16(other))
 
     def test_nothing_is_left_of_a_failure(self, cache: Path, tmp_path: Path) -> None:
         """In its last tensor, when most has been written."""

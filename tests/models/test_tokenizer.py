@@ -472,7 +472,7 @@ class TestSentencePiece:
         ours, _ = both_sentencepiece
         text = text.replace("\ufffd", "")
         pieces = streamed(ours, ours.encode(text))
-        assert "".join(pieces).removeprefix(" ") == text.removeprefix(" ")
+        assert "".join(pieces) in (text, f" {text}")
         assert not any("\ufffd" in piece for piece in pieces)
         assert pieces[-1] == ""
 

@@ -11,13 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 from .embedded import EMBEDDED_MODEL, embedded_file
 from .errors import ModelError
 from .gguf import converted
 from .hub import download, is_hub_id
 from .registry import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -33,6 +36,15 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+
+
+class CommonFields(TypedDict):
+    """The fields of a `ModelConfig` that do not come from its config.json."""
+
+    name: str
+    directory: str | None
+    load_format: LoadFormat
+    dtype: DType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +80,8 @@ class ModelConfig:
         cls,
         raw: HFConfig,
         *,
-        name: str,
-        directory: str | None,
-        load_format: LoadFormat,
-        dtype: DType,
         max_model_len: int | None,
+        **common: Unpack[CommonFields],
     ) -> ModelConfig:
         """Build from the fields of a config.json. Raises ModelError where a field is wrong."""
         raise NotImplementedError

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from .config import DType, HFConfig, LoadFormat, ModelConfig, limit_model_len
+from .config import CommonFields, HFConfig, ModelConfig, limit_model_len
 from .rotary_config import Rotary, read_rotary
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def _published(
@@ -60,11 +63,8 @@ class LlamaConfig(ModelConfig):
         cls,
         raw: HFConfig,
         *,
-        name: str,
-        directory: str | None,
-        load_format: LoadFormat,
-        dtype: DType,
         max_model_len: int | None,
+        **common: Unpack[CommonFields],
     ) -> LlamaConfig:
         hidden_size = raw.integer("hidden_size", 4096)
         num_heads = raw.integer("num_attention_heads", 32)
@@ -78,9 +78,7 @@ class LlamaConfig(ModelConfig):
         positions = raw.integer("max_position_embeddings", 2048)
         rotary = read_rotary(raw, head_dim, positions, default_share=1.0)
         return cls(
-            name=name,
-            directory=directory,
-            load_format=load_format,
+            **common,
             architecture="llama",
             num_layers=raw.integer("num_hidden_layers", 32),
             hidden_size=hidden_size,
@@ -90,7 +88,6 @@ class LlamaConfig(ModelConfig):
             intermediate_size=raw.integer("intermediate_size", 11008),
             vocab_size=raw.integer("vocab_size", 32000),
             max_model_len=limit_model_len(max_model_len, rotary.max_positions),
-            dtype=dtype,
             bos_token_id=next(iter(raw.token_ids("bos_token_id", (1,))), None),
             eos_token_ids=raw.token_ids("eos_token_id", (2,)),
             rms_norm_eps=raw.number("rms_norm_eps", 1e-6),

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from .config import DType, HFConfig, LoadFormat, ModelConfig, limit_model_len
+from .config import CommonFields, HFConfig, ModelConfig, limit_model_len
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 # Rows in front of position 0 in OPT's table of positions, which once served padding tokens.
 POSITION_OFFSET = 2
@@ -60,11 +63,8 @@ class OPTConfig(ModelConfig):
         cls,
         raw: HFConfig,
         *,
-        name: str,
-        directory: str | None,
-        load_format: LoadFormat,
-        dtype: DType,
         max_model_len: int | None,
+        **common: Unpack[CommonFields],
     ) -> OPTConfig:
         hidden_size = raw.integer("hidden_size", 768)
         num_heads = raw.integer("num_attention_heads", 12)
@@ -73,9 +73,7 @@ class OPTConfig(ModelConfig):
         positions = raw.integer("max_position_embeddings", 2048)
         norm_before = raw.boolean("do_layer_norm_before", True)
         return cls(
-            name=name,
-            directory=directory,
-            load_format=load_format,
+            **common,
             architecture="opt",
             num_layers=raw.integer("num_hidden_layers", 12),
             hidden_size=hidden_size,
@@ -85,7 +83,6 @@ class OPTConfig(ModelConfig):
             intermediate_size=raw.integer("ffn_dim", 3072),
             vocab_size=raw.integer("vocab_size", 50272),
             max_model_len=limit_model_len(max_model_len, positions),
-            dtype=dtype,
             bos_token_id=next(iter(raw.token_ids("bos_token_id", (2,))), None),
             eos_token_ids=raw.token_ids("eos_token_id", (2,)),
             word_embed_proj_dim=raw.integer("word_embed_proj_dim", hidden_size),

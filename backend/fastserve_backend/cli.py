@@ -22,6 +22,11 @@ from fastserve_backend.models.embedded import EMBEDDED_MODEL
 if TYPE_CHECKING:
     from fastserve_backend.serving.endpoints import Endpoints
 
+# Options of several commands.
+_Url = Annotated[str, typer.Option(help="The server's gRPC endpoint.")]
+_TopP = Annotated[float | None, typer.Option(help="Nucleus sampling, in (0, 1].")]
+_TopK = Annotated[int | None, typer.Option(help="Only the k most likely tokens.")]
+
 app = typer.Typer(
     name="fastserve",
     help="Preemptive LLM serving on NVIDIA Triton Inference Server.",
@@ -77,11 +82,11 @@ def _serve(
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    url: Annotated[str, typer.Option(help="The server's gRPC endpoint.")] = "grpc://127.0.0.1:8001",
+    url: _Url = "grpc://127.0.0.1:8001",
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling, in (0, 1].")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.")] = None,
+    top_p: _TopP = None,
+    top_k: _TopK = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop word; can be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on after an end token.")] = False,
@@ -107,14 +112,14 @@ def generate(
 
 @app.command()
 def chat(
-    url: Annotated[str, typer.Option(help="The server's gRPC endpoint.")] = "grpc://127.0.0.1:8001",
+    url: _Url = "grpc://127.0.0.1:8001",
     system: Annotated[
         str | None, typer.Option(help="What the model is told before the first message.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling, in (0, 1].")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Only the k most likely tokens.")] = None,
+    top_p: _TopP = None,
+    top_k: _TopK = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     timeout: Annotated[
         float | None, typer.Option(help="Give an answer up after so many seconds.")
@@ -145,7 +150,7 @@ def gateway(
         str, typer.Option(help="Address to listen on; other than loopback needs keys.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 is any free one.")] = 9000,
-    url: Annotated[str, typer.Option(help="The server's gRPC endpoint.")] = "grpc://127.0.0.1:8001",
+    url: _Url = "grpc://127.0.0.1:8001",
     model: Annotated[
         str, typer.Option(help="Name of the model at the server and in requests.")
     ] = "fastserve",

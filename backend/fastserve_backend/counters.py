@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from fastserve_backend.latency_histograms import LatencyHistograms
+
 
 @dataclass(slots=True)
 class EngineCounters:
     """Totals since the start; only the step loop's thread writes them, but for ``rejected``."""
 
+    latencies: LatencyHistograms = field(default_factory=LatencyHistograms)
     prompt_tokens: int = 0
     generation_tokens: int = 0
     iterations: int = 0
@@ -46,6 +49,9 @@ class EngineSnapshot:
     waiting: int
     level_sizes: tuple[int, ...]
     """Jobs in each queue of the policy, highest first."""
+    num_demotions: int
+    """Since the start, as the next; both 0 where the policy has but one queue."""
+    num_promotions: int
     swapped: int
     """Of the waiting, those whose KV is on the host or on its way from or to it."""
     num_blocks: int

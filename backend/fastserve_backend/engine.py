@@ -34,6 +34,7 @@ from fastserve_backend.job import FinishReason, Job, OutputSink
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.latency_histograms import LatencyHistograms
 from fastserve_backend.models.chat_template import Message
 from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.models.partition import check_parallel
@@ -89,7 +90,7 @@ class Engine:
         """
         self.config = config
         self.clock = clock or MonotonicClock()
-        self.counters = EngineCounters()
+        self.counters = EngineCounters(LatencyHistograms(config.scheduler.slo_ms / 1e3))
         self.failure: str | None = None
         """Why the engine is broken: all jobs have failed and new ones raise EngineError."""
         self.gave_up = False
@@ -240,18 +241,7 @@ class Engine:
 
     def snapshot(self) -> EngineSnapshot:
         """For metrics and tests, from any thread."""
-        running, kv = self._loop.num_running, self._loop.kv
-        device, host = kv.tiers.device, kv.tiers.host
-        return EngineSnapshot(
-            running=running,
-            waiting=max(0, self._num_unfinished - running),
-            level_sizes=tuple(self._loop.policy.level_sizes()),
-            swapped=kv.num_swapped_out,
-            num_blocks=device.num_blocks,
-            free_blocks=device.num_free,
-            num_host_blocks=host.num_blocks,
-            free_host_blocks=host.num_free,
-        )
+        return self._loop.snapshot(self._num_unfinished)
 
     def clip_max_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
         """``params`` with max_tokens lowered to what the model and its KV cache leave room for.

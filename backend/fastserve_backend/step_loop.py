@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fastserve_backend.clock import Clock
-from fastserve_backend.counters import EngineCounters
+from fastserve_backend.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.delivery import NewToken
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import FinishReason, Job, JobState
@@ -101,6 +101,26 @@ class StepLoop:
     def is_idle(self) -> bool:
         """No job, no token and no copy is left to work on."""
         return not self._jobs and not self._flights and not self._copies and self._delivery.is_empty
+
+    def snapshot(self, num_unfinished: int) -> EngineSnapshot:
+        """From any thread.
+
+        Args:
+            num_unfinished: jobs accepted and not ended, also those not added yet.
+        """
+        device, host = self.kv.tiers.device, self.kv.tiers.host
+        return EngineSnapshot(
+            running=self.num_running,
+            waiting=max(0, num_unfinished - self.num_running),
+            level_sizes=tuple(self.policy.level_sizes()),
+            num_demotions=self.policy.num_demotions,
+            num_promotions=self.policy.num_promotions,
+            swapped=self.kv.num_swapped_out,
+            num_blocks=device.num_blocks,
+            free_blocks=device.num_free,
+            num_host_blocks=host.num_blocks,
+            free_host_blocks=host.num_free,
+        )
 
     def add(self, job: Job) -> None:
         """A new job. Its waiting counts from its arrival."""
@@ -299,6 +319,7 @@ class StepLoop:
                 continue
             job.output_ids.append(token.token_id)
             job.cumulative_logprob += token.logprob
+            self._counters.latencies.new_token(job, now)
             if job.first_token_s is None:
                 job.first_token_s = now
             job.last_token_s = now
@@ -332,6 +353,8 @@ class StepLoop:
         """Forget the job. What a running step uses is released when that step has ended."""
         del self._jobs[job.number]
         job.state = JobState.FINISHED
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._counters.latencies.completed(job)
         if job.number not in self._in_flight:
             self._release(job)
         self._on_end(job, reason)

@@ -19,6 +19,9 @@ from fastserve_backend.scheduler.base import (
 class FCFS:
     """Jobs run in order of arrival; a running job is never preempted for a later one."""
 
+    num_demotions = 0
+    num_promotions = 0
+
     def __init__(self, limits: BatchLimits) -> None:
         self._limits = limits
         self._jobs: OrderedDict[int, Job] = OrderedDict()  # in order of arrival

@@ -24,6 +24,8 @@ class FixedPriority:
     """
 
     name = "fixed_priority"
+    num_demotions = 0
+    num_promotions = 0
 
     def __init__(self, limits: BatchLimits) -> None:
         self._limits = limits

@@ -3,14 +3,20 @@
 Setting a metric is a message to the server and back, typically 70 µs, but milliseconds where all
 cores are busy, and Triton 24.10 holds the interpreter's lock meanwhile. So neither the engine nor
 the emitters do it, and it is done seldom: they keep plain numbers, and this thread publishes those
-that changed, twice a second while there are jobs and soon after a request came or ended.
+that changed, twice a second while there are jobs, and soon after a request came or ended all but
+the histograms, which have the most values. It pauses after each message, or the engine would get
+the lock back only when all are sent.
+
+docs/metrics.md defines every metric.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -18,6 +24,8 @@ import triton_python_backend_utils as pb_utils
 from fastserve_backend.counters import EngineSnapshot
 from fastserve_backend.engine import Engine
 from fastserve_backend.job import FinishReason
+from fastserve_backend.latency_histograms import Histogram, LatencyHistograms
+from fastserve_backend.serving.metric_histograms import Call, publish_histogram
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +33,8 @@ _INTERVAL_S = 0.5
 _LEAST_INTERVAL_S = 0.1
 # Without jobs little can change, but ranks may be restarted.
 _IDLE_INTERVAL_S = 2.0
+# Long enough for a thread that waits for the interpreter's lock to get it.
+_PAUSE_S = 50e-6
 
 _GAUGES = {
     "fastserve_jobs": "Unfinished jobs by state",
@@ -36,12 +46,43 @@ _COUNTERS = {
     "fastserve_generation_tokens_total": "Generated tokens",
     "fastserve_iterations_total": "Iterations of the model",
     "fastserve_preemptions_total": "Times that a running job was set aside for another",
+    "fastserve_demotions_total": "Times that a job sank to a lower queue",
+    "fastserve_promotions_total": "Times that a starving job rose to the highest queue",
     "fastserve_swap_bytes_total": "KV copied from the device to the host (out) and back (in)",
     "fastserve_swap_bytes_avoided_total": "KV that the host had already when a job was swapped out",
     "fastserve_swap_stall_seconds_total": "Time in which all jobs that could run awaited copies",
     "fastserve_requests_total": "Ended jobs by finish reason",
     "fastserve_requests_rejected_total": "Requests refused before they became jobs",
     "fastserve_worker_restarts_total": "Times that all ranks were started anew, one having died",
+}
+
+# name → description, which of the engine's, whether it has a value for each token
+_HISTOGRAMS: dict[str, tuple[str, Callable[[LatencyHistograms], Histogram], bool]] = {
+    "fastserve_time_to_first_token_seconds": (
+        "Time from a job's arrival to its first token",
+        lambda latencies: latencies.time_to_first_token,
+        False,
+    ),
+    "fastserve_inter_token_seconds": (
+        "Time from one token of a job to its next",
+        lambda latencies: latencies.inter_token,
+        True,
+    ),
+    "fastserve_e2e_seconds": (
+        "Time from the arrival of a completed job to its last token",
+        lambda latencies: latencies.e2e,
+        False,
+    ),
+    "fastserve_queue_seconds": (
+        "Part of that time in which no iteration ran the job",
+        lambda latencies: latencies.queue,
+        False,
+    ),
+    "fastserve_normalized_latency_seconds": (
+        "That time divided by the number of generated tokens",
+        lambda latencies: latencies.normalized_latency,
+        False,
+    ),
 }
 
 # (family, labels, value)
@@ -69,6 +110,15 @@ class MetricsPublisher:
             )
             for name, description in descriptions.items()
         }
+        latencies = engine.counters.latencies
+        self._histograms = []
+        for name, (description, pick, per_token) in _HISTOGRAMS.items():
+            histogram = pick(latencies)
+            published = publish_histogram(
+                name, description, self._labels, histogram, per_token=per_token
+            )
+            self._histograms.append((histogram, published))
+        self._histograms_due_s = 0.0
         self._metrics: dict[tuple[str, ...], Any] = {}
         self._published: dict[tuple[str, ...], float] = {}
         self._activity = threading.Event()
@@ -113,11 +163,22 @@ class MetricsPublisher:
                 metric = self._families[name].Metric(labels=self._labels | labels)
                 self._metrics[key] = metric
             if name in _COUNTERS:
-                metric.increment(value - (old or 0.0))
+                self._send(partial(metric.increment, value - (old or 0.0)))
             else:
-                metric.set(value)
+                self._send(partial(metric.set, value))
             self._published[key] = value
-        return snapshot.running + snapshot.waiting > 0
+        busy = snapshot.running + snapshot.waiting > 0
+        now = time.monotonic()
+        if not busy or now >= self._histograms_due_s:
+            self._histograms_due_s = now + _INTERVAL_S
+            for histogram, published in self._histograms:
+                for call in published.changes(histogram.take()):
+                    self._send(call)
+        return busy
+
+    def _send(self, call: Call) -> None:
+        call()
+        self._closed.wait(_PAUSE_S)
 
     def _samples(self, snapshot: EngineSnapshot) -> Iterator[_Sample]:
         counters = self._engine.counters
@@ -136,6 +197,8 @@ class MetricsPublisher:
         yield "fastserve_generation_tokens_total", {}, counters.generation_tokens
         yield "fastserve_iterations_total", {}, counters.iterations
         yield "fastserve_preemptions_total", {}, counters.preemptions
+        yield "fastserve_demotions_total", {}, snapshot.num_demotions
+        yield "fastserve_promotions_total", {}, snapshot.num_promotions
         yield "fastserve_swap_bytes_total", {"direction": "out"}, counters.swap_out_bytes
         yield "fastserve_swap_bytes_total", {"direction": "in"}, counters.swap_in_bytes
         yield "fastserve_swap_bytes_avoided_total", {}, counters.swap_avoided_bytes

@@ -1,0 +1,112 @@
+"""Histograms on Triton's metrics port: its own kind, or counters of the same names.
+
+Triton's histogram takes one value a call, and a call costs what any metric's costs. That is right
+for values that come once a request. For the time between tokens it would be a call a token, so
+those are published as counters with the names and labels that a histogram has on the wire,
+``NAME_bucket{le}``, ``NAME_sum`` and ``NAME_count``: so many calls and no more, whatever the load.
+PromQL cannot tell the two apart; the ``# TYPE`` lines can. docs/metrics.md has the figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import triton_python_backend_utils as pb_utils
+
+from fastserve_backend.latency_histograms import Histogram, Observations
+
+Call = Callable[[], object]
+"""Sends one change to the server."""
+
+
+class PublishedHistogram(Protocol):
+    def changes(self, taken: Observations) -> list[Call]:
+        """What has to be sent for these new observations, in this order."""
+        ...
+
+
+def publish_histogram(
+    name: str, description: str, labels: dict[str, str], histogram: Histogram, *, per_token: bool
+) -> PublishedHistogram:
+    """Registers ``name`` with the server, all zero.
+
+    Args:
+        per_token: the histogram has a value for each token, too many for a call each.
+    """
+    # Releases before python_backend's pull request 374 (August 2024) know no histograms.
+    if per_token or not hasattr(pb_utils.MetricFamily, "HISTOGRAM"):
+        return _CounterHistogram(name, description, labels, histogram.bounds_s)
+    return _TritonHistogram(name, description, labels, histogram.bounds_s)
+
+
+class _TritonHistogram:
+    """A call for each observation.
+
+    Values of one bucket were added up; the mean is sent in place of each of them, which gives the
+    same bucket, count and sum.
+    """
+
+    def __init__(
+        self, name: str, description: str, labels: dict[str, str], bounds: tuple[float, ...]
+    ) -> None:
+        self._family = pb_utils.MetricFamily(
+            name=name, description=description, kind=pb_utils.MetricFamily.HISTOGRAM
+        )
+        self._metric = self._family.Metric(labels=labels, buckets=list(bounds))
+        self._edges = (-math.inf, *bounds, math.inf)
+
+    def changes(self, taken: Observations) -> list[Call]:
+        calls: list[Call] = []
+        for bucket, (count, total) in enumerate(zip(taken.counts, taken.sums_s, strict=True)):
+            if count:
+                # Rounding must not move the mean of values at a bound across it.
+                least = math.nextafter(self._edges[bucket], math.inf)
+                mean = max(least, min(self._edges[bucket + 1], total / count))
+                calls += [partial(self._metric.observe, mean)] * count
+        return calls
+
+
+class _CounterHistogram:
+    """A call for each counter that changes, however many the observations."""
+
+    def __init__(
+        self, name: str, description: str, labels: dict[str, str], bounds: tuple[float, ...]
+    ) -> None:
+        def family(suffix: str, what: str) -> Any:
+            return pb_utils.MetricFamily(
+                name=name + suffix,
+                description=f"{description}: {what}",
+                kind=pb_utils.MetricFamily.COUNTER,
+            )
+
+        # Metrics do not keep their families alive.
+        self._families = [
+            family("_bucket", "values up to le"),
+            family("_sum", "sum of the values"),
+            family("_count", "number of values"),
+        ]
+        buckets, total, count = self._families
+        self._buckets = [
+            buckets.Metric(labels=labels | {"le": bound})
+            for bound in (*(f"{bound:.12g}" for bound in bounds), "+Inf")
+        ]
+        self._sum = total.Metric(labels=labels)
+        self._count = count.Metric(labels=labels)
+
+    def changes(self, taken: Observations) -> list[Call]:
+        number = sum(taken.counts)
+        if number == 0:
+            return []
+        calls: list[Call] = [
+            partial(self._count.increment, number),
+            partial(self._sum.increment, sum(taken.sums_s)),
+        ]
+        # From the last down: a scrape between two calls still finds buckets that ascend.
+        for metric, count in zip(reversed(self._buckets), reversed(taken.counts), strict=True):
+            if number:
+                calls.append(partial(metric.increment, number))
+            number -= count
+        return calls

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.launch import TritonServer
+from metric_traffic import BLOCK_SIZE, DEVICE_BLOCKS, MAX_NUM_SEQS, Traffic, drive
+from tiny_model import START_TIMEOUT_S, TINY_OPT, engine_options
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """Short of blocks, and with quanta and patience so short that everything happens that counts:
+    preemption, demotion, promotion, swapping."""
+    directory = tmp_path_factory.mktemp("tiny-opt")
+    (directory / "config.json").write_text(json.dumps(TINY_OPT), encoding="utf-8")
+    options = engine_options(directory) | {
+        "device_blocks": DEVICE_BLOCKS,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "strategy": "reactive",
+        "base_quantum_ms": 2.0,
+        "starvation_ms": 300.0,
+    }
+    config = EngineConfig().with_keys(**options)
+    log_path = tmp_path_factory.mktemp("server") / "server.log"
+    triton = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
+    triton.start(START_TIMEOUT_S)
+    yield triton
+    triton.stop()
+
+
+@pytest.fixture(scope="session")
+def traffic(server: TritonServer) -> Traffic:
+    return drive(server.endpoints)

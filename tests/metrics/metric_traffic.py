@@ -1,0 +1,148 @@
+"""Requests of every kind to a server that is short of KV blocks, and what came of them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastserve_backend.serving.endpoints import Endpoints
+from scrape import Scrape
+from serving_client import STATUS_HEADER, Answer, GrpcStream, generate, wait_for
+
+BLOCK_SIZE = 16
+DEVICE_BLOCKS = 120
+MAX_NUM_SEQS = 4
+NUM_STREAMS = 12
+PROMPT_TOKENS = 500
+OUTPUT_TOKENS = 40  # 34 blocks a job in the end
+IDLE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What clients sent and got, between two scrapes of the idle server."""
+
+    before: Scrape
+    during: Scrape
+    """While jobs ran, waited and were swapped out."""
+    after: Scrape
+    lengths: list[Answer]
+    """Of requests that ended at their ``max_tokens``."""
+    stops: list[Answer]
+    """Of requests that a stop word ended."""
+    cancelled: list[Answer]
+    """What had come before they were cancelled: tokens, or nothing yet."""
+    cancelled_s: float
+    """Seconds from sending to cancelling, all of them together."""
+    prompt_tokens: int
+    num_rejected: int
+
+    @property
+    def completed(self) -> list[Answer]:
+        return self.lengths + self.stops
+
+    def grown(self, name: str, **labels: str) -> float:
+        return self.after.value(name, **labels) - self.before.value(name, **labels)
+
+
+def drive(endpoints: Endpoints) -> Traffic:
+    """Sends it all and waits until it is over and published."""
+    url, metrics_url = endpoints.grpc_url, endpoints.metrics_url
+    rng = random.Random(11)
+    sent = 0
+
+    def prompt(length: int = PROMPT_TOKENS) -> list[int]:
+        nonlocal sent
+        sent += length
+        return [rng.randrange(3, 1024) for _ in range(length)]
+
+    # The launcher's probe was a request too.
+    before = idle(metrics_url, ended=1)
+    flags = {
+        "stream": True,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_perf_metrics": True,
+        "return_finish_reason": True,
+    }
+    streams = [
+        GrpcStream(url, input_ids=prompt(), max_tokens=OUTPUT_TOKENS, **flags)
+        for _ in range(NUM_STREAMS)
+    ]
+    during = scrape_when(
+        metrics_url,
+        lambda now: all(
+            now.value("fastserve_jobs", state=state) > 0
+            for state in ("running", "waiting", "swapped")
+        ),
+    )
+    lengths = [stream.finish() for stream in streams]
+
+    again = prompt()
+    whole = generate(url, input_ids=again, max_tokens=20, **flags)
+    sent += len(again)
+    word = whole.text[len(whole.text) // 2 :][:2]
+    stops = [generate(url, input_ids=again, max_tokens=20, stop_words=[word], **flags)]
+    # One token: a first one, and none after it.
+    single = generate(url, input_ids=prompt(3), max_tokens=1, **flags)
+    lengths += [whole, single]
+
+    began = time.monotonic()
+    cancelled = [GrpcStream(url, input_ids=prompt(50), max_tokens=600, **flags) for _ in range(3)]
+    for stream in cancelled[:2]:
+        stream.first_token()
+    for stream in cancelled:
+        stream.cancel()
+
+    refused = [
+        GrpcStream(url, headers=STATUS_HEADER, text_input="a", max_tokens=number)
+        for number in (0, -1, 10**6)
+    ]
+    for stream in refused:
+        stream.until_error(10.0)
+        stream.cancel()
+    after = idle(metrics_url, ended=1 + len(lengths) + len(stops) + len(cancelled))
+    return Traffic(
+        before,
+        during,
+        after,
+        lengths,
+        stops,
+        [stream.answer for stream in cancelled],
+        len(cancelled) * (time.monotonic() - began),
+        sent,
+        len(refused),
+    )
+
+
+def scrape_when(metrics_url: str, condition: Callable[[Scrape], bool]) -> Scrape:
+    """The first scrape of which ``condition`` holds."""
+    found: list[Scrape] = []
+
+    def holds() -> bool:
+        found.append(Scrape(metrics_url))
+        return condition(found[-1])
+
+    wait_for(holds, IDLE_TIMEOUT_S)
+    return found[-1]
+
+
+def idle(metrics_url: str, ended: int) -> Scrape:
+    """A scrape after so many jobs have ended since the start, all of it published."""
+
+    def at_rest(now: Scrape) -> bool:
+        completed = sum(
+            now.value("fastserve_requests_total", finish_reason=reason)
+            for reason in ("stop", "length")
+        )
+        return (
+            now.total("fastserve_requests_total") == ended
+            and now.total("fastserve_jobs") == 0
+            and now.total("fastserve_queue_jobs") == 0
+            # Published last of all.
+            and now.value("fastserve_normalized_latency_seconds_count") == completed
+        )
+
+    return scrape_when(metrics_url, at_rest)

@@ -1,0 +1,111 @@
+"""A real Prometheus with the configuration that ``deploy/`` ships, its targets on this machine."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from serving_client import wait_for
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+CONFIG = DEPLOY / "prometheus" / "prometheus.yml"
+RULES = DEPLOY / "prometheus" / "rules.yml"
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 20.0
+QUERY_TIMEOUT_S = 10.0
+
+
+def program(name: str) -> str:
+    """Path of ``prometheus`` or ``promtool``; skips the test where it is not installed."""
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed (Debian: apt-get install prometheus)")
+    return path
+
+
+def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [program("promtool"), *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60.0)
+
+
+@dataclass(frozen=True)
+class RunningPrometheus:
+    url: str
+    config_path: Path
+    log_path: Path
+
+    def get(self, path: str, **parameters: str) -> Any:
+        """``data`` of the answer. Fails with Prometheus' own words where it refuses."""
+        response = httpx.get(
+            f"{self.url}/api/v1/{path}", params=parameters, timeout=QUERY_TIMEOUT_S
+        )
+        body = response.json()
+        assert body["status"] == "success", f"{parameters}: {body['error']}"
+        return body["data"]
+
+    def values(self, expression: str) -> list[float]:
+        """Of all series that the expression gives now."""
+        return [float(item["value"][1]) for item in self.get("query", query=expression)["result"]]
+
+
+def local_config(directory: Path, targets: dict[str, str], key_path: Path) -> Path:
+    """The shipped files with other addresses, another place for the key, and shorter intervals."""
+    config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+    config["global"] |= {
+        "scrape_interval": "2s",
+        "scrape_timeout": "2s",
+        "evaluation_interval": "2s",
+    }
+    assert {job["job_name"] for job in config["scrape_configs"]} == set(targets)
+    for job in config["scrape_configs"]:
+        job["static_configs"] = [{"targets": [targets[job["job_name"]]]}]
+        if "authorization" in job:
+            job["authorization"]["credentials_file"] = str(key_path)
+    shutil.copy(RULES, directory / RULES.name)
+    path = directory / CONFIG.name
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return path
+
+
+@contextmanager
+def running_prometheus(config_path: Path) -> Iterator[RunningPrometheus]:
+    """Ready when the block begins."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    log_path = config_path.with_name("prometheus.log")
+    command = [
+        program("prometheus"),
+        f"--config.file={config_path}",
+        f"--storage.tsdb.path={config_path.with_name('data')}",
+        "--storage.tsdb.retention.time=1d",
+        f"--web.listen-address={address}",
+        "--log.level=debug",
+    ]
+    with log_path.open("wb") as log, subprocess.Popen(command, stderr=log) as process:
+
+        def is_ready() -> bool:
+            assert process.poll() is None, log_path.read_text(encoding="utf-8")
+            try:
+                return httpx.get(f"http://{address}/-/ready").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        try:
+            wait_for(is_ready, START_TIMEOUT_S)
+            yield RunningPrometheus(f"http://{address}", config_path, log_path)
+        finally:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise

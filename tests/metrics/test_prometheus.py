@@ -1,0 +1,158 @@
+"""A real Prometheus scrapes server and gateway; rules and dashboard are read against it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import dashboard
+import httpx
+import pytest
+import yaml
+from fastserve_backend.serving.launch import TritonServer
+from metric_traffic import Traffic
+from running_gateway import RunningGateway, running_gateway
+from running_prometheus import (
+    RULES,
+    RunningPrometheus,
+    local_config,
+    promtool,
+    running_prometheus,
+)
+from scrape import Scrape
+from serving_client import generate, wait_for
+
+KEY = "sk-of-the-metrics-0123456789"
+ANSWERS_TIMEOUT_S = 60.0
+# promtool's rules are for names; Triton's own metrics break some, and so does what is a histogram
+# in all but its type (docs/metrics.md).
+EXPECTED_PROBLEMS = re.compile(
+    r"nv_\w+ (counter metrics should have \"_total\" suffix"
+    r"|metric names should not contain abbreviated units"
+    r"|non-histogram and non-summary metrics should not have \"_count\" suffix)"
+    r"|fastserve_inter_token_seconds_\w+ (counter metrics should have \"_total\" suffix"
+    r"|non-histogram metrics should not have \"(_bucket\" suffix|le\" label)"
+    r"|non-histogram and non-summary metrics should not have \"(_sum|_count)\" suffix)"
+)
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    server: TritonServer, traffic: Traffic, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningGateway]:
+    """After the traffic, between whose scrapes nobody else may send anything."""
+    directory = tmp_path_factory.mktemp("gateway")
+    keys = directory / "keys"
+    keys.write_text(f"{KEY}\n", encoding="utf-8")
+    with running_gateway(
+        server.endpoints.grpc_url, directory / "gateway.log", "--api-keys-file", str(keys)
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def prometheus(
+    server: TritonServer, gateway: RunningGateway, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningPrometheus]:
+    directory = tmp_path_factory.mktemp("prometheus")
+    key_path = directory / "key"
+    key_path.write_text(KEY, encoding="utf-8")
+    targets = {
+        "triton": f"127.0.0.1:{server.endpoints.metrics_port}",
+        "gateway": httpx.URL(gateway.url).netloc.decode(),
+    }
+    with running_prometheus(local_config(directory, targets, key_path)) as running:
+        wait_for(lambda: running.values("up") == [1.0, 1.0], 20.0)
+        yield running
+
+
+def request_each_way(server: TritonServer, gateway: RunningGateway) -> None:
+    generate(server.endpoints.grpc_url, text_input="a", max_tokens=8, ignore_eos=True, stream=True)
+    with gateway.client(KEY) as client:
+        client.completions.create(
+            model="fastserve", prompt="b", max_tokens=4, extra_body={"ignore_eos": True}
+        )
+
+
+def test_every_query_of_the_dashboard_gives_numbers(
+    prometheus: RunningPrometheus, server: TritonServer, gateway: RunningGateway
+) -> None:
+    waiting = dict.fromkeys(dashboard.queries(), "no answer yet")
+
+    def all_answered() -> bool:
+        request_each_way(server, gateway)
+        for query in list(waiting):
+            values = prometheus.values(query.expression)
+            # A quantile or mean of nothing is NaN: as long as nothing has happened.
+            if values and all(math.isfinite(value) for value in values):
+                del waiting[query]
+        return not waiting
+
+    wait_for(all_answered, ANSWERS_TIMEOUT_S)
+    assert any("histogram_quantile" in query.expression for query in dashboard.queries())
+
+
+def test_scrapes_leave_no_warning(prometheus: RunningPrometheus) -> None:
+    number = "sum_over_time(up[1m])"
+    wait_for(lambda: min(prometheus.values(number), default=0.0) >= 3, 20.0)
+    targets = prometheus.get("targets")["activeTargets"]
+    assert {target["labels"]["job"] for target in targets} == {"triton", "gateway"}
+    for target in targets:
+        assert target["health"] == "up"
+        assert target["lastError"] == ""
+    log = prometheus.log_path.read_text(encoding="utf-8")
+    assert "Server is ready to receive web requests" in log
+    # A failed scrape is reported at the level of debugging.
+    for problem in ("level=warn", "level=error", "Scrape failed", "Append failed"):
+        assert not [line for line in log.splitlines() if problem in line]
+
+
+def test_every_sample_of_a_scrape_is_stored(
+    prometheus: RunningPrometheus, server: TritonServer
+) -> None:
+    scrape = Scrape(server.endpoints.metrics_url)
+    stored = set(prometheus.get("label/__name__/values"))
+    assert {name for name in scrape.names if name.startswith("fastserve_")} <= stored
+    post = 'scrape_samples_post_metric_relabeling{job="triton"}'
+    assert prometheus.values(post) == prometheus.values('scrape_samples_scraped{job="triton"}')
+
+
+def test_rules_are_evaluated(prometheus: RunningPrometheus) -> None:
+    def evaluated() -> bool:
+        groups = prometheus.get("rules")["groups"]
+        rules = [rule for group in groups for rule in group["rules"]]
+        assert len(rules) == sum(
+            len(group["rules"]) for group in yaml.safe_load(RULES.read_text("utf-8"))["groups"]
+        )
+        assert not [rule for rule in rules if rule["health"] == "err"]
+        return all(rule["health"] == "ok" for rule in rules)
+
+    wait_for(evaluated, 20.0)
+    assert prometheus.values('ALERTS{alertname=~"FastServe(Gateway)?Down"}') == []
+
+
+def test_promtool_finds_nothing_wrong_with_the_configuration(
+    prometheus: RunningPrometheus,
+) -> None:
+    checked = promtool("check", "config", "--lint-fatal", str(prometheus.config_path))
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_promtool_finds_nothing_wrong_with_our_metrics(traffic: Traffic) -> None:
+    checked = promtool("check", "metrics", text=traffic.after.text)
+    problems = checked.stderr.splitlines()
+    assert [line for line in problems if not EXPECTED_PROBLEMS.fullmatch(line)] == []
+
+
+def test_promtool_finds_nothing_wrong_with_the_gateways_metrics(gateway: RunningGateway) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    text = httpx.get(f"{gateway.url}/metrics", headers=headers).raise_for_status().text
+    checked = promtool("check", "metrics", text=text)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_alerts_fire_when_they_should() -> None:
+    tested = promtool("test", "rules", str(Path(__file__).with_name("alert_cases.yml")))
+    assert tested.returncode == 0, tested.stdout + tested.stderr

@@ -56,7 +56,7 @@ _COUNTERS = {
     "fastserve_worker_restarts_total": "Times that all ranks were started anew, one having died",
 }
 
-# name → description, which of the engine's, whether it has a value for each token
+# name → description, which of the engine's, whether it has a value for each token, not each job
 _HISTOGRAMS: dict[str, tuple[str, Callable[[LatencyHistograms], Histogram], bool]] = {
     "fastserve_time_to_first_token_seconds": (
         "Time from a job's arrival to its first token",
@@ -69,17 +69,17 @@ _HISTOGRAMS: dict[str, tuple[str, Callable[[LatencyHistograms], Histogram], bool
         True,
     ),
     "fastserve_e2e_seconds": (
-        "Time from the arrival of a completed job to its last token",
+        "Time from arrival to the last token, of completed jobs",
         lambda latencies: latencies.e2e,
         False,
     ),
     "fastserve_queue_seconds": (
-        "Part of that time in which no iteration ran the job",
+        "Part of the end-to-end time in which no iteration ran the job",
         lambda latencies: latencies.queue,
         False,
     ),
     "fastserve_normalized_latency_seconds": (
-        "That time divided by the number of generated tokens",
+        "End-to-end time divided by the number of generated tokens",
         lambda latencies: latencies.normalized_latency,
         False,
     ),

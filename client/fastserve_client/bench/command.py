@@ -13,13 +13,14 @@ from typing import Any
 
 from rich.console import Console
 
+from fastserve_client.bench.comparison import compare, comparison_table
 from fastserve_client.bench.connection import Target
+from fastserve_client.bench.figures import write_figures
 from fastserve_client.bench.openai_connection import API_KEY_VARIABLE
 from fastserve_client.bench.points import (
     Point,
     WithinObjectives,
     gather_points,
-    sweep_points,
     within_objectives,
 )
 from fastserve_client.bench.progress import RunProgress
@@ -27,7 +28,8 @@ from fastserve_client.bench.report import report_json
 from fastserve_client.bench.session import Observer, Plan, Session
 from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
 from fastserve_client.errors import InvalidRequest, WorkloadError
-from fastserve_client.report import Objectives, plot_sweep
+from fastserve_client.report import Objectives
+from fastserve_client.report.style import check_path
 from fastserve_client.terminal import ExitCode
 
 # Later than this, a reader of text notices.
@@ -48,6 +50,8 @@ class Output:
         for name, path in (("output", self.json), ("plot", self.plot)):
             if path is not None and not path.parent.is_dir():
                 raise WorkloadError(f"{name}: got {str(path)!r}; its directory does not exist")
+        if self.plot is not None:
+            check_path(self.plot)
 
 
 def bench_command(
@@ -116,8 +120,12 @@ def _print(
     """Tables to stdout, what went wrong to stderr."""
     out = Console(highlight=False)
     closed = plan.loads[0].concurrency is not None
-    for table in result_tables(points, "clients" if closed else "jobs/s"):
+    load_header = "clients" if closed else "jobs/s"
+    for table in result_tables(points, load_header):
         out.print(table)
+    ratios = compare(points)
+    if ratios:
+        out.print(comparison_table(ratios, points[0].label, load_header))
     within: Mapping[str, WithinObjectives] = {}
     slo_s = objectives.normalized_latency_s
     if not closed and len(plan.loads) > 1 and slo_s is not None:
@@ -165,7 +173,6 @@ def _write(
         except OSError as error:
             raise WorkloadError(f"output: cannot write {output.json}: {error.strerror}") from None
         console.print(f"wrote {output.json}")
-    finished = sweep_points(points)
-    if output.plot is not None and finished:
-        plot_sweep(finished, output.plot, slo_s=objectives.normalized_latency_s)
-        console.print(f"wrote {output.plot}")
+    if output.plot is not None and any(point.summary for point in points):
+        for path in write_figures(points, output.plot, objectives.normalized_latency_s):
+            console.print(f"wrote {path}")

@@ -34,11 +34,16 @@ class Point:
     load: Load
     offered: float
     """Jobs per second, or the number of clients of a closed loop."""
-    outcomes: Sequence[Outcome]
+    runs: Sequence[Run]
+    """One a repeat, of which at least one job was sent."""
     summary: Summary | None
     """``None``: no job finished."""
     attainment: float
     """Share of the jobs sent that met the objectives."""
+
+    @property
+    def outcomes(self) -> Sequence[Outcome]:
+        return [run.outcome for run in self.runs]
 
     @property
     def num_jobs(self) -> int:
@@ -88,7 +93,7 @@ def _point(runs: Sequence[Run], plan: Plan, objectives: Objectives) -> Point:
         runs[0].label,
         runs[0].load,
         plan.offered(runs[0].load),
-        outcomes,
+        runs,
         median_summary(summaries) if summaries else None,
         statistics.median(
             attainment(outcome.records, objectives, num_failed=len(outcome.failures))

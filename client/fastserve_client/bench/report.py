@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from fastserve_client.bench.outcome import Outcome
+from fastserve_client.bench.comparison import compare
 from fastserve_client.bench.points import Point, WithinObjectives
+from fastserve_client.bench.session import Run
 from fastserve_client.report import Distribution, summarize
 
 
@@ -32,6 +33,7 @@ def report_json(
         "settings": dict(settings),
         "machine": describe_machine(),
         "points": [_point(point) for point in points],
+        "ratios": [asdict(ratios) for ratios in compare(points)],
         "within_objectives": {
             label: {name: _finite(rate) for name, rate in asdict(rates).items()}
             for label, rates in within.items()
@@ -70,13 +72,15 @@ def _point(point: Point) -> dict[str, Any]:
         "attainment": point.attainment,
         "num_jobs": point.num_jobs,
         "failures_by_kind": point.failures_by_kind,
-        "runs": [_run(outcome) for outcome in point.outcomes],
+        "runs": [_run(run) for run in point.runs],
     }
 
 
-def _run(outcome: Outcome) -> dict[str, Any]:
+def _run(run: Run) -> dict[str, Any]:
+    outcome = run.outcome
     late_s = np.array(outcome.send_lateness_s)
     return {
+        "repeat": run.repeat,
         "interrupted": outcome.interrupted,
         "send_lateness_s": asdict(Distribution.of(late_s)),
         "client_cpu_share": outcome.cpu_share,

@@ -244,6 +244,8 @@ def _simulate(
 def _bench(
     url: list[str] | None,
     model: str | None,
+    serve: str | None,
+    compare: str | None,
     rates: str | None,
     concurrency: str | None,
     repeats: int,
@@ -273,6 +275,7 @@ def _bench(
     try:
         from fastserve_client.bench.command import Output, bench_command
         from fastserve_client.bench.connection import Target
+        from fastserve_client.bench.own_server import OwnServer
         from fastserve_client.bench.session import Load, Plan
         from fastserve_client.report import Objectives
         from fastserve_client.workload import LengthLimits, Workload
@@ -280,6 +283,10 @@ def _bench(
         raise FastServeError(f"{error}; the load test needs: pip install '.[bench]'") from None
     if rates is not None and concurrency is not None:
         raise ConfigError("concurrency: got it beside --rates; a load is one of them")
+    if (serve is None) != (compare is None):
+        raise ConfigError("compare: takes policies for --serve; running servers are --url each")
+    if serve is not None and url:
+        raise ConfigError("serve: got it beside --url; bench starts servers or finds them")
     if natural_lengths and max_output_tokens is None:
         raise ConfigError("natural_lengths: needs --max-output-tokens, where every answer ends")
     limits = LengthLimits(max_prompt_tokens, max_total_tokens, max_output_tokens)
@@ -295,8 +302,13 @@ def _bench(
         max_output_tokens if natural_lengths else None,
     )
     bounds_ms = (slo_ms, ttft_slo_ms, tpot_slo_ms)
+    servers: list[Target] | list[OwnServer]
+    if serve is None:
+        servers = [Target.parse(one, model) for one in url or ["grpc://127.0.0.1:8001"]]
+    else:
+        servers = [OwnServer.parse(serve, policy) for policy in _listed(compare)]
     code = bench_command(
-        [Target.parse(one, model) for one in url or ["grpc://127.0.0.1:8001"]],
+        servers,
         plan,
         Objectives(*(None if bound is None else bound / 1e3 for bound in bounds_ms)),
         Output(output, plot),
@@ -492,6 +504,25 @@ def _add_bench_command() -> None:
                 typer.Option(
                     help="The model's name at the server.",
                     show_default="fastserve over gRPC, else the first that the server lists",
+                ),
+            ],
+            None,
+        ),
+        "serve": (
+            Annotated[
+                str | None,
+                typer.Option(
+                    help="In place of --url: arguments of fastserve serve in one string, for "
+                    "servers that run in turn, one a policy of --compare."
+                ),
+            ],
+            None,
+        ),
+        "compare": (
+            Annotated[
+                str | None,
+                typer.Option(
+                    "--compare", "--policies", help="Policies for --serve, separated by commas."
                 ),
             ],
             None,

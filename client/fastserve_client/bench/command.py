@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from fastserve_client.bench.comparison import compare, comparison_table
-from fastserve_client.bench.connection import Target
+from fastserve_client.bench.connection import Connection, Target
 from fastserve_client.bench.figures import write_figures
 from fastserve_client.bench.openai_connection import API_KEY_VARIABLE
+from fastserve_client.bench.own_server import OwnServer
 from fastserve_client.bench.points import (
     Point,
     WithinObjectives,
@@ -25,7 +27,7 @@ from fastserve_client.bench.points import (
 )
 from fastserve_client.bench.progress import RunProgress
 from fastserve_client.bench.report import report_json
-from fastserve_client.bench.session import Observer, Plan, Session
+from fastserve_client.bench.session import Observer, Plan, Session, Start
 from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
 from fastserve_client.errors import InvalidRequest, WorkloadError
 from fastserve_client.report import Objectives
@@ -55,7 +57,10 @@ class Output:
 
 
 def bench_command(
-    targets: Sequence[Target], plan: Plan, objectives: Objectives, output: Output
+    servers: Sequence[Target] | Sequence[OwnServer],
+    plan: Plan,
+    objectives: Objectives,
+    output: Output,
 ) -> ExitCode:
     """Runs the plan on all servers, reports, and returns the exit code.
 
@@ -65,36 +70,54 @@ def bench_command(
         ClientError: the workload cannot be used, or a server is not there.
     """
     output.check()
-    labels = [target.label for target in targets]
+    labels = [server.label for server in servers]
     if len(set(labels)) < len(labels):
         raise InvalidRequest(f"url: got {', '.join(labels)}; each needs another NAME=URL")
     for repeat in range(plan.repeats):
         for load in plan.loads:
             plan.requests(plan.trace(load, repeat), load, repeat)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    progress = RunProgress(console, len(targets) * len(plan.loads) * plan.repeats)
+    progress = RunProgress(console, len(servers) * len(plan.loads) * plan.repeats)
     session = Session(plan, Observer(progress.start, progress.update))
     with progress.bar:
-        finished = asyncio.run(_until_interrupted(_measure(session, targets)))
+        finished = asyncio.run(_until_interrupted(_measure(session, servers)))
     if not finished:
         console.print("interrupted; what has finished so far:")
     points = gather_points(session.runs, plan, objectives)
     within = _print(points, plan, objectives, console)
-    settings = _settings(targets, plan, objectives)
+    settings = _settings(servers, plan, objectives)
     _write(output, points, settings, within, objectives, console)
     if not finished:
         return ExitCode.INTERRUPTED
     return ExitCode.OK if any(point.summary for point in points) else ExitCode.FAILED
 
 
-async def _measure(session: Session, targets: Sequence[Target]) -> None:
+async def _measure(session: Session, servers: Sequence[Target] | Sequence[OwnServer]) -> None:
+    starts: dict[str, Start] = {}
     async with AsyncExitStack() as stack:
-        connections = {}
-        for target in targets:
-            connection = target.connect(os.environ.get(API_KEY_VARIABLE))
-            stack.push_async_callback(connection.close)
-            connections[target.label] = connection
+        connections: dict[str, Connection] = {}
+        for server in servers:
+            if isinstance(server, OwnServer):
+                starts[server.label] = partial(_start, server)
+            else:
+                connections[server.label] = await stack.enter_async_context(_connect(server))
         await session.alternate(connections)
+        await session.in_turn(starts)
+
+
+@asynccontextmanager
+async def _connect(target: Target) -> AsyncIterator[Connection]:
+    connection = target.connect(os.environ.get(API_KEY_VARIABLE))
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+@asynccontextmanager
+async def _start(server: OwnServer) -> AsyncIterator[Connection]:
+    async with server.running() as target, _connect(target) as connection:
+        yield connection
 
 
 async def _until_interrupted(work: Coroutine[Any, Any, None]) -> bool:
@@ -144,9 +167,11 @@ def _print(
     return within
 
 
-def _settings(targets: Sequence[Target], plan: Plan, objectives: Objectives) -> dict[str, Any]:
+def _settings(
+    servers: Sequence[Target] | Sequence[OwnServer], plan: Plan, objectives: Objectives
+) -> dict[str, Any]:
     return {
-        "servers": [asdict(target) for target in targets],
+        "servers": [asdict(server) for server in servers],
         "workload": asdict(plan.workload),
         "repeats": plan.repeats,
         "timeout_s": plan.timeout_s,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TypeAlias
 
 from fastserve_client.bench.connection import Connection, Request
 from fastserve_client.bench.driver import Driver
@@ -97,6 +99,10 @@ class Observer:
     on_change: Callable[[Driver], None]
 
 
+Start: TypeAlias = Callable[[], AbstractAsyncContextManager[Connection]]
+"""Starts a server, which runs as long as the context."""
+
+
 class Session:
     """Runs the plan; ``runs`` holds what there is, also after it was cancelled."""
 
@@ -105,7 +111,7 @@ class Session:
         self.runs: list[Run] = []
         self._observer = observer
 
-    async def alternate(self, connections: dict[str, Connection]) -> None:
+    async def alternate(self, connections: Mapping[str, Connection]) -> None:
         """Servers that run already, by label: each load goes to all of them before the next one.
 
         So what the machine does besides meets all alike.
@@ -119,6 +125,21 @@ class Session:
             for load in self.plan.loads:
                 for label, connection in connections.items():
                     await self.run(label, connection, load, repeat)
+
+    async def in_turn(self, servers: Mapping[str, Start]) -> None:
+        """Servers of which one can run at a time: each gets all loads, then the next one starts.
+
+        All of them once for each repeat, so that what the machine does besides meets all alike.
+
+        Raises:
+            ClientError: a server does not start, or fails the warm-up.
+        """
+        for repeat in range(self.plan.repeats):
+            for label, start in servers.items():
+                async with start() as connection:
+                    await self.warm_up(label, connection)
+                    for load in self.plan.loads:
+                        await self.run(label, connection, load, repeat)
 
     async def warm_up(self, label: str, connection: Connection) -> None:
         """Raises ClientError: the server is not there, or cannot serve the workload."""

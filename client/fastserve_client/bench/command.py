@@ -72,7 +72,7 @@ def bench_command(
     output.check()
     labels = [server.label for server in servers]
     if len(set(labels)) < len(labels):
-        raise InvalidRequest(f"url: got {', '.join(labels)}; each needs another NAME=URL")
+        raise InvalidRequest(f"url: got {', '.join(labels)}; each must have another NAME=")
     for repeat in range(plan.repeats):
         for load in plan.loads:
             plan.requests(plan.trace(load, repeat), load, repeat)

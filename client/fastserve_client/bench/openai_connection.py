@@ -51,7 +51,7 @@ class OpenAIConnection:
             async with self._session.get(f"{self._url}/models", timeout=timeout) as response:
                 if response.status != 200:
                     raise await _refusal(response)
-                models = [model["id"] for model in (await response.json())["data"]]
+                models = [model["id"] for model in (await response.json(content_type=None))["data"]]
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             raise self._not_there(error) from None
         except (ValueError, KeyError, TypeError):

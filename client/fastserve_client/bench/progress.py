@@ -15,7 +15,7 @@ class RunProgress:
     def __init__(self, console: Console, num_runs: int) -> None:
         self.bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=20),
             TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(),
             console=console,
@@ -31,7 +31,7 @@ class RunProgress:
         self.bar.reset(
             self._task,
             total=num_jobs,
-            description=f"run {self._num_started}/{self._num_runs}: {label}, {load}",
+            description=f"{self._num_started}/{self._num_runs} {label}, {load}",
             numbers="",
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,10 +43,14 @@ _STYLE: Any = {
 
 
 def check_path(path: str | Path) -> Path:
-    """Raises WorkloadError: the ending is not one of a figure."""
+    """Raises WorkloadError: the ending is not one of a figure, or there is no matplotlib."""
     path = Path(path)
     if path.suffix.lower() not in _FORMATS:
         raise WorkloadError(f"path: got {str(path)!r}; must end in {' or '.join(_FORMATS)}")
+    if find_spec("matplotlib") is None:
+        raise WorkloadError(
+            "matplotlib: got no such package; figures need it: pip install 'fastserve-triton[plot]'"
+        )
     return path
 
 
@@ -63,13 +68,9 @@ def new_figure(path: str | Path, width: float, height: float) -> Iterator[Figure
         WorkloadError: another ending, a path that cannot be written, or no matplotlib.
     """
     path = check_path(path)
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise WorkloadError(
-            "matplotlib: got no such package; figures need it: pip install 'fastserve-triton[plot]'"
-        ) from None
+    import matplotlib
+    from matplotlib.figure import Figure
+
     # Not what the user's own settings say: a figure looks the same everywhere.
     with matplotlib.rc_context():
         matplotlib.rcdefaults()

@@ -14,10 +14,12 @@ import typer
 from fastserve_client.errors import ClientError
 from rich.console import Console
 
+from fastserve_backend.bench_cli import bench, bench_flags
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.config_flags import config_flags, register
-from fastserve_backend.errors import ConfigError, FastServeError
+from fastserve_backend.errors import FastServeError
 from fastserve_backend.models.embedded import EMBEDDED_MODEL
+from fastserve_backend.workload_flags import listed, parse_rates, workload_flags
 
 if TYPE_CHECKING:
     from fastserve_backend.serving.endpoints import Endpoints
@@ -202,6 +204,8 @@ def _simulate(
     seed: int,
     max_prompt_tokens: int | None,
     max_total_tokens: int | None,
+    max_output_tokens: int | None,
+    scale: float,
     length_ratio: float | None,
     hardware: str,
     profile: Path | None,
@@ -214,9 +218,9 @@ def _simulate(
     MODEL is as of serve; a built-in name needs nothing but its name. Times in the table are in
     seconds.
     """
-    from fastserve_client.workload import LengthLimits
+    from fastserve_client.workload import LengthLimits, Workload
 
-    from fastserve_backend.simulation.command import Cluster, Workload, simulate_command
+    from fastserve_backend.simulation.command import Cluster, simulate_command
 
     given = {key: value for key, value in keys.items() if value is not None}
     given.setdefault("load_format", "dummy")  # no weights are needed
@@ -228,21 +232,15 @@ def _simulate(
             dataset,
             num_jobs,
             seed,
-            LengthLimits(max_prompt_tokens, max_total_tokens),
+            LengthLimits(max_prompt_tokens, max_total_tokens, max_output_tokens),
+            scale,
             length_ratio,
         ),
-        policies=[policy.strip() for policy in policies.split(",")],
-        rates=[] if rates is None else [_rate(rate) for rate in rates.split(",")],
+        policies=listed(policies),
+        rates=parse_rates(rates),
         output=output,
         plot=plot,
     )
-
-
-def _rate(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"rates: got {text!r}; must be numbers separated by commas") from None
 
 
 def _profile(model: str | None, config: Path | None, output: Path | None, **keys: Any) -> None:
@@ -319,43 +317,7 @@ def _add_simulate_command() -> None:
             Annotated[str, typer.Option(help="To compare, separated by commas.")],
             "fcfs,skip_join_mlfq",
         ),
-        "rates": (
-            Annotated[
-                str | None,
-                typer.Option(
-                    help="Jobs per second, separated by commas; left out: the timestamps of "
-                    "a data set that has them."
-                ),
-            ],
-            None,
-        ),
-        "dataset": (
-            Annotated[
-                str,
-                typer.Option(
-                    help="sharegpt or alpaca (packaged, synthetic), equal:PROMPT:OUTPUT, or a "
-                    "file: lengths CSV, ShareGPT or Alpaca JSON, Azure LLM trace."
-                ),
-            ],
-            "sharegpt",
-        ),
-        "num_jobs": (Annotated[int, typer.Option(help="Jobs of a trace.")], 1000),
-        "seed": (Annotated[int, typer.Option(help="Of arrivals and lengths.")], 0),
-        "max_prompt_tokens": (
-            Annotated[int | None, typer.Option(help="Leave out jobs with longer prompts.")],
-            1024,
-        ),
-        "max_total_tokens": (
-            Annotated[int | None, typer.Option(help="Leave out jobs that are longer in all.")],
-            2048,
-        ),
-        "length_ratio": (
-            Annotated[
-                float | None,
-                typer.Option(help="Scale lengths to this mean prompt / mean output ratio."),
-            ],
-            None,
-        ),
+        **workload_flags(num_jobs=1000),
         "hardware": (
             Annotated[str, typer.Option(help="a100-40g, a100-80g, h100 or h200.")],
             "a100-80g",
@@ -379,6 +341,7 @@ def _add_simulate_command() -> None:
 
 _add_serve_command()
 _add_simulate_command()
+register(app, "bench", bench, bench_flags())
 _add_profile_command()
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ from common import (
     save_plot,
     scheduler,
 )
-from fastserve_client.report import attainment
+from fastserve_client.report import Objectives, attainment, highest_rate
 from rich.table import Table
 
-Objectives = tuple[float, float]
+Bounds = tuple[float, float]
 """TTFT and TPOT, seconds."""
 
 POLICIES = ("fcfs", "skip_join_mlfq", "srpt")
@@ -41,22 +41,19 @@ QUICK_LOADS = (0.5, 1.5)
 TARGET = 0.95
 
 
-def attainments(task: tuple[Run, Sequence[Objectives]]) -> list[float]:
+def attainments(task: tuple[Run, Sequence[Bounds]]) -> list[float]:
     run, objectives = task
     records = run.simulate().records
-    return [attainment(records, ttft_s, tpot_s) for ttft_s, tpot_s in objectives]
+    return [
+        attainment(records, Objectives(ttft_s=ttft_s, tpot_s=tpot_s))
+        for ttft_s, tpot_s in objectives
+    ]
 
 
 def goodput(rates: Sequence[float], shares: Sequence[float]) -> float:
     """Where the share first falls below the target: 0 if it is at the lowest rate, infinite if it
     is not even at the highest."""
-    for index, share in enumerate(shares):
-        if share < TARGET:
-            if index == 0:
-                return 0.0
-            fallen = (shares[index - 1] - TARGET) / (shares[index - 1] - share)
-            return rates[index - 1] + fallen * (rates[index] - rates[index - 1])
-    return math.inf
+    return highest_rate(rates, [1 - share for share in shares], 1 - TARGET)
 
 
 def main(argv: Sequence[str] | None = None) -> Table:

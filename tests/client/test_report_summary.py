@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fastserve_client.errors import WorkloadError
-from fastserve_client.report import Distribution, JobRecord, attainment, summarize
+from fastserve_client.report import Distribution, JobRecord, Objectives, attainment, summarize
 from hypothesis import given
 from hypothesis import strategies as st
 from report_records import record
@@ -107,7 +107,7 @@ def test_one_unknown_latency_alone_leaves_the_slowdown_unknown() -> None:
 def test_single_tokens_have_no_tpot() -> None:
     records = [record(output_tokens=1, ttft_s=4.0)]
     assert summarize(records).tpot_s is None
-    assert attainment(records, ttft_slo_s=4.0, tpot_slo_s=0.0) == 1.0
+    assert attainment(records, Objectives(ttft_s=4.0, tpot_s=0.0)) == 1.0
 
 
 def test_attainment_needs_both_objectives() -> None:
@@ -117,17 +117,17 @@ def test_attainment_needs_both_objectives() -> None:
         record(ttft_s=2.0, latency_s=5.0, output_tokens=4),  # TPOT 1
         record(ttft_s=2.0, latency_s=8.0, output_tokens=4),  # TPOT 2
     ]
-    assert attainment(records, ttft_slo_s=1.0, tpot_slo_s=1.0) == 0.25
-    assert attainment(records, ttft_slo_s=2.0, tpot_slo_s=1.0) == 0.5
-    assert attainment(records, ttft_slo_s=2.0, tpot_slo_s=2.0) == 1.0
-    assert attainment(records, ttft_slo_s=0.9, tpot_slo_s=2.0) == 0.0
+    assert attainment(records, Objectives(ttft_s=1.0, tpot_s=1.0)) == 0.25
+    assert attainment(records, Objectives(ttft_s=2.0, tpot_s=1.0)) == 0.5
+    assert attainment(records, Objectives(ttft_s=2.0, tpot_s=2.0)) == 1.0
+    assert attainment(records, Objectives(ttft_s=0.9, tpot_s=2.0)) == 0.0
 
 
 def test_no_records_have_no_report() -> None:
     with pytest.raises(WorkloadError, match=r"^records: got none; a report needs at least one"):
         summarize([])
     with pytest.raises(WorkloadError, match=r"^records: got none; "):
-        attainment([], 1.0, 1.0)
+        attainment([], Objectives(ttft_s=1.0))
 
 
 @st.composite
@@ -203,6 +203,7 @@ def test_a_slower_clock_scales_times_and_leaves_shares(
 def test_easier_objectives_are_met_by_no_fewer_jobs(
     records: list[JobRecord], ttft_slo_s: float, tpot_slo_s: float, easier_s: float
 ) -> None:
-    strict = attainment(records, ttft_slo_s, tpot_slo_s)
-    easy = attainment(records, ttft_slo_s + easier_s, tpot_slo_s + easier_s)
+    strict = attainment(records, Objectives(ttft_s=ttft_slo_s, tpot_s=tpot_slo_s))
+    easier = Objectives(ttft_s=ttft_slo_s + easier_s, tpot_s=tpot_slo_s + easier_s)
+    easy = attainment(records, easier)
     assert 0 <= strict <= easy <= 1

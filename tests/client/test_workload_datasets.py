@@ -10,6 +10,7 @@ from fastserve_client.errors import WorkloadError
 from fastserve_client.workload import (
     LengthLimits,
     TraceJob,
+    Workload,
     build_trace,
     estimate_tokens,
     load_lengths,
@@ -253,7 +254,7 @@ def test_nothing_within_the_limits_is_refused(tmp_path: Path) -> None:
         load_lengths("equal:100:100", LengthLimits(max_prompt_tokens=50))
     assert str(error.value) == (
         "dataset: got 'equal:100:100', which has 1 jobs and none of them within the limits "
-        "(max_prompt_tokens 50, max_total_tokens None)"
+        "(max_prompt_tokens 50, max_total_tokens None, max_output_tokens None)"
     )
     with pytest.raises(WorkloadError, match="which has 0 jobs"):
         load_lengths(_write(tmp_path, "prompt_tokens,output_tokens\n"))
@@ -293,3 +294,29 @@ def test_workloads_load_neither_torch_nor_the_server_nor_grpc() -> None:
     ).stdout.split()
     assert "numpy" in loaded
     assert not set(loaded) & {"torch", "fastserve_backend", "grpc", "matplotlib"}
+
+
+def test_a_scale_comes_before_the_limits(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt_tokens,output_tokens\n100,10\n300,50\n3,2\n")
+    limits = LengthLimits(max_prompt_tokens=60, max_output_tokens=9)
+    assert load_lengths(str(path), limits, scale=0.2) == [(20, 2), (1, 1)]
+    with pytest.raises(WorkloadError, match=r"^scale: got 0; must be a finite number above 0$"):
+        load_lengths(str(path), scale=0)
+
+
+def test_traces_of_texts_have_their_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "alpaca.json"
+    records = [{"instruction": text, "output": "x" * len(text)} for text in ("a" * 40, "b" * 80)]
+    path.write_text(json.dumps(records))
+    for job in build_trace(str(path), rate=1.0, num_jobs=20, scale=0.5):
+        assert job.prompt is not None
+        assert job.prompt_tokens == len(job.prompt) / 8
+    assert build_trace("equal:1:1", rate=1.0, num_jobs=1)[0].prompt is None
+
+
+def test_a_workload_has_its_ratio_or_its_own_timestamps() -> None:
+    workload = Workload("equal:30:10", 5, 0, LengthLimits(), scale=2.0, length_ratio=1.0)
+    assert {(job.prompt_tokens, job.output_tokens) for job in workload.trace(1.0)} == {(40, 40)}
+    with pytest.raises(WorkloadError, match="--length-ratio needs a rate"):
+        workload.trace(None)

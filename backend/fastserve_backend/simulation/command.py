@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastserve_client.errors import WorkloadError
 from fastserve_client.report import (
     SweepPoint,
     plot_sweep,
@@ -15,15 +14,7 @@ from fastserve_client.report import (
     sweep_table,
     sweep_to_json,
 )
-from fastserve_client.workload import (
-    LengthLimits,
-    TraceJob,
-    build_trace,
-    check_trace_fits,
-    load_lengths,
-    poisson_trace,
-    scale_ratio,
-)
+from fastserve_client.workload import Workload, check_trace_fits, mean_rate
 from rich.console import Console
 from rich.progress import Progress
 
@@ -44,34 +35,6 @@ class Cluster:
 
     profile: Path | None
     hardware: str
-
-
-@dataclass(frozen=True)
-class Workload:
-    """As ``fastserve_client.workload`` has it; ``length_ratio`` is mean prompt over mean output."""
-
-    dataset: str
-    num_jobs: int
-    seed: int
-    limits: LengthLimits
-    length_ratio: float | None
-
-    def trace(self, rate: float | None) -> list[TraceJob]:
-        """Raises WorkloadError: the data set or a number cannot be used."""
-        if self.length_ratio is None:
-            return build_trace(
-                self.dataset,
-                rate=rate,
-                num_jobs=self.num_jobs,
-                seed=self.seed,
-                limits=self.limits,
-            )
-        if rate is None:
-            raise WorkloadError("rates: got none; --length-ratio needs a rate")
-        lengths = scale_ratio(
-            load_lengths(self.dataset, self.limits), self.length_ratio, self.limits
-        )
-        return poisson_trace(lengths, rate, self.num_jobs, self.seed)
 
 
 def simulate_command(
@@ -133,7 +96,7 @@ def simulate_command(
                 points.append(
                     SweepPoint(
                         scheduler.policy,
-                        _mean_rate(trace) if rate is None else rate,
+                        mean_rate(trace) if rate is None else rate,
                         summarize(simulation.records),
                     )
                 )
@@ -155,6 +118,7 @@ def simulate_command(
             "dataset": workload.dataset,
             "num_jobs": workload.num_jobs,
             "seed": workload.seed,
+            "scale": workload.scale,
             "length_ratio": workload.length_ratio,
         },
     }
@@ -184,9 +148,3 @@ def _latency(
         parallel.pipeline_parallel_size,
     )
     return roofline, memory_of_roofline(roofline, model, kv)
-
-
-def _mean_rate(trace: Sequence[TraceJob]) -> float:
-    """Jobs per second of a trace with timestamps of its own; 0 for a single moment."""
-    span_s = trace[-1].arrival_s - trace[0].arrival_s
-    return (len(trace) - 1) / span_s if span_s > 0 else 0.0

@@ -7,37 +7,40 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A finished job. Times are seconds of one clock.
+    """A finished job. Times are seconds of one clock; ``None`` is what nobody could tell.
+
+    A client sees when tokens come. Only the server, or a simulation, knows the rest.
 
     Raises:
         ValueError: times out of order, or a job without tokens: whoever recorded it is wrong.
     """
 
     arrival_s: float
-    first_scheduled_s: float
+    first_scheduled_s: float | None
     """Start of the first iteration that the job took part in."""
     first_token_s: float
     last_token_s: float
     prompt_tokens: int
     output_tokens: int
-    num_preemptions: int
-    executed_s: float
+    num_preemptions: int | None = None
+    executed_s: float | None = None
     """Time of all iterations that the job took part in."""
-    swap_stall_s: float = 0.0
+    swap_stall_s: float | None = None
     """Time in which it would have run, had its KV been on the device."""
     alone_s: float | None = None
-    """Its latency on an idle system, if known."""
+    """Its latency on an idle system."""
 
     def __post_init__(self) -> None:
+        scheduled_s = self.arrival_s if self.first_scheduled_s is None else self.first_scheduled_s
         # Written so that NaN fails as well.
         if not (
-            self.arrival_s <= self.first_scheduled_s <= self.first_token_s <= self.last_token_s
+            self.arrival_s <= scheduled_s <= self.first_token_s <= self.last_token_s
             and self.arrival_s < self.last_token_s
         ):
             raise ValueError(f"times of a job must ascend: {self}")
         if self.prompt_tokens < 1 or self.output_tokens < 1:
             raise ValueError(f"a job has at least one token of prompt and of output: {self}")
-        durations = (self.executed_s, self.swap_stall_s)
+        durations = (self.executed_s or 0.0, self.swap_stall_s or 0.0)
         if not all(one >= 0 for one in durations) or not (self.alone_s is None or self.alone_s > 0):
             raise ValueError(f"durations of a job must not be negative: {self}")
 
@@ -64,14 +67,16 @@ class JobRecord:
         return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
 
     @property
-    def queueing_s(self) -> float:
+    def queueing_s(self) -> float | None:
         """Part of the latency in which no iteration ran the job, before its first or later."""
+        if self.executed_s is None:
+            return None
         return min(max(self.latency_s - self.executed_s, 0.0), self.latency_s)
 
     @property
-    def queueing_share(self) -> float:
+    def queueing_share(self) -> float | None:
         """Share of the latency spent waiting, 0 … 1 (FastServe Fig. 1)."""
-        return self.queueing_s / self.latency_s
+        return None if self.queueing_s is None else self.queueing_s / self.latency_s
 
     @property
     def slowdown(self) -> float | None:

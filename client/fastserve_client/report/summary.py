@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,14 +46,14 @@ class Summary:
     """Over the jobs that have more than one output token; ``None`` where no job has."""
     latency_s: Distribution
     """Job completion time (JCT)."""
-    queueing_share: float
-    """Time spent waiting by all jobs over the sum of their latencies."""
-    longest_tenth_slowdown: float | None
-    """Mean slowdown of the tenth of jobs that take longest alone: what preemption costs them.
+    queueing_share: float | None
+    """Time spent waiting by all jobs over the sum of their latencies.
 
-    ``None`` unless the latency on an idle system is known of every job.
+    ``None``, as in what follows, unless it is known of every job.
     """
-    preemptions_per_job: float
+    longest_tenth_slowdown: float | None
+    """Mean slowdown of the tenth of jobs that take longest alone: what preemption costs them."""
+    preemptions_per_job: float | None
 
 
 def summarize(records: Sequence[JobRecord]) -> Summary:
@@ -62,7 +64,6 @@ def summarize(records: Sequence[JobRecord]) -> Summary:
     """
     columns = _Columns(records)
     latency_s = columns.last_token_s - columns.arrival_s
-    queueing_s = np.clip(latency_s - columns.executed_s, 0, latency_s)
     duration_s = float(columns.last_token_s.max() - columns.arrival_s.min())
     tpot_s = columns.tpot_s()
     return Summary(
@@ -74,24 +75,34 @@ def summarize(records: Sequence[JobRecord]) -> Summary:
         ttft_s=Distribution.of(columns.first_token_s - columns.arrival_s),
         tpot_s=Distribution.of(tpot_s) if tpot_s.size else None,
         latency_s=Distribution.of(latency_s),
-        queueing_share=float(queueing_s.sum() / latency_s.sum()),
+        queueing_share=_queueing_share(latency_s, columns.executed_s),
         longest_tenth_slowdown=_longest_tenth_slowdown(latency_s, columns.alone_s),
-        preemptions_per_job=float(columns.num_preemptions.mean()),
+        preemptions_per_job=_known(float(columns.num_preemptions.mean())),
     )
 
 
-def attainment(records: Sequence[JobRecord], ttft_slo_s: float, tpot_slo_s: float) -> float:
-    """Share of jobs, 0 … 1, that meet both objectives; a single token has no TPOT to miss.
+def median_summary(summaries: Sequence[Summary]) -> Summary:
+    """Of repeated runs: the median of each number by itself.
 
-    The rate at which this falls to 0.95 is the P95 goodput (FastServe §6.2, Fig. 13).
+    A number that one of them lacks is ``None``.
 
-    Raises:
-        WorkloadError: no job finished.
+    Args:
+        summaries: At least one.
     """
-    columns = _Columns(records)
-    met = columns.first_token_s - columns.arrival_s <= ttft_slo_s
-    met[columns.has_tpot] &= columns.tpot_s() <= tpot_slo_s
-    return float(met.mean())
+    return cast("Summary", _median(summaries))
+
+
+def _median(values: Sequence[Any]) -> Any:
+    first: Any = values[0]
+    if any(value is None for value in values):
+        return None
+    if isinstance(first, int):
+        return round(statistics.median(values))
+    if isinstance(first, float):
+        return statistics.median(values)
+    names = [field.name for field in fields(first)]
+    parts = {name: _median([getattr(value, name) for value in values]) for name in names}
+    return type(first)(**parts)
 
 
 class _Columns:
@@ -107,9 +118,9 @@ class _Columns:
                     record.first_token_s,
                     record.last_token_s,
                     record.output_tokens,
-                    record.num_preemptions,
-                    record.executed_s,
-                    math.nan if record.alone_s is None else record.alone_s,
+                    _or_nan(record.num_preemptions),
+                    _or_nan(record.executed_s),
+                    _or_nan(record.alone_s),
                 )
                 for record in records
             ],
@@ -124,13 +135,29 @@ class _Columns:
             self.executed_s,
             self.alone_s,
         ) = rows.T
-        self.has_tpot = self.output_tokens > 1
 
     def tpot_s(self) -> NDArray[np.float64]:
-        """Of the jobs where ``has_tpot``."""
-        decode_s = (self.last_token_s - self.first_token_s)[self.has_tpot]
-        times: NDArray[np.float64] = decode_s / (self.output_tokens[self.has_tpot] - 1)
+        """Of the jobs that have more than one token."""
+        several = self.output_tokens > 1
+        decode_s = (self.last_token_s - self.first_token_s)[several]
+        times: NDArray[np.float64] = decode_s / (self.output_tokens[several] - 1)
         return times
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _known(value: float) -> float | None:
+    """``None`` for NaN, which any unknown value makes of a mean or a sum."""
+    return None if math.isnan(value) else value
+
+
+def _queueing_share(
+    latency_s: NDArray[np.float64], executed_s: NDArray[np.float64]
+) -> float | None:
+    queueing_s = np.clip(latency_s - executed_s, 0, latency_s)
+    return _known(float(queueing_s.sum() / latency_s.sum()))
 
 
 def _longest_tenth_slowdown(

@@ -4,7 +4,7 @@
 
     trace = build_trace("sharegpt", rate=2.0, num_jobs=500, seed=0)
 
-A trace says nothing about text: the same one drives a simulation and a real server.
+The same trace drives a simulation and a real server.
 """
 
 from __future__ import annotations
@@ -15,18 +15,22 @@ from fastserve_client.workload.lengths import (
     NO_LIMITS,
     LengthLimits,
     Lengths,
+    scale_lengths,
     scale_ratio,
 )
+from fastserve_client.workload.spec import Workload
 from fastserve_client.workload.text_files import CountTokens, estimate_tokens
 from fastserve_client.workload.trace import (
     TraceJob,
     check_trace_fits,
+    mean_rate,
     poisson_trace,
     timestamp_trace,
 )
 
 __all__ = [
     "TraceJob",
+    "Workload",
     "Lengths",
     "LengthLimits",
     "AUTHORS_LIMITS",
@@ -34,9 +38,11 @@ __all__ = [
     "CountTokens",
     "estimate_tokens",
     "load_lengths",
+    "scale_lengths",
     "scale_ratio",
     "build_trace",
     "poisson_trace",
     "timestamp_trace",
     "check_trace_fits",
+    "mean_rate",
 ]

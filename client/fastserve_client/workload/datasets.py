@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fastserve_client.errors import WorkloadError
 from fastserve_client.workload.csv_files import read_csv_lengths
-from fastserve_client.workload.lengths import NO_LIMITS, LengthLimits, Lengths
+from fastserve_client.workload.lengths import (
+    NO_LIMITS,
+    LengthLimits,
+    Lengths,
+    scale_lengths,
+)
 from fastserve_client.workload.synthetic import SYNTHETIC_DATASETS, synthetic_lengths
 from fastserve_client.workload.text_files import CountTokens, estimate_tokens, read_text_lengths
 from fastserve_client.workload.trace import (
@@ -20,8 +27,27 @@ from fastserve_client.workload.trace import (
 _ALLOWED = f"{', '.join(SYNTHETIC_DATASETS)}, equal:PROMPT:OUTPUT or the path of a file"
 
 
+@dataclass(frozen=True, slots=True)
+class _Jobs:
+    """The jobs of a data set, and what it knows of each besides its lengths."""
+
+    lengths: Lengths
+    timestamps_s: Sequence[float] | None = None
+    prompts: Sequence[str] | None = None
+
+    def only(self, kept: Sequence[int]) -> _Jobs:
+        return _Jobs(
+            [self.lengths[i] for i in kept],
+            None if self.timestamps_s is None else [self.timestamps_s[i] for i in kept],
+            None if self.prompts is None else [self.prompts[i] for i in kept],
+        )
+
+
 def load_lengths(
-    dataset: str, limits: LengthLimits = NO_LIMITS, count_tokens: CountTokens = estimate_tokens
+    dataset: str,
+    limits: LengthLimits = NO_LIMITS,
+    count_tokens: CountTokens = estimate_tokens,
+    scale: float = 1.0,
 ) -> Lengths:
     """The job lengths of a data set, without those over the limits.
 
@@ -31,12 +57,12 @@ def load_lengths(
             columns ``prompt_tokens,output_tokens``, an Azure LLM inference trace, or JSON of
             ShareGPT or Alpaca.
         count_tokens: For files that hold text.
+        scale: All lengths times this, before the limits.
 
     Raises:
         WorkloadError: no such data set, a malformed file, or no job within the limits.
     """
-    lengths, _ = _load(dataset, limits, count_tokens)
-    return lengths
+    return _load(dataset, limits, count_tokens, scale).lengths
 
 
 def build_trace(
@@ -47,6 +73,7 @@ def build_trace(
     seed: int = 0,
     limits: LengthLimits = NO_LIMITS,
     count_tokens: CountTokens = estimate_tokens,
+    scale: float = 1.0,
 ) -> list[TraceJob]:
     """The trace of a load test, sorted by arrival.
 
@@ -55,63 +82,65 @@ def build_trace(
     a Poisson process (see :func:`poisson_trace`).
 
     Args:
-        dataset, limits, count_tokens: As for :func:`load_lengths`.
+        dataset, limits, count_tokens, scale: As for :func:`load_lengths`.
         rate: Jobs per second.
 
     Raises:
         WorkloadError: as for :func:`load_lengths`, or a number missing or out of its range.
     """
-    lengths, timestamps_s = _load(dataset, limits, count_tokens)
+    jobs = _load(dataset, limits, count_tokens, scale)
+    timestamps_s = jobs.timestamps_s
     if timestamps_s is None:
         if rate is None:
             raise WorkloadError(f"rate: got none; {dataset} has no timestamps of its own")
         if num_jobs is None:
             raise WorkloadError(f"num_jobs: got none; {dataset} has no end of its own")
-        return poisson_trace(lengths, rate, num_jobs, seed)
+        return poisson_trace(jobs.lengths, rate, num_jobs, seed, jobs.prompts)
     if num_jobs is not None:
         check_num_jobs(num_jobs)
-        if num_jobs > len(lengths):
+        if num_jobs > len(jobs.lengths):
             raise WorkloadError(
-                f"num_jobs: got {num_jobs}; must be at most {len(lengths)}, "
+                f"num_jobs: got {num_jobs}; must be at most {len(jobs.lengths)}, "
                 f"the jobs that {dataset} has within the limits"
             )
-        first = sorted(range(len(lengths)), key=timestamps_s.__getitem__)[:num_jobs]
-        lengths = [lengths[i] for i in first]
-        timestamps_s = [timestamps_s[i] for i in first]
-    return timestamp_trace(timestamps_s, lengths, rate)
+        in_order = sorted(range(len(jobs.lengths)), key=timestamps_s.__getitem__)
+        jobs = jobs.only(in_order[:num_jobs])
+        timestamps_s = [timestamps_s[i] for i in in_order[:num_jobs]]
+    return timestamp_trace(timestamps_s, jobs.lengths, rate)
 
 
-def _load(
-    dataset: str, limits: LengthLimits, count_tokens: CountTokens
-) -> tuple[Lengths, list[float] | None]:
-    lengths, timestamps_s = _load_all(dataset, count_tokens)
-    kept = [i for i, length in enumerate(lengths) if limits.allow(*length)]
+def _load(dataset: str, limits: LengthLimits, count_tokens: CountTokens, scale: float) -> _Jobs:
+    jobs = _load_all(dataset, count_tokens)
+    if scale != 1.0:
+        jobs = replace(jobs, lengths=scale_lengths(jobs.lengths, scale))
+    kept = [i for i, length in enumerate(jobs.lengths) if limits.allow(*length)]
     if not kept:
         raise WorkloadError(
-            f"dataset: got {dataset!r}, which has {len(lengths)} jobs and none of them within "
+            f"dataset: got {dataset!r}, which has {len(jobs.lengths)} jobs and none of them within "
             f"the limits (max_prompt_tokens {limits.max_prompt_tokens}, "
-            f"max_total_tokens {limits.max_total_tokens})"
+            f"max_total_tokens {limits.max_total_tokens}, "
+            f"max_output_tokens {limits.max_output_tokens})"
         )
-    times = None if timestamps_s is None else [timestamps_s[i] for i in kept]
-    return [lengths[i] for i in kept], times
+    return jobs.only(kept)
 
 
-def _load_all(dataset: str, count_tokens: CountTokens) -> tuple[Lengths, list[float] | None]:
+def _load_all(dataset: str, count_tokens: CountTokens) -> _Jobs:
     if dataset in SYNTHETIC_DATASETS:
-        return synthetic_lengths(dataset), None
+        return _Jobs(synthetic_lengths(dataset))
     if dataset.startswith("equal:"):
         match = re.fullmatch(r"equal:([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", dataset)
         if not match:
             raise WorkloadError(
                 f"dataset: got {dataset!r}; must be equal:PROMPT:OUTPUT with two positive integers"
             )
-        return [(int(match[1]), int(match[2]))], None
+        return _Jobs([(int(match[1]), int(match[2]))])
     text = _read(dataset)
     if not text:
         raise WorkloadError(f"{dataset}: got an empty file; must hold at least one job")
     if text.lstrip().startswith(("[", "{")):
-        return read_text_lengths(dataset, text, count_tokens), None
-    return read_csv_lengths(dataset, text)
+        lengths, prompts = read_text_lengths(dataset, text, count_tokens)
+        return _Jobs(lengths, prompts=prompts)
+    return _Jobs(*read_csv_lengths(dataset, text))
 
 
 def _read(path: str) -> str:

@@ -27,26 +27,44 @@ class LengthLimits:
     max_prompt_tokens: int | None = None
     max_total_tokens: int | None = None
     """Prompt and output together."""
+    max_output_tokens: int | None = None
 
     def __post_init__(self) -> None:
         # The shortest job has one token of prompt and one of output.
         for name, limit, least in (
             ("max_prompt_tokens", self.max_prompt_tokens, 1),
             ("max_total_tokens", self.max_total_tokens, 2),
+            ("max_output_tokens", self.max_output_tokens, 1),
         ):
             if limit is not None and limit < least:
                 raise WorkloadError(f"{name}: got {limit}; must be at least {least}")
 
     def allow(self, prompt_tokens: int, output_tokens: int) -> bool:
-        total = prompt_tokens + output_tokens
-        return (self.max_prompt_tokens is None or prompt_tokens <= self.max_prompt_tokens) and (
-            self.max_total_tokens is None or total <= self.max_total_tokens
+        pairs = (
+            (prompt_tokens, self.max_prompt_tokens),
+            (prompt_tokens + output_tokens, self.max_total_tokens),
+            (output_tokens, self.max_output_tokens),
         )
+        return all(limit is None or tokens <= limit for tokens, limit in pairs)
 
 
 NO_LIMITS = LengthLimits()
 AUTHORS_LIMITS = LengthLimits(max_prompt_tokens=1024, max_total_tokens=2048)
 """What FastServe's authors run OPT-13B with; OPT has no positions beyond 2048."""
+
+
+def scale_lengths(lengths: Lengths, factor: float) -> Lengths:
+    """All lengths times ``factor``, rounded, at least 1: the same shape for a smaller machine.
+
+    Raises:
+        WorkloadError: a factor out of its range.
+    """
+    if not (math.isfinite(factor) and factor > 0):
+        raise WorkloadError(f"scale: got {factor:g}; must be a finite number above 0")
+    return [
+        (max(1, round(prompt * factor)), max(1, round(output * factor)))
+        for prompt, output in lengths
+    ]
 
 
 def scale_ratio(lengths: Lengths, ratio: float, limits: LengthLimits = NO_LIMITS) -> Lengths:
@@ -75,7 +93,10 @@ def scale_ratio(lengths: Lengths, ratio: float, limits: LengthLimits = NO_LIMITS
     scaled_prompts = _scale_to_mean(
         prompts, mean_total - mean_output, np.full_like(prompts, longest_prompt), ratio
     )
-    scaled_outputs = _scale_to_mean(outputs, mean_output, longest_total - scaled_prompts, ratio)
+    longest_outputs = longest_total - scaled_prompts
+    if limits.max_output_tokens is not None:
+        longest_outputs = np.minimum(longest_outputs, limits.max_output_tokens)
+    scaled_outputs = _scale_to_mean(outputs, mean_output, longest_outputs, ratio)
     return list(zip(scaled_prompts.tolist(), scaled_outputs.tolist(), strict=True))
 
 

@@ -26,18 +26,22 @@ def estimate_tokens(text: str) -> int:
     return max(1, -(-len(text.encode()) // 4))
 
 
-def read_text_lengths(path: str, text: str, count_tokens: CountTokens) -> list[tuple[int, int]]:
-    """The jobs of a file's ``text``; ``path`` is for messages.
+def read_text_lengths(
+    path: str, text: str, count_tokens: CountTokens
+) -> tuple[list[tuple[int, int]], list[str]]:
+    """The lengths of the jobs of a file's ``text``, and their prompts; ``path`` is for messages.
 
     Raises:
         WorkloadError: neither of the formats, or a record that lacks something.
     """
-    return [
-        (max(1, count_tokens(prompt)), max(1, count_tokens(output)))
+    exchanges = [
+        (prompt, output)
         for place, record in _records(path, text)
         for prompt, output in _exchanges(place, record)
         if prompt and output
     ]
+    lengths = [(max(1, count_tokens(a)), max(1, count_tokens(b))) for a, b in exchanges]
+    return lengths, [prompt for prompt, _ in exchanges]
 
 
 def _records(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:

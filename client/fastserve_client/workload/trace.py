@@ -21,9 +21,17 @@ class TraceJob:
     prompt_tokens: int
     output_tokens: int
     """Tokens to generate, exactly: the load test forces this length (FastServe §6.1)."""
+    prompt: str | None = None
+    """The prompt's text, where the data set has texts."""
 
 
-def poisson_trace(lengths: Lengths, rate: float, num_jobs: int, seed: int) -> list[TraceJob]:
+def poisson_trace(
+    lengths: Lengths,
+    rate: float,
+    num_jobs: int,
+    seed: int,
+    prompts: Sequence[str] | None = None,
+) -> list[TraceJob]:
     """Jobs drawn from ``lengths`` with replacement that arrive as a Poisson process.
 
     One seed gives the same jobs at every rate, and arrivals that only scale with it, so that the
@@ -32,6 +40,7 @@ def poisson_trace(lengths: Lengths, rate: float, num_jobs: int, seed: int) -> li
     Args:
         rate: Jobs per second, > 0.
         seed: At least 0.
+        prompts: The text of each prompt, in the order of ``lengths``.
 
     Raises:
         WorkloadError: no lengths, or a number out of its range.
@@ -46,8 +55,9 @@ def poisson_trace(lengths: Lengths, rate: float, num_jobs: int, seed: int) -> li
     gap_rng, job_rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
     arrivals_s = np.cumsum(gap_rng.standard_exponential(num_jobs)) / rate
     drawn = job_rng.integers(len(lengths), size=num_jobs)
+    texts = [None] * len(lengths) if prompts is None else prompts
     return [
-        TraceJob(arrival_s, *lengths[index])
+        TraceJob(arrival_s, lengths[index][0], lengths[index][1], texts[index])
         for arrival_s, index in zip(arrivals_s.tolist(), drawn.tolist(), strict=True)
     ]
 
@@ -77,6 +87,12 @@ def timestamp_trace(
             )
         scale = (len(lengths) - 1) / (last_s - first_s) / rate
     return [TraceJob((timestamps_s[i] - first_s) * scale, *lengths[i]) for i in order]
+
+
+def mean_rate(trace: Sequence[TraceJob]) -> float:
+    """Jobs per second, of at least one job; 0 if all arrive at once."""
+    span_s = trace[-1].arrival_s - trace[0].arrival_s
+    return (len(trace) - 1) / span_s if span_s > 0 else 0.0
 
 
 def check_trace_fits(trace: Sequence[TraceJob], max_model_len: int) -> None:

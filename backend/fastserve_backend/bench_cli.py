@@ -1,0 +1,198 @@
+"""``fastserve bench`` on the command line: its flags, and what they make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fastserve_backend.errors import ConfigError, FastServeError
+from fastserve_backend.workload_flags import listed, parse_rates, workload_flags
+
+
+def bench(
+    url: list[str] | None,
+    model: str | None,
+    serve: str | None,
+    compare: str | None,
+    rates: str | None,
+    concurrency: str | None,
+    repeats: int,
+    warmup: int,
+    timeout: float,
+    dataset: str,
+    num_jobs: int,
+    seed: int,
+    max_prompt_tokens: int | None,
+    max_total_tokens: int | None,
+    max_output_tokens: int | None,
+    scale: float,
+    length_ratio: float | None,
+    vocab_size: int,
+    natural_lengths: bool,
+    slo_ms: float,
+    ttft_slo_ms: float | None,
+    tpot_slo_ms: float | None,
+    output: Path | None,
+    plot: Path | None,
+) -> None:
+    """Load test of running servers: latencies, throughput and errors at each load.
+
+    Jobs are sent at their arrival times, whatever has finished (--rates), or a fixed number is kept
+    under way (--concurrency). docs/benchmarking.md says what the numbers mean.
+    """
+    try:
+        from fastserve_client.bench.command import Output, bench_command
+        from fastserve_client.bench.connection import Target
+        from fastserve_client.bench.own_server import OwnServer
+        from fastserve_client.bench.session import Load, Plan
+        from fastserve_client.report import Objectives
+        from fastserve_client.workload import LengthLimits, Workload
+    except ImportError as error:
+        raise FastServeError(f"{error}; the load test needs: pip install '.[bench]'") from None
+    if rates is not None and concurrency is not None:
+        raise ConfigError("concurrency: got it beside --rates; a load is one of them")
+    if (serve is None) != (compare is None):
+        raise ConfigError("compare: takes policies for --serve; running servers are --url each")
+    if serve is not None and url:
+        raise ConfigError("serve: got it beside --url; bench starts servers or finds them")
+    if natural_lengths and max_output_tokens is None:
+        raise ConfigError("natural_lengths: needs --max-output-tokens, where every answer ends")
+    limits = LengthLimits(max_prompt_tokens, max_total_tokens, max_output_tokens)
+    loads = [Load(concurrency=clients) for clients in _whole_numbers(concurrency)]
+    loads += [Load(rate=rate) for rate in parse_rates(rates)]
+    plan = Plan(
+        Workload(dataset, num_jobs, seed, limits, scale, length_ratio),
+        list(dict.fromkeys(loads)) or [Load()],
+        repeats,
+        timeout,
+        warmup,
+        vocab_size,
+        max_output_tokens if natural_lengths else None,
+    )
+    bounds_ms = (slo_ms, ttft_slo_ms, tpot_slo_ms)
+    servers: list[Target] | list[OwnServer]
+    if serve is None:
+        servers = [Target.parse(one, model) for one in url or ["grpc://127.0.0.1:8001"]]
+    else:
+        servers = [OwnServer.parse(serve, policy) for policy in listed(compare)]
+    code = bench_command(
+        servers,
+        plan,
+        Objectives(*(None if bound is None else bound / 1e3 for bound in bounds_ms)),
+        Output(output, plot),
+    )
+    raise typer.Exit(int(code))
+
+
+def _whole_numbers(text: str | None) -> list[int]:
+    numbers = listed(text)
+    if not all(number.isascii() and number.isdigit() and int(number) for number in numbers):
+        raise ConfigError(
+            f"concurrency: got {text!r}; must be whole numbers from 1, separated by commas"
+        )
+    return [int(number) for number in numbers]
+
+
+def bench_flags() -> dict[str, tuple[Any, Any]]:
+    """Annotation and default of each argument of :func:`bench`."""
+    return {
+        "url": (
+            Annotated[
+                list[str] | None,
+                typer.Option(
+                    help="A server, [NAME=]grpc://HOST:PORT (Triton) or "
+                    "[NAME=]http://HOST:PORT/v1 (any OpenAI API, with the key in OPENAI_API_KEY); "
+                    "can be repeated.",
+                    show_default="grpc://127.0.0.1:8001",
+                ),
+            ],
+            None,
+        ),
+        "model": (
+            Annotated[
+                str | None,
+                typer.Option(
+                    help="The model's name at the server.",
+                    show_default="fastserve over gRPC, else the first that the server lists",
+                ),
+            ],
+            None,
+        ),
+        "serve": (
+            Annotated[
+                str | None,
+                typer.Option(
+                    help="In place of --url: arguments of fastserve serve in one string, for "
+                    "servers that run in turn, one a policy of --compare."
+                ),
+            ],
+            None,
+        ),
+        "compare": (
+            Annotated[
+                str | None,
+                typer.Option(
+                    "--compare", "--policies", help="Policies for --serve, separated by commas."
+                ),
+            ],
+            None,
+        ),
+        "concurrency": (
+            Annotated[
+                str | None,
+                typer.Option(
+                    help="In place of --rates: numbers of requests to keep under way, separated "
+                    "by commas."
+                ),
+            ],
+            None,
+        ),
+        "repeats": (
+            Annotated[
+                int, typer.Option(min=1, help="Runs of each load, seeds counting up; medians.")
+            ],
+            1,
+        ),
+        "warmup": (
+            Annotated[int, typer.Option(min=0, help="Requests before, which do not count.")],
+            4,
+        ),
+        "timeout": (
+            Annotated[float, typer.Option(min=0.001, help="Seconds that each request may take.")],
+            600.0,
+        ),
+        **workload_flags(num_jobs=100),
+        "vocab_size": (
+            Annotated[int, typer.Option(help="Prompts have random token ids below this.")],
+            1000,
+        ),
+        "natural_lengths": (
+            Annotated[
+                bool,
+                typer.Option(
+                    "--natural-lengths",
+                    help="Send the texts of the data set, and let answers end by themselves.",
+                ),
+            ],
+            False,
+        ),
+        "slo_ms": (
+            Annotated[float, typer.Option(help="Wanted latency per output token.")],
+            300.0,
+        ),
+        "ttft_slo_ms": (
+            Annotated[float | None, typer.Option(help="Wanted time to first token.")],
+            None,
+        ),
+        "tpot_slo_ms": (
+            Annotated[float | None, typer.Option(help="Wanted time per token after the first.")],
+            None,
+        ),
+        "output": (
+            Annotated[Path | None, typer.Option(help="Write JSON with every job's times.")],
+            None,
+        ),
+        "plot": (Annotated[Path | None, typer.Option(help="Draw the sweep: PNG, SVG.")], None),
+    }

@@ -1,0 +1,203 @@
+"""``fastserve bench``: measures, prints tables, writes JSON and figures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fastserve_client.bench.comparison import compare, comparison_table
+from fastserve_client.bench.connection import Connection, Target
+from fastserve_client.bench.figures import write_figures
+from fastserve_client.bench.openai_connection import API_KEY_VARIABLE
+from fastserve_client.bench.own_server import OwnServer
+from fastserve_client.bench.points import (
+    Point,
+    WithinObjectives,
+    gather_points,
+    within_objectives,
+)
+from fastserve_client.bench.progress import RunProgress
+from fastserve_client.bench.report import report_json
+from fastserve_client.bench.session import Observer, Plan, Session, Start
+from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
+from fastserve_client.errors import InvalidRequest, WorkloadError
+from fastserve_client.report import Objectives
+from fastserve_client.report.style import check_path
+from fastserve_client.terminal import ExitCode
+
+# Later than this, a reader of text notices.
+_LATE_S = 0.05
+# Above it, tokens wait for the client to read them.
+_HIGH_CPU_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where the results go besides the terminal."""
+
+    json: Path | None
+    plot: Path | None
+
+    def check(self) -> None:
+        """Before hours of measuring. Raises WorkloadError: a file that cannot be written."""
+        for name, path in (("output", self.json), ("plot", self.plot)):
+            if path is not None and not path.parent.is_dir():
+                raise WorkloadError(f"{name}: got {str(path)!r}; its directory does not exist")
+        if self.plot is not None:
+            check_path(self.plot)
+
+
+def bench_command(
+    servers: Sequence[Target] | Sequence[OwnServer],
+    plan: Plan,
+    objectives: Objectives,
+    output: Output,
+) -> ExitCode:
+    """Runs the plan on all servers, reports, and returns the exit code.
+
+    Ctrl-C ends the run; what has finished is reported.
+
+    Raises:
+        ClientError: the workload cannot be used, or a server is not there.
+    """
+    output.check()
+    labels = [server.label for server in servers]
+    if len(set(labels)) < len(labels):
+        raise InvalidRequest(f"url: got {', '.join(labels)}; each must have another NAME=")
+    for repeat in range(plan.repeats):
+        for load in plan.loads:
+            plan.requests(plan.trace(load, repeat), load, repeat)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    progress = RunProgress(console, len(servers) * len(plan.loads) * plan.repeats)
+    session = Session(plan, Observer(progress.start, progress.update))
+    with progress.bar:
+        finished = asyncio.run(_until_interrupted(_measure(session, servers)))
+    if not finished:
+        console.print("interrupted; what has finished so far:")
+    points = gather_points(session.runs, plan, objectives)
+    within = _print(points, plan, objectives, console)
+    settings = _settings(servers, plan, objectives)
+    _write(output, points, settings, within, objectives, console)
+    if not finished:
+        return ExitCode.INTERRUPTED
+    return ExitCode.OK if any(point.summary for point in points) else ExitCode.FAILED
+
+
+async def _measure(session: Session, servers: Sequence[Target] | Sequence[OwnServer]) -> None:
+    starts: dict[str, Start] = {}
+    async with AsyncExitStack() as stack:
+        connections: dict[str, Connection] = {}
+        for server in servers:
+            if isinstance(server, OwnServer):
+                starts[server.label] = partial(_start, server)
+            else:
+                connections[server.label] = await stack.enter_async_context(_connect(server))
+        await session.alternate(connections)
+        await session.in_turn(starts)
+
+
+@asynccontextmanager
+async def _connect(target: Target) -> AsyncIterator[Connection]:
+    connection = target.connect(os.environ.get(API_KEY_VARIABLE))
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+@asynccontextmanager
+async def _start(server: OwnServer) -> AsyncIterator[Connection]:
+    async with server.running() as target, _connect(target) as connection:
+        yield connection
+
+
+async def _until_interrupted(work: Coroutine[Any, Any, None]) -> bool:
+    """Whether the work came to its end before Ctrl-C or SIGTERM."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await asyncio.wait((task,))
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    if task.cancelled():
+        return False
+    task.result()
+    return True
+
+
+def _print(
+    points: Sequence[Point], plan: Plan, objectives: Objectives, console: Console
+) -> Mapping[str, WithinObjectives]:
+    """Tables to stdout, what went wrong to stderr."""
+    out = Console(highlight=False)
+    closed = plan.loads[0].concurrency is not None
+    load_header = "clients" if closed else "jobs/s"
+    for table in result_tables(points, load_header):
+        out.print(table)
+    ratios = compare(points)
+    if ratios:
+        out.print(comparison_table(ratios, points[0].label, load_header))
+    within: Mapping[str, WithinObjectives] = {}
+    slo_s = objectives.normalized_latency_s
+    if not closed and len(plan.loads) > 1 and slo_s is not None:
+        within = within_objectives(points, slo_s)
+        out.print(objectives_table(within, slo_s, max(plan.offered(load) for load in plan.loads)))
+    for line in error_lines(points):
+        console.print(f"[yellow]errors:[/] {line}")
+    for point in points:
+        late_s = point.send_lateness_p99_s or 0.0
+        if late_s > _LATE_S or point.cpu_share > _HIGH_CPU_SHARE:
+            console.print(
+                f"[yellow]the client lagged[/] at {point.label}, {point.load}: jobs were sent "
+                f"{late_s * 1e3:.0f} ms late (P99), and it used {point.cpu_share:.0%} of a core; "
+                "give it a machine of its own"
+            )
+    return within
+
+
+def _settings(
+    servers: Sequence[Target] | Sequence[OwnServer], plan: Plan, objectives: Objectives
+) -> dict[str, Any]:
+    return {
+        "servers": [asdict(server) for server in servers],
+        "workload": asdict(plan.workload),
+        "repeats": plan.repeats,
+        "timeout_s": plan.timeout_s,
+        "warmup": plan.warmup,
+        "vocab_size": plan.vocab_size,
+        "natural_max_tokens": plan.natural_max_tokens,
+        "objectives": asdict(objectives),
+    }
+
+
+def _write(
+    output: Output,
+    points: Sequence[Point],
+    settings: Mapping[str, Any],
+    within: Mapping[str, WithinObjectives],
+    objectives: Objectives,
+    console: Console,
+) -> None:
+    """Raises WorkloadError: a file cannot be written."""
+    if output.json is not None:
+        text = report_json(points, settings, within)
+        try:
+            output.json.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise WorkloadError(f"output: cannot write {output.json}: {error.strerror}") from None
+        console.print(f"wrote {output.json}")
+    if output.plot is not None and any(point.summary for point in points):
+        for path in write_figures(points, output.plot, objectives.normalized_latency_s):
+            console.print(f"wrote {path}")

@@ -1,0 +1,90 @@
+"""Servers against the first one: ratios of what they measured under the same load."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+
+from fastserve_client.bench.points import Point
+from fastserve_client.report import Summary, summarize
+
+_COMPARED: Mapping[str, Callable[[Summary], float | None]] = {
+    "norm. mean": lambda summary: summary.normalized_latency_s.mean,
+    "norm. P95": lambda summary: summary.normalized_latency_s.p95,
+    "TTFT P95": lambda summary: summary.ttft_s.p95,
+    "TPOT mean": lambda summary: None if summary.tpot_s is None else summary.tpot_s.mean,
+    "JCT mean": lambda summary: summary.latency_s.mean,
+    "JCT P95": lambda summary: summary.latency_s.p95,
+    "tokens/s": lambda summary: summary.output_tokens_per_s,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    """One server over the first one, under one load."""
+
+    label: str
+    offered: float
+    values: Mapping[str, float | None]
+    """By name: the median over the repeats of the ratio of two runs with the same seed."""
+
+
+def compare(points: Sequence[Point]) -> list[Ratios]:
+    """All labels but the first; loads at which one of both finished no job have ``None``."""
+    if not points:
+        return []
+    base = {point.load: point for point in points if point.label == points[0].label}
+    return [
+        Ratios(point.label, point.offered, _ratios(point, base[point.load]))
+        for point in points
+        if point.label != points[0].label and point.load in base
+    ]
+
+
+def _ratios(point: Point, base: Point) -> dict[str, float | None]:
+    pairs = list(_pairs(point, base))
+    found: dict[str, float | None] = {}
+    for name, number in _COMPARED.items():
+        ratios = []
+        for one, other in pairs:
+            over, under = number(one), number(other)
+            if over is not None and under:
+                ratios.append(over / under)
+        found[name] = statistics.median(ratios) if ratios else None
+    return found
+
+
+def _pairs(point: Point, base: Point) -> Iterator[tuple[Summary, Summary]]:
+    """Summaries of both by repeat, where both finished jobs."""
+    others = {run.repeat: run.outcome.records for run in base.runs}
+    for run in point.runs:
+        if run.outcome.records and others.get(run.repeat):
+            yield summarize(run.outcome.records), summarize(others[run.repeat])
+
+
+def comparison_table(ratios: Sequence[Ratios], base: str, load_header: str) -> Table:
+    """One row a server and load."""
+    table = Table(
+        box=box.HORIZONTALS,
+        padding=0,
+        title=f"Ratios to {base}, same seed (below 1 is faster; tokens/s: above 1)",
+        title_justify="left",
+    )
+    table.add_column("\nlabel", no_wrap=True)
+    table.add_column(f"\n{load_header}", justify="right", no_wrap=True)
+    for name in _COMPARED:
+        header = name.replace(" ", "\n") if " " in name else f"\n{name}"
+        table.add_column(header, justify="right", no_wrap=True)
+    for index, row in enumerate(ratios):
+        cells = ("–" if value is None else f"{value:.2f}" for value in row.values.values())
+        table.add_row(
+            row.label,
+            f"{row.offered:g}",
+            *cells,
+            end_section=index + 1 < len(ratios) and ratios[index + 1].label != row.label,
+        )
+    return table

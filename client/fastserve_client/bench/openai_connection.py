@@ -1,0 +1,170 @@
+"""Any server of OpenAI's API with streaming completions: the gateway, vLLM, SGLang and others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+
+from fastserve_client.bench.connection import Answer, Request
+from fastserve_client.errors import (
+    ClientError,
+    ConnectionFailed,
+    InvalidRequest,
+    RequestTimeout,
+    ServerError,
+    ServerOverloaded,
+    ServerUnavailable,
+)
+
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+_CHECK_TIMEOUT_S = 10.0
+# A message for a person; some servers answer errors with pages.
+_MAX_REASON_CHARS = 200
+_DATA = b"data: "
+_DONE = b"data: [DONE]"
+
+
+class OpenAIConnection:
+    def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
+        """
+        Args:
+            url: base URL, such as ``http://127.0.0.1:9000/v1``.
+            model: ``None`` is the first that the server lists.
+        """
+        self._url = url
+        self._model = model
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._session = aiohttp.ClientSession(
+            headers=headers,
+            # As many connections as requests: the server, not the client, decides who waits.
+            connector=aiohttp.TCPConnector(limit=0),
+        )
+
+    async def check(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)
+        try:
+            async with self._session.get(f"{self._url}/models", timeout=timeout) as response:
+                if response.status != 200:
+                    raise await _refusal(response)
+                models = [model["id"] for model in (await response.json(content_type=None))["data"]]
+        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+            raise self._not_there(error) from None
+        except (ValueError, KeyError, TypeError):
+            raise ServerError(
+                f"{self._url}/models did not answer with a list of models; is the URL the base "
+                "of an OpenAI API, such as http://HOST:PORT/v1?"
+            ) from None
+        if self._model is None and models:
+            self._model = models[0]
+        if self._model not in models:
+            raise InvalidRequest(
+                f"model: got {self._model!r}; {self._url} has {', '.join(models) or 'none'}"
+            )
+
+    async def send(self, request: Request, timeout_s: float) -> Answer:
+        body: dict[str, Any] = {
+            "model": self._model,
+            "prompt": request.prompt,
+            "max_tokens": request.max_tokens,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if request.exact:
+            body |= {"min_tokens": request.max_tokens, "ignore_eos": True}
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.post(
+                f"{self._url}/completions", json=body, timeout=timeout
+            ) as response:
+                if response.status != 200:
+                    raise await _refusal(response)
+                return await _read_stream(response)
+        except asyncio.TimeoutError:
+            raise RequestTimeout(f"{self._url} did not finish in time") from None
+        except aiohttp.ClientConnectorError as error:
+            raise self._not_there(error) from None
+        except aiohttp.ClientError as error:
+            raise ConnectionFailed(
+                f"{self._url}: the connection broke ({type(error).__name__})"
+            ) from None
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    def _not_there(self, error: Exception) -> ConnectionFailed:
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        return ConnectionFailed(f"no server at {self._url} ({reason}); name another --url")
+
+
+async def _read_stream(response: aiohttp.ClientResponse) -> Answer:
+    """Server-sent events up to the end of the answer.
+
+    A chunk may hold several tokens: only ``usage`` tells how many there were. One whose text is
+    empty still stands for a token, of a character that is not complete.
+    """
+    first_token_s = last_token_s = None
+    usage: Any = None
+    is_whole = False
+    async for line in response.content:
+        if line.startswith(_DONE):
+            is_whole = True
+        elif line.startswith(_DATA):
+            now_s = time.monotonic()
+            event = _parse(line)
+            if event.get("error") is not None:
+                raise ServerError(_shorten(f"the stream ended with an error: {event['error']}"))
+            if event.get("choices"):
+                last_token_s = now_s
+                first_token_s = first_token_s or now_s
+            usage = event.get("usage") or usage
+    if not is_whole:
+        raise ConnectionFailed(f"{response.url} ended the stream before the answer ended")
+    if first_token_s is None or last_token_s is None:
+        raise ServerError("the answer had no token")
+    try:
+        prompt_tokens, output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    except (KeyError, TypeError):
+        raise ServerError(
+            "the stream ended without usage, so its tokens cannot be counted; the server must "
+            "know stream_options.include_usage"
+        ) from None
+    return Answer(first_token_s, last_token_s, prompt_tokens, output_tokens)
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        event = json.loads(line[len(_DATA) :])
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
+        raise ServerError("the stream held an event that is no JSON object")
+    return event
+
+
+async def _refusal(response: aiohttp.ClientResponse) -> ClientError:
+    """The typed error for an HTTP status other than 200."""
+    status = response.status
+    text = await response.text(errors="replace")
+    with suppress(ValueError, KeyError, TypeError):  # not in OpenAI's shape: the text has to do
+        text = json.loads(text)["error"]["message"]
+    reason = _shorten(f"HTTP {status}: {text}")
+    if status == 429:
+        return ServerOverloaded(reason)
+    if status in (502, 503, 504):
+        return ServerUnavailable(reason)
+    if status in (401, 403):
+        return InvalidRequest(f"{reason} (the API key is read from {API_KEY_VARIABLE})")
+    if 400 <= status < 500:
+        return InvalidRequest(reason)
+    return ServerError(reason)
+
+
+def _shorten(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_REASON_CHARS else line[: _MAX_REASON_CHARS - 1] + "…"

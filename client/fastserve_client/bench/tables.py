@@ -1,0 +1,101 @@
+"""The results of a load test as tables for the terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich import box
+from rich.table import Table
+
+from fastserve_client.bench.points import Point, WithinObjectives, sweep_points
+from fastserve_client.report import format_number, latency_table
+
+_CAPTION = (
+    "done: jobs/s that finished; SLO met: share of all jobs sent; sent late: P99 of the time from "
+    "a job's arrival to its sending."
+)
+
+
+def result_tables(points: Sequence[Point], load_header: str) -> Iterator[Table]:
+    """Throughput and errors, then latencies. A row is a server under a load."""
+    yield _throughput_table(points, load_header)
+    finished = sweep_points(points)
+    if finished:
+        yield latency_table(
+            finished,
+            {"norm.": lambda s: s.normalized_latency_s, "JCT": lambda s: s.latency_s},
+            load_header,
+        )
+        yield latency_table(
+            finished, {"TTFT": lambda s: s.ttft_s, "TPOT": lambda s: s.tpot_s}, load_header
+        )
+
+
+def _throughput_table(points: Sequence[Point], load_header: str) -> Table:
+    table = Table(box=box.HORIZONTALS, padding=0, caption=_CAPTION, caption_justify="left")
+    table.add_column("\nlabel", no_wrap=True)
+    for header in (
+        load_header,
+        "jobs/s\ndone",
+        "output\ntokens/s",
+        "jobs\nsent",
+        "errors",
+        "SLO\nmet",
+        "pre-\nempted",
+        "sent late\nms",
+    ):
+        two_lines = header if "\n" in header else f"\n{header}"
+        table.add_column(two_lines, justify="right", no_wrap=True)
+    for index, point in enumerate(points):
+        summary, late_s = point.summary, point.send_lateness_p99_s
+        table.add_row(
+            point.label,
+            f"{point.offered:g}",
+            format_number(None if summary is None else summary.jobs_per_s),
+            format_number(None if summary is None else summary.output_tokens_per_s),
+            str(point.num_jobs),
+            str(point.num_failed),
+            f"{point.attainment:.0%}",
+            format_number(None if summary is None else summary.preemptions_per_job),
+            format_number(late_s if late_s is None else late_s * 1e3),
+            end_section=index + 1 < len(points) and points[index + 1].label != point.label,
+        )
+    return table
+
+
+def error_lines(points: Sequence[Point]) -> Iterator[str]:
+    """What went wrong: numbers by kind, and the first message of each."""
+    for point in points:
+        failures = [failure for outcome in point.outcomes for failure in outcome.failures]
+        for kind, count in point.failures_by_kind.items():
+            example = next(failure for failure in failures if failure.kind.value == kind)
+            yield f"{point.label}, {point.load}: {count} {kind}: {example.message}"
+
+
+def objectives_table(within: Mapping[str, WithinObjectives], slo_s: float, highest: float) -> Table:
+    """The highest rates within the objectives.
+
+    Args:
+        slo_s: Of normalized latency.
+        highest: The highest rate of the sweep.
+    """
+    table = Table(
+        box=box.HORIZONTALS,
+        padding=0,
+        title=f"Highest rate within the objectives, jobs/s (SLO {slo_s:g} s/token)",
+        title_justify="left",
+    )
+    table.add_column("label", no_wrap=True)
+    for header in ("mean within SLO", "P95 within SLO", "P95 goodput"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for label, rates in within.items():
+        cells = (rates.mean, rates.p95, rates.goodput)
+        table.add_row(label, *(_highest(rate, highest) for rate in cells))
+    return table
+
+
+def _highest(rate: float, highest: float) -> str:
+    if math.isinf(rate):
+        return f"> {highest:g}"
+    return "not even the lowest" if rate == 0 else format_number(rate)

@@ -1,0 +1,203 @@
+"""From runs to points, rates within objectives, ratios, tables and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from fastserve_client.bench.command import Output
+from fastserve_client.bench.comparison import compare
+from fastserve_client.bench.connection import Target
+from fastserve_client.bench.figures import write_figures
+from fastserve_client.bench.outcome import Failure, FailureKind, Outcome
+from fastserve_client.bench.own_server import OwnServer
+from fastserve_client.bench.points import Point, gather_points, within_objectives
+from fastserve_client.bench.report import report_json
+from fastserve_client.bench.requests import FIRST_TOKEN_ID, exact_requests, natural_requests
+from fastserve_client.bench.session import Load, Plan, Run
+from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
+from fastserve_client.errors import InvalidRequest, WorkloadError
+from fastserve_client.report import JobRecord, Objectives, highest_rate
+from fastserve_client.workload import LengthLimits, TraceJob, Workload
+from report_records import record
+from rich.console import Console
+
+SLOW, FAST = Load(rate=1.0), Load(rate=4.0)
+SLO = Objectives(normalized_latency_s=1.0)
+
+
+def plan(*loads: Load) -> Plan:
+    workload = Workload("equal:8:4", 10, 0, LengthLimits())
+    return Plan(workload, loads, repeats=2, timeout_s=1.0, warmup=0, vocab_size=1000)
+
+
+def outcome(*latencies_s: float, refused: int = 0) -> Outcome:
+    """Jobs of four tokens."""
+    failures = [Failure(0.0, FailureKind.REFUSED, "the queue is full")] * refused
+    records = [measured(latency_s) for latency_s in latencies_s]
+    return Outcome(records, failures, [0.001] * (len(records) + refused))
+
+
+def measured(latency_s: float) -> JobRecord:
+    """What a client without the server's help knows."""
+    return JobRecord(0.0, None, latency_s / 2, latency_s, prompt_tokens=8, output_tokens=4)
+
+
+def sweep() -> list[Point]:
+    runs = [
+        Run("a", SLOW, 0, outcome(2.0, 2.0)),
+        Run("b", SLOW, 0, outcome(1.0, 1.0)),
+        Run("a", FAST, 0, outcome(6.0, 6.0)),
+        Run("b", FAST, 0, outcome(3.0, refused=1)),
+        Run("a", SLOW, 1, outcome(2.0, 2.0)),
+        Run("b", SLOW, 1, outcome(3.0, 3.0)),
+        Run("a", FAST, 1, Outcome()),  # interrupted before the first job
+    ]
+    return gather_points(runs, plan(SLOW, FAST), SLO)
+
+
+def test_points_hold_medians_over_repeats_and_sums_of_failures() -> None:
+    points = sweep()
+    assert [(point.label, point.offered, len(point.runs)) for point in points] == [
+        ("a", 1.0, 2), ("a", 4.0, 1), ("b", 1.0, 2), ("b", 4.0, 1),
+    ]  # fmt: skip
+    b_slow, b_fast = points[2:]
+    assert b_slow.summary is not None
+    assert b_slow.summary.latency_s.mean == 2.0
+    assert b_slow.summary.preemptions_per_job is None
+    assert b_slow.summary.queueing_share is None
+    assert (b_fast.num_jobs, b_fast.failures_by_kind) == (2, {"refused": 1})
+    assert b_fast.attainment == 0.5  # a refused job met nothing
+
+
+def test_the_highest_rate_is_interpolated_where_latency_passes_the_objective() -> None:
+    within = within_objectives(sweep(), 1.0)
+    # 0.5 s/token at 1 job/s, 1.5 at 4.
+    assert within["a"].mean == within["a"].p95 == pytest.approx(2.5)
+    assert within["a"].goodput == pytest.approx(1.15)
+    # 0.5 s/token at 1 job/s; at 4 half of the jobs were refused, and waited for ever.
+    assert within["b"].mean == within["b"].p95 == 1.0
+
+
+def test_the_highest_rate_of_a_sweep_may_be_beyond_it() -> None:
+    assert highest_rate([1, 2], [5.0, 6.0], limit=4.0) == 0.0
+    assert highest_rate([1, 2], [3.0, 4.0], limit=4.0) == math.inf
+    assert highest_rate([1, 2, 4], [3.0, 4.0, 8.0], limit=5.0) == 2.5
+    assert highest_rate([1, 2], [3.0, math.inf], limit=5.0) == 1
+
+
+def test_ratios_pair_runs_of_one_seed() -> None:
+    ratios = {(one.label, one.offered): one.values for one in compare(sweep())}
+    assert list(ratios) == [("b", 1.0), ("b", 4.0)]
+    # 1/2 in the first repeat, 3/2 in the second.
+    assert ratios["b", 1.0]["JCT mean"] == pytest.approx(1.0)
+    assert ratios["b", 4.0]["JCT mean"] == pytest.approx(0.5)
+
+
+def test_tables_fit_a_hundred_columns_and_show_the_unknown_as_a_dash() -> None:
+    points = sweep()
+    console = Console(width=100, color_system=None)
+    with console.capture() as capture:
+        for table in result_tables(points, "jobs/s"):
+            console.print(table)
+        console.print(objectives_table(within_objectives(points, 1.0), 1.0, 4.0))
+    text = capture.get()
+    assert "…" not in text
+    rows = [line.split() for line in text.splitlines() if line.split()[:1] == ["b"]]
+    # jobs/s, done, tokens/s, sent, errors, SLO, preempted (which nobody told), sent late
+    assert rows[1] == ["b", "4", "0.333", "1.33", "2", "1", "50%", "–", "1.00"]
+    assert list(error_lines(points)) == ["b, 4 jobs/s: 1 refused: the queue is full"]
+
+
+def test_json_has_every_job() -> None:
+    report = json.loads(report_json(sweep(), {"seed": 3}, within_objectives(sweep(), 1.0)))
+    assert report["settings"] == {"seed": 3}
+    assert report["machine"]["cpu"]
+    assert report["ratios"][0]["label"] == "b"
+    assert report["within_objectives"]["a"]["mean"] == pytest.approx(2.5)
+    last = report["points"][3]
+    assert (last["label"], last["rate"], last["concurrency"]) == ("b", 4.0, None)
+    (run,) = last["runs"]
+    assert [job["last_token_s"] for job in run["records"]] == [3.0]
+    assert run["records"][0]["first_scheduled_s"] is None
+    assert run["failures"] == [
+        {"arrival_s": 0.0, "kind": "refused", "message": "the queue is full"}
+    ]
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_three_figures_are_drawn(tmp_path: Path, ending: str) -> None:
+    written = write_figures(sweep(), tmp_path / f"out.{ending}", 1.0)
+    assert [path.name for path in written] == [
+        f"out.{ending}", f"out_cdf.{ending}", f"out_timeline.{ending}",
+    ]  # fmt: skip
+    start = {"png": b"\x89PNG", "svg": b"<?xml"}[ending]
+    assert all(path.read_bytes().startswith(start) for path in written)
+
+
+def test_a_timeline_names_only_what_is_known(tmp_path: Path) -> None:
+    def texts(*records: JobRecord) -> str:
+        one = Outcome(list(records), [], [0.0] * len(records))
+        points = gather_points([Run("a", SLOW, 0, one)], plan(SLOW), SLO)
+        return write_figures(points, tmp_path / "out.svg", 1.0)[2].read_text()
+
+    assert "<!-- prefill -->" in texts(record())
+    unknown = texts(record(), measured(4.0))
+    assert "<!-- prefill -->" not in unknown
+    assert "<!-- before first token -->" in unknown
+
+
+def test_every_server_gets_the_same_prompts_and_every_run_others() -> None:
+    one = plan(SLOW, FAST)
+    trace = one.trace(SLOW, 0)
+    requests = one.requests(trace, SLOW, 0)
+    assert requests == one.requests(trace, SLOW, 0)
+    prompts = [tuple(request.prompt) for request in requests]
+    assert all(len(prompt) == 8 and min(prompt) >= FIRST_TOKEN_ID for prompt in prompts)
+    for load, repeat in ((FAST, 0), (SLOW, 1)):
+        others = one.requests(one.trace(load, repeat), load, repeat)
+        assert not set(prompts) & {tuple(request.prompt) for request in others}
+
+
+def test_a_closed_loop_has_the_jobs_of_the_open_one() -> None:
+    one = plan(Load(concurrency=4), SLOW)
+    assert [job.output_tokens for job in one.trace(Load(concurrency=4), 0)] == [
+        job.output_tokens for job in one.trace(SLOW, 0)
+    ]
+    assert one.offered(Load(concurrency=4)) == 4
+
+
+def test_natural_lengths_need_texts() -> None:
+    (request,) = natural_requests([TraceJob(0.0, 1, 5, "Hi")], max_tokens=64)
+    assert (request.prompt, request.max_tokens, request.exact) == ("Hi", 64, False)
+    with pytest.raises(WorkloadError, match="natural_lengths: got a data set without texts"):
+        natural_requests([TraceJob(0.0, 1, 5)], max_tokens=64)
+    with pytest.raises(WorkloadError, match="vocab_size: got 32; must be more than 32"):
+        exact_requests([TraceJob(0.0, 1, 5)], 32, [0])
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "url"),
+    [
+        ("grpc://127.0.0.1:8001", "grpc://127.0.0.1:8001", "grpc://127.0.0.1:8001"),
+        ("here=grpc://localhost", "here", "grpc://localhost:8001"),
+        ("http://h:9000", "http://h:9000/v1", "http://h:9000/v1"),
+        ("vllm=https://h/api/v1/", "vllm", "https://h/api/v1"),
+    ],
+)
+def test_urls_of_servers(text: str, label: str, url: str) -> None:
+    target = Target.parse(text)
+    assert (target.label, target.url, target.is_openai) == (label, url, url.startswith("http"))
+
+
+def test_mistakes_are_found_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match="unknown scheme 'ftp'"):
+        Target.parse("ftp://h")
+    with pytest.raises(InvalidRequest, match="serve: got "):
+        OwnServer.parse("'opt", "fcfs")
+    with pytest.raises(WorkloadError, match=r"^output: got .* directory does not exist"):
+        Output(tmp_path / "none" / "o.json", None).check()
+    with pytest.raises(WorkloadError, match=r"must end in \.png or \.svg"):
+        Output(None, tmp_path / "figure.pdf").check()

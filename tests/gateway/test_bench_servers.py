@@ -1,0 +1,226 @@
+"""``fastserve bench`` as a user types it, against real servers over both protocols."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastserve_backend.cli import main
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.launch import TritonServer
+from running_gateway import COMMAND, RunningGateway, running_gateway
+from serving_client import metric, used_blocks, wait_for
+from tiny_model import START_TIMEOUT_S
+
+BENCH = [*COMMAND[:-1], "bench"]
+DEADLINE_S = 120.0
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*BENCH, *arguments], capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+def report_of(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return loaded
+
+
+def finished_jobs(endpoints: Endpoints) -> float:
+    return metric(endpoints.metrics_url, "fastserve_requests_total", finish_reason="length")
+
+
+@pytest.fixture(scope="module")
+def fragile(
+    tiny_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """A server with a short queue, to be overloaded and killed."""
+    config = tiny_config.with_keys(max_queued_requests=4)
+    log_path = tmp_path_factory.mktemp("bench-fragile") / "server.log"
+    triton = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
+    triton.start(START_TIMEOUT_S)
+    yield triton
+    triton.stop()
+
+
+def test_both_protocols_agree_with_what_the_server_counts(
+    endpoints: Endpoints, gateway: RunningGateway, tmp_path: Path
+) -> None:
+    def counted() -> tuple[float, float]:
+        url = endpoints.metrics_url
+        return tuple(
+            metric(url, f"fastserve_{kind}_tokens_total") for kind in ("prompt", "generation")
+        )  # type: ignore[return-value]
+
+    before = counted()
+    output, plot = tmp_path / "report.json", tmp_path / "sweep.png"
+    done = bench(
+        "--url", f"triton=grpc://{endpoints.grpc_url}", "--url", f"gateway={gateway.api_url}",
+        "--rates", "20,40", "--num-jobs", "12", "--scale", "0.05", "--warmup", "0", "--seed", "3",
+        "--output", str(output), "--plot", str(plot),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Ratios to triton" in done.stdout
+    report = report_of(output)
+    points = report["points"]
+    assert [(point["label"], point["rate"]) for point in points] == [
+        ("triton", 20.0), ("triton", 40.0), ("gateway", 20.0), ("gateway", 40.0),
+    ]  # fmt: skip
+    runs = [run for point in points for run in point["runs"]]
+    jobs = [job for run in runs for job in run["records"]]
+    assert len(jobs) == 48
+    assert counted() == (
+        before[0] + sum(job["prompt_tokens"] for job in jobs),
+        before[1] + sum(job["output_tokens"] for job in jobs),
+    )
+    # Only Triton tells when a job ran first.
+    assert all(job["first_scheduled_s"] is not None for job in runs[0]["records"])
+    assert all(job["first_scheduled_s"] is None for job in runs[2]["records"])
+    # The same jobs everywhere.
+    lengths = [sorted((job["arrival_s"], job["output_tokens"]) for job in run["records"])
+               for run in runs]  # fmt: skip
+    assert lengths[0] == lengths[2]
+    assert lengths[1] == lengths[3]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "report.json", "sweep.png", "sweep_cdf.png", "sweep_timeline.png",
+    }  # fmt: skip
+
+
+def test_a_closed_loop_over_texts_that_end_by_themselves(
+    endpoints: Endpoints, tmp_path: Path
+) -> None:
+    records = [{"instruction": f"Say {number}", "output": "yes"} for number in range(5)]
+    dataset = tmp_path / "alpaca.json"
+    dataset.write_text(json.dumps(records), encoding="utf-8")
+    done = bench(
+        "--url", f"grpc://{endpoints.grpc_url}", "--dataset", str(dataset), "--concurrency", "1,3",
+        "--num-jobs", "6", "--natural-lengths", "--max-output-tokens", "5", "--warmup", "1",
+        "--output", str(tmp_path / "report.json"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    points = report_of(tmp_path / "report.json")["points"]
+    assert [(point["concurrency"], point["num_jobs"]) for point in points] == [(1, 6), (3, 6)]
+    assert not any(point["failures_by_kind"] for point in points)
+
+
+def test_ctrl_c_cancels_what_runs_and_reports_what_has_finished(
+    endpoints: Endpoints, tmp_path: Path
+) -> None:
+    output = tmp_path / "report.json"
+    # Half of the jobs have 2 tokens, the others more than this test waits for.
+    dataset = tmp_path / "lengths.csv"
+    dataset.write_text("prompt_tokens,output_tokens\n8,2\n8,3000\n")
+    command = [
+        *BENCH, "--url", f"grpc://{endpoints.grpc_url}", "--rates", "10", "--num-jobs", "1000",
+        "--dataset", str(dataset), "--max-total-tokens", "4000", "--output", str(output),
+    ]  # fmt: skip
+    before = finished_jobs(endpoints)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            # Two more than the warm-up has.
+            wait_for(lambda: finished_jobs(endpoints) >= before + 6, DEADLINE_S)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+    assert process.returncode == 130, err
+    assert "interrupted" in err
+    assert "jobs/s" in out
+    (point,) = report_of(output)["points"]
+    (run,) = point["runs"]
+    assert run["interrupted"]
+    assert run["records"]
+    assert set(point["failures_by_kind"]) == {"cancelled"}
+    wait_for(lambda: used_blocks(endpoints.metrics_url) == 0, DEADLINE_S)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--url", "grpc://127.0.0.1:1", "--rates", "1"], "no model 'fastserve' is ready at"),
+        (["--url", "http://127.0.0.1:1", "--rates", "1"], "no server at http://127.0.0.1:1/v1"),
+        (["--rates", "1", "--concurrency", "1"], "concurrency: got it beside --rates"),
+        (["--concurrency", "0"], "concurrency: got '0'; must be whole numbers from 1"),
+        (["--natural-lengths", "--rates", "1"], "natural_lengths: needs --max-output-tokens"),
+        (["--compare", "fcfs", "--rates", "1"], "compare: takes policies for --serve"),
+        ([], "rate: got none; sharegpt has no timestamps of its own"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_clear_error(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fastserve", "bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {message}")
+
+
+def test_a_model_that_the_server_does_not_have(gateway: RunningGateway) -> None:
+    done = bench("--url", gateway.api_url, "--model", "nope", "--rates", "1")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "model: got 'nope'" in done.stderr
+
+
+def test_a_policy_runs_on_a_server_of_its_own(tiny_config: EngineConfig, tmp_path: Path) -> None:
+    output = tmp_path / "report.json"
+    model = tiny_config.model.model
+    done = bench(
+        "--serve", f"{model} --load-format dummy --dtype float32 --device cpu --device-blocks 64",
+        "--compare", "fcfs", "--rates", "40", "--num-jobs", "5",
+        "--dataset", "equal:8:4", "--output", str(output),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (point,) = report_of(output)["points"]
+    assert (point["label"], point["num_jobs"]) == ("fcfs", 5)
+    assert not point["failures_by_kind"]
+
+
+def test_a_full_queue_is_counted_over_both_protocols(fragile: TritonServer, tmp_path: Path) -> None:
+    output = tmp_path / "report.json"
+    log_path = tmp_path / "gateway.log"
+    with running_gateway(fragile.endpoints.grpc_url, log_path) as gateway:
+        done = bench(
+            "--url", f"triton=grpc://{fragile.endpoints.grpc_url}",
+            "--url", f"gateway={gateway.api_url}", "--rates", "200", "--num-jobs", "40",
+            "--dataset", "equal:16:100", "--warmup", "1", "--output", str(output),
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for point in report_of(output)["points"]:
+        assert set(point["failures_by_kind"]) == {"refused"}
+        assert point["failures_by_kind"]["refused"] + len(point["runs"][0]["records"]) == 40
+    assert "refused: HTTP 429: " in done.stderr
+
+
+def test_a_server_that_dies_ends_the_run_with_errors(fragile: TritonServer, tmp_path: Path) -> None:
+    output = tmp_path / "report.json"
+    endpoints = fragile.endpoints
+    command = [
+        *BENCH, "--url", f"grpc://{endpoints.grpc_url}", "--concurrency", "2", "--num-jobs", "12",
+        "--dataset", "equal:16:3000", "--max-total-tokens", "4000", "--output", str(output),
+    ]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            wait_for(lambda: used_blocks(endpoints.metrics_url) > 20, DEADLINE_S)
+            assert fragile.pid is not None
+            os.kill(fragile.pid, signal.SIGKILL)
+            _, err = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+    assert process.returncode == 1, err
+    (point,) = report_of(output)["points"]
+    assert sum(point["failures_by_kind"].values()) == point["num_jobs"] == 12
+    assert "unavailable" in point["failures_by_kind"]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastserve_backend.serving.endpoints import Endpoints
 
 # Options of several commands.
-_Url = Annotated[str, typer.Option(help="The server's gRPC endpoint.")]
+_Url = Annotated[str, typer.Option(help="The server: grpc://, or http:// with its HTTP port.")]
 _TopP = Annotated[float | None, typer.Option(help="Nucleus sampling, in (0, 1].")]
 _TopK = Annotated[int | None, typer.Option(help="Only the k most likely tokens.")]
 

@@ -7,7 +7,7 @@
             print(chunk.text, end="", flush=True)
 
 Names are loaded on first use: the server takes ``fastserve_client.protocol`` from here and must not
-load gRPC's client with it.
+load a client with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastserve_client.endpoint import DEFAULT_URL, Endpoint
+    from fastserve_client.aio_client import AsyncFastServeClient, AsyncTokenStream
+    from fastserve_client.client import FastServeClient, TokenStream
+    from fastserve_client.endpoint import DEFAULT_HTTP_URL, DEFAULT_URL, Endpoint
     from fastserve_client.errors import (
         ClientError,
         ConnectionFailed,
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
         ServerOverloaded,
         ServerUnavailable,
     )
-    from fastserve_client.grpc_aio_client import AsyncFastServeClient, AsyncTokenStream
-    from fastserve_client.grpc_client import FastServeClient, TokenStream
     from fastserve_client.options import Message, Prompt, SamplingOptions
     from fastserve_client.results import Chunk, Completion, PerfMetrics, TokenLogprob
 
@@ -45,6 +45,7 @@ __all__ = [
     "TokenLogprob",
     "PerfMetrics",
     "DEFAULT_URL",
+    "DEFAULT_HTTP_URL",
     "Endpoint",
     "ClientError",
     "InvalidRequest",
@@ -57,14 +58,15 @@ __all__ = [
 ]
 
 _MODULES = {
-    "FastServeClient": "grpc_client",
-    "TokenStream": "grpc_client",
-    "AsyncFastServeClient": "grpc_aio_client",
-    "AsyncTokenStream": "grpc_aio_client",
+    "FastServeClient": "client",
+    "TokenStream": "client",
+    "AsyncFastServeClient": "aio_client",
+    "AsyncTokenStream": "aio_client",
     "Prompt": "options",
     "Message": "options",
     "SamplingOptions": "options",
     "DEFAULT_URL": "endpoint",
+    "DEFAULT_HTTP_URL": "endpoint",
     "Endpoint": "endpoint",
     "Chunk": "results",
     "Completion": "results",

@@ -6,9 +6,9 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
+from fastserve_client.client import FastServeClient
 from fastserve_client.endpoint import DEFAULT_URL
 from fastserve_client.errors import ClientError, InvalidRequest
-from fastserve_client.grpc_client import FastServeClient
 from fastserve_client.terminal import ExitCode, TextWriter, silence
 
 if TYPE_CHECKING:

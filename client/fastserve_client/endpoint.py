@@ -6,22 +6,37 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from fastserve_client.errors import InvalidRequest
-from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HOST
+from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HOST, DEFAULT_HTTP_PORT
 
 DEFAULT_URL = f"grpc://{DEFAULT_HOST}:{DEFAULT_GRPC_PORT}"
+DEFAULT_HTTP_URL = f"http://{DEFAULT_HOST}:{DEFAULT_HTTP_PORT}"
+
+# With TLS there is a proxy in front, which listens where such things do.
+_TLS_PORT = 443
+_PORTS = {
+    "grpc": DEFAULT_GRPC_PORT,
+    "grpcs": _TLS_PORT,
+    "http": DEFAULT_HTTP_PORT,
+    "https": _TLS_PORT,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The gRPC endpoint of a tritonserver."""
+    """One of the endpoints of a tritonserver: gRPC or HTTP, with or without TLS."""
 
+    scheme: str
+    """``grpc``, ``grpcs``, ``http`` or ``https``."""
     host: str
     """Name or address; an IPv6 address without brackets."""
     port: int
 
     @classmethod
     def parse(cls, url: str) -> Endpoint:
-        """Accepts ``grpc://HOST[:PORT]`` and, as Triton's own tools write it, ``HOST[:PORT]``.
+        """Accepts ``SCHEME://HOST[:PORT]`` and, as Triton's own tools write it, ``HOST[:PORT]``.
+
+        The latter means gRPC. Ports left out are Triton's, 8001 for gRPC and 8000 for HTTP; with
+        TLS 443.
 
         Raises:
             InvalidRequest: anything else; the message shows the expected form.
@@ -30,9 +45,7 @@ class Endpoint:
             parts = urlsplit(url if "://" in url else f"grpc://{url}")
         except ValueError:
             raise _bad_url(url, "not a valid URL") from None
-        if parts.scheme in ("http", "https"):
-            raise _bad_url(url, f"this client speaks gRPC, by default on port {DEFAULT_GRPC_PORT}")
-        if parts.scheme != "grpc":
+        if parts.scheme not in _PORTS:
             raise _bad_url(url, f"unknown scheme {parts.scheme!r}")
         if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
             raise _bad_url(url, "it holds more than a host and a port")
@@ -42,17 +55,27 @@ class Endpoint:
             raise _bad_url(url, "the port is not a number from 1 to 65535") from None
         if not parts.hostname or port == 0:
             raise _bad_url(url, "the host is missing" if port != 0 else "port 0 names no server")
-        return cls(parts.hostname, DEFAULT_GRPC_PORT if port is None else port)
+        return cls(parts.scheme, parts.hostname, _PORTS[parts.scheme] if port is None else port)
+
+    @property
+    def uses_http(self) -> bool:
+        return self.scheme in ("http", "https")
+
+    @property
+    def uses_tls(self) -> bool:
+        return self.scheme in ("grpcs", "https")
 
     @property
     def target(self) -> str:
-        """The form that gRPC channels take."""
+        """``HOST:PORT``, the form that gRPC channels take."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
     def __str__(self) -> str:
-        return f"grpc://{self.target}"
+        return f"{self.scheme}://{self.target}"
 
 
 def _bad_url(url: str, reason: str) -> InvalidRequest:
-    return InvalidRequest(f"url: got {url!r}; {reason}; write it like {DEFAULT_URL}")
+    return InvalidRequest(
+        f"url: got {url!r}; {reason}; write it like {DEFAULT_URL} or {DEFAULT_HTTP_URL}"
+    )

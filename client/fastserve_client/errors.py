@@ -79,6 +79,18 @@ def error_from_message(message: str) -> ClientError:
     return ServerError(line)
 
 
+def connection_failed(url: str, reason: str) -> ConnectionFailed:
+    """Nothing answers at ``url``, or the connection broke."""
+    return ConnectionFailed(
+        f"no server at {url} ({reason}); start one with 'fastserve serve MODEL', "
+        "or name another URL"
+    )
+
+
+def request_timeout(url: str) -> RequestTimeout:
+    return RequestTimeout(f"{url} did not finish in time; the job is cancelled")
+
+
 def error_from_status(url: str, code: str, details: str) -> ClientError:
     """The error for a call that ended with a gRPC status; ``code`` is its name (``UNAVAILABLE``).
 
@@ -88,15 +100,33 @@ def error_from_status(url: str, code: str, details: str) -> ClientError:
     line = " ".join(details.split())
     if code == "UNAVAILABLE":
         # gRPC puts what failed first and why last: "failed to connect to …: Connection refused".
-        reason = line.rpartition(": ")[2]
-        return ConnectionFailed(
-            f"no server at {url} ({reason}); start one with 'fastserve serve MODEL', "
-            "or name another URL"
-        )
+        # Behind a certificate that it does not trust it puts ": OK".
+        return connection_failed(url, line.removesuffix(": OK").rpartition(": ")[2])
     if code == "DEADLINE_EXCEEDED":
-        return RequestTimeout(f"{url} did not finish in time; the job is cancelled")
+        return request_timeout(url)
     if code == "CANCELLED":
         return RequestCancelled(f"{url}: {line}")
     if code in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"):
         return InvalidRequest(f"{url}: {line}")
     return ServerError(f"{url}: {code}: {line}")
+
+
+def error_from_http(url: str, status: int, message: str | None) -> ClientError:
+    """The error for an answer whose status is not 200.
+
+    Args:
+        message: Triton's; ``None`` where the answer has none and so is a proxy's, or of a server
+            of another kind.
+    """
+    if message is not None:
+        error = error_from_message(message)
+        if type(error) is not ServerError:
+            return error
+        kind = {400: InvalidRequest, 503: ServerUnavailable}.get(status, ServerError)
+        return kind(str(error))
+    line = f"{url} answered with the HTTP status {status}"
+    if status in (502, 503, 504):  # how proxies say that the server behind them is not there
+        return ServerUnavailable(line)
+    if status == 413:
+        return InvalidRequest(f"{line}: the request is too large")
+    return ServerError(f"{line}; is it a tritonserver?")

@@ -67,6 +67,9 @@ the ``logprobs`` output lists for each generated token (it needs ``return_logpro
 CLIP_MAX_TOKENS: Final = "clip_max_tokens"
 """As ``LOGPROBS`` no tensor. True: a ``max_tokens`` for which the prompt leaves no room becomes as
 many as fit, instead of an error."""
+REQUEST_ID: Final = "id"
+"""Only a request parameter: the request's id, for the generate endpoints of HTTP. Release 24.10 has
+no place for one there."""
 
 INPUTS: Final = (
     TensorSpec(TEXT_INPUT, "BYTES"),

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, TextIO
 
+from fastserve_client.client import FastServeClient
 from fastserve_client.endpoint import DEFAULT_URL
 from fastserve_client.errors import ClientError, InvalidRequest
-from fastserve_client.grpc_client import FastServeClient
 from fastserve_client.results import Chunk
 
 if TYPE_CHECKING:

@@ -5,28 +5,33 @@ from fastserve_client import Endpoint, InvalidRequest
 
 
 @pytest.mark.parametrize(
-    ("url", "target"),
+    ("url", "scheme", "target"),
     [
-        ("grpc://127.0.0.1:8001", "127.0.0.1:8001"),
-        ("grpc://triton.example", "triton.example:8001"),
-        ("grpc://triton.example/", "triton.example:8001"),
-        ("127.0.0.1:18001", "127.0.0.1:18001"),
-        ("localhost", "localhost:8001"),
-        ("grpc://[::1]:9001", "[::1]:9001"),
-        ("[::1]", "[::1]:8001"),
+        ("grpc://127.0.0.1:8001", "grpc", "127.0.0.1:8001"),
+        ("grpc://triton.example", "grpc", "triton.example:8001"),
+        ("grpc://triton.example/", "grpc", "triton.example:8001"),
+        ("127.0.0.1:18001", "grpc", "127.0.0.1:18001"),
+        ("localhost", "grpc", "localhost:8001"),
+        ("grpc://[::1]:9001", "grpc", "[::1]:9001"),
+        ("[::1]", "grpc", "[::1]:8001"),
+        ("http://127.0.0.1:18000/", "http", "127.0.0.1:18000"),
+        ("http://triton.example", "http", "triton.example:8000"),
+        ("HTTPS://triton.example", "https", "triton.example:443"),
+        ("grpcs://triton.example", "grpcs", "triton.example:443"),
+        ("grpcs://triton.example:8443", "grpcs", "triton.example:8443"),
     ],
 )
-def test_accepts_the_forms_that_users_type(url: str, target: str) -> None:
+def test_accepts_the_forms_that_users_type(url: str, scheme: str, target: str) -> None:
     endpoint = Endpoint.parse(url)
     assert endpoint.target == target
-    assert str(endpoint) == f"grpc://{target}"
+    assert str(endpoint) == f"{scheme}://{target}"
+    assert endpoint.uses_http == scheme.startswith("http")
+    assert endpoint.uses_tls == scheme.endswith("s")
 
 
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
-        ("http://127.0.0.1:8000", "speaks gRPC"),
-        ("https://127.0.0.1", "speaks gRPC"),
         ("ftp://127.0.0.1", "unknown scheme 'ftp'"),
         ("grpc://127.0.0.1:notaport", "port is not a number"),
         ("grpc://127.0.0.1:70000", "port is not a number"),
@@ -34,6 +39,7 @@ def test_accepts_the_forms_that_users_type(url: str, target: str) -> None:
         ("grpc://:8001", "host is missing"),
         ("", "host is missing"),
         ("grpc://127.0.0.1:8001/v2", "more than a host and a port"),
+        ("http://127.0.0.1:8000/v2", "more than a host and a port"),
         ("grpc://user@127.0.0.1:8001", "more than a host and a port"),
         ("grpc://127.0.0.1:8001?x=1", "more than a host and a port"),
         ("grpc://[::1", "not a valid URL"),
@@ -45,4 +51,4 @@ def test_refuses_other_urls_and_shows_the_right_form(url: str, reason: str) -> N
     message = str(caught.value)
     assert reason in message
     assert repr(url) in message
-    assert "grpc://127.0.0.1:8001" in message
+    assert "grpc://127.0.0.1:8001 or http://127.0.0.1:8000" in message

@@ -11,6 +11,7 @@ from fastserve_client.errors import (
     ServerError,
     ServerOverloaded,
     ServerUnavailable,
+    error_from_http,
     error_from_message,
     error_from_status,
 )
@@ -83,9 +84,54 @@ def test_a_status_maps_to_a_type_and_names_the_url(code: str, kind: type[ClientE
             "Failed to connect to remote host: Connection refused",
             "Connection refused",
         ),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: "
+            "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:"
+            "SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: self signed certificate: OK",
+            "self signed certificate",
+        ),
     ],
 )
 def test_a_lost_connection_says_why_and_what_to_do(details: str, reason: str) -> None:
     error = error_from_status("grpc://h:1", "UNAVAILABLE", details)
     assert isinstance(error, ServerUnavailable)
     assert str(error).startswith(f"no server at grpc://h:1 ({reason}); start one with 'fastserve ")
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "kind"),
+    [
+        (400, "max_tokens: got -1; must be an integer, 1 to 9", InvalidRequest),
+        (400, "something of Triton's own", InvalidRequest),
+        (404, "Request for unknown model: 'nosuch' is not found", ServerError),
+        (500, "failed to parse the request JSON buffer: Invalid value. at 0", ServerError),
+        (500, "rank 0 died (signal 9)", ServerError),
+        (503, "4096 requests are queued already; try again later", ServerOverloaded),
+        (503, "the server is shutting down and takes no new requests", ServerUnavailable),
+        (503, "something of Triton's own", ServerUnavailable),
+    ],
+)
+def test_an_http_status_counts_where_the_text_says_nothing(
+    status: int, message: str, kind: type[ClientError]
+) -> None:
+    error = error_from_http("http://h:1", status, message)
+    assert type(error) is kind
+    assert str(error) == message
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (502, ServerUnavailable),
+        (503, ServerUnavailable),
+        (504, ServerUnavailable),
+        (413, InvalidRequest),
+        (301, ServerError),
+        (401, ServerError),
+        (404, ServerError),
+    ],
+)
+def test_an_answer_that_is_not_tritons_names_the_url(status: int, kind: type[ClientError]) -> None:
+    error = error_from_http("http://h:1", status, None)
+    assert type(error) is kind
+    assert str(error).startswith(f"http://h:1 answered with the HTTP status {status}")

@@ -8,11 +8,11 @@ from fastserve_client import Chunk
 from fastserve_client.terminal import ExitCode, Progress, TextWriter, generate_to_terminal
 
 
-@pytest.fixture
-def unused_url() -> str:
+@pytest.fixture(params=["grpc", "http"])
+def unused_url(request: pytest.FixtureRequest) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return f"grpc://127.0.0.1:{probe.getsockname()[1]}"
+        return f"{request.param}://127.0.0.1:{probe.getsockname()[1]}"
 
 
 class _Terminal(io.StringIO):
@@ -30,15 +30,15 @@ def test_no_server_is_one_line_with_the_url_and_the_remedy(unused_url: str) -> N
     assert code == ExitCode.FAILED
     assert out.getvalue() == ""
     assert err.getvalue().count("\n") == 1
-    assert unused_url in err.getvalue()
+    assert f"no server at {unused_url} (Connection refused)" in err.getvalue()
     assert "fastserve serve" in err.getvalue()
 
 
 def test_a_bad_url_is_the_users_mistake() -> None:
     err = io.StringIO()
-    code = generate_to_terminal("hello", url="http://127.0.0.1:8000", out=io.StringIO(), err=err)
+    code = generate_to_terminal("hello", url="ftp://127.0.0.1", out=io.StringIO(), err=err)
     assert code == ExitCode.USAGE
-    assert err.getvalue().startswith("error: url: got 'http://127.0.0.1:8000'")
+    assert err.getvalue().startswith("error: url: got 'ftp://127.0.0.1'")
 
 
 def test_progress_counts_the_first_chunk_as_prefill() -> None:

@@ -202,4 +202,4 @@ def test_a_file_without_keys(tmp_path: Path) -> None:
 def test_a_busy_port_and_a_wrong_url(gateway: RunningGateway) -> None:
     port = gateway.url.rpartition(":")[2]
     assert "choose another one with --port" in refusal("--port", port)
-    assert "url: got 'http://x'" in refusal("--port", "0", "--url", "http://x")
+    assert "url: got 'ftp://x'" in refusal("--port", "0", "--url", "ftp://x")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from tiny_model import START_TIMEOUT_S, TINY_OPT, engine_options
@@ -39,3 +40,22 @@ def server(
 @pytest.fixture(scope="session")
 def endpoints(server: TritonServer) -> Endpoints:
     return server.endpoints
+
+
+@pytest.fixture(params=["grpc", "http"])
+def url(request: pytest.FixtureRequest, endpoints: Endpoints) -> str:
+    """Of the shared server, for ``fastserve_client``: each test runs over both transports."""
+    return endpoints.http_url if request.param == "http" else f"grpc://{endpoints.grpc_url}"
+
+
+@pytest.fixture(scope="session")
+def chat_endpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoints]:
+    """Of a server with the embedded model, which is a trained one and has a chat template."""
+    config = EngineConfig().with_keys(
+        model=EMBEDDED_MODEL, dtype="float32", max_model_len=2048, swap_space_gib=0.1
+    )
+    log_path = tmp_path_factory.mktemp("chat") / "server.log"
+    triton = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
+    triton.start(START_TIMEOUT_S)
+    yield triton.endpoints
+    triton.stop()

@@ -1,13 +1,10 @@
-"""``AsyncFastServeClient`` against the running server, and retries of both clients."""
+"""``AsyncFastServeClient`` against the running server, by gRPC and HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import socket
-import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
@@ -15,7 +12,6 @@ from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_client import (
     AsyncFastServeClient,
     Completion,
-    ConnectionFailed,
     FastServeClient,
     InvalidRequest,
     RequestCancelled,
@@ -29,8 +25,8 @@ LONG = 3000  # tokens; takes far longer than any of these tests waits
 
 
 @pytest_asyncio.fixture
-async def client(endpoints: Endpoints) -> AsyncIterator[AsyncFastServeClient]:
-    async with AsyncFastServeClient(endpoints.grpc_url) as client:
+async def client(url: str) -> AsyncIterator[AsyncFastServeClient]:
+    async with AsyncFastServeClient(url) as client:
         yield client
 
 
@@ -58,7 +54,7 @@ async def test_the_results_are_the_synchronous_clients(
 
 
 async def test_errors_are_the_synchronous_clients(
-    client: AsyncFastServeClient, endpoints: Endpoints
+    client: AsyncFastServeClient, url: str, endpoints: Endpoints
 ) -> None:
     with pytest.raises(InvalidRequest, match=r"^temperature: got -1"):
         async for _ in client.stream("Hello", temperature=-1):
@@ -69,7 +65,8 @@ async def test_errors_are_the_synchronous_clients(
         client.stream("Hello", tempreature=1)  # type: ignore[call-arg]
     with pytest.raises(RequestTimeout, match="did not finish in time"):
         await client.generate("Hello", max_tokens=LONG, ignore_eos=True, timeout_s=0.2)
-    async with AsyncFastServeClient(endpoints.grpc_url, model="nosuch") as other:
+    await wait_until_idle(endpoints)
+    async with AsyncFastServeClient(url, model="nosuch") as other:
         assert not await other.is_ready()
         with pytest.raises(ServerError, match="nosuch"):
             await other.generate("Hello")
@@ -86,11 +83,11 @@ async def test_max_tokens_can_be_clipped_to_what_fits(client: AsyncFastServeClie
         await client.generate([5] * 5000, max_tokens=50, clip_max_tokens=True)
 
 
-async def test_is_ready(client: AsyncFastServeClient, endpoints: Endpoints) -> None:
+async def test_is_ready(client: AsyncFastServeClient, url: str) -> None:
     assert await client.is_ready()
-    async with AsyncFastServeClient("grpc://127.0.0.1:9") as nobody:
+    async with AsyncFastServeClient(f"{url.partition(':')[0]}://127.0.0.1:9") as nobody:
         assert not await nobody.is_ready()
-    with FastServeClient(endpoints.grpc_url) as synchronous:
+    with FastServeClient(url) as synchronous:
         assert synchronous.is_ready()
 
 
@@ -164,6 +161,9 @@ async def test_closing_the_client_ends_its_streams(
     await client.close()
     with pytest.raises(RequestCancelled):
         await asyncio.wait_for(consumer, DEADLINE_S)
+    with pytest.raises(RequestCancelled, match="the client is closed"):
+        client.stream("Hello")
+    assert not await client.is_ready()
     await wait_until_idle(endpoints)
 
 
@@ -186,99 +186,3 @@ async def test_many_streams_at_once(client: AsyncFastServeClient) -> None:
 def test_it_needs_an_event_loop() -> None:
     with pytest.raises(RuntimeError, match="no running event loop"):
         AsyncFastServeClient()
-
-
-# --- retries, of both clients -------------------------------------------------------------------
-
-
-class LateServer:
-    """A port that drops its first ``num_refused`` connections and then leads to the server."""
-
-    def __init__(self, target: str, num_refused: int) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
-        self._num_refused = num_refused
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._sockets: list[socket.socket] = [self._listener]
-        self.num_connections = 0
-        self.url = f"grpc://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):  # the listener is closed at the end
-            while True:
-                connection, _ = self._listener.accept()
-                self.num_connections += 1
-                if self.num_connections <= self._num_refused:
-                    connection.close()
-                    continue
-                server = socket.create_connection(self._target)
-                self._sockets += [connection, server]
-                for source, sink in ((connection, server), (server, connection)):
-                    threading.Thread(target=self._copy, args=(source, sink), daemon=True).start()
-
-    def _copy(self, source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):  # closed by the other direction, or at the end
-            while data := source.recv(65536):
-                sink.sendall(data)
-            sink.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        for one in self._sockets:
-            one.close()
-
-
-@pytest.fixture
-def late_server(endpoints: Endpoints) -> Iterator[LateServer]:
-    server = LateServer(endpoints.grpc_url, num_refused=2)
-    yield server
-    server.close()
-
-
-def test_the_synchronous_client_tries_again_if_asked_to(late_server: LateServer) -> None:
-    with FastServeClient(late_server.url) as once, pytest.raises(ConnectionFailed):
-        once.generate("Hello", max_tokens=3)
-    with FastServeClient(late_server.url, max_retries=8) as client:
-        completion = client.generate("Hello", max_tokens=3, ignore_eos=True, timeout_s=DEADLINE_S)
-    assert completion.num_output_tokens == 3
-    assert late_server.num_connections >= 3
-
-
-async def test_the_asyncio_client_tries_again_if_asked_to(late_server: LateServer) -> None:
-    async with AsyncFastServeClient(late_server.url) as once:
-        with pytest.raises(ConnectionFailed):
-            await once.generate("Hello", max_tokens=3)
-    async with AsyncFastServeClient(late_server.url, max_retries=8) as client:
-        completion = await client.generate(
-            "Hello", max_tokens=3, ignore_eos=True, timeout_s=DEADLINE_S
-        )
-    assert completion.num_output_tokens == 3
-
-
-async def test_retries_end() -> None:
-    with FastServeClient("grpc://127.0.0.1:9", max_retries=2) as client:
-        with pytest.raises(ConnectionFailed):
-            client.generate("Hello")
-        with pytest.raises(ConnectionFailed):
-            list(client.stream("Hello", timeout_s=0.05))
-    async with AsyncFastServeClient("grpc://127.0.0.1:9", max_retries=2) as client:
-        with pytest.raises(ConnectionFailed):
-            await client.generate("Hello")
-    with pytest.raises(InvalidRequest, match="max_retries: got -1"):
-        FastServeClient(max_retries=-1)
-
-
-async def test_close_ends_the_wait_for_a_retry() -> None:
-    async with AsyncFastServeClient("grpc://127.0.0.1:9", max_retries=100) as client:
-        chunks = client.stream("Hello")
-        consumer = asyncio.create_task(anext_to_the_end(chunks))
-        done, _ = await asyncio.wait((consumer,), timeout=0.3)
-        assert not done  # it tries and tries
-        chunks.close()
-        await asyncio.wait_for(consumer, DEADLINE_S)
-
-
-async def test_what_was_refused_is_not_sent_again(endpoints: Endpoints) -> None:
-    async with AsyncFastServeClient(endpoints.grpc_url, max_retries=1_000_000) as client:
-        with pytest.raises(InvalidRequest):
-            await client.generate("Hello", max_tokens=-1, timeout_s=DEADLINE_S)

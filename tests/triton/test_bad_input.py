@@ -163,6 +163,7 @@ CASES = [
     in_object("logprobs", 21),
     in_object("best_of", 2),
     in_object("text_input", "no"),
+    in_object("id", "of a request parameter"),
     Bad(
         "stop twice",
         "stop",
@@ -171,6 +172,7 @@ CASES = [
     # Request parameters.
     as_parameter("no_such_key", 1),
     as_parameter("input_ids", 1),
+    as_parameter("id", 7),
     as_parameter("max_tokens", 0),
     as_parameter("max_tokens", "many"),
     as_parameter("temperature", "nan"),

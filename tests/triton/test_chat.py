@@ -14,10 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from fastserve_backend.config import EngineConfig
-from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.serving.endpoints import Endpoints
-from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import FastServeClient, InvalidRequest
 from fastserve_client.terminal import ExitCode
 from serving_client import (
@@ -29,23 +26,10 @@ from serving_client import (
     used_blocks,
     wait_for,
 )
-from tiny_model import START_TIMEOUT_S
 
 DEADLINE_S = 60.0
 CAPITAL = "What is the capital of France? Answer in one word."
 LONG_STORY = "Tell a very long story about a lighthouse."
-
-
-@pytest.fixture(scope="module")
-def chat_endpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoints]:
-    config = EngineConfig().with_keys(
-        model=EMBEDDED_MODEL, dtype="float32", max_model_len=2048, swap_space_gib=0.1
-    )
-    log_path = tmp_path_factory.mktemp("chat") / "server.log"
-    triton = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
-    triton.start(START_TIMEOUT_S)
-    yield triton.endpoints
-    triton.stop()
 
 
 @pytest.fixture

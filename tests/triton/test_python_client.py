@@ -1,7 +1,8 @@
-"""``fastserve_client`` and ``fastserve generate`` against the running server."""
+"""``fastserve_client`` and ``fastserve generate`` against the running server, by gRPC and HTTP."""
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -22,14 +23,20 @@ from fastserve_client import (
     ServerError,
 )
 from fastserve_client.terminal import ExitCode, generate_to_terminal
+from serving_client import used_blocks, wait_for
 
 DEADLINE_S = 30.0
 LONG = 3000  # tokens; takes far longer than any of these tests waits
 
 
+def wait_until_idle(endpoints: Endpoints) -> None:
+    """The server has given up what was cancelled, and its memory is free."""
+    wait_for(lambda: used_blocks(endpoints.metrics_url) == 0, DEADLINE_S)
+
+
 @pytest.fixture
-def client(endpoints: Endpoints) -> Iterator[FastServeClient]:
-    with FastServeClient(endpoints.grpc_url) as client:
+def client(url: str) -> Iterator[FastServeClient]:
+    with FastServeClient(url) as client:
         yield client
 
 
@@ -80,12 +87,65 @@ def test_what_the_server_refuses_names_field_and_value(client: FastServeClient) 
         client.generate("Hello", max_tokens=1_000_000)
 
 
-def test_another_model_is_a_server_error(endpoints: Endpoints) -> None:
-    with (
-        FastServeClient(endpoints.grpc_url, model="nosuch") as client,
-        pytest.raises(ServerError, match="nosuch"),
-    ):
-        client.generate("Hello")
+def test_another_model_is_a_server_error(url: str) -> None:
+    with FastServeClient(url, model="nosuch") as client:
+        assert not client.is_ready()
+        with pytest.raises(ServerError, match="nosuch"):
+            client.generate("Hello")
+
+
+def test_both_transports_bring_the_same(client: FastServeClient, endpoints: Endpoints) -> None:
+    options = {"max_tokens": 30, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+    prompt = 'Grüße, 世界\n\0"🎉'
+    with FastServeClient(endpoints.grpc_url) as other:
+        assert client.generate(prompt, **options) == other.generate(prompt, **options)
+        ids = list(range(4, 40))
+        assert client.generate(ids, **options) == other.generate(ids, **options)
+
+
+def test_characters_of_several_tokens_come_whole(client: FastServeClient) -> None:
+    # The tokenizer has a token for each byte, and this seed draws all sorts of them.
+    chunks = list(client.stream("Hello", max_tokens=400, seed=3, top_k=-1, ignore_eos=True))
+    whole = client.generate("Hello", max_tokens=400, seed=3, top_k=-1, ignore_eos=True)
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert any(chunk.token_ids and not chunk.text for chunk in chunks)
+
+
+def test_stop_words(client: FastServeClient) -> None:
+    options = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    whole = client.generate("Hello", **options)
+    word = whole.text[len(whole.text) // 2 :][:4]
+    stopped = client.generate("Hello", stop=["no such", word], **options)
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == whole.text[: whole.text.index(word)]
+
+
+def test_a_request_may_have_an_id(client: FastServeClient) -> None:
+    assert client.generate("Hello", max_tokens=1, request_id="mine-1").num_output_tokens == 1
+
+
+def test_leaving_the_block_frees_the_job(client: FastServeClient, endpoints: Endpoints) -> None:
+    with client.stream("Hello", max_tokens=LONG, ignore_eos=True) as chunks:
+        next(chunks)
+        assert used_blocks(endpoints.metrics_url) > 0
+    assert list(chunks) == []
+    wait_until_idle(endpoints)
+
+
+def test_dropping_the_iterator_frees_the_job(client: FastServeClient, endpoints: Endpoints) -> None:
+    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
+    next(chunks)
+    del chunks
+    gc.collect()
+    wait_until_idle(endpoints)
+
+
+def test_dropping_the_client_frees_its_jobs(url: str, endpoints: Endpoints) -> None:
+    chunks = FastServeClient(url).stream("Hello", max_tokens=LONG, ignore_eos=True)
+    next(chunks)  # the client lives as long as its streams
+    del chunks
+    gc.collect()
+    wait_until_idle(endpoints)
 
 
 def test_closing_one_stream_leaves_the_others_alone(client: FastServeClient) -> None:
@@ -97,7 +157,9 @@ def test_closing_one_stream_leaves_the_others_alone(client: FastServeClient) -> 
     assert Completion.from_chunks(other).num_output_tokens == 40
 
 
-def test_closing_from_another_thread_ends_a_blocked_iteration(client: FastServeClient) -> None:
+def test_closing_from_another_thread_ends_a_blocked_iteration(
+    client: FastServeClient, endpoints: Endpoints
+) -> None:
     chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
     next(chunks)
     consumer = threading.Thread(target=lambda: list(chunks), daemon=True)
@@ -105,19 +167,31 @@ def test_closing_from_another_thread_ends_a_blocked_iteration(client: FastServeC
     chunks.close()
     consumer.join(DEADLINE_S)
     assert not consumer.is_alive()
+    wait_until_idle(endpoints)
 
 
-def test_closing_the_client_ends_its_streams(client: FastServeClient) -> None:
+def test_closing_the_client_ends_its_streams(client: FastServeClient, endpoints: Endpoints) -> None:
     chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
     next(chunks)
     client.close()
+    client.close()
     with pytest.raises(RequestCancelled):
         list(chunks)
+    with pytest.raises(RequestCancelled, match="the client is closed"):
+        client.stream("Hello")
+    assert not client.is_ready()
+    wait_until_idle(endpoints)
 
 
-def test_a_timeout_is_of_the_whole_request(client: FastServeClient) -> None:
+def test_a_timeout_is_of_the_whole_request(client: FastServeClient, endpoints: Endpoints) -> None:
+    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True, timeout_s=0.5)
+    assert next(chunks).token_ids
     with pytest.raises(RequestTimeout, match="did not finish in time"):
+        list(chunks)
+    assert list(chunks) == []
+    with pytest.raises(RequestTimeout):
         client.generate("Hello", max_tokens=LONG, ignore_eos=True, timeout_s=0.2)
+    wait_until_idle(endpoints)
 
 
 def test_many_streams_at_once(client: FastServeClient) -> None:
@@ -128,19 +202,17 @@ def test_many_streams_at_once(client: FastServeClient) -> None:
         chunks = client.stream("Hello", max_tokens=20, temperature=0, ignore_eos=True)
         results.append(Completion.from_chunks(chunks))
 
-    threads = [threading.Thread(target=consume, daemon=True) for _ in range(24)]
+    threads = [threading.Thread(target=consume, daemon=True) for _ in range(64)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(DEADLINE_S)
-    assert results == [expected] * 24
+    assert results == [expected] * 64
 
 
-def test_generate_streams_text_and_a_closing_line(endpoints: Endpoints) -> None:
+def test_generate_streams_text_and_a_closing_line(url: str) -> None:
     out, err = io.StringIO(), io.StringIO()
-    code = generate_to_terminal(
-        "Hello", url=endpoints.grpc_url, out=out, err=err, max_tokens=8, ignore_eos=True
-    )
+    code = generate_to_terminal("Hello", url=url, out=out, err=err, max_tokens=8, ignore_eos=True)
     assert code == ExitCode.OK
     assert out.getvalue().endswith("\n")
     ttft, rate, tokens, reason = err.getvalue().strip().split(" | ")
@@ -150,20 +222,18 @@ def test_generate_streams_text_and_a_closing_line(endpoints: Endpoints) -> None:
     assert (tokens, reason) == ("8 tokens", "finish reason: length")
 
 
-def test_generate_shows_a_refusal_in_one_line(endpoints: Endpoints) -> None:
+def test_generate_shows_a_refusal_in_one_line(url: str) -> None:
     err = io.StringIO()
-    code = generate_to_terminal(
-        "Hello", url=endpoints.grpc_url, out=io.StringIO(), err=err, top_p=2.0
-    )
+    code = generate_to_terminal("Hello", url=url, out=io.StringIO(), err=err, top_p=2.0)
     assert code == ExitCode.USAGE
     assert err.getvalue().startswith("error: top_p: got 2.0; ")
     assert err.getvalue().count("\n") == 1
 
 
-def _generate_process(endpoints: Endpoints) -> subprocess.Popen[bytes]:
+def _generate_process(url: str) -> subprocess.Popen[bytes]:
     script = (
         "import sys; from fastserve_client.terminal import generate_to_terminal; "
-        f"sys.exit(generate_to_terminal('Hello', url={endpoints.grpc_url!r}, "
+        f"sys.exit(generate_to_terminal('Hello', url={url!r}, "
         f"max_tokens={LONG}, ignore_eos=True))"
     )
     return subprocess.Popen(
@@ -171,8 +241,8 @@ def _generate_process(endpoints: Endpoints) -> subprocess.Popen[bytes]:
     )
 
 
-def test_ctrl_c_ends_generate_with_its_closing_line(endpoints: Endpoints) -> None:
-    with _generate_process(endpoints) as process:
+def test_ctrl_c_ends_generate_with_its_closing_line(url: str) -> None:
+    with _generate_process(url) as process:
         assert process.stdout is not None
         os.read(process.stdout.fileno(), 1)
         process.send_signal(signal.SIGINT)
@@ -182,8 +252,8 @@ def test_ctrl_c_ends_generate_with_its_closing_line(endpoints: Endpoints) -> Non
     assert "Traceback" not in err.decode()
 
 
-def test_a_reader_that_goes_away_ends_generate_quietly(endpoints: Endpoints) -> None:
-    with _generate_process(endpoints) as process:
+def test_a_reader_that_goes_away_ends_generate_quietly(url: str) -> None:
+    with _generate_process(url) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         os.read(process.stdout.fileno(), 1)

@@ -29,6 +29,7 @@ MAX_SAMPLING_PARAMETERS_BYTES = 1 << 20
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
 _BOOLEANS = {"true": True, "false": False}
+_REQUEST_KEYS = {*protocol.PARAMETER_KEYS, protocol.REQUEST_ID, GRPC_STATUS_HEADER}
 _SPECS = {spec.name: spec for spec in protocol.INPUTS}
 
 
@@ -52,6 +53,8 @@ class GenerateRequest:
     return_cumulative_logprob: bool
     return_logprobs: bool
     return_perf_metrics: bool
+    request_id: str
+    """Empty: the request parameters name none."""
 
 
 def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> GenerateRequest:
@@ -91,6 +94,7 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
         return_cumulative_logprob=return_cumulative_logprob,
         return_logprobs=return_logprobs,
         return_perf_metrics=values.boolean(protocol.RETURN_PERF_METRICS),
+        request_id=values.get(protocol.REQUEST_ID, _to_text) or "",
     )
 
 
@@ -184,15 +188,15 @@ class _Values:
         if unknown:
             raise InvalidRequestError(unknown[0], "a tensor", "no input has this name")
         self._tensors = tensors
-        self._sources = (
-            _sampling_object(tensors.get(protocol.SAMPLING_PARAMETERS)),
-            _json_object("parameters", parameters) if parameters else {},
-        )
-        for source in self._sources:
-            for key, value in source.items():
-                if key not in protocol.PARAMETER_KEYS and key != GRPC_STATUS_HEADER:
-                    allowed = "unknown parameter; allowed are " + ", ".join(protocol.PARAMETER_KEYS)
-                    raise InvalidRequestError(key, value, allowed)
+        sampling = _sampling_object(tensors.get(protocol.SAMPLING_PARAMETERS))
+        request = _json_object("parameters", parameters) if parameters else {}
+        self._sources = (sampling, request)
+        unknown = [key for key in sampling if key not in protocol.PARAMETER_KEYS]
+        unknown += [key for key in request if key not in _REQUEST_KEYS]
+        if unknown:
+            value = sampling.get(unknown[0], request.get(unknown[0]))
+            allowed = "unknown parameter; allowed are " + ", ".join(protocol.PARAMETER_KEYS)
+            raise InvalidRequestError(unknown[0], value, allowed)
 
     def get(self, name: str, convert: Callable[[str, Any], Any]) -> Any:
         """The value, converted; None where it is given nowhere, or as JSON's null."""

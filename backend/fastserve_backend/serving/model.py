@@ -144,7 +144,8 @@ class TritonPythonModel:
         params = wanted.params
         if wanted.clip_max_tokens:
             params = engine.clip_max_tokens(prompt_ids, params)
-        number = engine.submit(_job_id(request), prompt_ids, params, stream.push)
+        job_id = _job_id(request.request_id() or wanted.request_id)
+        number = engine.submit(job_id, prompt_ids, params, stream.push)
         stream.accepted(lambda: engine.cancel(number))
 
 
@@ -159,6 +160,6 @@ def _refusal(error: Exception) -> RequestError:
     return unexpected_error()
 
 
-def _job_id(request: Any) -> str:
-    name = "".join(c for c in request.request_id() if c.isprintable())[:_MAX_REQUEST_ID_CHARS]
+def _job_id(request_id: str) -> str:
+    name = "".join(c for c in request_id if c.isprintable())[:_MAX_REQUEST_ID_CHARS]
     return name or uuid.uuid4().hex

@@ -12,6 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
+from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.errors import ClientError
 from fastserve_client.gateway.answer import Answer
 from fastserve_client.gateway.auth import ApiKeys
@@ -24,13 +25,12 @@ from fastserve_client.gateway.event_stream import EventStream
 from fastserve_client.gateway.jobs import complete_all, stream_all
 from fastserve_client.gateway.metrics import RequestMetrics
 from fastserve_client.gateway.schemas import ChatRequest, CompletionRequest
-from fastserve_client.grpc_aio_client import AsyncFastServeClient
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
     url: str
-    """gRPC endpoint of the tritonserver."""
+    """Endpoint of the tritonserver, gRPC or HTTP."""
     model: str
     """Its name there, and in the API."""
     keys: ApiKeys

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastserve_client.aio_client import AsyncFastServeClient, AsyncTokenStream
 from fastserve_client.errors import ClientError
-from fastserve_client.grpc_aio_client import AsyncFastServeClient, AsyncTokenStream
 from fastserve_client.options import Prompt, SamplingOptions
 from fastserve_client.results import Chunk, Completion
 

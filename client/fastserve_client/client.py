@@ -1,39 +1,34 @@
-"""The synchronous gRPC client."""
+"""The synchronous client."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-import grpc
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from typing import TYPE_CHECKING
 
 from fastserve_client import protocol
 from fastserve_client.endpoint import DEFAULT_URL, Endpoint
-from fastserve_client.errors import ServerUnavailable
-from fastserve_client.grpc_codec import build_request
-from fastserve_client.grpc_exchange import CHANNEL_OPTIONS, READY_TIMEOUT_S, Exchange
+from fastserve_client.errors import ClientError, RequestCancelled
+from fastserve_client.exchange import Exchange
+from fastserve_client.request import InferRequest, build_request
 from fastserve_client.results import Chunk, Completion
 from fastserve_client.retry import RetryPolicy
+from fastserve_client.transport import Call, open_transport
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from fastserve_client.options import Prompt, SamplingOptions
 
+READY_TIMEOUT_S = 5.0
+
 
 class FastServeClient:
-    """Sends prompts to the model ``fastserve`` of a tritonserver.
+    """Sends prompts to the model ``fastserve`` of a tritonserver, by gRPC or by HTTP.
 
-    All requests share one connection, and each has a gRPC stream (an HTTP/2 stream, not a
-    connection) of its own, opened through the stub that ``tritonclient`` generates from Triton's
-    protocol. ``tritonclient``'s own client object holds one stream at a time: requests
-    multiplexed on it could only be cancelled all together, and one error of the transport would
-    end them all. With a stream each, cancelling, a deadline or an error touches one request, and
-    the end of the stream is the end of that request.
+    Results, errors and arguments are the same for both; docs/clients.md has what differs. Over
+    gRPC all requests share one connection, over HTTP each that runs has its own.
 
     Thread-safe. Connecting is lazy: a wrong address shows at the first request.
     """
@@ -44,7 +39,8 @@ class FastServeClient:
         """Connects to nothing yet.
 
         Args:
-            url: ``grpc://HOST[:PORT]``.
+            url: ``grpc://HOST[:PORT]`` or ``http://HOST[:PORT]``; with TLS ``grpcs://`` or
+                ``https://``.
             model: its name in the server's model repository.
             max_retries: how often a request is sent again that the server did not take; see
                 ``RetryPolicy``.
@@ -55,8 +51,8 @@ class FastServeClient:
         self.endpoint = Endpoint.parse(url)
         self.model = model
         self._retry = RetryPolicy(max_retries)
-        self._channel = grpc.insecure_channel(self.endpoint.target, options=CHANNEL_OPTIONS)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._transport = open_transport(self.endpoint)
+        self._closed = False
 
     def stream(
         self,
@@ -81,6 +77,7 @@ class FastServeClient:
             InvalidRequest: the request cannot be sent. (What the server refuses is raised by the
                 iteration, as are its other errors: see ``TokenStream``.)
             TypeError: an unknown option.
+            RequestCancelled: the client is closed.
         """
         return self._start(
             build_request(
@@ -103,12 +100,12 @@ class FastServeClient:
         request_id: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
-        """The whole completion, in one response. Arguments as ``stream``, errors of both."""
+        """The whole completion. Arguments as ``stream``, errors of both."""
         request = build_request(
             self.model,
             prompt,
             sampling,
-            stream=False,
+            stream=self._transport.only_streams,
             perf_metrics=perf_metrics,
             request_id=request_id,
         )
@@ -117,15 +114,12 @@ class FastServeClient:
 
     def is_ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
         """Whether the server says that the model takes requests; False also where none answers."""
-        request = service_pb2.ModelReadyRequest(name=self.model)
-        try:
-            return bool(self._stub.ModelReady(request, timeout=timeout_s).ready)
-        except grpc.RpcError:
-            return False
+        return not self._closed and self._transport.is_ready(self.model, timeout_s)
 
     def close(self) -> None:
-        """Closes the connection; what still runs is cancelled."""
-        self._channel.close()
+        """Closes the connections; what still runs is cancelled."""
+        self._closed = True
+        self._transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -138,9 +132,14 @@ class FastServeClient:
     ) -> None:
         self.close()
 
-    def _start(self, request: Any, timeout_s: float | None) -> TokenStream:
+    def _start(self, request: InferRequest, timeout_s: float | None) -> TokenStream:
         exchange = Exchange(request, str(self.endpoint), timeout_s, self._retry)
-        return TokenStream(self._stub.ModelStreamInfer, exchange)
+        return TokenStream(self._send, exchange)
+
+    def _send(self, request: InferRequest, timeout_s: float | None) -> Call:
+        if self._closed:
+            raise RequestCancelled("the client is closed")
+        return self._transport.start(request, timeout_s)
 
 
 class TokenStream(Iterator[Chunk]):
@@ -155,59 +154,51 @@ class TokenStream(Iterator[Chunk]):
         RequestCancelled, ServerError: see ``fastserve_client.errors``.
     """
 
-    def __init__(self, infer: Callable[..., Any], exchange: Exchange) -> None:
-        """``infer``: the stub's ``ModelStreamInfer``."""
-        self._infer = infer
+    def __init__(
+        self, send: Callable[[InferRequest, float | None], Call], exchange: Exchange
+    ) -> None:
+        """``send`` starts a call with the request and the seconds that it may take."""
+        self._send = send
         self._exchange = exchange
         self._closed = threading.Event()
-        self._call = self._send()
+        self._call: Call | None = None
+        self._start()
 
     def __next__(self) -> Chunk:
+        assert self._call is not None
         while not self._closed.is_set():
             try:
-                return self._receive()
-            except ServerUnavailable as error:
+                return self._exchange.received(next(self._call))
+            except StopIteration:
+                if not self._closed.is_set():
+                    self._closed.set()
+                    self._exchange.check_end()
+            except ClientError as error:
+                if self._closed.is_set():
+                    break
                 delay_s = self._exchange.retry_delay_s(error)
                 if delay_s is None:
+                    self._closed.set()
                     raise
-                self._closed.wait(delay_s)
-                self._call = self._send()
+                if self._closed.wait(delay_s):
+                    break
+                self._start()
                 if self._closed.is_set():  # close() may have met the call before
-                    self._call.cancel()
+                    self.close()
         raise StopIteration
 
-    def _send(self) -> Any:
-        # The iterator of one request ends at once, which half-closes the stream: the server then
-        # closes its side after the last response, and no final marker has to be waited for.
-        exchange = self._exchange
-        return self._infer(iter((exchange.request,)), timeout=exchange.remaining_s())
-
-    def _receive(self) -> Chunk:
-        try:
-            response = next(self._call)
-        except StopIteration:
-            self._exchange.check_end()
-            raise
-        except grpc.RpcError as error:
-            if self._closed.is_set():
-                raise StopIteration from None
-            raise self._exchange.status_error(error) from None
-        if response.error_message:
-            self._await_end()
-            raise self._exchange.message_error(response.error_message)
-        return self._exchange.chunk(response)
-
-    def _await_end(self) -> None:
-        # The server is about to end the stream. Cancelling in that moment was seen to make
-        # tritonserver 24.10 count the request as running for ever, so that it cannot unload.
-        with suppress(grpc.RpcError):
-            for _ in self._call:
-                pass
+    def _start(self) -> None:
+        self._call = self._send(self._exchange.request, self._exchange.remaining_s())
 
     def close(self) -> None:
         """Cancels the request if it still runs; idempotent."""
         self._closed.set()
-        self._call.cancel()
+        if self._call is not None:
+            self._call.cancel()
+
+    def __del__(self) -> None:
+        if self._call is not None:  # it was sent
+            self._call.cancel()
 
     def __enter__(self) -> Self:
         return self

@@ -1,4 +1,4 @@
-"""The asyncio gRPC client."""
+"""The asyncio client."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-import grpc
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from typing import TYPE_CHECKING
 
 from fastserve_client import protocol
+from fastserve_client.client import READY_TIMEOUT_S
 from fastserve_client.endpoint import DEFAULT_URL, Endpoint
-from fastserve_client.errors import RequestCancelled, ServerUnavailable
-from fastserve_client.grpc_codec import build_request
-from fastserve_client.grpc_exchange import CHANNEL_OPTIONS, READY_TIMEOUT_S, Exchange
+from fastserve_client.errors import ClientError, RequestCancelled
+from fastserve_client.exchange import Exchange
+from fastserve_client.request import InferRequest, build_request
 from fastserve_client.results import Chunk, Completion
 from fastserve_client.retry import RetryPolicy
+from fastserve_client.transport import AioCall, open_aio_transport
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
 class AsyncFastServeClient:
     """``FastServeClient`` for asyncio: the same arguments, results and errors.
 
-    It belongs to the event loop in which it is made, and is not thread-safe. All requests share
-    one connection, and each has a gRPC stream of its own. Connecting is lazy.
+    It belongs to the event loop in which it is made, and is not thread-safe. Connecting is lazy.
     """
 
     def __init__(
@@ -45,9 +43,8 @@ class AsyncFastServeClient:
         self.endpoint = Endpoint.parse(url)
         self.model = model
         self._retry = RetryPolicy(max_retries)
-        self._channel = grpc.aio.insecure_channel(self.endpoint.target, options=CHANNEL_OPTIONS)
-        self._closed = asyncio.Event()
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._transport = open_aio_transport(self.endpoint)
+        self._closed = False
 
     def stream(
         self,
@@ -82,7 +79,7 @@ class AsyncFastServeClient:
         request_id: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
-        """The whole completion, in one response. Arguments as ``stream``, errors of both.
+        """The whole completion. Arguments as ``stream``, errors of both.
 
         Cancelling the task that awaits it cancels the request.
         """
@@ -90,7 +87,7 @@ class AsyncFastServeClient:
             self.model,
             prompt,
             sampling,
-            stream=False,
+            stream=self._transport.only_streams,
             perf_metrics=perf_metrics,
             request_id=request_id,
         )
@@ -99,17 +96,12 @@ class AsyncFastServeClient:
 
     async def is_ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
         """Whether the server says that the model takes requests; False also where none answers."""
-        request = service_pb2.ModelReadyRequest(name=self.model)
-        try:
-            answer = await self._stub.ModelReady(request, timeout=timeout_s)
-        except grpc.RpcError:
-            return False
-        return bool(answer.ready)
+        return not self._closed and await self._transport.is_ready(self.model, timeout_s)
 
     async def close(self) -> None:
-        """Closes the connection; what still runs is cancelled."""
-        self._closed.set()
-        await self._channel.close()
+        """Closes the connections; what still runs is cancelled."""
+        self._closed = True
+        await self._transport.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -122,9 +114,14 @@ class AsyncFastServeClient:
     ) -> None:
         await self.close()
 
-    def _start(self, request: Any, timeout_s: float | None) -> AsyncTokenStream:
+    def _start(self, request: InferRequest, timeout_s: float | None) -> AsyncTokenStream:
         exchange = Exchange(request, str(self.endpoint), timeout_s, self._retry)
-        return AsyncTokenStream(self._stub.ModelStreamInfer, exchange, self._closed)
+        return AsyncTokenStream(self._send, exchange)
+
+    def _send(self, request: InferRequest, timeout_s: float | None) -> AioCall:
+        if self._closed:
+            raise RequestCancelled("the client is closed")
+        return self._transport.start(request, timeout_s)
 
 
 class AsyncTokenStream(AsyncIterator[Chunk]):
@@ -137,73 +134,49 @@ class AsyncTokenStream(AsyncIterator[Chunk]):
     """
 
     def __init__(
-        self, infer: Callable[..., Any], exchange: Exchange, client_closed: asyncio.Event
+        self, send: Callable[[InferRequest, float | None], AioCall], exchange: Exchange
     ) -> None:
-        """``infer``: the stub's ``ModelStreamInfer``."""
-        self._infer = infer
+        """``send`` starts a call with the request and the seconds that it may take."""
+        self._send = send
         self._exchange = exchange
-        self._client_closed = client_closed
         self._closed = asyncio.Event()
-        self._call: Any = None
-        self._send()
+        self._call: AioCall | None = None
+        self._start()
 
     async def __anext__(self) -> Chunk:
+        assert self._call is not None
         while not self._closed.is_set():
             try:
-                return await self._receive()
-            except ServerUnavailable as error:
+                return self._exchange.received(await anext(self._call))
+            except StopAsyncIteration:
+                if not self._closed.is_set():
+                    self._closed.set()
+                    self._exchange.check_end()
+            except ClientError as error:
+                if self._closed.is_set():
+                    break
                 delay_s = self._exchange.retry_delay_s(error)
                 if delay_s is None:
+                    self._closed.set()
                     raise
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), delay_s)
-                break
-            self._send()
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._closed.wait(), delay_s)
+                    break
+                self._start()
         raise StopAsyncIteration
 
-    def _send(self) -> None:
-        # The request's side of the stream is closed behind the only request, and the server closes
-        # its own after the last response: no final marker has to be waited for.
-        exchange = self._exchange
-        self._call = self._infer((exchange.request,), timeout=exchange.remaining_s())
-        self._responses = aiter(self._call)
-
-    async def _receive(self) -> Chunk:
-        try:
-            response = await anext(self._responses)
-        except StopAsyncIteration:
-            self._exchange.check_end()
-            raise
-        except asyncio.CancelledError:
-            # gRPC reports a call that close() has cancelled as it does a cancelled task.
-            if not _task_is_cancelled():
-                if self._closed.is_set():
-                    raise StopAsyncIteration from None
-                if self._client_closed.is_set():
-                    raise RequestCancelled("the client was closed") from None
-            self._call.cancel()
-            raise
-        except grpc.RpcError as error:
-            raise self._exchange.status_error(error) from None
-        if response.error_message:
-            await self._await_end()
-            raise self._exchange.message_error(response.error_message)
-        return self._exchange.chunk(response)
-
-    async def _await_end(self) -> None:
-        # As TokenStream does, and for the same reason.
-        with suppress(grpc.RpcError):
-            async for _ in self._responses:
-                pass
+    def _start(self) -> None:
+        self._call = self._send(self._exchange.request, self._exchange.remaining_s())
 
     def close(self) -> None:
         """Cancels the request if it still runs, and ends an iteration; idempotent."""
         self._closed.set()
-        self._call.cancel()
+        if self._call is not None:
+            self._call.cancel()
 
     def __del__(self) -> None:
-        if self._call is not None:  # gRPC refused a client that is closed
-            self._call.cancel()  # its own objects refer to each other, and live on
+        if self._call is not None:  # it was sent
+            self._call.cancel()
 
     async def __aenter__(self) -> Self:
         return self
@@ -215,9 +188,3 @@ class AsyncTokenStream(AsyncIterator[Chunk]):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _task_is_cancelled() -> bool:
-    # Python 3.10 cannot tell; there a stream that was closed just ends, also in a cancelled task.
-    cancelling = getattr(asyncio.current_task(), "cancelling", None)
-    return cancelling is not None and cancelling() > 0

@@ -1,0 +1,95 @@
+"""gRPC for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from fastserve_client.endpoint import Endpoint
+from fastserve_client.errors import RequestCancelled, error_from_message
+from fastserve_client.grpc_channel import open_channel, status_error
+from fastserve_client.grpc_codec import decode_response, encode_request
+from fastserve_client.request import InferRequest
+from fastserve_client.results import Chunk
+
+
+class AioGrpcTransport:
+    """An ``AioTransport`` over one connection, with a gRPC stream for each request."""
+
+    only_streams = False
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._url = str(endpoint)
+        self._channel = open_channel(grpc.aio, endpoint)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._closed = asyncio.Event()
+
+    def start(self, request: InferRequest, timeout_s: float | None) -> AioGrpcCall:
+        # The request's side of the stream is closed behind the only request, and the server closes
+        # its own after the last response: no final marker has to be waited for.
+        requests = (encode_request(request),)
+        call = self._stub.ModelStreamInfer(requests, timeout=timeout_s)
+        return AioGrpcCall(call, self._url, self._closed)
+
+    async def is_ready(self, model: str, timeout_s: float) -> bool:
+        request = service_pb2.ModelReadyRequest(name=model)
+        try:
+            answer = await self._stub.ModelReady(request, timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+        return bool(answer.ready)
+
+    async def close(self) -> None:
+        self._closed.set()
+        await self._channel.close()
+
+
+class AioGrpcCall(AsyncIterator[Chunk]):
+    """One ``ModelStreamInfer`` with one request."""
+
+    def __init__(self, call: Any, url: str, transport_closed: asyncio.Event) -> None:
+        self._call = call
+        self._responses = aiter(call)
+        self._url = url
+        self._transport_closed = transport_closed
+        self._cancelled = False
+
+    async def __anext__(self) -> Chunk:
+        try:
+            response = await anext(self._responses)
+        except asyncio.CancelledError:
+            # gRPC reports a call that cancel() has ended as it does a cancelled task.
+            if not _task_is_cancelled():
+                if self._cancelled:
+                    raise StopAsyncIteration from None
+                if self._transport_closed.is_set():
+                    raise RequestCancelled("the client was closed") from None
+            self._call.cancel()
+            raise
+        except grpc.RpcError as error:
+            raise status_error(self._url, error) from None
+        if response.error_message:
+            await self._await_end()
+            raise error_from_message(response.error_message)
+        return decode_response(response.infer_response)
+
+    async def _await_end(self) -> None:
+        # As GrpcCall does, and for the same reason.
+        with suppress(grpc.RpcError):
+            async for _ in self._responses:
+                pass
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._call.cancel()
+
+
+def _task_is_cancelled() -> bool:
+    # Python 3.10 cannot tell; there a stream that was closed just ends, also in a cancelled task.
+    cancelling = getattr(asyncio.current_task(), "cancelling", None)
+    return cancelling is not None and cancelling() > 0

@@ -1,0 +1,42 @@
+"""What both gRPC transports share: the channel, and what its errors mean."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from fastserve_client.endpoint import Endpoint
+from fastserve_client.errors import ClientError, error_from_status
+
+_OPTIONS = (
+    # A prompt or a response can pass gRPC's default limit of 4 MiB; the server has its own limits.
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # By default a channel that lost its server tries again after 1 s, and later after minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
+
+
+def open_channel(api: Any, endpoint: Endpoint) -> Any:
+    """A channel of ``api``, which is ``grpc`` or ``grpc.aio``; it connects at the first call."""
+    if not endpoint.uses_tls:
+        return api.insecure_channel(endpoint.target, options=_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(_system_roots())
+    return api.secure_channel(endpoint.target, credentials, options=_OPTIONS)
+
+
+def status_error(url: str, error: grpc.RpcError) -> ClientError:
+    """The error for the status with which a call ended."""
+    return error_from_status(url, error.code().name, error.details() or "")
+
+
+def _system_roots() -> bytes | None:
+    # Those that OpenSSL trusts, so that SSL_CERT_FILE counts here as it does for HTTP. Where the
+    # system keeps them in no single file, None: gRPC then takes those that it brings.
+    path = ssl.get_default_verify_paths().cafile
+    return None if path is None else Path(path).read_bytes()

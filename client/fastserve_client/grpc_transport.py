@@ -1,0 +1,79 @@
+"""gRPC, synchronously."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from fastserve_client.endpoint import Endpoint
+from fastserve_client.errors import error_from_message
+from fastserve_client.grpc_channel import open_channel, status_error
+from fastserve_client.grpc_codec import decode_response, encode_request
+from fastserve_client.request import InferRequest
+from fastserve_client.results import Chunk
+
+
+class GrpcTransport:
+    """A ``Transport`` over one connection.
+
+    Each request has a gRPC stream (an HTTP/2 stream, not a connection) of its own, opened through
+    the stub that ``tritonclient`` generates from Triton's protocol. ``tritonclient``'s own client
+    object holds one stream at a time: requests multiplexed on it could only be cancelled all
+    together, and one error of the transport would end them all. With a stream each, cancelling, a
+    deadline or an error touches one request, and the end of the stream is the end of that request.
+    """
+
+    only_streams = False
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._url = str(endpoint)
+        self._channel = open_channel(grpc, endpoint)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def start(self, request: InferRequest, timeout_s: float | None) -> GrpcCall:
+        # The iterator of one request ends at once, which half-closes the stream: the server then
+        # closes its side after the last response, and no final marker has to be waited for.
+        requests = iter((encode_request(request),))
+        return GrpcCall(self._stub.ModelStreamInfer(requests, timeout=timeout_s), self._url)
+
+    def is_ready(self, model: str, timeout_s: float) -> bool:
+        request = service_pb2.ModelReadyRequest(name=model)
+        try:
+            return bool(self._stub.ModelReady(request, timeout=timeout_s).ready)
+        except grpc.RpcError:
+            return False
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class GrpcCall(Iterator[Chunk]):
+    """One ``ModelStreamInfer`` with one request."""
+
+    def __init__(self, call: Any, url: str) -> None:
+        self._call = call
+        self._url = url
+
+    def __next__(self) -> Chunk:
+        try:
+            response = next(self._call)
+        except grpc.RpcError as error:
+            raise status_error(self._url, error) from None
+        if response.error_message:
+            self._await_end()
+            raise error_from_message(response.error_message)
+        return decode_response(response.infer_response)
+
+    def _await_end(self) -> None:
+        # The server is about to end the stream. Cancelling in that moment was seen to make
+        # tritonserver 24.10 count the request as running for ever, so that it cannot unload.
+        with suppress(grpc.RpcError):
+            for _ in self._call:
+                pass
+
+    def cancel(self) -> None:
+        self._call.cancel()

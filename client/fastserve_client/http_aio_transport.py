@@ -1,0 +1,177 @@
+"""HTTP for asyncio: Triton's ``generate_stream``, through httpx."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncIterator, Callable
+
+import httpx
+
+from fastserve_client.endpoint import Endpoint
+from fastserve_client.errors import (
+    ClientError,
+    RequestCancelled,
+    connection_failed,
+    request_timeout,
+)
+from fastserve_client.http_codec import (
+    EventDecoder,
+    encode_request,
+    ready_path,
+    refusal,
+    stream_path,
+)
+from fastserve_client.request import InferRequest
+from fastserve_client.results import Chunk
+
+_CONNECT_TIMEOUT_S = 10.0
+_HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+
+Item = Chunk | BaseException | None
+"""What a call delivers: chunks, and at last an error or, after a good end, None."""
+
+
+class HttpSession:
+    """Connections to one server, and the tasks that read the answers to requests.
+
+    Triton sends the status of an answer with the first token, so a request needs a task before
+    anybody waits for it. It belongs to one event loop.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._url = str(endpoint)
+        self._http = httpx.AsyncClient(
+            base_url=self._url,
+            headers=_HEADERS,
+            # Without limits: a request waits as long as the server lives, unless it has a timeout.
+            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            # The certificates that the system trusts; httpx would take those of certifi. Reading
+            # them takes 50 ms, which http:// can do without.
+            verify=ssl.create_default_context() if endpoint.uses_tls else False,
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._uncancelled: set[asyncio.Task[None]] = set()
+
+    def start(
+        self, request: InferRequest, timeout_s: float | None, deliver: Callable[[Item], None]
+    ) -> asyncio.Task[None]:
+        """Sends the request in a task, for ``cancel``.
+
+        Nothing bounds what was delivered and not taken yet, but the job's own ``max_tokens``:
+        Triton would keep it otherwise.
+        """
+        work = asyncio.wait_for(self._exchange(request, deliver), timeout_s)
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        self._uncancelled.add(task)
+        task.add_done_callback(lambda done: self._end(done, deliver))
+        return task
+
+    def cancel(self, task: asyncio.Task[None]) -> None:
+        """Closes the connection of a request that still runs, which cancels the job."""
+        # Once: a second time would interrupt the task while it closes the connection.
+        if task in self._uncancelled:
+            self._uncancelled.discard(task)
+            task.cancel()
+
+    async def is_ready(self, model: str, timeout_s: float) -> bool:
+        try:
+            answer = await self._http.get(ready_path(model), timeout=timeout_s)
+        except httpx.TransportError:
+            return False
+        return answer.status_code == httpx.codes.OK
+
+    async def close(self) -> None:
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            self.cancel(task)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._http.aclose()
+
+    async def _exchange(self, request: InferRequest, deliver: Callable[[Item], None]) -> None:
+        decoder = EventDecoder(request.model)
+        failure: ClientError | None = None
+        try:
+            async with self._http.stream(
+                "POST", stream_path(request.model), content=encode_request(request)
+            ) as answer:
+                if answer.status_code != httpx.codes.OK:
+                    raise refusal(self._url, answer.status_code, await answer.aread())
+                async for data in answer.aiter_bytes():
+                    for item in decoder.feed(data):
+                        if isinstance(item, ClientError):
+                            failure = item  # read on: the server is about to end the answer
+                        else:
+                            deliver(item)
+        except httpx.TransportError as error:
+            raise connection_failed(self._url, _reason(error)) from None
+        if failure is not None:
+            raise failure
+
+    def _end(self, task: asyncio.Task[None], deliver: Callable[[Item], None]) -> None:
+        self._tasks.discard(task)
+        self._uncancelled.discard(task)
+        if task.cancelled():
+            deliver(RequestCancelled("the client was closed"))
+            return
+        error = task.exception()
+        if isinstance(error, asyncio.TimeoutError):
+            error = request_timeout(self._url)
+        deliver(error)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong at first: "Connection refused" rather than "All attempts failed"."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    if isinstance(error, ConnectionError) and error.errno is not None:
+        return os.strerror(error.errno)  # asyncio's own text is longer, and says less
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+class AioHttpTransport:
+    """An ``AioTransport`` with a connection for each request at a time."""
+
+    only_streams = True
+    """Tritonserver 24.10 sees that a client has gone when it writes to it."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._session = HttpSession(endpoint)
+
+    def start(self, request: InferRequest, timeout_s: float | None) -> AioHttpCall:
+        items: asyncio.Queue[Item] = asyncio.Queue()
+        task = self._session.start(request, timeout_s, items.put_nowait)
+        return AioHttpCall(self._session, task, items)
+
+    async def is_ready(self, model: str, timeout_s: float) -> bool:
+        return await self._session.is_ready(model, timeout_s)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+class AioHttpCall(AsyncIterator[Chunk]):
+    """One POST to ``generate_stream``."""
+
+    def __init__(
+        self, session: HttpSession, task: asyncio.Task[None], items: asyncio.Queue[Item]
+    ) -> None:
+        self._session = session
+        self._task = task
+        self._items = items
+
+    async def __anext__(self) -> Chunk:
+        try:
+            item = await self._items.get()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if isinstance(item, Chunk):
+            return item
+        raise StopAsyncIteration if item is None else item
+
+    def cancel(self) -> None:
+        self._session.cancel(self._task)

@@ -1,0 +1,103 @@
+"""HTTP, synchronously: the asyncio transport in a thread of its own.
+
+A blocking read could neither be ended by ``close()`` from another thread or a signal handler, nor
+by a timeout of the whole request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import weakref
+from collections.abc import Coroutine, Iterator
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from fastserve_client.endpoint import Endpoint
+from fastserve_client.http_aio_transport import AioHttpTransport, HttpSession, Item
+from fastserve_client.request import InferRequest
+from fastserve_client.results import Chunk
+
+_CLOSE_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
+
+
+class HttpTransport:
+    """A ``Transport`` with a connection for each request at a time."""
+
+    only_streams = AioHttpTransport.only_streams
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._session = HttpSession(endpoint)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=_run, args=(self._loop,), name=f"fastserve-client {endpoint}", daemon=True
+        )
+        self._thread.start()
+        # Also when the last reference is dropped, where it must not wait.
+        self._stop = weakref.finalize(self, _schedule_stop, self._loop, self._session)
+
+    def start(self, request: InferRequest, timeout_s: float | None) -> HttpCall:
+        items: queue.SimpleQueue[Item] = queue.SimpleQueue()
+
+        async def start() -> asyncio.Task[None]:
+            return self._session.start(request, timeout_s, items.put)
+
+        return HttpCall(self, self._wait_for(start()), items)
+
+    def is_ready(self, model: str, timeout_s: float) -> bool:
+        return self._wait_for(self._session.is_ready(model, timeout_s))
+
+    def cancel(self, task: asyncio.Task[None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and nothing runs any more
+            self._loop.call_soon_threadsafe(self._session.cancel, task)
+
+    def close(self) -> None:
+        self._stop()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _schedule_stop(loop: asyncio.AbstractEventLoop, session: HttpSession) -> None:
+    async def stop() -> None:
+        try:
+            await session.close()
+        finally:
+            loop.stop()
+
+    asyncio.run_coroutine_threadsafe(stop(), loop)
+
+
+class HttpCall(Iterator[Chunk]):
+    """One POST to ``generate_stream``; the transport lives as long as it does."""
+
+    def __init__(
+        self,
+        transport: HttpTransport,
+        task: asyncio.Task[None],
+        items: queue.SimpleQueue[Item],
+    ) -> None:
+        self._transport = transport
+        self._task = task
+        self._items = items
+
+    def __next__(self) -> Chunk:
+        item = self._items.get()
+        if isinstance(item, Chunk):
+            return item
+        raise StopIteration if item is None else item
+
+    def cancel(self) -> None:
+        self._transport.cancel(self._task)
+        self._items.put(None)  # ends a waiting iteration at once

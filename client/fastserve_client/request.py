@@ -1,0 +1,100 @@
+"""What a client asks of the model, before it is written for gRPC or HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any, cast
+
+from fastserve_client import protocol
+from fastserve_client.errors import InvalidRequest
+from fastserve_client.options import Message, Prompt, encode_options
+
+
+@dataclass(frozen=True, slots=True)
+class InferRequest:
+    """One request to the model."""
+
+    model: str
+    inputs: Mapping[str, str | tuple[int, ...]]
+    """Tensors by name: text that is valid UTF-8, or integers that fit 32 bits."""
+    request_id: str = ""
+    """Appears in the server's logs; the server makes one up for an empty one."""
+
+
+def build_request(
+    model: str,
+    prompt: Prompt,
+    options: Mapping[str, Any],
+    *,
+    stream: bool,
+    perf_metrics: bool = False,
+    request_id: str = "",
+) -> InferRequest:
+    """The request for ``prompt`` with the given ``SamplingOptions``.
+
+    Raises:
+        InvalidRequest: something that the wire cannot carry.
+        TypeError: an unknown option.
+    """
+    flags = {
+        protocol.STREAM: stream,
+        protocol.EXCLUDE_INPUT_IN_OUTPUT: True,
+        protocol.RETURN_FINISH_REASON: True,
+        protocol.RETURN_NUM_INPUT_TOKENS: True,
+    }
+    if options.get(protocol.LOGPROBS) is not None:
+        flags[protocol.RETURN_LOGPROBS] = True
+        flags[protocol.RETURN_CUMULATIVE_LOGPROB] = True
+    if perf_metrics:
+        flags[protocol.RETURN_PERF_METRICS] = True
+    name, value = _prompt_input(prompt)
+    parameters = encode_options(options, flags)
+    return InferRequest(model, {name: value, protocol.SAMPLING_PARAMETERS: parameters}, request_id)
+
+
+def _prompt_input(prompt: Prompt) -> tuple[str, str | tuple[int, ...]]:
+    if isinstance(prompt, str):
+        return protocol.TEXT_INPUT, _checked_text(protocol.TEXT_INPUT, prompt)
+    if len(prompt) > 0 and isinstance(prompt[0], Mapping):
+        text = _encode_messages(cast("Sequence[Message]", prompt))
+        return protocol.MESSAGES, _checked_text(protocol.MESSAGES, text)
+    return protocol.INPUT_IDS, _checked_ids(cast("Sequence[int]", prompt))
+
+
+def _checked_text(name: str, text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{name}: got text that is not Unicode (character {error.start}); must be valid UTF-8"
+        ) from None
+    return text
+
+
+def _encode_messages(messages: Sequence[Message]) -> str:
+    try:
+        return json.dumps([dict(message) for message in messages], ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(
+            f"{protocol.MESSAGES}: got a message that is no mapping of strings ({error}); each "
+            "must have role and content"
+        ) from None
+
+
+def _checked_ids(token_ids: Sequence[Any]) -> tuple[int, ...]:
+    checked = []
+    for token_id in token_ids:
+        try:
+            number = index(token_id)  # NumPy's integers too
+        except TypeError:
+            number = None
+        if number is None or not -protocol.MAX_INT32 <= number <= protocol.MAX_INT32:
+            raise InvalidRequest(
+                f"{protocol.INPUT_IDS}: got {token_id!r}, which is no token id; must be integers "
+                "that fit 32 bits"
+            )
+        checked.append(number)
+    return tuple(checked)

@@ -1,0 +1,63 @@
+"""From the outputs of one response to a ``Chunk``, however they were sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastserve_client import protocol
+from fastserve_client.errors import ServerError
+from fastserve_client.results import Chunk, PerfMetrics, TokenLogprob
+
+
+def chunk_from_outputs(outputs: Mapping[str, Sequence[Any]]) -> Chunk:
+    """The ``Chunk`` that the output tensors, by name, hold.
+
+    Raises:
+        KeyError, TypeError, ValueError: they are not those of a fastserve model.
+    """
+    token_ids = tuple(outputs[protocol.OUTPUT_IDS])
+    logprobs = outputs.get(protocol.LOGPROBS_OUTPUT)
+    return Chunk(
+        text="".join(outputs[protocol.TEXT_OUTPUT]),
+        token_ids=token_ids,
+        finish_reason=_first(outputs, protocol.FINISH_REASON),
+        num_input_tokens=_first(outputs, protocol.NUM_INPUT_TOKENS),
+        logprobs=_parse_logprobs(logprobs[0]) if logprobs else (),
+        cumulative_logprob=_first(outputs, protocol.CUMULATIVE_LOGPROB),
+        perf=_parse_perf(outputs),
+    )
+
+
+def unreadable(model: str, error: Exception) -> ServerError:
+    """For a response that makes no sense."""
+    return ServerError(
+        f"cannot read the response of model {model!r}: "
+        f"{type(error).__name__}: {error}; is it a fastserve model of this version?"
+    )
+
+
+def _first(outputs: Mapping[str, Sequence[Any]], name: str) -> Any:
+    """The only element of an output of dims [1]; ``None`` where the output is absent."""
+    output = outputs.get(name)
+    return output[0] if output else None
+
+
+def _parse_logprobs(text: str) -> tuple[TokenLogprob, ...]:
+    return tuple(_token_logprob(item) for item in json.loads(text)) if text else ()
+
+
+def _token_logprob(item: Mapping[str, Any]) -> TokenLogprob:
+    return TokenLogprob(
+        token_id=item["token_id"],
+        token=item["token"],
+        logprob=item["logprob"],
+        top=tuple(_token_logprob(other) for other in item.get("top", ())),
+    )
+
+
+def _parse_perf(outputs: Mapping[str, Sequence[Any]]) -> PerfMetrics | None:
+    if protocol.ARRIVAL_TIME_NS not in outputs:
+        return None
+    return PerfMetrics(**{spec.name: outputs[spec.name][0] for spec in protocol.PERF_OUTPUTS})

@@ -1,0 +1,98 @@
+"""What every request says, and what the wire cannot carry."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from fastserve_client import InvalidRequest, protocol
+from fastserve_client.options import OPTION_NAMES
+from fastserve_client.request import InferRequest, build_request
+
+
+def _parameters(request: InferRequest) -> dict[str, Any]:
+    text = request.inputs["sampling_parameters"]
+    assert isinstance(text, str)
+    values: dict[str, Any] = json.loads(text)
+    return values
+
+
+def test_a_request_carries_prompt_options_and_what_to_return() -> None:
+    request = build_request(
+        "fastserve", "Žluťoučký kůň", {"max_tokens": 8, "top_p": None}, stream=True, request_id="a1"
+    )
+    assert (request.model, request.request_id) == ("fastserve", "a1")
+    assert request.inputs.keys() == {"text_input", "sampling_parameters"}
+    assert request.inputs["text_input"] == "Žluťoučký kůň"
+    assert _parameters(request) == {
+        "max_tokens": 8,
+        "stream": True,
+        "exclude_input_in_output": True,
+        "return_finish_reason": True,
+        "return_num_input_tokens": True,
+    }
+
+
+@pytest.mark.parametrize("ids", [[5, 0, 2**31 - 1], np.array([5, 0, 2**31 - 1])])
+def test_token_ids_replace_the_text(ids: Any) -> None:
+    request = build_request("fastserve", ids, {}, stream=False)
+    assert request.inputs["input_ids"] == (5, 0, 2**31 - 1)
+    assert "text_input" not in request.inputs
+    assert _parameters(request)["stream"] is False
+
+
+def test_messages_replace_the_text() -> None:
+    messages = [{"role": "user", "content": "Grüße"}]
+    request = build_request("fastserve", messages, {}, stream=False)
+    assert json.loads(str(request.inputs["messages"])) == messages
+    assert "text_input" not in request.inputs
+
+
+def test_asking_for_logprobs_asks_for_their_outputs() -> None:
+    parameters = _parameters(build_request("fastserve", "x", {"logprobs": 0}, stream=True))
+    assert parameters["return_logprobs"] is True
+    assert parameters["return_cumulative_logprob"] is True
+
+
+def test_perf_metrics_are_asked_for_by_a_flag() -> None:
+    request = build_request("fastserve", "x", {}, stream=True, perf_metrics=True)
+    assert _parameters(request)["return_perf_metrics"] is True
+
+
+def test_options_and_flags_are_those_of_the_protocol() -> None:
+    assert set(protocol.PARAMETER_KEYS) >= OPTION_NAMES
+    request = build_request("fastserve", "x", {"logprobs": 1}, stream=True, perf_metrics=True)
+    assert _parameters(request).keys() <= set(protocol.PARAMETER_KEYS)
+
+
+def test_an_integer_keeps_all_its_digits() -> None:
+    request = build_request("fastserve", "x", {"seed": 2**64 - 1}, stream=True)
+    assert _parameters(request)["seed"] == 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ("lone surrogate \ud800", {}, "text_input"),
+        ([{"role": "user", "content": "\ud800"}], {}, "messages"),
+        ([{"role": "user", "content": b"bytes"}], {}, "messages"),
+        ([1, 2**31], {}, "input_ids"),
+        ([1, "2"], {}, "input_ids"),
+        ([1.5], {}, "input_ids"),
+        ("x", {"temperature": float("nan")}, "temperature"),
+        ("x", {"temperature": float("inf")}, "temperature"),
+        ("x", {"stop": [b"bytes"]}, "stop"),
+    ],
+)
+def test_what_the_wire_cannot_carry_is_refused_by_name(
+    prompt: Any, options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field}: got "):
+        build_request("fastserve", prompt, options, stream=True)
+
+
+def test_an_unknown_option_is_a_programming_error_that_lists_the_options() -> None:
+    with pytest.raises(TypeError, match=r"'max_token'; there are: .*max_tokens"):
+        build_request("fastserve", "x", {"max_token": 3}, stream=True)

@@ -13,7 +13,6 @@ import random
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from fastserve_backend.clock import Clock, MonotonicClock
 from fastserve_backend.config import EngineConfig
@@ -34,14 +33,14 @@ from fastserve_backend.job import FinishReason, Job, OutputSink
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
-from fastserve_backend.models.chat_template import Message
 from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.models.partition import check_parallel
-from fastserve_backend.models.tokenizer import TokenizationError, Tokenizer, load_tokenizer
+from fastserve_backend.models.tokenizer import Tokenizer, load_tokenizer
 from fastserve_backend.profile.correction import CorrectedLatency
 from fastserve_backend.profile.latency import Identity, LatencyProfile
 from fastserve_backend.profile.loads import Limits
 from fastserve_backend.profile.measure import cache_path, link_of, load_or_measure
+from fastserve_backend.request_checks import RequestChecks
 from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.sampling_params import MAX_SEED, SamplingParams
 from fastserve_backend.scheduler.base import Policy
@@ -72,6 +71,7 @@ class Engine:
     tokenizer: Tokenizer
     model_config: ModelConfig
     profile: CorrectedLatency
+    checks: RequestChecks
 
     def __init__(
         self,
@@ -147,6 +147,7 @@ class Engine:
             on_iteration=self._observe,
             check_integrity=self._check_integrity,
         )
+        self.checks = RequestChecks(self.model_config, self.tokenizer, self._kv_capacity)
         _log.info(
             "ready: %s, %s, %s", self.config.model.model, self._describe_ranks(), policy.describe()
         )
@@ -170,43 +171,6 @@ class Engine:
 
     # --- Jobs ---------------------------------------------------------------------------------
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises:
-            InvalidRequestError: nothing to continue, or too long for the model (a text that is
-                hopelessly long is refused before it costs the time to tokenize it).
-        """
-        self._check_length("text_input", len(text))
-        try:
-            ids = self.tokenizer.encode(text)
-        except TokenizationError as error:
-            raise InvalidRequestError("text_input", text, str(error)) from None
-        if not ids:
-            raise InvalidRequestError("text_input", text, "must give at least one token")
-        return ids
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the prompt that the model's chat template makes of a conversation.
-
-        Raises:
-            InvalidRequestError: no template, messages that it refuses, or too long for the model.
-        """
-        num_chars = sum(len(message["content"]) for message in messages)
-        self._check_length("messages", num_chars)
-        try:
-            return self.tokenizer.encode_chat(messages)
-        except TokenizationError as error:
-            given = f"{len(messages)} messages"
-            raise InvalidRequestError("messages", given, str(error)) from None
-
-    def _check_length(self, field: str, num_chars: int) -> None:
-        max_tokens = self.model_config.max_model_len - 1
-        if num_chars > max_tokens * self.tokenizer.max_token_bytes:
-            raise InvalidRequestError(
-                field, f"{num_chars} characters", f"the model takes at most {max_tokens} tokens"
-            )
-
     def submit(
         self, job_id: str, prompt_ids: Sequence[int], params: SamplingParams, sink: OutputSink
     ) -> int:
@@ -218,7 +182,7 @@ class Engine:
             EngineError: the engine is broken.
         """
         try:
-            self.validate(prompt_ids, params)
+            self.checks.validate(prompt_ids, params)
             job = Job(
                 id=job_id,
                 number=next(self._numbers),
@@ -252,51 +216,6 @@ class Engine:
             num_host_blocks=host.num_blocks,
             free_host_blocks=host.num_free,
         )
-
-    def clip_max_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
-        """``params`` with max_tokens lowered to what the model and its KV cache leave room for.
-
-        At least 1 stays, so that ``submit`` refuses a prompt that leaves none.
-
-        Raises InvalidRequestError: min_tokens do not fit.
-        """
-        limit = min(self.model_config.max_model_len, self._kv_capacity())
-        room = max(1, limit - len(prompt_ids))
-        return replace(params, max_tokens=min(params.max_tokens, room))
-
-    def validate(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raises InvalidRequestError if this model and cache can never serve such a job."""
-        vocab_size = self.model_config.vocab_size
-        if len(prompt_ids) == 0:
-            raise InvalidRequestError("input_ids", "no tokens", "must have at least one token")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
-            bad = next(token for token in prompt_ids if not 0 <= token < vocab_size)
-            raise InvalidRequestError("input_ids", bad, f"token ids are 0 to {vocab_size - 1}")
-        limit = self.model_config.max_model_len
-        total = len(prompt_ids) + params.max_tokens
-        if len(prompt_ids) >= limit:
-            raise InvalidRequestError(
-                "text_input", f"{len(prompt_ids)} tokens", f"the model takes at most {limit - 1}"
-            )
-        if total > limit:
-            raise InvalidRequestError(
-                "max_tokens",
-                params.max_tokens,
-                f"the prompt has {len(prompt_ids)} tokens and the model takes {limit} in all, "
-                f"so at most {limit - len(prompt_ids)}",
-            )
-        capacity = self._kv_capacity()
-        if total > capacity:
-            raise InvalidRequestError(
-                "max_tokens",
-                params.max_tokens,
-                f"prompt and output together are {total} tokens and the KV cache holds {capacity}",
-            )
-
-    def _kv_capacity(self) -> int:
-        """Tokens whose KV the device holds."""
-        device = self._loop.kv.tiers.device
-        return device.num_blocks * device.block_size
 
     def _admit(self, job: Job) -> None:
         limit = self.config.scheduler.max_queued_requests
@@ -476,6 +395,11 @@ class Engine:
         )
         costs = SwapCosts(self.profile, ready.block_bytes, link_of(ready))
         return KVManager(tiers, policy, config, costs, self.counters)
+
+    def _kv_capacity(self) -> int:
+        """Tokens whose KV the device holds."""
+        device = self._loop.kv.tiers.device
+        return device.num_blocks * device.block_size
 
     def _describe_ranks(self) -> str:
         ready, kv_config = self._ready, self.config.kv_cache

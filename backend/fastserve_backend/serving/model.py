@@ -124,9 +124,9 @@ class TritonPythonModel:
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         wanted = decode_request(tensors, request.parameters())
         if wanted.text is not None:
-            prompt_ids = engine.encode(wanted.text)
+            prompt_ids = engine.checks.encode(wanted.text)
         elif wanted.messages is not None:
-            prompt_ids = engine.encode_chat(wanted.messages)
+            prompt_ids = engine.checks.encode_chat(wanted.messages)
         else:
             assert wanted.input_ids is not None
             prompt_ids = wanted.input_ids
@@ -143,7 +143,7 @@ class TritonPythonModel:
         stream.expect(encoder, stream=wanted.stream)
         params = wanted.params
         if wanted.clip_max_tokens:
-            params = engine.clip_max_tokens(prompt_ids, params)
+            params = engine.checks.clip_max_tokens(prompt_ids, params)
         number = engine.submit(_job_id(request), prompt_ids, params, stream.push)
         stream.accepted(lambda: engine.cancel(number))
 

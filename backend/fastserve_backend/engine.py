@@ -18,6 +18,7 @@ from fastserve_backend.clock import Clock, MonotonicClock
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.delivery import Delivery
+from fastserve_backend.engine_picture import take_picture
 from fastserve_backend.errors import (
     DrainingError,
     EngineError,
@@ -47,6 +48,7 @@ from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.scheduler.registry import make_policy
 from fastserve_backend.step_loop import StepLoop
 from fastserve_backend.supervision import RankStart
+from fastserve_backend.watches import StateSink, Watches
 from fastserve_backend.worker.messages import Ready, Setup, Step
 
 # How often an idle engine looks whether its ranks are alive.
@@ -100,6 +102,7 @@ class Engine:
         self._profiled: LatencyProfile | None = None  # by whoever starts ranks
         self._check_integrity = check_integrity
         self._limiter = RestartLimiter()
+        self._watches = Watches()
         self._inbox: queue.SimpleQueue[Job | int | _Stop | _Wake] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._numbers = itertools.count()
@@ -156,6 +159,7 @@ class Engine:
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new jobs and wait until none is left; False if some are after ``timeout_s``."""
+        self._watches.close()
         with self._admission:
             self._draining = True
             return self._admission.wait_for(lambda: self._num_unfinished == 0, timeout_s)
@@ -201,6 +205,24 @@ class Engine:
     def cancel(self, number: int) -> None:
         """End the job with CANCELLED after the running iteration; unknown numbers are ignored."""
         self._inbox.put(number)
+
+    def watch(self, interval_s: float, sink: StateSink) -> int:
+        """Show ``sink`` the engine every ``interval_s``, beginning now; returns a number for
+        ``unwatch``. Costs the engine's thread a picture each time, and no job anything else.
+
+        Raises:
+            OverloadedError, DrainingError: not now.
+            EngineError: the engine is broken.
+        """
+        if self.failure is not None:
+            raise EngineError(self.failure)
+        number = self._watches.add(interval_s, sink)
+        self._inbox.put(_Wake())
+        return number
+
+    def unwatch(self, number: int) -> None:
+        """No further pictures, and no end either; unknown numbers are ignored."""
+        self._watches.remove(number)
 
     def snapshot(self) -> EngineSnapshot:
         """For metrics and tests, from any thread."""
@@ -311,9 +333,11 @@ class Engine:
 
     def _take_inbox(self, *, wait: bool) -> bool:
         """Arrivals and cancellations; with ``wait``, waits for one a while. False to stop."""
+        self._show_watchers()
+        timeout_s = min(IDLE_CHECK_S, self._watches.due_in_s(self.clock.now()))
         while True:
             try:
-                item = self._inbox.get(block=wait, timeout=IDLE_CHECK_S)
+                item = self._inbox.get(block=wait, timeout=timeout_s)
             except queue.Empty:
                 return True
             wait = False
@@ -324,10 +348,20 @@ class Engine:
             elif isinstance(item, int):
                 self._loop.cancel(item)
 
+    def _show_watchers(self) -> None:
+        now = self.clock.now()
+        if self._watches.due_in_s(now) > 0:
+            return
+        policy = self.config.scheduler.policy
+        self._watches.show(
+            now, take_picture(now, policy, self._loop, self.snapshot(), self.counters)
+        )
+
     def _fail(self, reason: str) -> None:
         """Refuse new jobs from now on and end all that are left with ERROR."""
         with self._admission:
             self.failure = reason
+        self._watches.close()
         while True:
             try:
                 item = self._inbox.get_nowait()

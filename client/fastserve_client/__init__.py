@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastserve_client.endpoint import DEFAULT_URL, Endpoint
+    from fastserve_client.engine_state import EngineState
     from fastserve_client.errors import (
         ClientError,
         ConnectionFailed,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         ServerUnavailable,
     )
     from fastserve_client.grpc_aio_client import AsyncFastServeClient, AsyncTokenStream
+    from fastserve_client.grpc_aio_watch import AsyncEngineWatch
     from fastserve_client.grpc_client import FastServeClient, TokenStream
     from fastserve_client.options import Message, Prompt, SamplingOptions
     from fastserve_client.results import Chunk, Completion, PerfMetrics, TokenLogprob
@@ -37,6 +39,8 @@ __all__ = [
     "TokenStream",
     "AsyncFastServeClient",
     "AsyncTokenStream",
+    "AsyncEngineWatch",
+    "EngineState",
     "Prompt",
     "Message",
     "SamplingOptions",
@@ -61,6 +65,8 @@ _MODULES = {
     "TokenStream": "grpc_client",
     "AsyncFastServeClient": "grpc_aio_client",
     "AsyncTokenStream": "grpc_aio_client",
+    "AsyncEngineWatch": "grpc_aio_watch",
+    "EngineState": "engine_state",
     "Prompt": "options",
     "Message": "options",
     "SamplingOptions": "options",

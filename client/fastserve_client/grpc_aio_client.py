@@ -14,7 +14,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from fastserve_client import protocol
 from fastserve_client.endpoint import DEFAULT_URL, Endpoint
 from fastserve_client.errors import RequestCancelled, ServerUnavailable
-from fastserve_client.grpc_codec import build_request
+from fastserve_client.grpc_aio_watch import AsyncEngineWatch
+from fastserve_client.grpc_codec import build_request, build_watch_request
 from fastserve_client.grpc_exchange import CHANNEL_OPTIONS, READY_TIMEOUT_S, Exchange
 from fastserve_client.results import Chunk, Completion
 from fastserve_client.retry import RetryPolicy
@@ -96,6 +97,21 @@ class AsyncFastServeClient:
         )
         async with self._start(request, timeout_s) as chunks:
             return Completion.from_chunks([chunk async for chunk in chunks])
+
+    def watch(self, interval_s: float = 0.5) -> AsyncEngineWatch:
+        """Pictures of the engine, one every ``interval_s`` seconds (from 0.05 to 10).
+
+        Not a coroutine: ``async for state in client.watch()``. It is no job and needs no place in
+        the queue; the server takes a few watchers at a time.
+
+        Raises:
+            InvalidRequest: the interval is no number of seconds. (What the server refuses is
+                raised by the iteration: see ``AsyncEngineWatch``.)
+        """
+        request = build_watch_request(self.model, interval_s)
+        return AsyncEngineWatch(
+            self._stub.ModelStreamInfer, request, str(self.endpoint), self._closed
+        )
 
     async def is_ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
         """Whether the server says that the model takes requests; False also where none answers."""

@@ -86,6 +86,43 @@ def parse_response(response: Any) -> Chunk:
         ) from error
 
 
+def build_watch_request(model: str, interval_s: float) -> Any:
+    """A ``ModelInferRequest`` for pictures of the engine; the server checks the interval.
+
+    Raises:
+        InvalidRequest: an interval that the wire cannot carry.
+    """
+    request = service_pb2.ModelInferRequest(model_name=model)
+    try:
+        raw = struct.pack("<i", round(interval_s * 1000))
+    except (struct.error, ValueError, OverflowError):
+        raise InvalidRequest(
+            f"interval_s: got {interval_s!r}; must be a number of seconds"
+        ) from None
+    _add_tensor(request, protocol.WATCH_INTERVAL_MS, "INT32", 1, raw)
+    _add_tensor(request, protocol.STREAM, "BOOL", 1, b"\x01")
+    return request
+
+
+def parse_engine_state(response: Any) -> str:
+    """The JSON of the picture in a ``ModelInferResponse``.
+
+    Raises:
+        ServerError: there is none.
+    """
+    try:
+        (output,), (raw,) = response.outputs, response.raw_output_contents
+        if output.name != protocol.ENGINE_STATE:
+            raise ValueError(f"output {output.name!r}")
+        (text,) = _decode_strings(raw)
+        return text
+    except (ValueError, struct.error) as error:
+        raise ServerError(
+            f"cannot read the picture of model {response.model_name!r}: {error}; is it a "
+            "fastserve model of this version?"
+        ) from error
+
+
 def _add_tensor(request: Any, name: str, datatype: str, length: int, raw: bytes) -> None:
     request.inputs.add(name=name, datatype=datatype, shape=[length])
     request.raw_input_contents.append(raw)

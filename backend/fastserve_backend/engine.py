@@ -353,9 +353,7 @@ class Engine:
         if self._watches.due_in_s(now) > 0:
             return
         policy = self.config.scheduler.policy
-        self._watches.show(
-            now, take_picture(now, policy, self._loop, self.snapshot(), self.counters)
-        )
+        self._watches.show(now, take_picture(now, policy, self._loop, self.counters))
 
     def _fail(self, reason: str) -> None:
         """Refuse new jobs from now on and end all that are left with ERROR."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import chain, islice
 
 from fastserve_client.engine_state import (
@@ -16,7 +15,7 @@ from fastserve_client.engine_state import (
 )
 
 from fastserve_backend import job as jobs
-from fastserve_backend.counters import EngineCounters, EngineSnapshot
+from fastserve_backend.counters import EngineCounters
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
 from fastserve_backend.scheduler.base import Policy
@@ -25,11 +24,7 @@ from fastserve_backend.step_loop import StepLoop
 
 
 def take_picture(
-    now: float,
-    policy_name: str,
-    loop: StepLoop,
-    snapshot: EngineSnapshot,
-    counters: EngineCounters,
+    now: float, policy_name: str, loop: StepLoop, counters: EngineCounters
 ) -> EngineState:
     """The engine between two turns; only for the thread that calls ``loop.turn``.
 
@@ -38,22 +33,23 @@ def take_picture(
     Args:
         now: of the engine's clock, seconds.
     """
-    policy = loop.policy
+    policy, tiers = loop.policy, loop.kv.tiers
+    running = [job for job in loop.jobs if job.state is jobs.JobState.RUNNING]
+    others = (job for job in loop.jobs if job.state is not jobs.JobState.RUNNING)
+    listed = islice(chain(running, others), MAX_LISTED_JOBS)
     queues = policy if isinstance(policy, MLFQ) else None
     return EngineState(
         time_s=now,
         policy=policy_name,
         policy_description=policy.describe(),
         levels=_levels(policy),
-        jobs=tuple(_job(job, now, loop.kv.tiers) for job in _listed(loop.jobs)),
-        running=snapshot.running,
-        waiting=snapshot.waiting,
-        swapped=snapshot.swapped,
-        block_size=loop.kv.tiers.device.block_size,
-        device=TierState(snapshot.num_blocks - snapshot.free_blocks, snapshot.num_blocks),
-        host=TierState(
-            snapshot.num_host_blocks - snapshot.free_host_blocks, snapshot.num_host_blocks
-        ),
+        jobs=tuple(_job(job, now, tiers) for job in listed),
+        running=len(running),
+        waiting=len(loop.jobs) - len(running),
+        swapped=loop.kv.num_swapped_out,
+        block_size=tiers.device.block_size,
+        device=TierState(tiers.device.num_used, tiers.device.num_blocks),
+        host=TierState(tiers.host.num_used, tiers.host.num_blocks),
         totals=Totals(
             prompt_tokens=counters.prompt_tokens,
             generation_tokens=counters.generation_tokens,
@@ -74,13 +70,6 @@ def _levels(policy: Policy) -> tuple[LevelState, ...]:
     return tuple(
         LevelState(quantum_s, size) for quantum_s, size in zip(quanta_s, sizes, strict=True)
     )
-
-
-def _listed(unfinished: Iterable[Job]) -> Iterable[Job]:
-    running, others = [], []
-    for job in unfinished:
-        (running if job.state is jobs.JobState.RUNNING else others).append(job)
-    return islice(chain(running, others), MAX_LISTED_JOBS)
 
 
 def _job(job: Job, now: float, tiers: TwoTierKV) -> JobState:

@@ -7,20 +7,21 @@ from itertools import chain, islice
 from fastserve_client.engine_state import (
     MAX_LISTED_JOBS,
     EngineState,
-    JobState,
     LevelState,
+    ListedJob,
     State,
     TierState,
     Totals,
 )
 
-from fastserve_backend import job as jobs
 from fastserve_backend.counters import EngineCounters
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, JobState
 from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
 from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.scheduler.mlfq import MLFQ
 from fastserve_backend.step_loop import StepLoop
+
+_RUNNING = JobState.RUNNING
 
 
 def take_picture(
@@ -34,8 +35,8 @@ def take_picture(
         now: of the engine's clock, seconds.
     """
     policy, tiers = loop.policy, loop.kv.tiers
-    running = [job for job in loop.jobs if job.state is jobs.JobState.RUNNING]
-    others = (job for job in loop.jobs if job.state is not jobs.JobState.RUNNING)
+    running = [job for job in loop.jobs if job.state is _RUNNING]
+    others = (job for job in loop.jobs if job.state is not _RUNNING)
     listed = islice(chain(running, others), MAX_LISTED_JOBS)
     queues = policy if isinstance(policy, MLFQ) else None
     return EngineState(
@@ -72,8 +73,8 @@ def _levels(policy: Policy) -> tuple[LevelState, ...]:
     )
 
 
-def _job(job: Job, now: float, tiers: TwoTierKV) -> JobState:
-    return JobState(
+def _job(job: Job, now: float, tiers: TwoTierKV) -> ListedJob:
+    return ListedJob(
         number=job.number,
         state=_state(job, tiers),
         level=job.queue_level,
@@ -87,7 +88,7 @@ def _job(job: Job, now: float, tiers: TwoTierKV) -> JobState:
 
 
 def _state(job: Job, tiers: TwoTierKV) -> State:
-    if job.state is jobs.JobState.RUNNING:
+    if job.state is _RUNNING:
         return "running"
     transfer = tiers.transfer(job.number)
     if transfer is not None and transfer.kind is TransferKind.SWAP_OUT:
@@ -96,4 +97,4 @@ def _state(job: Job, tiers: TwoTierKV) -> State:
         return "swapping_in"
     if tiers.is_swapped_out(job.number):
         return "swapped"
-    return "waiting" if job.state is jobs.JobState.WAITING else "preempted"
+    return "waiting" if job.state is JobState.WAITING else "preempted"

@@ -17,7 +17,7 @@ State = Literal["waiting", "running", "preempted", "swapping_out", "swapped", "s
 
 
 @dataclass(frozen=True, slots=True)
-class JobState:
+class ListedJob:
     """One unfinished job."""
 
     number: int
@@ -82,7 +82,7 @@ class EngineState:
     """One line with the policy's derived values."""
     levels: tuple[LevelState, ...]
     """Queues, highest first; policies without queues have one."""
-    jobs: tuple[JobState, ...]
+    jobs: tuple[ListedJob, ...]
     """At most ``MAX_LISTED_JOBS``: those that run, then the others, in order of arrival."""
     running: int
     waiting: int
@@ -103,7 +103,7 @@ class EngineState:
             **{
                 **fields,
                 "levels": tuple(LevelState(**level) for level in fields["levels"]),
-                "jobs": tuple(JobState(**job) for job in fields["jobs"]),
+                "jobs": tuple(ListedJob(**job) for job in fields["jobs"]),
                 "device": TierState(**fields["device"]),
                 "host": TierState(**fields["host"]),
                 "totals": Totals(**fields["totals"]),

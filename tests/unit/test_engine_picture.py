@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from fastserve_backend import job as jobs
 from fastserve_backend.engine_picture import take_picture
 from fastserve_backend.errors import DrainingError, OverloadedError
+from fastserve_backend.job import JobState
 from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_backend.watches import MAX_WATCHES, Watches
-from fastserve_client.engine_state import MAX_LISTED_JOBS, EngineState, JobState
+from fastserve_client.engine_state import MAX_LISTED_JOBS, EngineState, ListedJob
 from jobs import make_job
 from loop_driver import Rig
 from policies import POLICIES, make, one_job, skip_join
@@ -42,10 +42,10 @@ def test_a_job_from_arrival_to_preemption() -> None:
     assert picture(rig).jobs == ()
     rig.loop.add(make_job(7, 8, max_tokens=30))
     (job,) = picture(rig).jobs
-    assert job == JobState(7, "waiting", 3, 8, 0, 0, 0, 0.0, 0)
+    assert job == ListedJob(7, "waiting", 3, 8, 0, 0, 0, 0.0, 0)
     rig.turn()  # 8 s of prefill, a whole quantum of the queue that it joined
     (job,) = picture(rig).jobs
-    assert job == JobState(7, "running", 4, 8, 1, 2, 0, 0.0, 0)
+    assert job == ListedJob(7, "running", 4, 8, 1, 2, 0, 0.0, 0)
     rig.loop.add(make_job(8, 1, max_tokens=2, arrival_s=8.0))
     rig.turn()
     running, waiting = picture(rig).jobs
@@ -65,7 +65,7 @@ def test_kv_on_its_way_and_on_the_host() -> None:
     job = make_job(0, 8, max_tokens=30)
     rig.loop.add(job)
     rig.turn()
-    job.state = jobs.JobState.PREEMPTED
+    job.state = JobState.PREEMPTED
     tiers = rig.loop.kv.tiers
 
     def seen() -> tuple[str, int, int, int, int]:

@@ -1,5 +1,6 @@
-// The queues as lanes, and the jobs in them. Places are computed and set as transforms, which CSS
-// animates: nothing is measured while pictures come, so a picture causes no forced layout.
+// The queues as lanes, and the jobs in them. Places are computed and set as transforms: nothing is
+// measured while pictures come, so a picture forces no layout. Blocks glide to their places (CSS
+// animates the transform), but with many of them only those that change lanes do.
 
 const LABELS_PX = 116;
 const COUNT_PX = 44;
@@ -8,6 +9,7 @@ const LABEL_FITS_PX = 30;
 const FADE_MS = 300;
 // The last queues hold jobs longer than most servers ever see: they appear when they are reached.
 const LEAST_LANES = 8;
+const MOST_GLIDING = 48;
 const NAMES = {
   waiting: "waiting, never ran",
   running: "running",
@@ -30,6 +32,7 @@ export class Queues {
     new ResizeObserver(() => (this.width = lanes.clientWidth)).observe(lanes);
     lanes.addEventListener("pointermove", (event) => this.showDetails(event));
     lanes.addEventListener("pointerleave", () => (tip.hidden = true));
+    lanes.addEventListener("transitionend", ({ target }) => target.classList.remove("glide"));
   }
 
   show(state) {
@@ -113,6 +116,8 @@ export class Queues {
     const { style } = block.element;
     if (block.width !== width) style.width = `${(block.width = width)}px`;
     if (block.x !== x || block.y !== y) {
+      const glides = block.y !== y || this.blocks.size <= MOST_GLIDING;
+      if (glides && !Number.isNaN(block.x)) block.element.classList.add("glide");
       [block.x, block.y] = [x, y];
       style.transform = `translate(${x}px, ${y}px)`;
     }
@@ -153,9 +158,10 @@ function makeRow(lanes, index) {
   return { row, quantum, count };
 }
 
-// Wider with more tokens, but a hundred times the tokens are not a hundred times the width.
+// Wider with more tokens, but a hundred times the tokens are not a hundred times the width. In
+// steps, so that a token more does not move all that stand behind.
 function naturalWidth(job) {
-  return 14 + 9 * Math.log2(1 + (job.prompt_tokens + job.output_tokens) / 12);
+  return 14 + 3 * Math.round(3 * Math.log2(1 + (job.prompt_tokens + job.output_tokens) / 12));
 }
 
 function seconds(value) {

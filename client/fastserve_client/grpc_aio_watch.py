@@ -28,8 +28,8 @@ class AsyncEngineWatch(AsyncIterator[EngineState]):
 
     The server ends a watch after some seconds; this one then asks again by itself.
 
-    Leaving the ``async with`` block, ``close()``, or cancelling the task that iterates ends the
-    watch on the server.
+    Leaving the ``async with`` block, ``close()``, cancelling the task that iterates, or dropping
+    the last reference ends the watch on the server.
 
     Iterating raises:
         InvalidRequest, ServerUnavailable (too many watch, or it shuts down), ConnectionFailed,
@@ -104,6 +104,10 @@ class AsyncEngineWatch(AsyncIterator[EngineState]):
         self._closed = True
         if self._call is not None:
             self._call.cancel()
+
+    def __del__(self) -> None:
+        if self._call is not None:
+            self._call.cancel()  # its own objects refer to each other, and live on
 
     async def __aenter__(self) -> Self:
         return self

@@ -83,12 +83,13 @@ def test_a_gateway_that_ends_does_not_wait_for_viewers(
         assert ending.process.wait(STOP_LIMIT_S) == 0
 
 
-def test_without_a_server_viewers_are_told_and_nothing_of_it(tmp_path: Path) -> None:
+def test_without_a_server_viewers_are_told_but_not_where_it_is(tmp_path: Path) -> None:
     with running_gateway("grpc://127.0.0.1:9", tmp_path / "gateway.log") as lonely:
         with events(lonely) as viewer:
             errors = [next(viewer)["error"] for _ in range(2)]
-        assert errors[0]["message"] == "the model server takes no requests now"
+        assert errors[0]["message"] == "the model server does not answer"
         assert errors[0] == errors[1]
+        assert lonely.log().count("the live view has no pictures") == 1
 
 
 # --- the feed itself ----------------------------------------------------------------------------
@@ -128,7 +129,8 @@ async def test_the_server_is_watched_only_while_somebody_looks(endpoints: Endpoi
             await asyncio.wait_for(accepted(watch), DEADLINE_S)
         again = feed.events()
         await asyncio.wait_for(anext(again), DEADLINE_S)
-        assert "error" in await picture(again)  # and there is none for it now
+        error = (await picture(again))["error"]  # and there is none for it now
+        assert "others watch already" in error["message"]
         await again.aclose()
 
 

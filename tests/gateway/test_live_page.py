@@ -208,7 +208,7 @@ def test_chat_and_a_server_that_is_restarted(page: Page, tmp_path: Path) -> None
             pid = server.runtime.stub_pid()
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-            page.until(lambda: page.text("status").startswith("no server"))
+            page.until(lambda: page.text("status").startswith("the model server"))
             page.until_live()  # restarted, and found again
             page.say("And of Spain?", 8)
             page.until(lambda: len(page.answers()) == 2 and not page.is_writing())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 
-from fastserve_client.errors import ClientError
+from fastserve_client.errors import ClientError, ConnectionFailed, ServerUnavailable
 from fastserve_client.gateway.answer import event
-from fastserve_client.gateway.errors import ApiError, from_client_error
+from fastserve_client.gateway.errors import ApiError
 from fastserve_client.grpc_aio_client import AsyncFastServeClient
 from fastserve_client.retry import FIRST_DELAY_S, MAX_DELAY_S
+
+logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.1
 MAX_VIEWERS = 64
@@ -68,7 +71,9 @@ class LiveFeed:
                         self._show(f"data: {await watch.next_json()}\n\n".encode())
                         delay_s = FIRST_DELAY_S
             except ClientError as error:
-                self._show(event(from_client_error(error, {}).body))
+                if delay_s == FIRST_DELAY_S:  # not each time that it is tried again
+                    logger.warning("the live view has no pictures: %s", error)
+                self._show(event(_lost(error).body))
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
@@ -77,3 +82,13 @@ class LiveFeed:
             if unread.full():
                 unread.get_nowait()
             unread.put_nowait(one)
+
+
+def _lost(error: ClientError) -> ApiError:
+    """What viewers are told: no addresses, which are the operator's affair."""
+    reason = "failed; see the gateway's log"
+    if isinstance(error, ConnectionFailed):
+        reason = "does not answer"
+    elif isinstance(error, ServerUnavailable):
+        reason = f"says: {error}"
+    return ApiError(503, f"the model server {reason}")

@@ -102,7 +102,7 @@ async function readPictures(signal) {
   for await (const data of events(response)) {
     const state = JSON.parse(data);
     if (state.error) {
-      status("lost", `no server: ${state.error.message}`);
+      status("lost", `${state.error.message}; trying again`);
       continue;
     }
     status("live", "live");

@@ -13,12 +13,12 @@ import random
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from fastserve_backend.clock import Clock, MonotonicClock
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.delivery import Delivery
+from fastserve_backend.engine_picture import take_picture
 from fastserve_backend.errors import (
     DrainingError,
     EngineError,
@@ -35,20 +35,21 @@ from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.latency_histograms import LatencyHistograms
-from fastserve_backend.models.chat_template import Message
 from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.models.partition import check_parallel
-from fastserve_backend.models.tokenizer import TokenizationError, Tokenizer, load_tokenizer
+from fastserve_backend.models.tokenizer import Tokenizer, load_tokenizer
 from fastserve_backend.profile.correction import CorrectedLatency
 from fastserve_backend.profile.latency import Identity, LatencyProfile
 from fastserve_backend.profile.loads import Limits
 from fastserve_backend.profile.measure import cache_path, link_of, load_or_measure
+from fastserve_backend.request_checks import RequestChecks
 from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.sampling_params import MAX_SEED, SamplingParams
 from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.scheduler.registry import make_policy
 from fastserve_backend.step_loop import StepLoop
 from fastserve_backend.supervision import RankStart
+from fastserve_backend.watches import StateSink, Watches
 from fastserve_backend.worker.messages import Ready, Setup, Step
 
 # How often an idle engine looks whether its ranks are alive.
@@ -73,6 +74,7 @@ class Engine:
     tokenizer: Tokenizer
     model_config: ModelConfig
     profile: CorrectedLatency
+    checks: RequestChecks
 
     def __init__(
         self,
@@ -101,6 +103,7 @@ class Engine:
         self._profiled: LatencyProfile | None = None  # by whoever starts ranks
         self._check_integrity = check_integrity
         self._limiter = RestartLimiter()
+        self._watches = Watches()
         self._inbox: queue.SimpleQueue[Job | int | _Stop | _Wake] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._numbers = itertools.count()
@@ -148,6 +151,7 @@ class Engine:
             on_iteration=self._observe,
             check_integrity=self._check_integrity,
         )
+        self.checks = RequestChecks(self.model_config, self.tokenizer, self._kv_capacity)
         _log.info(
             "ready: %s, %s, %s", self.config.model.model, self._describe_ranks(), policy.describe()
         )
@@ -156,6 +160,7 @@ class Engine:
 
     def drain(self, timeout_s: float) -> bool:
         """Refuse new jobs and wait until none is left; False if some are after ``timeout_s``."""
+        self._watches.close()
         with self._admission:
             self._draining = True
             return self._admission.wait_for(lambda: self._num_unfinished == 0, timeout_s)
@@ -171,43 +176,6 @@ class Engine:
 
     # --- Jobs ---------------------------------------------------------------------------------
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises:
-            InvalidRequestError: nothing to continue, or too long for the model (a text that is
-                hopelessly long is refused before it costs the time to tokenize it).
-        """
-        self._check_length("text_input", len(text))
-        try:
-            ids = self.tokenizer.encode(text)
-        except TokenizationError as error:
-            raise InvalidRequestError("text_input", text, str(error)) from None
-        if not ids:
-            raise InvalidRequestError("text_input", text, "must give at least one token")
-        return ids
-
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the prompt that the model's chat template makes of a conversation.
-
-        Raises:
-            InvalidRequestError: no template, messages that it refuses, or too long for the model.
-        """
-        num_chars = sum(len(message["content"]) for message in messages)
-        self._check_length("messages", num_chars)
-        try:
-            return self.tokenizer.encode_chat(messages)
-        except TokenizationError as error:
-            given = f"{len(messages)} messages"
-            raise InvalidRequestError("messages", given, str(error)) from None
-
-    def _check_length(self, field: str, num_chars: int) -> None:
-        max_tokens = self.model_config.max_model_len - 1
-        if num_chars > max_tokens * self.tokenizer.max_token_bytes:
-            raise InvalidRequestError(
-                field, f"{num_chars} characters", f"the model takes at most {max_tokens} tokens"
-            )
-
     def submit(
         self, job_id: str, prompt_ids: Sequence[int], params: SamplingParams, sink: OutputSink
     ) -> int:
@@ -219,7 +187,7 @@ class Engine:
             EngineError: the engine is broken.
         """
         try:
-            self.validate(prompt_ids, params)
+            self.checks.validate(prompt_ids, params)
             job = Job(
                 id=job_id,
                 number=next(self._numbers),
@@ -239,54 +207,27 @@ class Engine:
         """End the job with CANCELLED after the running iteration; unknown numbers are ignored."""
         self._inbox.put(number)
 
+    def watch(self, interval_s: float, sink: StateSink) -> int:
+        """Show ``sink`` the engine every ``interval_s``, beginning now; returns a number for
+        ``unwatch``. Costs the engine's thread a picture each time, and no job anything else.
+
+        Raises:
+            OverloadedError, DrainingError: not now.
+            EngineError: the engine is broken.
+        """
+        if self.failure is not None:
+            raise EngineError(self.failure)
+        number = self._watches.add(interval_s, sink)
+        self._inbox.put(_Wake())
+        return number
+
+    def unwatch(self, number: int) -> None:
+        """No further pictures, and no end either; unknown numbers are ignored."""
+        self._watches.remove(number)
+
     def snapshot(self) -> EngineSnapshot:
         """For metrics and tests, from any thread."""
         return self._loop.snapshot(self._num_unfinished)
-
-    def clip_max_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
-        """``params`` with max_tokens lowered to what the model and its KV cache leave room for.
-
-        At least 1 stays, so that ``submit`` refuses a prompt that leaves none.
-
-        Raises InvalidRequestError: min_tokens do not fit.
-        """
-        limit = min(self.model_config.max_model_len, self._kv_capacity())
-        room = max(1, limit - len(prompt_ids))
-        return replace(params, max_tokens=min(params.max_tokens, room))
-
-    def validate(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raises InvalidRequestError if this model and cache can never serve such a job."""
-        vocab_size = self.model_config.vocab_size
-        if len(prompt_ids) == 0:
-            raise InvalidRequestError("input_ids", "no tokens", "must have at least one token")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
-            bad = next(token for token in prompt_ids if not 0 <= token < vocab_size)
-            raise InvalidRequestError("input_ids", bad, f"token ids are 0 to {vocab_size - 1}")
-        limit = self.model_config.max_model_len
-        total = len(prompt_ids) + params.max_tokens
-        if len(prompt_ids) >= limit:
-            raise InvalidRequestError(
-                "text_input", f"{len(prompt_ids)} tokens", f"the model takes at most {limit - 1}"
-            )
-        if total > limit:
-            raise InvalidRequestError(
-                "max_tokens",
-                params.max_tokens,
-                f"the prompt has {len(prompt_ids)} tokens and the model takes {limit} in all, "
-                f"so at most {limit - len(prompt_ids)}",
-            )
-        capacity = self._kv_capacity()
-        if total > capacity:
-            raise InvalidRequestError(
-                "max_tokens",
-                params.max_tokens,
-                f"prompt and output together are {total} tokens and the KV cache holds {capacity}",
-            )
-
-    def _kv_capacity(self) -> int:
-        """Tokens whose KV the device holds."""
-        device = self._loop.kv.tiers.device
-        return device.num_blocks * device.block_size
 
     def _admit(self, job: Job) -> None:
         limit = self.config.scheduler.max_queued_requests
@@ -382,9 +323,11 @@ class Engine:
 
     def _take_inbox(self, *, wait: bool) -> bool:
         """Arrivals and cancellations; with ``wait``, waits for one a while. False to stop."""
+        self._show_watchers()
+        timeout_s = min(IDLE_CHECK_S, self._watches.due_in_s(self.clock.now()))
         while True:
             try:
-                item = self._inbox.get(block=wait, timeout=IDLE_CHECK_S)
+                item = self._inbox.get(block=wait, timeout=timeout_s)
             except queue.Empty:
                 return True
             wait = False
@@ -395,10 +338,18 @@ class Engine:
             elif isinstance(item, int):
                 self._loop.cancel(item)
 
+    def _show_watchers(self) -> None:
+        now = self.clock.now()
+        if self._watches.due_in_s(now) > 0:
+            return
+        policy = self.config.scheduler.policy
+        self._watches.show(now, take_picture(now, policy, self._loop, self.counters))
+
     def _fail(self, reason: str) -> None:
         """Refuse new jobs from now on and end all that are left with ERROR."""
         with self._admission:
             self.failure = reason
+        self._watches.close()
         while True:
             try:
                 item = self._inbox.get_nowait()
@@ -466,6 +417,11 @@ class Engine:
         )
         costs = SwapCosts(self.profile, ready.block_bytes, link_of(ready))
         return KVManager(tiers, policy, config, costs, self.counters)
+
+    def _kv_capacity(self) -> int:
+        """Tokens whose KV the device holds."""
+        device = self._loop.kv.tiers.device
+        return device.num_blocks * device.block_size
 
     def _describe_ranks(self) -> str:
         ready, kv_config = self._ready, self.config.kv_cache

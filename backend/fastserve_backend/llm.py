@@ -104,7 +104,7 @@ class LLM:
         """
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         jobs = [conversations] if one else conversations
-        prompts = [self.engine.encode_chat(conversation) for conversation in jobs]  # type: ignore[arg-type]
+        prompts = [self.engine.checks.encode_chat(conversation) for conversation in jobs]  # type: ignore[arg-type]
         return self._complete(prompts, params, progress)
 
     def _complete(
@@ -119,9 +119,9 @@ class LLM:
             each = list(params)
         if len(each) != len(jobs):
             raise ValueError(f"got {len(jobs)} prompts and {len(each)} SamplingParams")
-        ids = [self.engine.encode(p) if isinstance(p, str) else p for p in jobs]
+        ids = [self.engine.checks.encode(p) if isinstance(p, str) else p for p in jobs]
         for prompt_ids, one in zip(ids, each, strict=True):
-            self.engine.validate(prompt_ids, one)
+            self.engine.checks.validate(prompt_ids, one)
         completions = [Completion(prompt) for prompt in jobs]
         outputs: queue.SimpleQueue[tuple[int, JobOutput]] = queue.SimpleQueue()
         numbers: list[int] = []

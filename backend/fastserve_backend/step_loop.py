@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,6 +101,11 @@ class StepLoop:
     def is_idle(self) -> bool:
         """No job, no token and no copy is left to work on."""
         return not self._jobs and not self._flights and not self._copies and self._delivery.is_empty
+
+    @property
+    def jobs(self) -> Collection[Job]:
+        """The unfinished ones in order of arrival; for the thread that calls ``turn`` alone."""
+        return self._jobs.values()
 
     def snapshot(self, num_unfinished: int) -> EngineSnapshot:
         """From any thread.

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastserve_client.aio_client import AsyncFastServeClient, AsyncTokenStream
+    from fastserve_client.aio_watch import AsyncEngineWatch
     from fastserve_client.client import FastServeClient, TokenStream
     from fastserve_client.endpoint import DEFAULT_HTTP_URL, DEFAULT_URL, Endpoint
+    from fastserve_client.engine_state import EngineState
     from fastserve_client.errors import (
         ClientError,
         ConnectionFailed,
@@ -37,6 +39,8 @@ __all__ = [
     "TokenStream",
     "AsyncFastServeClient",
     "AsyncTokenStream",
+    "AsyncEngineWatch",
+    "EngineState",
     "Prompt",
     "Message",
     "SamplingOptions",
@@ -62,6 +66,8 @@ _MODULES = {
     "TokenStream": "client",
     "AsyncFastServeClient": "aio_client",
     "AsyncTokenStream": "aio_client",
+    "AsyncEngineWatch": "aio_watch",
+    "EngineState": "engine_state",
     "Prompt": "options",
     "Message": "options",
     "SamplingOptions": "options",

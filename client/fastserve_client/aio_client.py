@@ -9,11 +9,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from fastserve_client import protocol
+from fastserve_client.aio_watch import AsyncEngineWatch
 from fastserve_client.client import READY_TIMEOUT_S
 from fastserve_client.endpoint import DEFAULT_URL, Endpoint
 from fastserve_client.errors import ClientError, RequestCancelled
 from fastserve_client.exchange import Exchange
-from fastserve_client.request import InferRequest, build_request
+from fastserve_client.request import InferRequest, build_request, build_watch_request
 from fastserve_client.results import Chunk, Completion
 from fastserve_client.retry import RetryPolicy
 from fastserve_client.transport import AioCall, open_aio_transport
@@ -93,6 +94,19 @@ class AsyncFastServeClient:
         )
         async with self._start(request, timeout_s) as chunks:
             return Completion.from_chunks([chunk async for chunk in chunks])
+
+    def watch(self, interval_s: float = 0.5) -> AsyncEngineWatch:
+        """Pictures of the engine, one every ``interval_s`` seconds (from 0.05 to 10).
+
+        Not a coroutine: ``async for state in client.watch()``. It is no job and needs no place in
+        the queue; the server takes a few watchers at a time.
+
+        Raises:
+            InvalidRequest: the interval is no number of seconds. (What the server refuses is
+                raised by the iteration: see ``AsyncEngineWatch``.)
+        """
+        request = build_watch_request(self.model, interval_s)
+        return AsyncEngineWatch(self._send, request, str(self.endpoint))
 
     async def is_ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
         """Whether the server says that the model takes requests; False also where none answers."""

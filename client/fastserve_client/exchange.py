@@ -6,6 +6,7 @@ import time
 
 from fastserve_client.errors import ClientError, ServerError, ServerUnavailable
 from fastserve_client.request import InferRequest
+from fastserve_client.response import Outputs, read_chunk
 from fastserve_client.results import Chunk
 from fastserve_client.retry import RetryPolicy
 
@@ -35,9 +36,14 @@ class Exchange:
             return None
         return max(0.0, self._deadline_s - time.monotonic())
 
-    def received(self, chunk: Chunk) -> Chunk:
-        """Notes that ``chunk`` has come, and returns it."""
+    def received(self, outputs: Outputs) -> Chunk:
+        """Notes that a response has come, and returns what is in it.
+
+        Raises:
+            ServerError: it cannot be read.
+        """
         self._answered = True
+        chunk = read_chunk(self.request.model, outputs)
         self._finished = chunk.finish_reason is not None
         return chunk
 

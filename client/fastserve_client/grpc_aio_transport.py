@@ -15,7 +15,7 @@ from fastserve_client.errors import RequestCancelled, error_from_message
 from fastserve_client.grpc_channel import open_channel, status_error
 from fastserve_client.grpc_codec import decode_response, encode_request
 from fastserve_client.request import InferRequest
-from fastserve_client.results import Chunk
+from fastserve_client.response import Outputs
 
 
 class AioGrpcTransport:
@@ -49,7 +49,7 @@ class AioGrpcTransport:
         await self._channel.close()
 
 
-class AioGrpcCall(AsyncIterator[Chunk]):
+class AioGrpcCall(AsyncIterator[Outputs]):
     """One ``ModelStreamInfer`` with one request."""
 
     def __init__(self, call: Any, url: str, transport_closed: asyncio.Event) -> None:
@@ -59,7 +59,7 @@ class AioGrpcCall(AsyncIterator[Chunk]):
         self._transport_closed = transport_closed
         self._cancelled = False
 
-    async def __anext__(self) -> Chunk:
+    async def __anext__(self) -> Outputs:
         try:
             response = await anext(self._responses)
         except asyncio.CancelledError:

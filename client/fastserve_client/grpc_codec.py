@@ -12,15 +12,16 @@ from typing import Any
 from tritonclient.grpc import service_pb2
 
 from fastserve_client.request import InferRequest
-from fastserve_client.response import chunk_from_outputs, unreadable
-from fastserve_client.results import Chunk
+from fastserve_client.response import Outputs, unreadable
 
 
 def encode_request(request: InferRequest) -> Any:
     """A ``ModelInferRequest``."""
     message = service_pb2.ModelInferRequest(model_name=request.model, id=request.request_id)
     for name, value in request.inputs.items():
-        if isinstance(value, str):
+        if isinstance(value, bool):
+            datatype, length, raw = "BOOL", 1, struct.pack("<?", value)
+        elif isinstance(value, str):
             data = value.encode("utf-8")
             datatype, length, raw = "BYTES", 1, struct.pack("<I", len(data)) + data
         else:
@@ -30,20 +31,18 @@ def encode_request(request: InferRequest) -> Any:
     return message
 
 
-def decode_response(response: Any) -> Chunk:
-    """The ``Chunk`` in a ``ModelInferResponse``.
+def decode_response(response: Any) -> Outputs:
+    """What a ``ModelInferResponse`` holds.
 
     Raises:
-        ServerError: the response lacks an output that every response has, or cannot be read.
+        ServerError: it cannot be read.
     """
     try:
-        return chunk_from_outputs(
-            {
-                output.name: _DECODERS[output.datatype](raw)
-                for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)
-            }
-        )
-    except (KeyError, TypeError, ValueError, struct.error) as error:
+        return {
+            output.name: _DECODERS[output.datatype](raw)
+            for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)
+        }
+    except (KeyError, ValueError, struct.error) as error:
         raise unreadable(response.model_name, error) from error
 
 

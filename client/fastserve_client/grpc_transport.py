@@ -14,7 +14,7 @@ from fastserve_client.errors import error_from_message
 from fastserve_client.grpc_channel import open_channel, status_error
 from fastserve_client.grpc_codec import decode_response, encode_request
 from fastserve_client.request import InferRequest
-from fastserve_client.results import Chunk
+from fastserve_client.response import Outputs
 
 
 class GrpcTransport:
@@ -51,14 +51,14 @@ class GrpcTransport:
         self._channel.close()
 
 
-class GrpcCall(Iterator[Chunk]):
+class GrpcCall(Iterator[Outputs]):
     """One ``ModelStreamInfer`` with one request."""
 
     def __init__(self, call: Any, url: str) -> None:
         self._call = call
         self._url = url
 
-    def __next__(self) -> Chunk:
+    def __next__(self) -> Outputs:
         try:
             response = next(self._call)
         except grpc.RpcError as error:

@@ -24,13 +24,13 @@ from fastserve_client.http_codec import (
     stream_path,
 )
 from fastserve_client.request import InferRequest
-from fastserve_client.results import Chunk
+from fastserve_client.response import Outputs
 
 _CONNECT_TIMEOUT_S = 10.0
 _HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 
-Item = Chunk | BaseException | None
-"""What a call delivers: chunks, and at last an error or, after a good end, None."""
+Item = Outputs | BaseException | None
+"""What a call delivers: responses, and at last an error or, after a good end, None."""
 
 
 class HttpSession:
@@ -153,7 +153,7 @@ class AioHttpTransport:
         await self._session.close()
 
 
-class AioHttpCall(AsyncIterator[Chunk]):
+class AioHttpCall(AsyncIterator[Outputs]):
     """One POST to ``generate_stream``."""
 
     def __init__(
@@ -163,15 +163,17 @@ class AioHttpCall(AsyncIterator[Chunk]):
         self._task = task
         self._items = items
 
-    async def __anext__(self) -> Chunk:
+    async def __anext__(self) -> Outputs:
         try:
             item = await self._items.get()
         except asyncio.CancelledError:
             self.cancel()
             raise
-        if isinstance(item, Chunk):
-            return item
-        raise StopAsyncIteration if item is None else item
+        if item is None:
+            raise StopAsyncIteration
+        if isinstance(item, BaseException):
+            raise item
+        return item
 
     def cancel(self) -> None:
         self._session.cancel(self._task)

@@ -13,8 +13,7 @@ from urllib.parse import quote
 from fastserve_client import protocol
 from fastserve_client.errors import ClientError, error_from_http, error_from_message
 from fastserve_client.request import InferRequest
-from fastserve_client.response import chunk_from_outputs, unreadable
-from fastserve_client.results import Chunk
+from fastserve_client.response import Outputs, unreadable
 
 _DATA = b"data:"
 
@@ -42,7 +41,7 @@ class EventDecoder:
         self._model = model
         self._rest = b""
 
-    def feed(self, data: bytes) -> Iterator[Chunk | ClientError]:
+    def feed(self, data: bytes) -> Iterator[Outputs | ClientError]:
         """What the events say that ``data`` completes: new text, or that the job failed.
 
         Raises:
@@ -54,19 +53,17 @@ class EventDecoder:
             if line.startswith(_DATA):
                 yield self._decode(line.removeprefix(_DATA))
 
-    def _decode(self, event: bytes) -> Chunk | ClientError:
+    def _decode(self, event: bytes) -> Outputs | ClientError:
         try:
             values = json.loads(event)
             if "error" in values:
                 return error_from_message(str(values["error"]))
             # Triton writes a list of one element as the element.
-            return chunk_from_outputs(
-                {
-                    name: value if isinstance(value, list) else [value]
-                    for name, value in values.items()
-                }
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            return {
+                name: value if isinstance(value, list) else [value]
+                for name, value in values.items()
+            }
+        except (AttributeError, TypeError, ValueError) as error:
             raise unreadable(self._model, error) from error
 
 

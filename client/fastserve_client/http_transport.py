@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.http_aio_transport import AioHttpTransport, HttpSession, Item
 from fastserve_client.request import InferRequest
-from fastserve_client.results import Chunk
+from fastserve_client.response import Outputs
 
 _CLOSE_TIMEOUT_S = 5.0
 
@@ -79,7 +79,7 @@ def _schedule_stop(loop: asyncio.AbstractEventLoop, session: HttpSession) -> Non
     asyncio.run_coroutine_threadsafe(stop(), loop)
 
 
-class HttpCall(Iterator[Chunk]):
+class HttpCall(Iterator[Outputs]):
     """One POST to ``generate_stream``; the transport lives as long as it does."""
 
     def __init__(
@@ -92,11 +92,13 @@ class HttpCall(Iterator[Chunk]):
         self._task = task
         self._items = items
 
-    def __next__(self) -> Chunk:
+    def __next__(self) -> Outputs:
         item = self._items.get()
-        if isinstance(item, Chunk):
-            return item
-        raise StopIteration if item is None else item
+        if item is None:
+            raise StopIteration
+        if isinstance(item, BaseException):
+            raise item
+        return item
 
     def cancel(self) -> None:
         self._transport.cancel(self._task)

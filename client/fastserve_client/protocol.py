@@ -36,7 +36,10 @@ MESSAGES: Final = "messages"
 """A conversation for the model's chat template: a JSON list of objects with the strings ``role``
 (such as system, user, assistant) and ``content``."""
 PROMPTS: Final = (TEXT_INPUT, INPUT_IDS, MESSAGES)
-"""A request has exactly one of them."""
+"""A request for tokens has exactly one of them."""
+WATCH_INTERVAL_MS: Final = "watch_interval_ms"
+"""In place of a prompt, with ``STREAM`` and nothing else: a response with ``ENGINE_STATE`` every so
+many milliseconds."""
 STREAM: Final = "stream"
 SAMPLING_PARAMETERS: Final = "sampling_parameters"
 """A JSON object with any of ``PARAMETER_KEYS``; a tensor of the same name beats it."""
@@ -75,6 +78,7 @@ INPUTS: Final = (
     TensorSpec(TEXT_INPUT, "BYTES"),
     TensorSpec(INPUT_IDS, "INT32", variable_length=True),
     TensorSpec(MESSAGES, "BYTES"),
+    TensorSpec(WATCH_INTERVAL_MS, "INT32"),
     TensorSpec(STREAM, "BOOL"),
     TensorSpec(SAMPLING_PARAMETERS, "BYTES"),
     TensorSpec(EXCLUDE_INPUT_IN_OUTPUT, "BOOL"),
@@ -119,6 +123,8 @@ LAST_TOKEN_TIME_NS: Final = "last_token_time_ns"
 NUM_PREEMPTIONS: Final = "num_preemptions"
 NUM_SWAPS: Final = "num_swaps"
 QUEUE_LEVEL: Final = "queue_level"
+ENGINE_STATE: Final = "engine_state"
+"""JSON of an ``engine_state.EngineState``; the only output of a request that watches."""
 
 PERF_OUTPUTS: Final = (
     TensorSpec(ARRIVAL_TIME_NS, "INT64"),
@@ -141,10 +147,15 @@ OUTPUTS: Final = (
     TensorSpec(CUMULATIVE_LOGPROB, "FP32"),
     TensorSpec(LOGPROBS_OUTPUT, "BYTES"),
     *PERF_OUTPUTS,
+    TensorSpec(ENGINE_STATE, "BYTES"),
 )
 
 PARAMETER_KEYS: Final = (
-    *(spec.name for spec in INPUTS if spec.name not in (*PROMPTS, SAMPLING_PARAMETERS)),
+    *(
+        spec.name
+        for spec in INPUTS
+        if spec.name not in (*PROMPTS, WATCH_INTERVAL_MS, SAMPLING_PARAMETERS)
+    ),
     STOP,
     LOGPROBS,
     CLIP_MAX_TOKENS,
@@ -163,6 +174,8 @@ MAX_LOGPROBS: Final = 20
 MAX_STOP_WORDS: Final = 64
 MAX_STOP_WORD_CHARS: Final = 1024
 MAX_SEED: Final = 2**64 - 1
+MIN_WATCH_INTERVAL_MS: Final = 50
+MAX_WATCH_INTERVAL_MS: Final = 10_000
 MAX_INT32: Final = 2**31 - 1
 MAX_PENALTY: Final = 2.0
 MAX_TEMPERATURE: Final = 100.0

@@ -18,8 +18,8 @@ class InferRequest:
     """One request to the model."""
 
     model: str
-    inputs: Mapping[str, str | tuple[int, ...]]
-    """Tensors by name: text that is valid UTF-8, or integers that fit 32 bits."""
+    inputs: Mapping[str, str | bool | tuple[int, ...]]
+    """Tensors by name: text that is valid UTF-8, a flag, or integers that fit 32 bits."""
     request_id: str = ""
     """Appears in the server's logs; the server makes one up for an empty one."""
 
@@ -53,6 +53,21 @@ def build_request(
     name, value = _prompt_input(prompt)
     parameters = encode_options(options, flags)
     return InferRequest(model, {name: value, protocol.SAMPLING_PARAMETERS: parameters}, request_id)
+
+
+def build_watch_request(model: str, interval_s: float) -> InferRequest:
+    """The request for pictures of the engine; the server checks the interval.
+
+    Raises:
+        InvalidRequest: an interval that the wire cannot carry.
+    """
+    try:
+        interval_ms = round(interval_s * 1000)
+    except (OverflowError, ValueError):
+        interval_ms = protocol.MAX_INT32 + 1
+    if not -protocol.MAX_INT32 <= interval_ms <= protocol.MAX_INT32:
+        raise InvalidRequest(f"interval_s: got {interval_s!r}; must be a number of seconds")
+    return InferRequest(model, {protocol.WATCH_INTERVAL_MS: (interval_ms,), protocol.STREAM: True})
 
 
 def _prompt_input(prompt: Prompt) -> tuple[str, str | tuple[int, ...]]:

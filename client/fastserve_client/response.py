@@ -1,4 +1,4 @@
-"""From the outputs of one response to a ``Chunk``, however they were sent."""
+"""What the outputs of one response mean, however they were sent."""
 
 from __future__ import annotations
 
@@ -10,13 +10,36 @@ from fastserve_client import protocol
 from fastserve_client.errors import ServerError
 from fastserve_client.results import Chunk, PerfMetrics, TokenLogprob
 
+Outputs = Mapping[str, Sequence[Any]]
+"""The elements of output tensors, by name."""
 
-def chunk_from_outputs(outputs: Mapping[str, Sequence[Any]]) -> Chunk:
-    """The ``Chunk`` that the output tensors, by name, hold.
+
+def read_chunk(model: str, outputs: Outputs) -> Chunk:
+    """The ``Chunk`` in a response with tokens.
 
     Raises:
-        KeyError, TypeError, ValueError: they are not those of a fastserve model.
+        ServerError: it is none of a fastserve model.
     """
+    try:
+        return _chunk(outputs)
+    except (KeyError, TypeError, ValueError) as error:
+        raise unreadable(model, error) from error
+
+
+def read_engine_state(model: str, outputs: Outputs) -> str:
+    """The JSON of an ``EngineState``, of a request that watches.
+
+    Raises:
+        ServerError: there is none.
+    """
+    try:
+        (state,) = outputs[protocol.ENGINE_STATE]
+        return str(state)
+    except (KeyError, ValueError) as error:
+        raise unreadable(model, error) from error
+
+
+def _chunk(outputs: Outputs) -> Chunk:
     token_ids = tuple(outputs[protocol.OUTPUT_IDS])
     logprobs = outputs.get(protocol.LOGPROBS_OUTPUT)
     return Chunk(
@@ -38,7 +61,7 @@ def unreadable(model: str, error: Exception) -> ServerError:
     )
 
 
-def _first(outputs: Mapping[str, Sequence[Any]], name: str) -> Any:
+def _first(outputs: Outputs, name: str) -> Any:
     """The only element of an output of dims [1]; ``None`` where the output is absent."""
     output = outputs.get(name)
     return output[0] if output else None
@@ -57,7 +80,7 @@ def _token_logprob(item: Mapping[str, Any]) -> TokenLogprob:
     )
 
 
-def _parse_perf(outputs: Mapping[str, Sequence[Any]]) -> PerfMetrics | None:
+def _parse_perf(outputs: Outputs) -> PerfMetrics | None:
     if protocol.ARRIVAL_TIME_NS not in outputs:
         return None
     return PerfMetrics(**{spec.name: outputs[spec.name][0] for spec in protocol.PERF_OUTPUTS})

@@ -6,16 +6,16 @@ from typing import Protocol
 
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.request import InferRequest
-from fastserve_client.results import Chunk
+from fastserve_client.response import Outputs
 
 
 class Call(Protocol):
-    """One request under way, an iterator over its chunks.
+    """One request under way, an iterator over its responses.
 
     Iterating raises ClientError. After ``cancel`` it ends, or raises RequestCancelled.
     """
 
-    def __next__(self) -> Chunk: ...
+    def __next__(self) -> Outputs: ...
 
     def cancel(self) -> None:
         """Ends the job on the server; idempotent, and from any thread or signal handler."""
@@ -38,9 +38,9 @@ class Transport(Protocol):
 
 
 class AioCall(Protocol):
-    """As ``Call``. Cancelling the task that waits for a chunk cancels the call."""
+    """As ``Call``. Cancelling the task that waits for a response cancels the call."""
 
-    async def __anext__(self) -> Chunk: ...
+    async def __anext__(self) -> Outputs: ...
 
     def cancel(self) -> None:
         """From the event loop's thread."""

@@ -9,6 +9,7 @@ import pytest
 from fastserve_client import Chunk, PerfMetrics, ServerError, TokenLogprob, protocol
 from fastserve_client.grpc_codec import decode_response, encode_request
 from fastserve_client.request import InferRequest
+from fastserve_client.response import read_chunk
 from tritonclient.grpc import InferInput, InferResult, service_pb2
 
 _SPECS = {spec.name: spec for spec in (*protocol.INPUTS, *protocol.OUTPUTS)}
@@ -50,13 +51,17 @@ def test_a_request_is_tensors_of_the_protocol() -> None:
     assert raw["sampling_parameters"] == struct.pack("<I", len(text)) + text
 
 
+def _decode(response: Any) -> Chunk:
+    return read_chunk("fastserve", decode_response(response))
+
+
 def test_a_chunk_in_the_middle() -> None:
     response = _response(text_output=["é"], output_ids=[7, 9])
-    assert decode_response(response) == Chunk(text="é", token_ids=(7, 9), finish_reason=None)
+    assert _decode(response) == Chunk(text="é", token_ids=(7, 9), finish_reason=None)
 
 
 def test_a_chunk_may_have_no_tokens() -> None:
-    chunk = decode_response(_response(text_output=[""], output_ids=[], finish_reason=["stop"]))
+    chunk = _decode(_response(text_output=[""], output_ids=[], finish_reason=["stop"]))
     assert chunk == Chunk(text="", token_ids=(), finish_reason="stop")
 
 
@@ -79,7 +84,7 @@ def test_the_last_chunk_with_everything() -> None:
         logprobs=[json.dumps(logprobs)],
         **{name: [value] for name, value in perf.items()},
     )
-    chunk = decode_response(response)
+    chunk = _decode(response)
     assert chunk.num_input_tokens == 3
     assert chunk.cumulative_logprob == -1.5
     assert chunk.logprobs == (TokenLogprob(7, " a", -0.5, (TokenLogprob(7, " a", -0.5),)),)
@@ -91,7 +96,7 @@ def test_numbers_and_strings_equal_what_tritonclient_reads() -> None:
         text_output=["日本語"], output_ids=[-1, 2**31 - 1], cumulative_logprob=[-0.1]
     )
     theirs = InferResult(response)
-    chunk = decode_response(response)
+    chunk = _decode(response)
     assert chunk.text == theirs.as_numpy("text_output")[0].decode()
     assert list(chunk.token_ids) == theirs.as_numpy("output_ids").tolist()
     assert chunk.cumulative_logprob == theirs.as_numpy("cumulative_logprob")[0]
@@ -114,9 +119,9 @@ def test_a_response_that_makes_no_sense_is_a_server_error(
     response.outputs[index].datatype = datatype
     response.raw_output_contents[index] = raw
     with pytest.raises(ServerError, match="cannot read the response of model 'fastserve'"):
-        decode_response(response)
+        _decode(response)
 
 
 def test_a_response_of_another_model_is_a_server_error() -> None:
     with pytest.raises(ServerError, match="output_ids"):
-        decode_response(_response(text_output=["a"]))
+        _decode(_response(text_output=["a"]))

@@ -16,6 +16,7 @@ from fastserve_client import (
 )
 from fastserve_client.http_codec import EventDecoder, encode_request, refusal, stream_path
 from fastserve_client.request import InferRequest
+from fastserve_client.response import read_chunk
 
 
 def _event(**values: Any) -> bytes:
@@ -24,7 +25,11 @@ def _event(**values: Any) -> bytes:
 
 def _decode(*pieces: bytes) -> Sequence[Chunk | ClientError]:
     decoder = EventDecoder("fastserve")
-    return [item for piece in pieces for item in decoder.feed(piece)]
+    return [
+        item if isinstance(item, ClientError) else read_chunk("fastserve", item)
+        for piece in pieces
+        for item in decoder.feed(piece)
+    ]
 
 
 def test_a_request_is_the_tensors_and_its_id() -> None:

@@ -62,8 +62,8 @@ def test_answers_are_the_greedy_ones_of_transformers(
     small_llm: LLM, reference: PreTrainedModel
 ) -> None:
     engine = small_llm.engine
-    prompts = [engine.encode_chat(conversation(question)) for question in QUESTIONS]
-    prompts += [engine.encode(text) for text in TEXTS]
+    prompts = [engine.checks.encode_chat(conversation(question)) for question in QUESTIONS]
+    prompts += [engine.checks.encode(text) for text in TEXTS]
     params = SamplingParams(max_tokens=80, temperature=0)
     completions = small_llm.generate(prompts, params, progress=False)
     assert sum(c.stats.num_preemptions for c in completions if c.stats is not None) > 0
@@ -91,7 +91,7 @@ def stream(llm: LLM, prompt: list[int], params: SamplingParams) -> list[JobOutpu
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_characters_of_several_tokens_are_streamed_whole(small_llm: LLM, text: str) -> None:
-    prompt = small_llm.engine.encode(text)
+    prompt = small_llm.engine.checks.encode(text)
     outputs = stream(small_llm, prompt, SamplingParams(max_tokens=40, temperature=0))
     token_ids = [token for output in outputs for token in output.token_ids]
     pieces = [output.text for output in outputs]

@@ -123,7 +123,7 @@ def test_text_prompts_are_encoded_and_results_are_in_order(llm: LLM) -> None:
     together = llm.generate(texts, greedy, progress=False)
     assert [completion.prompt for completion in together] == texts
     for text, completion in zip(texts, together, strict=True):
-        ids = llm.engine.encode(text)
+        ids = llm.engine.checks.encode(text)
         (again,) = llm.generate([ids], greedy, progress=False)
         assert again.token_ids == completion.token_ids
 

@@ -98,6 +98,29 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
     )
 
 
+def decode_watch(tensors: Mapping[str, NDArray[Any]], parameters: str) -> float | None:
+    """Seconds between two pictures of the engine; None: the request is for tokens.
+
+    Raises:
+        InvalidRequestError: the interval, or what is given beside it, is wrong.
+    """
+    name = protocol.WATCH_INTERVAL_MS
+    if name not in tensors:
+        return None
+    values = _Values(tensors, parameters)
+    for other in values.given():
+        if other not in (name, protocol.STREAM):
+            allowed = f"only {protocol.STREAM} may be given beside it"
+            raise InvalidRequestError(f"{other}, {name}", f"{other} and {name}", allowed)
+    if not values.boolean(protocol.STREAM):
+        raise InvalidRequestError(protocol.STREAM, False, f"must be true with {name}")
+    interval_ms = _to_int(name, _from_tensor(name, tensors[name]))
+    low, high = protocol.MIN_WATCH_INTERVAL_MS, protocol.MAX_WATCH_INTERVAL_MS
+    if not low <= interval_ms <= high:
+        raise InvalidRequestError(name, interval_ms, f"must be from {low} to {high}")
+    return interval_ms / 1000
+
+
 class _Prompt(NamedTuple):
     text: str | None = None
     input_ids: list[int] | None = None
@@ -107,7 +130,10 @@ class _Prompt(NamedTuple):
 def _prompt(tensors: Mapping[str, NDArray[Any]]) -> _Prompt:
     given = [name for name in protocol.PROMPTS if name in tensors]
     if len(given) != 1:
-        allowed = f"exactly one of {', '.join(protocol.PROMPTS)} is required"
+        allowed = (
+            f"exactly one of {', '.join(protocol.PROMPTS)} is required "
+            f"(or {protocol.WATCH_INTERVAL_MS})"
+        )
         what = " and ".join(given) or "none"
         raise InvalidRequestError(", ".join(given or protocol.PROMPTS), what, allowed)
     name, tensor = given[0], tensors[given[0]]
@@ -207,6 +233,11 @@ class _Values:
             if source.get(name) is not None:
                 return convert(name, source[name])
         return None
+
+    def given(self) -> list[str]:
+        """Names of all that is given, wherever."""
+        keys = [key for source in self._sources for key in source if key != GRPC_STATUS_HEADER]
+        return [*self._tensors, *keys]
 
     def boolean(self, name: str) -> bool:
         return self.get(name, _to_bool) or False

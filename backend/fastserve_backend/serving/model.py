@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import uuid
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
 
 from fastserve_backend.clock import MonotonicClock
 from fastserve_backend.config import EngineConfig
@@ -19,7 +22,7 @@ from fastserve_backend.errors import (
     InvalidRequestError,
     OverloadedError,
 )
-from fastserve_backend.serving.codec import GRPC_STATUS_HEADER, decode_request
+from fastserve_backend.serving.codec import GRPC_STATUS_HEADER, decode_request, decode_watch
 from fastserve_backend.serving.guard import ParentGuard
 from fastserve_backend.serving.metrics import MetricsPublisher
 from fastserve_backend.serving.repository import ENGINE_FILE
@@ -31,6 +34,7 @@ from fastserve_backend.serving.streaming import (
     ResponseStream,
     unexpected_error,
 )
+from fastserve_backend.serving.watching import WatchStream
 
 logger = logging.getLogger(__name__)
 
@@ -88,11 +92,17 @@ class TritonPythonModel:
             emitter = self._emitters[self._num_requests % len(self._emitters)]
             self._num_requests += 1
             errors_end_call = GRPC_STATUS_HEADER in request.parameters()
-            stream = ResponseStream(
-                request.get_response_sender(), emitter, errors_end_call=errors_end_call
-            )
+            sender = request.get_response_sender()
+            stream = ResponseStream(sender, emitter, errors_end_call=errors_end_call)
             try:
-                self._submit(request, stream)
+                tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+                interval_s = decode_watch(tensors, request.parameters())
+                if interval_s is None:
+                    self._submit(request, tensors, stream)
+                else:
+                    watch = WatchStream(sender, emitter, errors_end_call=errors_end_call)
+                    number = self._engine.watch(interval_s, watch.push)
+                    watch.accepted(partial(self._engine.unwatch, number))
             except Exception as error:
                 self._num_rejected += 1
                 stream.push(_refusal(error))
@@ -119,14 +129,15 @@ class TritonPythonModel:
         """Refuses new requests; whether all accepted ones have been answered."""
         return self._engine.drain(0.0) and not any(e.num_active for e in self._emitters)
 
-    def _submit(self, request: Any, stream: ResponseStream) -> None:
+    def _submit(
+        self, request: Any, tensors: Mapping[str, NDArray[Any]], stream: ResponseStream
+    ) -> None:
         engine = self._engine
-        tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         wanted = decode_request(tensors, request.parameters())
         if wanted.text is not None:
-            prompt_ids = engine.encode(wanted.text)
+            prompt_ids = engine.checks.encode(wanted.text)
         elif wanted.messages is not None:
-            prompt_ids = engine.encode_chat(wanted.messages)
+            prompt_ids = engine.checks.encode_chat(wanted.messages)
         else:
             assert wanted.input_ids is not None
             prompt_ids = wanted.input_ids
@@ -143,7 +154,7 @@ class TritonPythonModel:
         stream.expect(encoder, stream=wanted.stream)
         params = wanted.params
         if wanted.clip_max_tokens:
-            params = engine.clip_max_tokens(prompt_ids, params)
+            params = engine.checks.clip_max_tokens(prompt_ids, params)
         job_id = _job_id(request.request_id() or wanted.request_id)
         number = engine.submit(job_id, prompt_ids, params, stream.push)
         stream.accepted(lambda: engine.cancel(number))

@@ -5,7 +5,8 @@ cancellation poll after the FINAL flag, and an exception in ``execute`` during s
 emitter thread owns everything that happens to a request's sender, from its acceptance to FINAL.
 
 There is no back-pressure in Triton: sending to a client that has stopped reading never blocks, and
-how much it has unread cannot be seen. What one request may pile up is bounded by its max_tokens.
+how much it has unread cannot be seen. What one request may pile up is bounded by its max_tokens,
+or for one that watches the engine by time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -54,12 +56,13 @@ def unexpected_error() -> RequestError:
     return RequestError("internal error; see the server's log", pb_utils.TritonError.INTERNAL)
 
 
-def _cancelled_error() -> RequestError:
+def cancelled_error() -> RequestError:
     return RequestError("the request was cancelled", pb_utils.TritonError.CANCELLED)
 
 
-class ResponseStream:
-    """One accepted request. ``push`` may be called by any one thread; the rest is its emitter's."""
+class RequestStream(ABC):
+    """One accepted request. ``push`` of its kind hands over what is to be sent; the rest is its
+    emitter's."""
 
     def __init__(
         self, sender: ResponseSender, emitter: Emitter, *, errors_end_call: bool = False
@@ -68,81 +71,46 @@ class ResponseStream:
         self._errors_end_call = errors_end_call
         self._sender = sender
         self._emitter = emitter
-        self._pending: deque[JobOutput | RequestError] = deque()
         self._queued = False
-        self._encoder: ResponseEncoder | None = None
-        self._stream = False
-        self._cancel_job: Callable[[], None] | None = None
-        self._cancelled = False
+        self._cancel: Callable[[], None] | None = None
         self.finished = False
 
-    def expect(self, encoder: ResponseEncoder, *, stream: bool) -> None:
-        """How to answer; before the engine may call ``push``."""
-        self._encoder = encoder
-        self._stream = stream
-
-    def accepted(self, cancel_job: Callable[[], None]) -> None:
-        """The engine has the job; from now on the client's cancellation ends it."""
-        self._cancel_job = cancel_job
+    def accepted(self, cancel: Callable[[], None]) -> None:
+        """The engine has the request; from now on the client's cancellation calls ``cancel``."""
+        self._cancel = cancel
         self._emitter.watch(self)
 
-    def push(self, output: JobOutput | RequestError) -> None:
-        """Hands over new tokens, the end, or an error (which is an end too). Returns at once."""
-        self._pending.append(output)
+    @abstractmethod
+    def emit(self) -> None:
+        """Sends all that is pending as one response; with the end comes FINAL."""
+
+    @abstractmethod
+    def poll_cancellation(self) -> None:
+        """Asks Triton whether the client went away, and if so tells the engine, once."""
+
+    def abort(self) -> None:
+        """After an unexpected error: ends the request as well as possible."""
+        if self._cancel is not None:
+            self._cancel()
+        if not self.finished:
+            self._fail(unexpected_error())
+
+    def _wake(self) -> None:
+        """Something is pending. From any thread."""
         # The emitter clears the flag before it looks at what is pending, so nothing is missed.
         if not self._queued:
             self._queued = True
             self._emitter.watch(self)
 
-    def emit(self) -> None:
-        """Sends all that is pending as one response; with the end comes FINAL."""
-        self._queued = False
-        outputs: list[JobOutput] = []
-        if not self._stream and not self._ends():
-            return
-        while self._pending and not self.finished:
-            output = self._pending.popleft()
-            if isinstance(output, RequestError):
-                self._fail(output)
-            elif self._cancelled or output.finish_reason is FinishReason.CANCELLED:
-                if output.finish_reason is not None:
-                    self._fail(_cancelled_error())
-            elif output.finish_reason is FinishReason.ERROR:
-                self._fail(RequestError(output.error or "", pb_utils.TritonError.INTERNAL))
-            else:
-                outputs.append(output)
-        if outputs and not self.finished:
-            self._send(outputs)
-
-    def poll_cancellation(self) -> None:
-        """Asks Triton whether the client went away, and if so cancels the job, once."""
-        if self._cancelled or self._cancel_job is None or not self._sender.is_cancelled():
-            return
-        self._cancelled = True
-        self._cancel_job()
-
-    def abort(self) -> None:
-        """After an unexpected error: ends the request as well as possible."""
-        if self._cancel_job is not None:
-            self._cancel_job()
-        if not self.finished:
-            self._fail(unexpected_error())
-
-    def _ends(self) -> bool:
-        # Without streaming, everything waits for the end.
-        last = self._pending[-1] if self._pending else None
-        return isinstance(last, RequestError) or (
-            last is not None and last.finish_reason is not None
+    def _send(self, tensors: Tensors, *, ends: bool) -> None:
+        response = pb_utils.InferenceResponse(
+            output_tensors=[pb_utils.Tensor(name, array) for name, array in tensors]
         )
-
-    def _send(self, outputs: list[JobOutput]) -> None:
-        assert self._encoder is not None
-        response = _response(self._encoder.encode(outputs))
-        if outputs[-1].finish_reason is None:
-            self._sender.send(response)
-        else:
+        if ends:
             self.finished = True
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        else:
+            self._sender.send(response)
 
     def _fail(self, error: RequestError) -> None:
         self.finished = True
@@ -158,6 +126,63 @@ class ResponseStream:
             self._sender.send(flags=final)
 
 
+class ResponseStream(RequestStream):
+    """A request that is a job. ``push`` may be called by any one thread."""
+
+    def __init__(
+        self, sender: ResponseSender, emitter: Emitter, *, errors_end_call: bool = False
+    ) -> None:
+        super().__init__(sender, emitter, errors_end_call=errors_end_call)
+        self._pending: deque[JobOutput | RequestError] = deque()
+        self._encoder: ResponseEncoder | None = None
+        self._stream = False
+        self._cancelled = False
+
+    def expect(self, encoder: ResponseEncoder, *, stream: bool) -> None:
+        """How to answer; before the engine may call ``push``."""
+        self._encoder = encoder
+        self._stream = stream
+
+    def push(self, output: JobOutput | RequestError) -> None:
+        """Hands over new tokens, the end, or an error (which is an end too). Returns at once."""
+        self._pending.append(output)
+        self._wake()
+
+    def emit(self) -> None:
+        self._queued = False
+        outputs: list[JobOutput] = []
+        if not self._stream and not self._ends():
+            return
+        while self._pending and not self.finished:
+            output = self._pending.popleft()
+            if isinstance(output, RequestError):
+                self._fail(output)
+            elif self._cancelled or output.finish_reason is FinishReason.CANCELLED:
+                if output.finish_reason is not None:
+                    self._fail(cancelled_error())
+            elif output.finish_reason is FinishReason.ERROR:
+                self._fail(RequestError(output.error or "", pb_utils.TritonError.INTERNAL))
+            else:
+                outputs.append(output)
+        if outputs and not self.finished:
+            assert self._encoder is not None
+            ends = outputs[-1].finish_reason is not None
+            self._send(self._encoder.encode(outputs), ends=ends)
+
+    def poll_cancellation(self) -> None:
+        if self._cancelled or self._cancel is None or not self._sender.is_cancelled():
+            return
+        self._cancelled = True
+        self._cancel()
+
+    def _ends(self) -> bool:
+        # Without streaming, everything waits for the end.
+        last = self._pending[-1] if self._pending else None
+        return isinstance(last, RequestError) or (
+            last is not None and last.finish_reason is not None
+        )
+
+
 class Emitter:
     """A thread that sends the responses of its requests and polls their cancellation.
 
@@ -168,12 +193,12 @@ class Emitter:
     def __init__(self, name: str, on_end: Callable[[], None]) -> None:
         """``on_end`` is called after each request's last response; must return at once."""
         self._on_end = on_end
-        self._inbox: queue.SimpleQueue[ResponseStream | None] = queue.SimpleQueue()
-        self._active: set[ResponseStream] = set()
+        self._inbox: queue.SimpleQueue[RequestStream | None] = queue.SimpleQueue()
+        self._active: set[RequestStream] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def watch(self, stream: ResponseStream) -> None:
+    def watch(self, stream: RequestStream) -> None:
         """Something of ``stream`` is new. Thread-safe, returns at once."""
         self._inbox.put(stream)
 
@@ -203,7 +228,7 @@ class Emitter:
                     self._guarded(active, active.poll_cancellation)
                 next_poll_s = now + self._poll_interval_s()
 
-    def _guarded(self, stream: ResponseStream, action: Callable[[], None]) -> None:
+    def _guarded(self, stream: RequestStream, action: Callable[[], None]) -> None:
         if stream.finished:
             return
         try:
@@ -223,9 +248,3 @@ class Emitter:
     def _poll_interval_s(self) -> float:
         wanted = len(self._active) * _POLL_INTERVAL_PER_STREAM_S
         return min(max(wanted, _MIN_POLL_INTERVAL_S), _MAX_POLL_INTERVAL_S)
-
-
-def _response(tensors: Tensors) -> Any:
-    return pb_utils.InferenceResponse(
-        output_tensors=[pb_utils.Tensor(name, array) for name, array in tensors]
-    )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.bench.connection import Answer, Request
 from fastserve_client.errors import ConnectionFailed, ServerError
-from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.protocol import MODEL_NAME
 
 

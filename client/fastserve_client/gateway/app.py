@@ -23,6 +23,8 @@ from fastserve_client.gateway.disconnect import while_connected
 from fastserve_client.gateway.errors import ApiError, from_client_error
 from fastserve_client.gateway.event_stream import EventStream
 from fastserve_client.gateway.jobs import complete_all, stream_all
+from fastserve_client.gateway.live import live_routes
+from fastserve_client.gateway.live_feed import LiveFeed
 from fastserve_client.gateway.metrics import RequestMetrics
 from fastserve_client.gateway.schemas import ChatRequest, CompletionRequest
 
@@ -48,6 +50,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncFastServeClient(settings.url, model=settings.model) as client:
             app.state.client = client
+            app.state.live_feed = LiveFeed(client)
             yield
 
     async def require_key(request: Request) -> None:
@@ -109,7 +112,13 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
+    app.include_router(live_routes(lambda: app.state.live_feed, require_key))
     return app
+
+
+def end_live_view(app: FastAPI) -> None:
+    """The server takes no new requests: events that never end by themselves end now."""
+    app.state.live_feed.close()
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

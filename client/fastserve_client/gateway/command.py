@@ -11,10 +11,11 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import InvalidRequest
-from fastserve_client.gateway.app import GatewaySettings, create_app
+from fastserve_client.gateway.app import GatewaySettings, create_app, end_live_view
 
 # Answers that take longer are cut off when the gateway ends.
 _SHUTDOWN_TIMEOUT_S = 30
@@ -43,8 +44,9 @@ def run_gateway(
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
     with _listen(host, port) as listener:
         address = listener.getsockname()
+        app = create_app(settings)
         config = uvicorn.Config(
-            create_app(settings),
+            app,
             log_config=None,
             log_level="warning",
             access_log=False,  # /metrics counts requests, and a log of them would cost and tell
@@ -56,7 +58,19 @@ def run_gateway(
         signal.signal(signal.SIGINT, _exit)
         shown = f"[{host}]" if ":" in host else host
         on_listening(f"http://{shown}:{address[1]}")
-        uvicorn.Server(config).run(sockets=[listener])
+        _Server(config, app).run(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Does not wait for the live view, whose events end only with their reader."""
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+        super().__init__(config)
+        self._app = app
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        end_live_view(self._app)
+        await super().shutdown(sockets)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,99 @@
+"""A picture of the engine for those who watch it: immutable, and of bounded size."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+
+from fastserve_client.engine_state import (
+    MAX_LISTED_JOBS,
+    EngineState,
+    LevelState,
+    ListedJob,
+    State,
+    TierState,
+    Totals,
+)
+
+from fastserve_backend.counters import EngineCounters
+from fastserve_backend.job import Job, JobState
+from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
+from fastserve_backend.scheduler.base import Policy
+from fastserve_backend.scheduler.mlfq import MLFQ
+from fastserve_backend.step_loop import StepLoop
+
+_RUNNING = JobState.RUNNING
+
+
+def take_picture(
+    now: float, policy_name: str, loop: StepLoop, counters: EngineCounters
+) -> EngineState:
+    """The engine between two turns; only for the thread that calls ``loop.turn``.
+
+    Costs O(unfinished jobs) to find those that run, and the details of ``MAX_LISTED_JOBS``.
+
+    Args:
+        now: of the engine's clock, seconds.
+    """
+    policy, tiers = loop.policy, loop.kv.tiers
+    running = [job for job in loop.jobs if job.state is _RUNNING]
+    others = (job for job in loop.jobs if job.state is not _RUNNING)
+    listed = islice(chain(running, others), MAX_LISTED_JOBS)
+    return EngineState(
+        time_s=now,
+        policy=policy_name,
+        policy_description=policy.describe(),
+        levels=_levels(policy),
+        jobs=tuple(_job(job, now, tiers) for job in listed),
+        running=len(running),
+        waiting=len(loop.jobs) - len(running),
+        swapped=loop.kv.num_swapped_out,
+        block_size=tiers.device.block_size,
+        device=TierState(tiers.device.num_used, tiers.device.num_blocks),
+        host=TierState(tiers.host.num_used, tiers.host.num_blocks),
+        totals=Totals(
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            iterations=counters.iterations,
+            preemptions=counters.preemptions,
+            demotions=policy.num_demotions,
+            promotions=policy.num_promotions,
+            swap_out_bytes=counters.swap_out_bytes,
+            swap_in_bytes=counters.swap_in_bytes,
+            worker_restarts=counters.worker_restarts,
+        ),
+    )
+
+
+def _levels(policy: Policy) -> tuple[LevelState, ...]:
+    sizes = policy.level_sizes()
+    quanta_s = policy.quanta_s if isinstance(policy, MLFQ) else (None,) * len(sizes)
+    return tuple(
+        LevelState(quantum_s, size) for quantum_s, size in zip(quanta_s, sizes, strict=True)
+    )
+
+
+def _job(job: Job, now: float, tiers: TwoTierKV) -> ListedJob:
+    return ListedJob(
+        number=job.number,
+        state=_state(job, tiers),
+        level=job.queue_level,
+        prompt_tokens=len(job.prompt_ids),
+        output_tokens=len(job.output_ids),
+        device_blocks=tiers.device.num_held(job.number),
+        host_blocks=tiers.host.num_held(job.number),
+        waited_s=max(0.0, now - job.arrival_s - job.executed_s),
+        num_preemptions=job.num_preemptions,
+    )
+
+
+def _state(job: Job, tiers: TwoTierKV) -> State:
+    if job.state is _RUNNING:
+        return "running"
+    transfer = tiers.transfer(job.number)
+    if transfer is not None and transfer.kind is TransferKind.SWAP_OUT:
+        return "swapping_out"
+    if transfer is not None and transfer.kind is TransferKind.SWAP_IN:
+        return "swapping_in"
+    if tiers.is_swapped_out(job.number):
+        return "swapped"
+    return "waiting" if job.state is JobState.WAITING else "preempted"

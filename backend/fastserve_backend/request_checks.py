@@ -1,0 +1,104 @@
+"""From a request's prompt to token ids, and whether the model can ever serve such a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.models.chat_template import Message
+from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.tokenizer import TokenizationError, Tokenizer
+from fastserve_backend.sampling_params import SamplingParams
+
+
+class RequestChecks:
+    """Refuses what cannot be served before it becomes a job. May be called from any thread.
+
+    Args:
+        kv_capacity: tokens whose KV the device holds now; fresh ranks may hold another number.
+    """
+
+    def __init__(
+        self, model_config: ModelConfig, tokenizer: Tokenizer, kv_capacity: Callable[[], int]
+    ) -> None:
+        self._model_config = model_config
+        self._tokenizer = tokenizer
+        self._kv_capacity = kv_capacity
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            InvalidRequestError: nothing to continue, or too long for the model (a text that is
+                hopelessly long is refused before it costs the time to tokenize it).
+        """
+        self._check_length("text_input", len(text))
+        try:
+            ids = self._tokenizer.encode(text)
+        except TokenizationError as error:
+            raise InvalidRequestError("text_input", text, str(error)) from None
+        if not ids:
+            raise InvalidRequestError("text_input", text, "must give at least one token")
+        return ids
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the prompt that the model's chat template makes of a conversation.
+
+        Raises:
+            InvalidRequestError: no template, messages that it refuses, or too long for the model.
+        """
+        num_chars = sum(len(message["content"]) for message in messages)
+        self._check_length("messages", num_chars)
+        try:
+            return self._tokenizer.encode_chat(messages)
+        except TokenizationError as error:
+            given = f"{len(messages)} messages"
+            raise InvalidRequestError("messages", given, str(error)) from None
+
+    def clip_max_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
+        """``params`` with max_tokens lowered to what the model and its KV cache leave room for.
+
+        At least 1 stays, so that ``validate`` refuses a prompt that leaves none.
+
+        Raises InvalidRequestError: min_tokens do not fit.
+        """
+        limit = min(self._model_config.max_model_len, self._kv_capacity())
+        room = max(1, limit - len(prompt_ids))
+        return replace(params, max_tokens=min(params.max_tokens, room))
+
+    def validate(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises InvalidRequestError if this model and cache can never serve such a job."""
+        vocab_size = self._model_config.vocab_size
+        if len(prompt_ids) == 0:
+            raise InvalidRequestError("input_ids", "no tokens", "must have at least one token")
+        if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
+            bad = next(token for token in prompt_ids if not 0 <= token < vocab_size)
+            raise InvalidRequestError("input_ids", bad, f"token ids are 0 to {vocab_size - 1}")
+        limit = self._model_config.max_model_len
+        total = len(prompt_ids) + params.max_tokens
+        if len(prompt_ids) >= limit:
+            raise InvalidRequestError(
+                "text_input", f"{len(prompt_ids)} tokens", f"the model takes at most {limit - 1}"
+            )
+        if total > limit:
+            raise InvalidRequestError(
+                "max_tokens",
+                params.max_tokens,
+                f"the prompt has {len(prompt_ids)} tokens and the model takes {limit} in all, "
+                f"so at most {limit - len(prompt_ids)}",
+            )
+        capacity = self._kv_capacity()
+        if total > capacity:
+            raise InvalidRequestError(
+                "max_tokens",
+                params.max_tokens,
+                f"prompt and output together are {total} tokens and the KV cache holds {capacity}",
+            )
+
+    def _check_length(self, field: str, num_chars: int) -> None:
+        max_tokens = self._model_config.max_model_len - 1
+        if num_chars > max_tokens * self._tokenizer.max_token_bytes:
+            raise InvalidRequestError(
+                field, f"{num_chars} characters", f"the model takes at most {max_tokens} tokens"
+            )

@@ -1,0 +1,65 @@
+"""Requests that watch the engine: pictures of it in place of tokens."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from fastserve_client import protocol
+from fastserve_client.engine_state import EngineState
+
+from fastserve_backend.serving.responses import Tensors
+from fastserve_backend.serving.streaming import (
+    Emitter,
+    RequestStream,
+    ResponseSender,
+    cancelled_error,
+)
+
+# A watch ends after this time, and who still wants it asks again. It bounds what a client that has
+# stopped reading can pile up in the server, and how long a server that nobody told to drain waits
+# for watchers: less than its usual exit timeout of 30 s.
+WATCH_LIMIT_S = 20.0
+
+
+class WatchStream(RequestStream):
+    """``push`` may be called by several threads. The emitter sends the latest picture only."""
+
+    def __init__(
+        self, sender: ResponseSender, emitter: Emitter, *, errors_end_call: bool = False
+    ) -> None:
+        super().__init__(sender, emitter, errors_end_call=errors_end_call)
+        self._state: EngineState | None = None
+        self._ended = False
+        self._limit_s = time.monotonic() + WATCH_LIMIT_S
+
+    def push(self, state: EngineState | None) -> None:
+        """Hands over a picture, or None for the end. Returns at once."""
+        if state is None:
+            self._ended = True
+        else:
+            self._state = state
+        self._wake()
+
+    def emit(self) -> None:
+        self._queued = False
+        state, self._state = self._state, None
+        ends = self._ended or time.monotonic() >= self._limit_s
+        if state is not None:
+            self._send(_tensors(state), ends=ends)
+        elif ends:
+            self.finished = True
+            self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        if self.finished and self._cancel is not None:
+            self._cancel()
+
+    def poll_cancellation(self) -> None:
+        if self._cancel is not None and self._sender.is_cancelled():
+            self._cancel()
+            self._fail(cancelled_error())
+
+
+def _tensors(state: EngineState) -> Tensors:
+    return [(protocol.ENGINE_STATE, np.array([msgspec.json.encode(state)], np.object_))]

@@ -1,0 +1,93 @@
+"""Watching the engine, for asyncio."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from fastserve_client.engine_state import EngineState
+from fastserve_client.errors import ClientError, ServerError
+from fastserve_client.request import InferRequest
+from fastserve_client.response import read_engine_state
+from fastserve_client.transport import AioCall
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class AsyncEngineWatch(AsyncIterator[EngineState]):
+    """Pictures of the engine, until it is closed or an error is raised.
+
+    The server ends a watch after some seconds; this one then asks again by itself.
+
+    Leaving the ``async with`` block, ``close()``, cancelling the task that iterates, or dropping
+    the last reference ends the watch on the server.
+
+    Iterating raises:
+        InvalidRequest, ServerUnavailable (too many watch, or it shuts down), ConnectionFailed,
+        RequestCancelled, ServerError: see ``fastserve_client.errors``.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[InferRequest, float | None], AioCall],
+        request: InferRequest,
+        url: str,
+    ) -> None:
+        """
+        Args:
+            send: starts a call with the request and the seconds that it may take.
+            request: one that watches.
+            url: for messages.
+        """
+        self._send = send
+        self._request = request
+        self._url = url
+        self._closed = False
+        self._call: AioCall | None = None
+        self._had_picture = False
+
+    async def __anext__(self) -> EngineState:
+        return EngineState.from_json(await self.next_json())
+
+    async def next_json(self) -> str:
+        """The next picture as it came, for those who pass it on. Errors as of iterating."""
+        while not self._closed:
+            if self._call is None:
+                self._call = self._send(self._request, None)
+                self._had_picture = False
+            try:
+                outputs = await anext(self._call)
+            except StopAsyncIteration:
+                self._call = None
+                if not self._had_picture and not self._closed:
+                    raise ServerError(f"{self._url} ended a watch before it began") from None
+                continue
+            except ClientError:
+                self._call = None
+                raise
+            self._had_picture = True
+            return read_engine_state(self._request.model, outputs)
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        """Ends the watch and an iteration; idempotent."""
+        self._closed = True
+        if self._call is not None:
+            self._call.cancel()
+
+    def __del__(self) -> None:
+        if self._call is not None:
+            self._call.cancel()  # its own objects refer to each other, and live on
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,111 @@
+"""The engine at one moment, as ``watch_interval_ms`` shows it: numbers, never text or request ids.
+
+Both sides import this module, so it depends on nothing but the standard library. On the wire it is
+JSON with the names of these fields.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+MAX_LISTED_JOBS: Final = 256
+"""More unfinished jobs than these are only counted."""
+
+State = Literal["waiting", "running", "preempted", "swapping_out", "swapped", "swapping_in"]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedJob:
+    """One unfinished job."""
+
+    number: int
+    """Order of arrival since the server's start."""
+    state: State
+    """``running``: part of the latest iteration. ``swapping_out``, ``swapped``, ``swapping_in``:
+    set aside, and its KV is on its way to the host, there, or on its way back. ``preempted``: set
+    aside, its KV on the device or dropped. ``waiting``: never ran."""
+    level: int
+    """Queue of the policy; 0 is the highest."""
+    prompt_tokens: int
+    output_tokens: int
+    """Generated so far."""
+    device_blocks: int
+    host_blocks: int
+    """Of a job on the device too: what the host has kept or was given ahead."""
+    waited_s: float
+    """Time since its arrival in which it took part in no iteration, seconds."""
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class LevelState:
+    """One queue of the policy."""
+
+    quantum_s: float | None
+    """Execution time after which a job sinks, seconds; ``None``: the policy has no quanta."""
+    num_jobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """KV blocks of the device or of the host."""
+
+    used_blocks: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counted since the server's start."""
+
+    prompt_tokens: int
+    generation_tokens: int
+    iterations: int
+    preemptions: int
+    demotions: int
+    promotions: int
+    swap_out_bytes: int
+    swap_in_bytes: int
+    worker_restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """A picture of the engine, made between two iterations."""
+
+    time_s: float
+    """Of the engine's clock, seconds: subtract it from another picture's, not from a clock."""
+    policy: str
+    policy_description: str
+    """One line with the policy's derived values."""
+    levels: tuple[LevelState, ...]
+    """Queues, highest first; policies without queues have one."""
+    jobs: tuple[ListedJob, ...]
+    """At most ``MAX_LISTED_JOBS``: those that run, then the others, in order of arrival."""
+    running: int
+    waiting: int
+    """All unfinished jobs that do not run, swapped ones included."""
+    swapped: int
+    """Of the waiting, those whose KV is on the host or on its way from or to it."""
+    block_size: int
+    """Tokens in one KV block."""
+    device: TierState
+    host: TierState
+    totals: Totals
+
+    @classmethod
+    def from_json(cls, text: str) -> EngineState:
+        """Raises ValueError, KeyError or TypeError: the text is no such picture."""
+        fields: dict[str, Any] = json.loads(text)
+        return cls(
+            **{
+                **fields,
+                "levels": tuple(LevelState(**level) for level in fields["levels"]),
+                "jobs": tuple(ListedJob(**job) for job in fields["jobs"]),
+                "device": TierState(**fields["device"]),
+                "host": TierState(**fields["host"]),
+                "totals": Totals(**fields["totals"]),
+            }
+        )

@@ -1,0 +1,61 @@
+"""Routes of the live view: the page's files, and the events that move it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from fastapi import APIRouter, Depends
+from starlette.responses import FileResponse, Response
+
+from fastserve_client.gateway.errors import ApiError
+from fastserve_client.gateway.event_stream import EventStream
+from fastserve_client.gateway.live_feed import LiveFeed
+
+_FOLDER = Path(__file__).parent / "live_page"
+_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_PAGE = "index.html"
+_HEADERS = {
+    # Only what this gateway serves; no inline script, no frame around it.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def live_routes(
+    feed: Callable[[], LiveFeed], require_key: Callable[..., Awaitable[None]]
+) -> APIRouter:
+    """
+    Args:
+        feed: asked at each request for events.
+        require_key: dependency of the events; the page itself holds nothing to protect.
+    """
+    router = APIRouter()
+    files = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _MEDIA_TYPES}
+
+    @router.get("/live")
+    async def page() -> Response:
+        return _file(files[_PAGE])
+
+    @router.get("/live/events", dependencies=[Depends(require_key)])
+    async def events() -> Response:
+        stream = feed().events()
+        first = await anext(stream)  # at once, or an error with its status
+        return EventStream(first, stream, {}, {})
+
+    @router.get("/live/{name}")
+    async def file(name: str) -> Response:
+        if name not in files:
+            raise ApiError(404, "no such route")
+        return _file(files[name])
+
+    return router
+
+
+def _file(path: Path) -> Response:
+    return FileResponse(path, media_type=_MEDIA_TYPES[path.suffix], headers=_HEADERS)

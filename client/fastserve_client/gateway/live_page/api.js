@@ -1,0 +1,76 @@
+// Requests to the gateway, with the API key where one is needed.
+
+const KEY = "fastserve-api-key";
+
+export const apiKey = {
+  // Kept for this tab only; where storage is blocked, for this page only.
+  value: readKey(),
+  set(key) {
+    this.value = key;
+    try {
+      sessionStorage.setItem(KEY, key);
+    } catch {
+      // the page has it
+    }
+  },
+};
+
+function readKey() {
+  try {
+    return sessionStorage.getItem(KEY) ?? "";
+  } catch {
+    return "";
+  }
+}
+
+export class ApiError extends Error {
+  constructor(status, error) {
+    super(error.message);
+    this.status = status;
+    this.param = error.param;
+  }
+}
+
+// The response. Throws ApiError for a refusal, and what fetch throws when nothing answers.
+export async function request(path, { body, signal } = {}) {
+  const headers = {};
+  if (apiKey.value) headers.Authorization = `Bearer ${apiKey.value}`;
+  if (body) headers["Content-Type"] = "application/json";
+  const response = await fetch(path, {
+    method: body ? "POST" : "GET",
+    headers,
+    body: body && JSON.stringify(body),
+    signal,
+    cache: "no-store",
+  });
+  if (response.ok) return response;
+  const text = await response.text();
+  let error = { message: `${response.status} ${response.statusText}` };
+  try {
+    error = JSON.parse(text).error;
+  } catch {
+    // a proxy answered, not the gateway
+  }
+  throw new ApiError(response.status, error);
+}
+
+// The data of each server-sent event, as text. (EventSource could send no key and no body.)
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      rest += value;
+      let end;
+      while ((end = rest.indexOf("\n\n")) >= 0) {
+        const event = rest.slice(0, end);
+        rest = rest.slice(end + 2);
+        if (event.startsWith("data: ")) yield event.slice(6);
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // it may have failed already
+  }
+}

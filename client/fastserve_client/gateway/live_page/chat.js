@@ -1,0 +1,137 @@
+// A conversation with the model. What it writes becomes text, never HTML.
+
+import { ApiError, events, request } from "/live/api.js";
+
+export class Chat {
+  constructor(find, modelName) {
+    this.find = find;
+    this.modelName = modelName;
+    this.log = find("chat-log");
+    this.input = find("chat-input");
+    this.hint = this.log.firstElementChild;
+    this.messages = [];
+    this.running = null;
+    find("chat-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.send();
+    });
+    this.input.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        find("chat-form").requestSubmit();
+      }
+    });
+    find("chat-stop").addEventListener("click", () => this.running?.abort());
+    find("chat-clear").addEventListener("click", () => this.clear());
+  }
+
+  clear() {
+    this.running?.abort();
+    this.messages = [];
+    this.log.replaceChildren(this.hint);
+    this.note("");
+  }
+
+  async send() {
+    const text = this.input.value.trim();
+    if (!text || this.running) return;
+    const conversation = this.messages;
+    conversation.push({ role: "user", content: text });
+    this.hint.remove();
+    this.add("user", text);
+    this.input.value = "";
+    const bubble = this.add("assistant", "");
+    this.start(bubble);
+    let answer = "";
+    let tokens = 0;
+    const startedMs = performance.now();
+    try {
+      for await (const piece of this.answer(conversation, this.running.signal)) {
+        answer += piece;
+        tokens += 1;
+        this.show(bubble, answer);
+      }
+    } catch (error) {
+      if (error.name !== "AbortError") this.note(error.message, true);
+      else this.note("stopped");
+    }
+    this.end(bubble);
+    const seconds = (performance.now() - startedMs) / 1000;
+    if (!answer) {
+      bubble.remove();
+      conversation.pop();
+      return;
+    }
+    conversation.push({ role: "assistant", content: answer });
+    const meta = document.createElement("p");
+    meta.className = "meta";
+    meta.textContent = `${tokens} pieces in ${seconds.toFixed(1)} s`;
+    bubble.after(meta);
+  }
+
+  // Pieces of text. A model without a chat template continues the last message instead.
+  async *answer(messages, signal) {
+    const common = {
+      model: await this.modelName(),
+      stream: true,
+      max_tokens: Number(this.find("chat-tokens").value) || 256,
+    };
+    let response;
+    try {
+      response = await request("/v1/chat/completions", { body: { ...common, messages }, signal });
+    } catch (error) {
+      const hasNoTemplate = error instanceof ApiError && error.param === "messages";
+      if (!hasNoTemplate) throw error;
+      this.note("This model has no chat template: it continues your text as it is.");
+      const prompt = messages.at(-1).content;
+      response = await request("/v1/completions", { body: { ...common, prompt }, signal });
+    }
+    for await (const data of events(response)) {
+      if (data === "[DONE]") return;
+      const { error, choices } = JSON.parse(data);
+      if (error) throw new Error(error.message);
+      for (const choice of choices) {
+        const piece = choice.text ?? choice.delta.content;
+        if (piece) yield piece;
+      }
+    }
+  }
+
+  add(role, text) {
+    const bubble = document.createElement("p");
+    bubble.className = `message ${role}`;
+    bubble.textContent = text;
+    this.log.append(bubble);
+    this.log.scrollTop = this.log.scrollHeight;
+    return bubble;
+  }
+
+  show(bubble, text) {
+    const atEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
+    bubble.textContent = text;
+    if (atEnd) this.log.scrollTop = this.log.scrollHeight;
+  }
+
+  start(bubble) {
+    this.running = new AbortController();
+    this.note("");
+    bubble.dataset.writing = "";
+    this.log.setAttribute("aria-busy", "true"); // it is read out when it is whole
+    this.find("chat-send").disabled = true;
+    this.find("chat-stop").disabled = false;
+  }
+
+  end(bubble) {
+    this.running = null;
+    delete bubble.dataset.writing;
+    this.log.removeAttribute("aria-busy");
+    this.find("chat-send").disabled = false;
+    this.find("chat-stop").disabled = true;
+  }
+
+  note(text, bad = false) {
+    const note = this.find("chat-note");
+    note.textContent = text;
+    note.toggleAttribute("data-bad", bad);
+  }
+}

@@ -1,0 +1,181 @@
+// The live view: takes the pictures of the engine as they come, and shows the latest.
+
+import { ApiError, apiKey, events, request } from "/live/api.js";
+import { Chart, Rates } from "/live/charts.js";
+import { Chat } from "/live/chat.js";
+import { Load } from "/live/load.js";
+import { Memory } from "/live/memory.js";
+import { Queues } from "/live/queues.js";
+
+const FIRST_RETRY_MS = 500;
+const MAX_RETRY_MS = 4000;
+const LATE_MS = 3000;
+const DESCRIBE_MS = 2000;
+
+const find = (id) => document.getElementById(id);
+
+const rates = new Rates(["generation_tokens", "iterations", "preemptions", "swap_out_bytes", "swap_in_bytes"]);
+const charts = [
+  new Chart(find("tokens-chart"), rates, [{ name: "generation_tokens", colour: "--accent", sign: 1 }]),
+  new Chart(
+    find("swap-chart"),
+    rates,
+    [
+      { name: "swap_out_bytes", colour: "--preempted", sign: 1 },
+      { name: "swap_in_bytes", colour: "--accent", sign: -1 },
+    ],
+    { unit: perSecond },
+  ),
+];
+const queues = new Queues(find("lanes"), find("job-details"), find("unlisted"));
+const memory = new Memory(find);
+new Chat(find, modelName);
+new Load(find("load"), find("load-note"), modelName);
+
+// --- What is shown ------------------------------------------------------------------------------
+
+let latest = null;
+let latestMs = 0;
+let described = 0;
+
+function take(state) {
+  const isFirst = latest === null;
+  latest = state;
+  latestMs = performance.now();
+  if (isFirst) requestAnimationFrame(draw);
+}
+
+// Once a frame at most: pictures that come faster are skipped, but for their rates.
+function draw() {
+  const state = latest;
+  latest = null;
+  const rate = rates.add(state.time_s, state.totals);
+  queues.show(state);
+  memory.show(state);
+  for (const chart of charts) chart.draw();
+  text("policy", state.policy_description);
+  text("running", state.running);
+  text("waiting", state.waiting - state.swapped);
+  text("swapped", state.swapped);
+  text("tokens-rate", number(rate.generation_tokens));
+  text("iterations-rate", number(rate.iterations));
+  text("preemptions-rate", number(rate.preemptions));
+  text("swap-out", perSecond(rate.swap_out_bytes));
+  text("swap-in", perSecond(rate.swap_in_bytes));
+  if (latestMs - described > DESCRIBE_MS) {
+    described = latestMs;
+    queues.describe(state);
+  }
+}
+
+function text(id, value) {
+  const element = find(id);
+  if (element.textContent !== String(value)) element.textContent = value;
+}
+
+function number(value) {
+  return value >= 10 || value === 0 ? value.toFixed(0) : value.toFixed(1);
+}
+
+function perSecond(bytes) {
+  for (const unit of ["B", "KiB", "MiB"]) {
+    if (bytes < 1000) return `${number(bytes)} ${unit}/s`;
+    bytes /= 1024;
+  }
+  return `${number(bytes)} GiB/s`;
+}
+
+// --- Where it comes from ------------------------------------------------------------------------
+
+let stream = null; // AbortController of the stream that is open
+let wake = null; // ends the pause between two tries
+
+function status(state, message) {
+  const pill = find("status");
+  pill.dataset.state = state;
+  text("status", message);
+}
+
+async function readPictures(signal) {
+  const response = await request("/live/events", { signal });
+  find("key-form").hidden = true;
+  for await (const data of events(response)) {
+    const state = JSON.parse(data);
+    if (state.error) {
+      status("lost", `${state.error.message}; trying again`);
+      continue;
+    }
+    status("live", "live");
+    take(state);
+  }
+}
+
+async function follow() {
+  let delayMs = FIRST_RETRY_MS;
+  for (;;) {
+    stream = new AbortController();
+    const startedMs = performance.now();
+    try {
+      await readPictures(stream.signal);
+      status("lost", "the gateway ended; trying again");
+    } catch (error) {
+      if (error.name === "AbortError") status("connecting", "paused");
+      else if (error instanceof ApiError && error.status === 401) askForKey();
+      else if (error instanceof ApiError) status("lost", error.message);
+      else status("lost", "no gateway; trying again");
+    }
+    if (latestMs > startedMs) delayMs = FIRST_RETRY_MS;
+    await pause(delayMs);
+    delayMs = Math.min(2 * delayMs, MAX_RETRY_MS);
+  }
+}
+
+// Until the time is over, or something has changed. Not while nobody looks or a key is missing.
+function pause(delayMs) {
+  return new Promise((resolve) => {
+    const isWanted = !document.hidden && find("key-form").hidden;
+    const timer = isWanted ? setTimeout(resolve, delayMs) : 0;
+    wake = () => {
+      clearTimeout(timer);
+      resolve();
+    };
+  });
+}
+
+function askForKey() {
+  status("lost", apiKey.value ? "the key is not valid" : "an API key is needed");
+  const form = find("key-form");
+  if (form.hidden) {
+    form.hidden = false;
+    find("key").focus();
+  }
+}
+
+find("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  apiKey.set(find("key").value.trim());
+  status("connecting", "connecting…");
+  wake?.();
+});
+
+document.addEventListener("visibilitychange", () => {
+  if (document.hidden) stream?.abort();
+  else wake?.();
+});
+
+setInterval(() => {
+  const isLate = performance.now() - latestMs > LATE_MS;
+  if (isLate && find("status").dataset.state === "live") status("live", "live, waiting for a long iteration");
+}, 1000);
+
+let model = null;
+
+async function modelName() {
+  if (model === null) {
+    const list = await (await request("/v1/models")).json();
+    model = list.data[0].id;
+  }
+  return model;
+}
+
+follow();

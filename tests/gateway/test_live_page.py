@@ -1,0 +1,231 @@
+"""The live view in a real browser: Debian's chromium, driven by selenium.
+
+The embedded model answers in the chat; the tiny one, whose memory is short, shows the queues.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.models.embedded import EMBEDDED_MODEL
+from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.launch import TritonServer
+from PIL import Image
+from running_gateway import RunningGateway, running_gateway
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from serving_client import metric, used_blocks, wait_for
+from tiny_model import START_TIMEOUT_S
+
+DEADLINE_S = 60.0
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+
+pytestmark = pytest.mark.skipif(
+    BROWSER is None or DRIVER is None,
+    reason="no browser; on Debian: apt-get install chromium chromium-driver",
+)
+
+
+class Page:
+    """The live view in a browser."""
+
+    def __init__(self, driver: webdriver.Chrome) -> None:
+        self.driver = driver
+
+    def open(self, gateway: RunningGateway) -> None:
+        self.driver.get(f"{gateway.url.replace('0.0.0.0', '127.0.0.1')}/live")
+
+    def find(self, element_id: str) -> WebElement:
+        return self.driver.find_element(By.ID, element_id)
+
+    def text(self, element_id: str) -> str:
+        return self.find(element_id).text
+
+    def until(self, condition: Callable[[], object], timeout_s: float = DEADLINE_S) -> None:
+        try:
+            wait_for(lambda: bool(condition()), timeout_s)
+        except AssertionError:
+            body = self.driver.find_element(By.TAG_NAME, "body").text
+            raise AssertionError(f"the page shows:\n{body}") from None
+
+    def until_live(self) -> None:
+        self.until(lambda: self.text("status").startswith("live"))
+
+    def say(self, text: str, max_tokens: int) -> None:
+        tokens = self.find("chat-tokens")
+        tokens.clear()
+        tokens.send_keys(str(max_tokens))
+        self.find("chat-input").send_keys(text + Keys.ENTER)
+
+    def answers(self) -> list[str]:
+        found = self.driver.find_elements(By.CSS_SELECTOR, ".message.assistant")
+        return [element.text for element in found]
+
+    def is_writing(self) -> bool:
+        return bool(self.driver.find_elements(By.CSS_SELECTOR, "[data-writing]"))
+
+    def lanes_of_jobs(self) -> dict[int, int]:
+        """Job number → its lane, 0 the highest, by where the block is going to be."""
+        places = self.driver.execute_script(
+            "return [...document.querySelectorAll('.job:not(.gone)')].map(job => "
+            "[Number(job.dataset.number), new DOMMatrix(job.style.transform).f, "
+            "document.querySelector('.lane').offsetHeight])"
+        )
+        return {number: int(y // height) for number, y, height in places}
+
+    def errors(self) -> list[str]:
+        """What the console has seen since it was last asked: errors, and violations of the CSP."""
+        return [entry["message"] for entry in self.driver.get_log("browser")]
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(BROWSER)
+    for flag in [*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"]:
+        options.add_argument(flag)
+    options.add_argument("--window-size=1440,900")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(str(DRIVER)))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(driver: webdriver.Chrome) -> Iterator[Page]:
+    page = Page(driver)
+    yield page
+    driver.get("about:blank")
+    page.errors()  # of what a page leaves unfinished
+
+
+def cancelled_jobs(endpoints: Endpoints) -> float:
+    return metric(endpoints.metrics_url, "fastserve_requests_total", finish_reason="cancelled")
+
+
+def test_queues_memory_and_traffic_move_under_load(
+    page: Page, gateway: RunningGateway, endpoints: Endpoints, tmp_path: Path
+) -> None:
+    page.open(gateway)
+    page.until_live()
+    assert page.text("policy").startswith("skip_join_mlfq: ")
+    assert len(page.driver.find_elements(By.CSS_SELECTOR, ".lane")) >= 8
+    page.until(lambda: page.text("running") == "0")
+    page.find("load").click()
+    seen: dict[int, set[int]] = {}
+
+    def some_have_sunk() -> bool:
+        for number, lane in page.lanes_of_jobs().items():
+            seen.setdefault(number, set()).add(lane)
+        return sum(max(lanes) > min(lanes) for lanes in seen.values()) >= 3
+
+    page.until(some_have_sunk)
+    page.until(lambda: page.text("device-text").split(" of ")[0] not in ("", "0"))
+    page.until(lambda: page.text("swap-out") != "0 B/s")
+    picture = tmp_path / "live_page.png"
+    page.driver.save_screenshot(str(picture))
+    with Image.open(picture) as image:
+        assert image.size[0] >= 1000
+        assert len(image.convert("RGB").getcolors(maxcolors=1 << 24)) > 100  # not blank
+    page.until(lambda: page.text("load") == "Send 20 mixed requests")
+    assert page.text("load-note") == ""
+    page.until(lambda: page.text("running") == "0" and page.lanes_of_jobs() == {})
+    page.until(lambda: page.text("device-text").startswith("0 of "))
+    assert len(seen) == 20
+    assert page.errors() == []
+
+
+def test_stop_cancels_the_job_on_the_server(
+    page: Page, gateway: RunningGateway, endpoints: Endpoints
+) -> None:
+    """Also, a model without a chat template continues the text, and its output is never HTML."""
+    page.open(gateway)
+    page.until_live()
+    wait_for(lambda: used_blocks(endpoints.metrics_url) == 0, DEADLINE_S)
+    before = cancelled_jobs(endpoints)
+    page.say("<b>Hello</b>", 3000)
+    page.until(lambda: page.answers() and len(page.answers()[0]) > 20)
+    assert "no chat template" in page.text("chat-note")
+    assert page.driver.find_element(By.CSS_SELECTOR, ".message.user").text == "<b>Hello</b>"
+    page.find("chat-stop").click()
+    page.until(lambda: not page.is_writing())
+    assert page.text("chat-note") == "stopped"
+    wait_for(lambda: cancelled_jobs(endpoints) == before + 1, DEADLINE_S)
+    wait_for(lambda: used_blocks(endpoints.metrics_url) == 0, DEADLINE_S)
+    # The refusal that led to it is the only thing in the console.
+    assert all("/v1/chat/completions" in line and "400" in line for line in page.errors())
+
+
+def test_a_wrong_key_and_a_right_one(page: Page, endpoints: Endpoints, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-live\n", encoding="utf-8")
+    flags = ["--api-keys-file", str(keys)]
+    with running_gateway(endpoints.grpc_url, tmp_path / "gateway.log", *flags) as guarded:
+        page.open(guarded)
+        page.until(lambda: page.text("status") == "an API key is needed")
+        page.find("key").send_keys("sk-wrong" + Keys.ENTER)
+        page.until(lambda: page.text("status") == "the key is not valid")
+        page.find("key").clear()
+        page.find("key").send_keys("sk-live" + Keys.ENTER)
+        page.until_live()
+        assert not page.find("key-form").is_displayed()
+        page.open(guarded)  # this tab still has it
+        page.until_live()
+        stored = page.driver.execute_script("return [localStorage.length, document.cookie]")
+        assert stored == [0, ""]
+        page.driver.get("about:blank")
+
+
+def test_chat_and_a_server_that_is_restarted(page: Page, tmp_path: Path) -> None:
+    config = EngineConfig().with_keys(
+        model=EMBEDDED_MODEL, dtype="float32", max_model_len=512, swap_space_gib=0.1
+    )
+    server = TritonServer(
+        config, http_port=0, grpc_port=0, metrics_port=0, log_path=tmp_path / "server.log"
+    )
+    server.start(START_TIMEOUT_S)
+    try:
+        with running_gateway(server.endpoints.grpc_url, tmp_path / "gateway.log") as gateway:
+            page.open(gateway)
+            page.until_live()
+            page.say("What is the capital of France?", 24)
+            page.until(lambda: page.answers() and not page.is_writing())
+            assert len(page.answers()[0]) > 3
+            assert page.text("chat-note") == ""
+            assert page.errors() == []
+            pid = server.runtime.stub_pid()
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+            page.until(lambda: page.text("status").startswith("the model server"))
+            page.until_live()  # restarted, and found again
+            page.say("And of Spain?", 8)
+            page.until(lambda: len(page.answers()) == 2 and not page.is_writing())
+    finally:
+        server.stop()
+
+
+def test_a_phone_has_all_of_it_in_one_column(page: Page, gateway: RunningGateway) -> None:
+    size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        page.open(gateway)
+        page.until_live()
+        width = "return document.documentElement.scrollWidth"
+        assert page.driver.execute_script(width) <= 390
+        panels = page.driver.find_elements(By.CSS_SELECTOR, ".panel")
+        assert len({panel.rect["x"] for panel in panels}) == 1
+        assert page.errors() == []
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

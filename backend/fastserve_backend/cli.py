@@ -14,10 +14,9 @@ import typer
 from fastserve_client.errors import ClientError
 from rich.console import Console
 
-from fastserve_backend.config import EngineConfig
+from fastserve_backend.config import EMBEDDED_MODEL, EngineConfig
 from fastserve_backend.config_flags import config_flags, register
 from fastserve_backend.errors import ConfigError, FastServeError
-from fastserve_backend.models.embedded import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
     from fastserve_backend.serving.endpoints import Endpoints

@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fastserve_backend.errors import ConfigError
 
+EMBEDDED_MODEL = "smollm2-135m-instruct"
+"""What ``fastserve serve`` runs when no model is named; models/embedded.py finds its file."""
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())

@@ -78,3 +78,15 @@ def test_only_serving_knows_triton() -> None:
 def test_the_engines_process_is_free_of_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+# Of the extra "engine"; a machine with the gateway or the client alone has none of them.
+ENGINE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "jinja2",
+                   "msgspec", "zmq", "platformdirs", "psutil")  # fmt: skip
+
+
+def test_the_gateway_needs_nothing_of_the_engine() -> None:
+    modules = "fastserve_backend.cli, fastserve_client.gateway.command, fastserve_client.chat"
+    code = f"import sys, {modules}; print(*set({ENGINE_PACKAGES}) & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "\n", done.stdout + done.stderr

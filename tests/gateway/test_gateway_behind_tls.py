@@ -1,0 +1,143 @@
+"""The gateway behind nginx with TLS, as deploy/nginx/fastserve.conf sets it up."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import OpenAI
+from running_gateway import REQUEST_TIMEOUT_S, START_TIMEOUT_S, RunningGateway
+from serving_client import wait_for
+
+CONFIGURATION = Path(__file__).parents[2] / "deploy" / "nginx" / "fastserve.conf"
+MAIN = """
+daemon off;
+pid {directory}/nginx.pid;
+error_log stderr;
+events {{}}
+http {{
+    access_log off;
+    client_body_temp_path {directory}/body;
+    proxy_temp_path {directory}/proxy;
+    fastcgi_temp_path {directory}/fastcgi;
+    uwsgi_temp_path {directory}/uwsgi;
+    scgi_temp_path {directory}/scgi;
+    include {directory}/fastserve.conf;
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Proxy:
+    url: str
+    trust: ssl.SSLContext
+    """Trusts the certificate of this proxy alone."""
+
+    def openai(self) -> OpenAI:
+        http_client = httpx.Client(verify=self.trust, timeout=REQUEST_TIMEOUT_S)
+        url = f"{self.url}/v1"
+        return OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http_client)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}{path}", verify=self.trust)
+
+
+@pytest.fixture(scope="module")
+def proxy(gateway: RunningGateway, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    nginx = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
+    if nginx is None or shutil.which("openssl") is None:
+        pytest.skip("nginx or openssl is not installed")
+    directory = tmp_path_factory.mktemp("nginx")
+    certificate, key = _certificate(directory)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    text = CONFIGURATION.read_text(encoding="utf-8")
+    for old, new in (
+        ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
+        ("/etc/nginx/tls/llm.example.com.crt", str(certificate)),
+        ("/etc/nginx/tls/llm.example.com.key", str(key)),
+        ("127.0.0.1:9000", gateway.url.removeprefix("http://")),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    (directory / "fastserve.conf").write_text(text, encoding="utf-8")
+    main = directory / "nginx.conf"
+    main.write_text(MAIN.format(directory=directory), encoding="utf-8")
+    running = Proxy(f"https://127.0.0.1:{port}", ssl.create_default_context(cafile=certificate))
+    with (
+        (directory / "nginx.log").open("wb") as log,
+        subprocess.Popen([nginx, "-e", "stderr", "-c", str(main)], stderr=log) as process,
+    ):
+
+        def is_listening() -> bool:
+            assert process.poll() is None, (directory / "nginx.log").read_text(encoding="utf-8")
+            try:
+                return running.get("/health").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        try:
+            wait_for(is_listening, START_TIMEOUT_S)
+            yield running
+        finally:
+            process.terminate()
+            process.wait(REQUEST_TIMEOUT_S)
+
+
+def _certificate(directory: Path) -> tuple[Path, Path]:
+    certificate, key = directory / "tls.crt", directory / "tls.key"
+    command = ["openssl", "req", "-x509", "-nodes", "-days", "1", "-newkey", "ec"]
+    command += ["-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=gateway"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(
+        command,
+        check=True,
+        capture_output=True,
+        timeout=REQUEST_TIMEOUT_S,
+    )
+    return certificate, key
+
+
+def closed_by_clients(gateway: RunningGateway) -> float:
+    name = 'fastserve_gateway_request_seconds_count{route="/v1/completions",status="499"} '
+    lines = httpx.get(f"{gateway.url}/metrics").text.splitlines()
+    return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
+
+
+def test_the_official_client_over_https(proxy: Proxy) -> None:
+    with proxy.openai() as client:
+        answer = client.completions.create(model="fastserve", prompt="Hello", max_tokens=4)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens <= 4
+
+
+def test_tokens_come_one_by_one_and_leaving_cancels(proxy: Proxy, gateway: RunningGateway) -> None:
+    closed = closed_by_clients(gateway)
+    with proxy.openai() as client:
+        stream = client.completions.create(
+            model="fastserve",
+            prompt="Hello",
+            max_tokens=3500,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(iter(stream))
+        # Had the proxy kept this event back, the job would have ended, and could not be cancelled.
+        stream.close()
+    wait_for(lambda: closed_by_clients(gateway) == closed + 1, REQUEST_TIMEOUT_S)
+
+
+def test_only_the_api_is_outside(proxy: Proxy) -> None:
+    assert proxy.get("/v1/models").status_code == 200
+    for path in ("/metrics", "/", "/v2/health/live"):
+        assert proxy.get(path).status_code == 404
+    with pytest.raises(httpx.ConnectError, match="certificate"):  # it is TLS, and is checked
+        httpx.get(f"{proxy.url}/health")

@@ -55,16 +55,20 @@ class ClosedLoop:
     prompt_tokens: int
     output_tokens: int
 
+    def __str__(self) -> str:
+        if self.output_tokens == 1:
+            return f"prefill of {self.prompt_tokens} tokens"
+        return f"batch {self.concurrency}, {self.prompt_tokens} + {self.output_tokens} tokens"
+
     def quick(self) -> ClosedLoop:
         return replace(self, num_jobs=self.concurrency, output_tokens=min(4, self.output_tokens))
 
 
-BATCH = "batch 16, 16 + 64 tokens"
-SPEEDS = {
-    "batch 1, 16 + 64 tokens": ClosedLoop(1, 4, 16, 64),
-    BATCH: ClosedLoop(16, 16, 16, 64),
-    "prefill of 512 tokens": ClosedLoop(1, 3, 512, 1),
-}
+SINGLE, BATCH, PREFILL = (
+    ClosedLoop(1, 4, 16, 64),
+    ClosedLoop(16, 16, 16, 64),
+    ClosedLoop(1, 3, 512, 1),
+)
 
 SLO_MS = 300
 SWEEP = {
@@ -262,12 +266,12 @@ def measure_speeds(
     comparison: Comparison,
     name: str,
     labels: Sequence[str],
-    loops: Mapping[str, ClosedLoop],
+    loops: Sequence[ClosedLoop],
     repeats: int,
 ) -> dict[str, Report]:
     """Reports by what was run."""
     return {
-        case: comparison.bench(
+        str(loop): comparison.bench(
             f"{name}-{loop.concurrency}-{loop.prompt_tokens}",
             labels,
             {
@@ -278,7 +282,7 @@ def measure_speeds(
                 "warmup": 1,
             },
         )
-        for case, loop in loops.items()
+        for loop in loops
     }
 
 
@@ -303,11 +307,13 @@ def compare(comparison: Comparison, arguments: argparse.Namespace) -> str:
     for label, threads_bind in bindings.items():
         comparison.start_vllm(label, "float32", threads_bind)
     checks = comparison.check()
-    loops = {case: loop.quick() if arguments.quick else loop for case, loop in SPEEDS.items()}
+    loops = [SINGLE, BATCH, PREFILL]
+    if arguments.quick:
+        loops = [loop.quick() for loop in loops]
     labels = list(comparison.servers)
     speeds = measure_speeds(comparison, "speed", labels, loops, arguments.repeats)
     # vLLM shall have the threads with which it is faster here.
-    vllm = fastest(speeds[BATCH], list(bindings))
+    vllm = fastest(speeds[str(loops[1])], list(bindings))
     sweep = comparison.bench(
         "sweep",
         [OURS, OURS_BF16, vllm],

@@ -26,7 +26,15 @@ def speed_table(reports: Mapping[str, Report]) -> str:
 
 def sweep_table(report: Report) -> str:
     """Latencies at each rate, a row for each server at each rate."""
-    header = ["jobs/s", "server", "mean", "P95", "TTFT, mean", "within SLO", "jobs/s done"]
+    header = [
+        "jobs/s",
+        "server",
+        "mean, ms a token",
+        "P95",
+        "TTFT, ms",
+        "within SLO",
+        "jobs/s done",
+    ]
     points = sorted(report["points"], key=lambda point: point["rate"])
     return markdown(header, [_sweep_row(point) for point in points])
 

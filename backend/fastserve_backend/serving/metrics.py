@@ -137,6 +137,8 @@ class MetricsPublisher:
         self._thread.join()
 
     def _run(self) -> None:
+        # Not yet while Triton is in the model's initialize: it might answer only after that.
+        self._activity.wait(_IDLE_INTERVAL_S)
         while True:
             last = self._closed.is_set()
             busy = True

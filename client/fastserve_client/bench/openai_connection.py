@@ -76,7 +76,7 @@ class OpenAIConnection:
             "stream_options": {"include_usage": True},
         }
         if request.exact:
-            body |= {"min_tokens": request.max_tokens, "ignore_eos": True}
+            body["ignore_eos"] = True
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.post(

@@ -12,7 +12,7 @@ from fastserve_backend.latency_histograms import LatencyHistograms
 class EngineCounters:
     """Totals since the start; only the step loop's thread writes them, but for ``rejected``."""
 
-    latencies: LatencyHistograms = field(default_factory=LatencyHistograms)
+    latencies: LatencyHistograms = field(default_factory=LatencyHistograms, compare=False)
     prompt_tokens: int = 0
     generation_tokens: int = 0
     iterations: int = 0

@@ -113,10 +113,7 @@ def test_prefill_in_chunks(
     [
         {"policy": "skip_join_mlfq", "base_quantum_ms": 0.01},
         {"policy": "skip_join_mlfq", "base_quantum_ms": 0.01, "prefill_chunk_tokens": 30},
-        {"policy": "mlfq", "base_quantum_ms": 0.01},
-        {"policy": "fixed_priority"},
         {"policy": "srpt"},
-        {"policy": "fcfs"},
         {"policy": "skip_join_mlfq", "starvation_ms": 1},
         {"policy": "skip_join_mlfq", "block_size": 8, "max_num_seqs": 3},
     ],

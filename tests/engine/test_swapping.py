@@ -23,8 +23,10 @@ GREEDY = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)
 # No copy of a model this small costs as much as computing again, so nothing but the host's room
 # makes a job compute again.
 SWAPPING = {"max_num_seqs": 10, "swap_space_gib": 0.1}
-POLICIES = ("fcfs", "mlfq", "fixed_priority", "skip_join_mlfq", "srpt")
 STRATEGIES = ("defer", "recompute", "reactive", "proactive")
+# Each starts an engine: every strategy with and without preemption, the other policies with one.
+CASES = [(strategy, policy) for strategy in STRATEGIES for policy in ("fcfs", "skip_join_mlfq")]
+CASES += [("proactive", policy) for policy in ("mlfq", "fixed_priority", "srpt")]
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +90,7 @@ def assert_all_free(llm: LLM) -> None:
     assert snapshot.swapped == 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "policy"), CASES)
 def test_tokens_are_those_of_an_engine_with_memory_for_all(
     small: Callable[..., LLM],
     prompts: list[list[int]],

@@ -185,9 +185,3 @@ def test_the_gateways_examples(gateway: RunningGateway) -> None:
     printed = output("bash", "-c", here(curl)).splitlines()
     assert '"chat.completion"' in printed[0]
     assert "data: [DONE]" in printed
-
-
-def test_the_asyncio_clients_example(talking: TritonServer) -> None:
-    (python,) = (text for text in examples("clients.md", "python") if "asyncio" in text)
-    python = python.replace("127.0.0.1:8001", talking.endpoints.grpc_url)
-    assert len(output(sys.executable, "-c", python).splitlines()) >= 3

@@ -203,7 +203,7 @@ def test_zeros_stay_zeros(dtype: torch.dtype) -> None:
     assert torch.equal(round_trip(blocks, 3), blocks)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     channel=st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=BLOCK_SIZE),
     dtype=st.sampled_from(DTYPES),

@@ -127,7 +127,7 @@ def test_a_request_may_have_an_id(client: FastServeClient) -> None:
 def test_leaving_the_block_frees_the_job(client: FastServeClient, endpoints: Endpoints) -> None:
     with client.stream("Hello", max_tokens=LONG, ignore_eos=True) as chunks:
         next(chunks)
-        assert used_blocks(endpoints.metrics_url) > 0
+        wait_for(lambda: used_blocks(endpoints.metrics_url) > 0, 10)  # metrics come later
     assert list(chunks) == []
     wait_until_idle(endpoints)
 

@@ -91,5 +91,5 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.num_free == self.pool.num_blocks
 
 
-PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestPoolMachine = PoolMachine.TestCase

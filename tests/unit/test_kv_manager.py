@@ -534,7 +534,7 @@ def test_write_backs_leave_room_on_the_host() -> None:
 # --- Whatever happens -------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     data=st.data(),
     strategy=st.sampled_from(STRATEGIES),

@@ -274,4 +274,4 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestHistories.settings = settings(max_examples=300, stateful_step_count=50)

@@ -262,7 +262,7 @@ def seconds_left(job: Job) -> float:
     return job.num_uncomputed + job.params.max_tokens - len(job.output_ids) - 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(POLICIES),

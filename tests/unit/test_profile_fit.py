@@ -56,7 +56,7 @@ mix = st.lists(job, min_size=1, max_size=20)
     asked=mix,
     more=st.lists(job, max_size=5),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_noise_never_gives_a_falling_or_negative_prediction(
     measured: list[tuple[list[tuple[int, int, bool]], float]],
     asked: list[tuple[int, int, bool]],

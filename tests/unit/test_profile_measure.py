@@ -20,7 +20,7 @@ from fastserve_backend.profile.measure import (
     measure_fully,
 )
 from fastserve_backend.worker.messages import Step
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from profiles import LIMITS, LINK, identity, known_profile
 
@@ -139,7 +139,6 @@ def test_every_step_is_one_that_the_engine_could_send() -> None:
     ),
     seed=st.integers(0, 1000),
 )
-@settings(deadline=None)
 def test_all_loads_keep_the_limits(limits: Limits, seed: int) -> None:
     grids = brief_grid(limits) + full_grid(limits)
     mixes = random_mixes(limits, 20, random.Random(seed))

@@ -143,7 +143,7 @@ def rig_of(policy: Policy, num_blocks: int = 100, num_stages: int = 1) -> Recove
     return RecoveringRig(policy, [], num_blocks, 0, KVCacheSection(), num_stages)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(POLICIES),

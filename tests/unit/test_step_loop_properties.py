@@ -13,7 +13,7 @@ from loop_driver import BLOCK_SIZE, Rig
 from policies import POLICIES, make
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(POLICIES),

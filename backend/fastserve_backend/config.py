@@ -158,11 +158,17 @@ class KVCacheSection(_Section):
     )
 
 
-PolicyName = Literal["skip_join_mlfq", "mlfq", "fixed_priority", "srpt", "fcfs"]
+PolicyName = Literal["skip_join_mlfq", "gittins", "mlfq", "fixed_priority", "srpt", "fcfs"]
+Objective = Literal["normalized_latency", "jct"]
 
 
 class SchedulerSection(_Section):
     policy: PolicyName = Field("skip_join_mlfq", description="Scheduling policy.")
+    objective: Objective = Field(
+        "normalized_latency",
+        description="What the policy gittins minimises the mean of: latency per output token, or "
+        "job completion time.",
+    )
     max_num_seqs: int = Field(16, ge=1, le=4096, description="Most jobs in one iteration.")
     max_num_batched_tokens: int = Field(
         2048, ge=1, description="Most tokens in one iteration, prefill and decode together."

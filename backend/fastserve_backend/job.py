@@ -93,6 +93,8 @@ class Job:
     """The seed in use: ``params.seed`` or a drawn one."""
 
     state: JobState = JobState.WAITING
+    finish_reason: FinishReason | None = None
+    """Set when ``state`` is FINISHED."""
     output_ids: array[int] = field(default_factory=lambda: array("i"))
     num_computed: int = 0
     """Tokens, from the first on, whose K and V are in the cache."""

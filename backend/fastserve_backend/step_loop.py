@@ -151,6 +151,7 @@ class StepLoop:
         """End every job with ERROR, whatever state the loop has left them in."""
         for job in self._jobs.values():
             job.state = JobState.FINISHED
+            job.finish_reason = FinishReason.ERROR
             self._delivery.close(job, FinishReason.ERROR, reason)
             self._on_end(job, FinishReason.ERROR)
         self._jobs.clear()
@@ -358,6 +359,7 @@ class StepLoop:
         """Forget the job. What a running step uses is released when that step has ended."""
         del self._jobs[job.number]
         job.state = JobState.FINISHED
+        job.finish_reason = reason
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._counters.latencies.completed(job)
         if job.number not in self._in_flight:

@@ -9,12 +9,13 @@ from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, Policy
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
+from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.srpt import SRPT
 from jobs import run_iteration
 
-POLICIES = ("fcfs", "fixed_priority", "srpt", "mlfq", "skip_join_mlfq")
+POLICIES = ("fcfs", "fixed_priority", "srpt", "mlfq", "skip_join_mlfq", "gittins")
 NEVER_S = 1e9
 
 
@@ -71,6 +72,8 @@ def make(
         return FixedPriority(limits)
     if name == "srpt":
         return SRPT(limits, times)
+    if name == "gittins":
+        return Gittins(limits, times, max_model_len=100, objective="jct", starvation_s=starvation_s)
     if name == "mlfq":
         return MLFQ(limits, quanta(longest, starvation_s))
     return SkipJoinMLFQ(limits, quanta(longest, starvation_s), times)

@@ -68,6 +68,21 @@ def run_figure(name: str, plots: Path, monkeypatch: pytest.MonkeyPatch) -> list[
             ],
         ),
         (
+            "all_policies",
+            [
+                f"Alpaca, {load}, {policy}"
+                for load in ("1.5", "2")
+                for policy in (
+                    "fcfs",
+                    "mlfq",
+                    "skip_join_mlfq",
+                    "gittins, normalized latency",
+                    "gittins, JCT",
+                    "srpt (oracle)",
+                )
+            ],
+        ),
+        (
             "starvation",
             [f"2.5, starvation_ms {ms}" for ms in ("1000", "3000", "10000", "30000", "100000")]
             + ["2.5, starvation_ms 300000", "2.5, starvation_ms 1e+07"]

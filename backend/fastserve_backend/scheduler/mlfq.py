@@ -21,6 +21,7 @@ from fastserve_backend.scheduler.base import (
     Urgency,
     fill_batch,
 )
+from fastserve_backend.scheduler.waiting_jobs import WaitingJobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,7 @@ class MLFQ:
         # FIFOs with O(1) removal from anywhere; a plain dict walks over what was removed in front.
         self._queues: list[OrderedDict[int, Job]] = [OrderedDict() for _ in range(num_queues)]
         self._entries: dict[int, _Entry] = {}
-        # Jobs not yet promoted → since when they wait. A job is re-appended when it ran, so the
-        # first entry has waited longest, but for arrivals during an iteration: those stand behind
-        # the jobs that ran in it, and are promoted at most that iteration late.
-        self._waiting_since: OrderedDict[int, tuple[float, Job]] = OrderedDict()
+        self._waiting = WaitingJobs(quanta.starvation_s)
         self._tickets = count()
         self.num_demotions = 0
         self.num_promotions = 0
@@ -101,12 +99,12 @@ class MLFQ:
         job.queue_level = self.join_level(job)
         self._entries[job.number] = _Entry(job.num_tokens, next(self._tickets))
         self._queues[job.queue_level][job.number] = job
-        self._waiting_since[job.number] = (now, job)
+        self._waiting.begin(job, now)
 
     def remove(self, job: Job) -> None:
         del self._entries[job.number]
         del self._queues[job.queue_level][job.number]
-        self._waiting_since.pop(job.number, None)
+        self._waiting.remove(job)
 
     def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
         self._promote_starved(now)
@@ -131,8 +129,7 @@ class MLFQ:
             has_token = job.num_tokens > entry.num_tokens
             if has_token and entry.used_s >= self.quanta_s[job.queue_level]:
                 self._demote(job, entry)
-            self._waiting_since.pop(job.number, None)
-            self._waiting_since[job.number] = (now, job)
+            self._waiting.begin(job, now)
 
     def not_run(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -159,13 +156,12 @@ class MLFQ:
             execute_s.append(total_s / self._limits.max_seqs)
             jobs_above += len(queue)
             total_s += jobs_above * quantum_s
-        starved_since = now - self._quanta.starvation_s
 
         def enst(job: Job) -> tuple[float, float]:
             level_s = execute_s[job.queue_level]
-            waiting = self._waiting_since.get(job.number)
-            if waiting is not None:
-                level_s = min(level_s, max(0.0, waiting[0] - starved_since))
+            promotion_s = self._waiting.starves_in(job, now)
+            if promotion_s is not None:
+                level_s = min(level_s, promotion_s)
             return level_s, self._entries[job.number].ticket
 
         return enst
@@ -181,13 +177,8 @@ class MLFQ:
         )
 
     def _promote_starved(self, now: float) -> None:
-        while self._waiting_since:
-            number, (since, job) = next(iter(self._waiting_since.items()))
-            if now - since < self._quanta.starvation_s:
-                return
-            # Off the list until it has run: it keeps its turn in Q1 and is not promoted twice.
-            del self._waiting_since[number]
-            entry = self._entries[number]
+        for job in self._waiting.take_starved(now):
+            entry = self._entries[job.number]
             if job.queue_level > 0 and not entry.in_flight:
                 self._move(job, entry, 0)
                 self.num_promotions += 1

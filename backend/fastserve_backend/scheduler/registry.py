@@ -6,6 +6,7 @@ from fastserve_backend.config import SchedulerSection
 from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, Policy
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
+from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.srpt import SRPT
@@ -26,6 +27,14 @@ def make_policy(config: SchedulerSection, times: IterationTimes, max_model_len: 
         return FixedPriority(limits)
     if config.policy == "srpt":
         return SRPT(limits, times)
+    if config.policy == "gittins":
+        return Gittins(
+            limits,
+            times,
+            max_model_len=max_model_len,
+            objective=config.objective,
+            starvation_s=_starvation_s(config),
+        )
     quanta = _quanta(config, times, max_model_len)
     if config.policy == "mlfq":
         return MLFQ(limits, quanta)
@@ -40,14 +49,19 @@ def _batch_limits(config: SchedulerSection, max_model_len: int) -> BatchLimits:
 
 
 def _quanta(config: SchedulerSection, times: IterationTimes, max_model_len: int) -> Quanta:
-    base_ms, starvation_ms = config.base_quantum_ms, config.starvation_ms
-    if starvation_ms == "auto":
-        starvation_ms = config.slo_ms * STARVATION_TOKENS
+    base_ms = config.base_quantum_ms
     return Quanta(
         base_s=lambda: times.decode_s(1) if base_ms == "auto" else base_ms / 1e3,
         ratio=config.quantum_ratio,
         longest_job_s=max(
             times.prefill_s(max_model_len), max_model_len * times.decode_s(max_model_len)
         ),
-        starvation_s=starvation_ms / 1e3,
+        starvation_s=_starvation_s(config),
     )
+
+
+def _starvation_s(config: SchedulerSection) -> float:
+    starvation_ms = config.starvation_ms
+    if starvation_ms == "auto":
+        starvation_ms = config.slo_ms * STARVATION_TOKENS
+    return starvation_ms / 1e3

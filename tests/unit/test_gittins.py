@@ -1,0 +1,280 @@
+"""What the Gittins policy learns, and the order that follows from it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from fastserve_backend.config import Objective
+from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.scheduler.base import BatchLimits
+from fastserve_backend.scheduler.gittins import Gittins
+from fastserve_backend.scheduler.gittins_index import GittinsIndex
+from fastserve_backend.scheduler.length_distribution import LengthDistribution
+from jobs import make_job, run_iteration
+from policies import NEVER_S, TIMES, by_priority, iterate, one_job
+
+MAX_TOKENS = 512
+
+
+def learned(lengths: Sequence[int], max_tokens: int = MAX_TOKENS) -> LengthDistribution:
+    distribution = LengthDistribution(max_tokens)
+    for length in lengths:
+        reached = distribution.bin_of(length)
+        distribution.passed(0, reached)
+        distribution.ended(reached)
+    return distribution
+
+
+def policy(
+    objective: Objective = "jct",
+    limits: BatchLimits | None = None,
+    starvation_s: float = NEVER_S,
+) -> Gittins:
+    return Gittins(
+        limits or one_job(),
+        TIMES,
+        max_model_len=MAX_TOKENS,
+        objective=objective,
+        starvation_s=starvation_s,
+    )
+
+
+def finish(policy: Gittins, job: Job, reason: FinishReason = FinishReason.STOP) -> None:
+    job.finish_reason = reason
+    policy.remove(job)
+
+
+def teach(policy: Gittins, lengths: Sequence[int]) -> None:
+    """Serve jobs of these lengths, one after the other."""
+    for number, length in enumerate(lengths):
+        job = make_job(1_000_000 + number, 1)
+        policy.add(job, 0.0)
+        for _ in range(length):
+            iterate(policy, 0.0)
+        finish(policy, job)
+
+
+# --- The distribution -------------------------------------------------------------------------
+
+
+def test_lengths_are_uniform_before_anything_is_known() -> None:
+    distribution = LengthDistribution(MAX_TOKENS)
+    edges = np.array(distribution.edges)
+    np.testing.assert_allclose(distribution.survival(), 1 - edges / MAX_TOKENS, atol=1e-12)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 100, 2048])
+def test_every_length_has_a_bin(max_tokens: int) -> None:
+    distribution = LengthDistribution(max_tokens)
+    edges = distribution.edges
+    assert edges[0] == 0
+    assert edges[-1] == max_tokens
+    for length in range(1, max_tokens + 1):
+        index = distribution.bin_of(length)
+        assert edges[index] < length <= edges[index + 1]
+
+
+def test_what_is_learned_converges_to_the_truth() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.geometric(1 / 60, size=3000), 1, MAX_TOKENS)
+    distribution = learned(lengths.tolist())
+    truth = [(lengths > edge).mean() for edge in distribution.edges]
+    np.testing.assert_allclose(distribution.survival(), truth, atol=0.03)
+
+
+def test_jobs_that_have_not_ended_count_as_long() -> None:
+    """Ten jobs of 8 tokens ended; ten others are at 100 and go on."""
+    distribution = learned([8] * 10)
+    for _ in range(10):
+        distribution.passed(0, distribution.bin_of(100))
+    survival = dict(zip(distribution.edges, distribution.survival(), strict=True))
+    assert survival[8] == pytest.approx(0.5, abs=0.2)
+    assert survival[8] > 0.4
+
+
+def test_old_traffic_is_forgotten() -> None:
+    distribution = learned([8] * 3000 + [200] * 12_000)
+    assert distribution.survival()[distribution.bin_of(200)] > 0.95
+
+
+# --- The index --------------------------------------------------------------------------------
+
+
+def by_definition(
+    lengths: Sequence[int],
+    reward: Callable[[float], float],
+    extra: float,
+    age: int,
+    most: int,
+) -> float:
+    """The formula, by summing over all jobs, for equally likely lengths."""
+    left = [min(length, most) for length in lengths if length > age]
+    return max(
+        sum(reward(length) for length in left if length <= stop)
+        / (extra * len(left) + sum(min(length, stop) - age for length in left))
+        for stop in range(age + 1, most + 1)
+    )
+
+
+class Exact(LengthDistribution):
+    """Lengths that are known exactly, in bins of one token."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.edges = list(range(max(lengths) + 1))
+        self._lengths = lengths
+
+    def survival(self) -> np.ndarray:
+        return np.array(
+            [sum(length > edge for length in self._lengths) for edge in self.edges], dtype=float
+        ) / len(self._lengths)
+
+
+@pytest.mark.parametrize("objective", ["jct", "normalized_latency"])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_table_is_the_formula(objective: Objective, seed: int) -> None:
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 30) for _ in range(12)]
+    index = GittinsIndex(Exact(lengths), objective)
+    reward = (lambda n: 1.0) if objective == "jct" else (lambda n: 1.0 / n)
+    longest = max(lengths)
+    for extra, age in itertools.product((0.0, 1.0, 1.5), range(longest)):
+        for most in range(age + 1, longest + 1):
+            expected = by_definition(lengths, reward, extra, age, most)
+            assert index.of(extra, age, most) == pytest.approx(expected)
+
+
+def test_a_known_length_is_shortest_remaining_time() -> None:
+    index = GittinsIndex(Exact([20] * 5), "jct")
+    values = [index.of(0.0, age, 20) for age in range(20)]
+    assert values == sorted(values)
+    assert values[15] == pytest.approx(1 / 5)
+
+
+def test_with_a_falling_hazard_those_that_ran_least_come_first() -> None:
+    """Then the Gittins policy is what MLFQ approximates: least attained service."""
+    index = GittinsIndex(Exact([1] * 50 + [2] * 20 + [4] * 10 + [16] * 5 + [64] * 5), "jct")
+    values = [index.of(0.0, age, 64) for age in (0, 1, 2, 4)]
+    assert values == sorted(values, reverse=True)
+
+
+def test_worth_by_length_favours_young_jobs_more() -> None:
+    lengths = list(range(1, 41))
+    jct = GittinsIndex(Exact(lengths), "jct")
+    normalized = GittinsIndex(Exact(lengths), "normalized_latency")
+    assert jct.of(0.0, 20, 40) > jct.of(0.0, 0, 40)
+    assert normalized.of(0.0, 20, 40) < normalized.of(0.0, 0, 40)
+
+
+def test_what_it_takes_to_begin_lowers_the_index() -> None:
+    index = GittinsIndex(learned([40] * 100), "jct")
+    values = [index.of(extra, 0, MAX_TOKENS) for extra in (0.0, 2.0, 30.0, 1e3, 1e9)]
+    assert values == sorted(values, reverse=True)
+    assert values[0] > values[-1] > 0
+
+
+# --- The policy -------------------------------------------------------------------------------
+
+
+def test_a_job_about_to_end_is_not_set_aside_for_a_new_one() -> None:
+    """All jobs have 64 tokens: who ran for 40 is nearer to its end."""
+    gittins = policy()
+    teach(gittins, [64] * 40)
+    old, new = make_job(0, 1), make_job(1, 1)
+    gittins.add(old, 0.0)
+    for _ in range(40):
+        iterate(gittins, 0.0)
+    gittins.add(new, 1.0)
+    assert by_priority(gittins, [old, new]) == [old, new]
+
+
+def test_a_job_that_outlived_the_short_ones_makes_way() -> None:
+    """Most jobs have 2 tokens, some 400."""
+    gittins = policy()
+    teach(gittins, ([2] * 9 + [400]) * 8)
+    old, new = make_job(0, 1), make_job(1, 1)
+    gittins.add(old, 0.0)
+    for _ in range(5):
+        iterate(gittins, 0.0)
+    gittins.add(new, 1.0)
+    assert by_priority(gittins, [old, new]) == [new, old]
+
+
+def test_long_prompts_wait_for_short_ones() -> None:
+    gittins = policy()
+    long, short = make_job(0, 500), make_job(1, 3)
+    for job in (long, short):
+        gittins.add(job, 0.0)
+    assert by_priority(gittins, [long, short]) == [short, long]
+
+
+def test_max_tokens_bound_the_length() -> None:
+    gittins = policy()
+    teach(gittins, [300] * 20)
+    whole, bounded = make_job(0, 1, max_tokens=400), make_job(1, 1, max_tokens=8)
+    for job in (whole, bounded):
+        gittins.add(job, 0.0)
+    assert by_priority(gittins, [whole, bounded]) == [bounded, whole]
+
+
+@pytest.mark.parametrize(
+    ("reason", "counts"),
+    [
+        (FinishReason.STOP, True),
+        (FinishReason.LENGTH, False),
+        (FinishReason.CANCELLED, False),
+        (FinishReason.ERROR, False),
+    ],
+)
+def test_only_lengths_of_jobs_that_ended_by_themselves_count(
+    reason: FinishReason, counts: bool
+) -> None:
+    gittins = policy()
+    job = make_job(0, 1)
+    gittins.add(job, 0.0)
+    for _ in range(10):
+        iterate(gittins, 0.0)
+    finish(gittins, job, reason)
+    assert gittins.num_learned == counts
+
+
+def test_a_starved_job_runs_once_before_all_others() -> None:
+    gittins = policy(starvation_s=50.0)
+    long = make_job(0, 500)
+    gittins.add(long, 0.0)
+    short = [make_job(number, 1) for number in range(1, 40)]
+    for job in short:
+        gittins.add(job, 0.0)
+    ran = [iterate(gittins, float(now))[0] for now in range(60)]
+    assert long not in ran[:50]
+    assert ran[50] is long
+    assert long not in ran[51:]
+
+
+def test_a_promoted_job_counts_as_young() -> None:
+    gittins = policy(starvation_s=50.0)
+    teach(gittins, ([2] * 9 + [400]) * 8)
+    old, new = make_job(0, 1), make_job(1, 1)
+    gittins.add(old, 0.0)
+    for _ in range(5):
+        iterate(gittins, 0.0)
+    gittins.add(new, 51.0)
+    assert iterate(gittins, 51.0) == [old]  # promoted: its last iteration ended at 1.0
+    assert by_priority(gittins, [old, new]) == [old, new]
+    assert gittins.num_promotions == 1
+
+
+def test_a_job_in_an_unfinished_iteration_is_not_selected_again() -> None:
+    gittins = policy(limits=BatchLimits(max_seqs=1, max_tokens=1000))
+    first, second = make_job(0, 2), make_job(1, 2)
+    for job in (first, second):
+        gittins.add(job, 0.0)
+    assert [job for job, _ in gittins.select(0.0)] == [first]
+    assert [job for job, _ in gittins.select(0.0)] == [second]
+    assert gittins.select(0.0) == []
+    run_iteration(first)
+    gittins.iteration_done([first], 1.0, 1.0)
+    assert [job for job, _ in gittins.select(1.0)] == [first]

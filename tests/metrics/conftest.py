@@ -22,7 +22,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         "max_num_seqs": MAX_NUM_SEQS,
         "strategy": "reactive",
         "base_quantum_ms": 2.0,
-        "starvation_ms": 300.0,
+        "starvation_ms": 100.0,
     }
     config = EngineConfig().with_keys(**options)
     log_path = tmp_path_factory.mktemp("server") / "server.log"

@@ -14,7 +14,7 @@ from serving_client import STATUS_HEADER, Answer, GrpcStream, generate, wait_for
 BLOCK_SIZE = 16
 DEVICE_BLOCKS = 120
 MAX_NUM_SEQS = 4
-NUM_STREAMS = 12
+NUM_STREAMS = 48  # they last for seconds, and values are published twice a second
 PROMPT_TOKENS = 500
 OUTPUT_TOKENS = 40  # 34 blocks a job in the end
 IDLE_TIMEOUT_S = 30.0

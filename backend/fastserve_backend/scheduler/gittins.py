@@ -25,10 +25,9 @@ from fastserve_backend.scheduler.gittins_index import GittinsIndex
 from fastserve_backend.scheduler.length_distribution import LengthDistribution
 from fastserve_backend.scheduler.waiting_jobs import WaitingJobs
 
-# The index is computed anew when so much of what was learned is new: 1 ms, and as much again for
-# some hundred waiting jobs.
+# The index is computed anew, and all jobs are put in order by it, when this share of what was
+# learned is new; however much was learned, when so many jobs have ended.
 _NEWS = 0.1
-# However much was learned, it is when so many jobs have ended.
 _MOST_NEWS = 200
 # Below every other key, which are indices between 0 and 1 with a minus; those promoted first come
 # first.
@@ -123,8 +122,7 @@ class Gittins(FixedPriority):
             self._jobs.move(job, self.key(job))
 
     def recalibrate(self) -> None:
-        for job in list(self._jobs):
-            self._jobs.move(job, self.key(job))
+        self._jobs.reorder(self.key)
 
     def describe(self) -> str:
         return (
@@ -144,9 +142,9 @@ class Gittins(FixedPriority):
         entry.bin = reached
 
     def _learn(self) -> None:
-        news = self._lengths.num_ended - self._ended_of_index
-        if news > min(_NEWS * self._lengths.num_ended, _MOST_NEWS):
-            self._ended_of_index = self._lengths.num_ended
+        news = self.num_learned - self._ended_of_index
+        if news > min(_NEWS * self.num_learned, _MOST_NEWS):
+            self._ended_of_index = self.num_learned
             self._index = GittinsIndex(self._lengths, self._objective)
             self.recalibrate()
 

@@ -42,8 +42,8 @@ perf-analyzer: $(INSTALLED)
 	PYTHON=$(BIN)/python perf_analyzer_configs/install.sh $(VENV)/perf_analyzer
 
 check: $(INSTALLED)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --no-cache --check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 
 format: $(INSTALLED)

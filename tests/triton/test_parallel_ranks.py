@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import START_TIMEOUT_S, engine_options
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from serving_client import GrpcStream, metric, used_blocks, wait_for
+from tiny_model import START_TIMEOUT_S, engine_options
 
 GREEDY = {"stream": True, "max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
 

@@ -91,6 +91,8 @@ class Job:
     sink: OutputSink | None = None
     seed: int = 0
     """The seed in use: ``params.seed`` or a drawn one."""
+    predicted_tokens: int | None = None
+    """How many output tokens it is predicted to have at its end; None: nobody knows (yet)."""
 
     state: JobState = JobState.WAITING
     finish_reason: FinishReason | None = None
@@ -119,6 +121,14 @@ class Job:
         """Tokens to run before the next token: 1 in the decode phase, else the rest of the
         prefill."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def ended_by_itself(self) -> bool:
+        """Its number of output tokens is what such a prompt makes: it was not cancelled, nor cut
+        off by ``max_tokens`` (which with ``ignore_eos`` is a length that a load test forces)."""
+        return self.finish_reason is FinishReason.STOP or (
+            self.finish_reason is FinishReason.LENGTH and self.params.ignore_eos
+        )
 
     def uncomputed_ids(self) -> array[int]:
         prompt_len = len(self.prompt_ids)

@@ -136,6 +136,13 @@ class StepLoop:
         self._counters.prompt_tokens += len(job.prompt_ids)
         self._fail_if_too_long(job)  # admission may have asked the ranks before these
 
+    def predicted(self, number: int, num_tokens: int) -> None:
+        """The job will have about so many output tokens; unknown numbers are ignored."""
+        job = self._jobs.get(number)
+        if job is not None:
+            job.predicted_tokens = num_tokens
+            self.policy.predicted(job)
+
     def cancel(self, number: int) -> None:
         """End the job with CANCELLED; unknown numbers are ignored."""
         job = self._jobs.get(number)

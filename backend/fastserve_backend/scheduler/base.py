@@ -114,6 +114,10 @@ class Policy(Protocol):
         Called before the next ``select``."""
         ...
 
+    def predicted(self, job: Job) -> None:
+        """The job's ``predicted_tokens`` were set or changed; it is known, and may be selected."""
+        ...
+
     def recalibrate(self) -> None:
         """The iteration times have drifted: derive from them again what was derived before."""
         ...

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastserve_backend.config import Objective
-from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import (
     UNLIMITED,
     BatchLimits,
@@ -98,7 +98,7 @@ class Gittins(FixedPriority):
         entry = self._entries.pop(job.number)
         if job.output_ids:
             self._pass(entry, job)
-            if _ended_by_itself(job):
+            if job.ended_by_itself:
                 self._lengths.ended(entry.bin)
                 self._learn()
 
@@ -147,10 +147,3 @@ class Gittins(FixedPriority):
             self._ended_of_index = self.num_learned
             self._index = GittinsIndex(self._lengths, self._objective)
             self.recalibrate()
-
-
-def _ended_by_itself(job: Job) -> bool:
-    """Not cancelled, nor cut off by ``max_tokens`` (where that is not the forced length)."""
-    return job.finish_reason is FinishReason.STOP or (
-        job.finish_reason is FinishReason.LENGTH and job.params.ignore_eos
-    )

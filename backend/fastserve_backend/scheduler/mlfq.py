@@ -135,6 +135,9 @@ class MLFQ:
         for job in jobs:
             self._entries[job.number].in_flight = False
 
+    def predicted(self, job: Job) -> None:
+        pass  # its order knows nothing of output lengths
+
     def recalibrate(self) -> None:
         """Jobs keep their queues; only how long they may stay there changes."""
         base_s = self._quanta.base_s()

@@ -49,11 +49,16 @@ def simulate(
     memory: KVMemory,
     *,
     max_model_len: int,
+    predictions: Sequence[int] | None = None,
     check_integrity: bool = False,
 ) -> Simulation:
     """Serve ``trace``, in order of arrival, with output lengths forced to the trace's.
 
     Deterministic: the same arguments give the same result to the last bit.
+
+    Args:
+        predictions: for each job, how many output tokens it is predicted to have; the policy learns
+            of it when the job arrives. Default: nothing is predicted.
 
     Raises:
         ValueError: a job exceeds ``max_model_len`` or the KV blocks.
@@ -88,7 +93,10 @@ def simulate(
     arrivals = deque(jobs)
     while arrivals or not loop.is_idle:
         while arrivals and arrivals[0].arrival_s <= clock.now():
-            loop.add(arrivals.popleft())
+            job = arrivals.popleft()
+            loop.add(job)
+            if predictions is not None:
+                loop.predicted(job.number, predictions[job.number])
         executor.wake_s = arrivals[0].arrival_s if arrivals else math.inf
         if loop.is_idle:
             clock.advance_to(executor.wake_s)

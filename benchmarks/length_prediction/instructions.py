@@ -1,0 +1,37 @@
+"""Instructions and answers as Alpaca's: JSON lines with ``instruction``, ``input``, ``output``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastserve_backend.models.chat_template import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    prompt: str
+    """The instruction, and below it the input, if it has one."""
+    answer: str
+
+    @property
+    def sha256(self) -> str:
+        """Of the prompt: names it where no text is to be kept, and divides data sets."""
+        return hashlib.sha256(self.prompt.encode()).hexdigest()
+
+    @property
+    def messages(self) -> list[Message]:
+        return [{"role": "user", "content": self.prompt}]
+
+
+def read_instructions(path: Path) -> list[Instruction]:
+    """Those of a file, without repeated prompts, in its order."""
+    found: dict[str, Instruction] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.strip():
+            fields = json.loads(line)
+            prompt = "\n\n".join(part for part in (fields["instruction"], fields["input"]) if part)
+            found.setdefault(prompt, Instruction(prompt, fields["output"]))
+    return list(found.values())

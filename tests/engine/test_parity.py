@@ -111,11 +111,8 @@ def test_prefill_in_chunks(
 @pytest.mark.parametrize(
     "options",
     [
-        {"policy": "skip_join_mlfq", "base_quantum_ms": 0.01},
         {"policy": "skip_join_mlfq", "base_quantum_ms": 0.01, "prefill_chunk_tokens": 30},
-        {"policy": "srpt"},
-        {"policy": "skip_join_mlfq", "starvation_ms": 1},
-        {"policy": "skip_join_mlfq", "block_size": 8, "max_num_seqs": 3},
+        {"policy": "srpt", "block_size": 8, "max_num_seqs": 3},
     ],
     ids=str,
 )

@@ -1,0 +1,99 @@
+"""How long a job's output will be, from its prompt's words and the jobs before it.
+
+ALISE (arXiv 2410.23537): the lengths of the most similar past prompts, averaged by similarity;
+where none is similar, a regressor over the embedding.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from .encoder import Embedding, Encoder
+from .past_jobs import Neighbours, PastJobs
+from .regressor import Regressor
+from .saved_state import FILE_NAME, SavedState, SavedStateError, read_state, write_state
+
+# Chosen on a validation part; docs/length_prediction.md has the measurements.
+NUM_NEIGHBOURS = 10
+MIN_SIMILARITY = 0.6
+# Similarities are raised to this power before they weigh lengths: they are all near each other.
+_SHARPNESS = 4
+# Fewer jobs say too little of those unlike them.
+_MIN_JOBS = 32
+_BATCH = 64
+
+_log = logging.getLogger(__name__)
+
+
+class Prediction(NamedTuple):
+    num_tokens: int | None
+    """None: too little is known yet."""
+    source: Literal["neighbours", "regressor", "cold"]
+
+
+class LengthPredictor:
+    """Not for several threads at once.
+
+    Args:
+        capacity: most past prompts that are remembered.
+    """
+
+    def __init__(self, encoder: Encoder, capacity: int) -> None:
+        self._encoder = encoder
+        self._jobs = PastJobs(capacity)
+        self._regressor = Regressor()
+        self._random = np.random.default_rng(0)
+
+    @classmethod
+    def open(cls, directory: Path | None, encoder: Encoder, capacity: int) -> LengthPredictor:
+        """What was saved in ``directory``, or, with the reason logged, an empty one."""
+        predictor = cls(encoder, capacity)
+        if directory is None:
+            return predictor
+        try:
+            state = read_state(directory, encoder.identity)
+        except SavedStateError as error:
+            _log.warning("%s %s; lengths are learned anew", directory / FILE_NAME, error)
+            return predictor
+        if state is not None:
+            predictor._jobs = PastJobs.restored(state.jobs, capacity)
+            predictor._regressor.load(state.regressor)
+        return predictor
+
+    def save(self, directory: Path) -> None:
+        """Replaces what is there, at once: no reader and no crash sees half of it.
+
+        Raises OSError.
+        """
+        state = SavedState(self._jobs.saved(), self._regressor.weights())
+        write_state(directory, state, self._encoder.identity)
+
+    def __len__(self) -> int:
+        """Prompts that are remembered."""
+        return len(self._jobs)
+
+    def embed(self, text: str) -> Embedding:
+        return self._encoder.embed(text)
+
+    def predict(self, embedding: Embedding) -> Prediction:
+        neighbours = self._jobs.nearest(embedding, NUM_NEIGHBOURS)
+        if len(self) and neighbours.similarities[0] >= MIN_SIMILARITY:
+            return Prediction(round(_mean_length(neighbours)), "neighbours")
+        if len(self) >= _MIN_JOBS:
+            return Prediction(round(self._regressor.predict(embedding)), "regressor")
+        return Prediction(None, "cold")
+
+    def learn(self, embedding: Embedding, num_tokens: int) -> None:
+        """A job with this prompt ended by itself with this many output tokens, at least 1."""
+        self._jobs.add(embedding, num_tokens)
+        self._regressor.train(*self._jobs.sample(_BATCH, self._random))
+
+
+def _mean_length(neighbours: Neighbours) -> float:
+    """The geometric mean, weighted by similarity."""
+    weights = np.maximum(neighbours.similarities, 0.0) ** _SHARPNESS
+    return float(np.exp(np.average(np.log(neighbours.lengths), weights=weights)))

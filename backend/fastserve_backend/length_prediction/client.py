@@ -1,7 +1,7 @@
 """The engine's side of the predictor's process: started, asked, watched, started anew.
 
-Nothing here waits for the process but a thread of its own: a question that the process cannot take
-at once is answered with "slow", one that it cannot take at all with "down".
+Nothing here waits for the process but a thread of its own. A question that the process cannot take
+at once is answered with "slow", and with "down" where there is none or it still loads.
 """
 
 from __future__ import annotations
@@ -81,12 +81,11 @@ class PredictorClient:
     def ask(self, number: int, text: str) -> None:
         """How many output tokens will this job have? Returns at once; the answer comes later."""
         with self._lock:
-            has_process = self._engine_end is not None
             sent = len(self._unanswered) < MAX_UNANSWERED and self._send(Predict(number, text))
             if sent:
                 self._unanswered[number] = time.monotonic()
         if not sent:
-            self._on_answer(Predicted(number, None, "slow" if has_process else "down"))
+            self._on_answer(Predicted(number, None, "slow" if self.is_loaded else "down"))
 
     def ended(self, number: int, num_tokens: int | None) -> None:
         """The job is over; ``num_tokens`` are to be learned, if given. Returns at once."""

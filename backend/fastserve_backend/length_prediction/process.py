@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict, deque
 from pathlib import Path
 
+from fastserve_backend.length_prediction.encoder import Embedding
 from fastserve_backend.length_prediction.messages import (
     MAX_MESSAGE_BYTES,
     Ended,
@@ -21,7 +22,7 @@ from fastserve_backend.length_prediction.messages import (
     encoder,
     to_predictor_decoder,
 )
-from fastserve_backend.length_prediction.predictor import Embedding, LengthPredictor
+from fastserve_backend.length_prediction.predictor import LengthPredictor
 
 # Embeddings of so many unfinished jobs are kept, at 1.5 KB each; the oldest go first.
 MAX_UNFINISHED = 16384

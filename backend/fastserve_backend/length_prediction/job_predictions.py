@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from fastserve_backend.length_prediction.client import PredictorClient
 from fastserve_backend.length_prediction.messages import Predicted
 from fastserve_backend.length_prediction.prompt_text import cut, cut_tokens
 from fastserve_backend.length_prediction.settings import PredictorSettings
+
+_log = logging.getLogger(__name__)
 
 # A prediction takes milliseconds, and longer where the ranks use all cores.
 _LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -64,6 +67,7 @@ class JobPredictions:
         self._decode = decode
         self._unfinished: dict[int, _Asked] = {}
         self._client = PredictorClient(settings.arguments(), on_answer)
+        _log.info("lengths are predicted; kept in %s", settings.directory or "memory alone")
 
     @property
     def num_entries(self) -> int:

@@ -1,7 +1,8 @@
 """How long a job's output will be, from its prompt's words and the jobs before it.
 
-ALISE (arXiv 2410.23537): the lengths of the most similar past prompts, averaged by similarity;
-where none is similar, a regressor over the embedding.
+ALISE (arXiv 2410.23537): the lengths of the most similar past prompts, weighted by similarity;
+where none is similar, a regressor over the embedding. Ours is the weighted median instead of the mean: a
+few long answers among the neighbours move it less.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from .regressor import Regressor
 from .saved_state import FILE_NAME, SavedState, SavedStateError, read_state, write_state
 
 # Chosen on a validation part; docs/length_prediction.md has the measurements.
-NUM_NEIGHBOURS = 10
-MIN_SIMILARITY = 0.6
+NUM_NEIGHBOURS = 20
+MIN_SIMILARITY = 0.8
 # Similarities are raised to this power before they weigh lengths: they are all near each other.
-_SHARPNESS = 4
+_SHARPNESS = 8
 # Fewer jobs say too little of those unlike them.
 _MIN_JOBS = 32
 _BATCH = 64
@@ -44,8 +45,8 @@ class LengthPredictor:
 
     def __init__(self, encoder: Encoder, capacity: int) -> None:
         self._encoder = encoder
-        self._jobs = PastJobs(capacity)
-        self._regressor = Regressor()
+        self.jobs = PastJobs(capacity)
+        self.regressor = Regressor()
         self._random = np.random.default_rng(0)
 
     @classmethod
@@ -60,8 +61,8 @@ class LengthPredictor:
             _log.warning("%s %s; lengths are learned anew", directory / FILE_NAME, error)
             return predictor
         if state is not None:
-            predictor._jobs = PastJobs.restored(state.jobs, capacity)
-            predictor._regressor.load(state.regressor)
+            predictor.jobs = PastJobs.restored(state.jobs, capacity)
+            predictor.regressor.load(state.regressor)
         return predictor
 
     def save(self, directory: Path) -> None:
@@ -69,31 +70,38 @@ class LengthPredictor:
 
         Raises OSError.
         """
-        state = SavedState(self._jobs.saved(), self._regressor.weights())
+        state = SavedState(self.jobs.saved(), self.regressor.weights())
         write_state(directory, state, self._encoder.identity)
 
     def __len__(self) -> int:
         """Prompts that are remembered."""
-        return len(self._jobs)
+        return len(self.jobs)
 
     def embed(self, text: str) -> Embedding:
         return self._encoder.embed(text)
 
     def predict(self, embedding: Embedding) -> Prediction:
-        neighbours = self._jobs.nearest(embedding, NUM_NEIGHBOURS)
+        neighbours = self.jobs.nearest(embedding, NUM_NEIGHBOURS)
         if len(self) and neighbours.similarities[0] >= MIN_SIMILARITY:
-            return Prediction(round(_mean_length(neighbours)), "neighbours")
+            return Prediction(_tokens(median_length(neighbours)), "neighbours")
         if len(self) >= _MIN_JOBS:
-            return Prediction(round(self._regressor.predict(embedding)), "regressor")
+            return Prediction(_tokens(self.regressor.predict(embedding)), "regressor")
         return Prediction(None, "cold")
 
     def learn(self, embedding: Embedding, num_tokens: int) -> None:
         """A job with this prompt ended by itself with this many output tokens, at least 1."""
-        self._jobs.add(embedding, num_tokens)
-        self._regressor.train(*self._jobs.sample(_BATCH, self._random))
+        self.jobs.add(embedding, num_tokens)
+        self.regressor.train(*self.jobs.sample(_BATCH, self._random))
 
 
-def _mean_length(neighbours: Neighbours) -> float:
-    """The geometric mean, weighted by similarity."""
+def median_length(neighbours: Neighbours) -> float:
+    """The length at which those of half the weight are shorter; one of the neighbours' own."""
     weights = np.maximum(neighbours.similarities, 0.0) ** _SHARPNESS
-    return float(np.exp(np.average(np.log(neighbours.lengths), weights=weights)))
+    order = np.argsort(neighbours.lengths)
+    cumulative = np.cumsum(weights[order])
+    middle = np.searchsorted(cumulative, cumulative[-1] / 2)
+    return float(neighbours.lengths[order[middle]])
+
+
+def _tokens(length: float) -> int:
+    return max(1, round(length))

@@ -158,7 +158,9 @@ class KVCacheSection(_Section):
     )
 
 
-PolicyName = Literal["skip_join_mlfq", "gittins", "mlfq", "fixed_priority", "srpt", "fcfs"]
+PolicyName = Literal[
+    "skip_join_mlfq", "speculative", "gittins", "mlfq", "fixed_priority", "srpt", "fcfs"
+]
 Objective = Literal["normalized_latency", "jct"]
 
 

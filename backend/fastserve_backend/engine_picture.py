@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain, islice
 
 from fastserve_client.engine_state import (
@@ -19,6 +20,7 @@ from fastserve_backend.job import Job, JobState
 from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
 from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.scheduler.mlfq import MLFQ
+from fastserve_backend.scheduler.speculative import Speculative
 from fastserve_backend.step_loop import StepLoop
 
 _RUNNING = JobState.RUNNING
@@ -66,7 +68,9 @@ def take_picture(
 
 def _levels(policy: Policy) -> tuple[LevelState, ...]:
     sizes = policy.level_sizes()
-    quanta_s = policy.quanta_s if isinstance(policy, MLFQ) else (None,) * len(sizes)
+    quanta_s: Sequence[float | None] = (None,) * len(sizes)
+    if isinstance(policy, MLFQ | Speculative):
+        quanta_s = policy.quanta_s
     return tuple(
         LevelState(quantum_s, size) for quantum_s, size in zip(quanta_s, sizes, strict=True)
     )

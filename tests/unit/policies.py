@@ -12,11 +12,21 @@ from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
+from fastserve_backend.scheduler.speculative import Speculative
 from fastserve_backend.scheduler.srpt import SRPT
 from jobs import run_iteration
 
-POLICIES = ("fcfs", "fixed_priority", "srpt", "mlfq", "skip_join_mlfq", "gittins")
+POLICIES = (
+    "fcfs",
+    "fixed_priority",
+    "srpt",
+    "mlfq",
+    "skip_join_mlfq",
+    "gittins",
+    "speculative",
+)
 NEVER_S = 1e9
+AGING = 0.5
 
 
 @dataclass(frozen=True)
@@ -76,11 +86,16 @@ def make(
         return Gittins(limits, times, max_model_len=100, objective="jct", starvation_s=starvation_s)
     if name == "mlfq":
         return MLFQ(limits, quanta(longest, starvation_s))
+    if name == "speculative":
+        return Speculative(limits, quanta(longest, starvation_s), times, AGING)
     return SkipJoinMLFQ(limits, quanta(longest, starvation_s), times)
 
 
 def by_priority(policy: Policy, jobs: Iterable[Job]) -> list[Job]:
     """All of ``jobs``, those first that are selected first."""
+    if isinstance(policy, Speculative):  # jobs in two orders, estimates of their merging
+        known = {job.number for job in jobs}
+        return [job for job in policy.walk(0.0) if job.number in known]
     key = policy.urgency(0.0)
     if isinstance(policy, MLFQ):  # ENST may put a job ahead that starves soon
         return sorted(jobs, key=lambda job: (job.queue_level, key(job)[1]))

@@ -29,7 +29,7 @@ def test_every_policy_has_a_picture(name: str) -> None:
     assert (state.running, state.waiting, state.swapped) == (2, 1, 0)
     assert [job.state for job in state.jobs] == ["running", "running", "waiting"]
     assert sum(level.num_jobs for level in state.levels) == 3
-    has_quanta = name.endswith("mlfq")
+    has_quanta = name.endswith("mlfq") or name == "speculative"
     assert (len(state.levels) > 1) == has_quanta
     assert all((level.quantum_s is not None) == has_quanta for level in state.levels)
     assert all(job.level < len(state.levels) for job in state.jobs)

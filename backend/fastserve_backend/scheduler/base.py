@@ -81,10 +81,15 @@ Urgency = Callable[[Job], tuple[float, float]]
 class Policy(Protocol):
     """Owns the order of all unfinished jobs. Called by one thread, with the time passed in."""
 
-    num_demotions: int
-    """How often a job sank to a lower queue, since the start."""
-    num_promotions: int
-    """How often a starving job rose to the highest queue from a lower one, since the start."""
+    @property
+    def num_demotions(self) -> int:
+        """How often a job sank to a lower queue or outlived its prediction, since the start."""
+        ...
+
+    @property
+    def num_promotions(self) -> int:
+        """How often a starving job rose to the highest queue from a lower one, since the start."""
+        ...
 
     def add(self, job: Job, now: float) -> None:
         """A new job; it must not be known yet."""

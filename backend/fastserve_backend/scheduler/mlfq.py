@@ -8,7 +8,7 @@ has waited too long is promoted to Q1 (FastServe §4.1, Algorithm 1).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 
@@ -107,17 +107,22 @@ class MLFQ:
         self._waiting.remove(job)
 
     def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
-        self._promote_starved(now)
         entries = self._entries
         batch = fill_batch(
-            chain.from_iterable(queue.values() for queue in self._queues),
-            self._limits,
-            lambda job: entries[job.number].in_flight,
-            memory,
+            self.walk(now), self._limits, lambda job: entries[job.number].in_flight, memory
         )
-        for job, _ in batch:
-            entries[job.number].in_flight = True
+        self.selected([job for job, _ in batch])
         return batch
+
+    def walk(self, now: float) -> Iterator[Job]:
+        """All jobs in the order of selection, those in flight too; promotes who starves."""
+        self._promote_starved(now)
+        return chain.from_iterable(queue.values() for queue in self._queues)
+
+    def selected(self, jobs: Iterable[Job]) -> None:
+        """These are in flight from now on."""
+        for job in jobs:
+            self._entries[job.number].in_flight = True
 
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
         for job in jobs:
@@ -146,12 +151,15 @@ class MLFQ:
         )
 
     def urgency(self, now: float) -> Urgency:
-        """ENST, the estimated next scheduled time (FastServe §4.2), seconds; then FIFO in a queue.
+        """ENST, the estimated next scheduled time (FastServe §4.2)."""
+        execute_s = self.execute_s()
+        return lambda job: self.enst(job, execute_s[job.queue_level], now)
 
-        ``min(T_promote, T_execute)``: until the job starves, or until all above it have sunk to
-        its queue. A job j in a queue above runs the quanta of the queues from its own down to, not
-        including, the job's; shared among the jobs of a batch. So T_execute depends on the queue
-        alone.
+    def execute_s(self) -> list[float]:
+        """T_execute of a job in each queue: seconds until all above it have sunk to its queue.
+
+        A job j in a queue above runs the quanta of the queues from its own down to, not including,
+        the job's; shared among the jobs of a batch. So T_execute depends on the queue alone.
         """
         execute_s = []
         jobs_above, total_s = 0, 0.0
@@ -159,15 +167,15 @@ class MLFQ:
             execute_s.append(total_s / self._limits.max_seqs)
             jobs_above += len(queue)
             total_s += jobs_above * quantum_s
+        return execute_s
 
-        def enst(job: Job) -> tuple[float, float]:
-            level_s = execute_s[job.queue_level]
-            promotion_s = self._waiting.starves_in(job, now)
-            if promotion_s is not None:
-                level_s = min(level_s, promotion_s)
-            return level_s, self._entries[job.number].ticket
-
-        return enst
+    def enst(self, job: Job, execute_s: float, now: float) -> tuple[float, float]:
+        """``min(T_promote, T_execute)``, seconds: until the job starves, or those before it have
+        run; then FIFO in a queue."""
+        promotion_s = self._waiting.starves_in(job, now)
+        if promotion_s is not None:
+            execute_s = min(execute_s, promotion_s)
+        return execute_s, self._entries[job.number].ticket
 
     def level_sizes(self) -> Sequence[int]:
         return [len(queue) for queue in self._queues]

@@ -29,6 +29,14 @@ class OrderedJobs:
         """The key that the job was last given."""
         return self._jobs[job.number][0]
 
+    def num_before(self, key: float, number: int) -> int:
+        """How many jobs come before one of this key and number, which may be here or not."""
+        return bisect_left(self._order, (key, number))
+
+    def items(self) -> Iterator[tuple[float, Job]]:
+        """(key, job), in order."""
+        return (self._jobs[number] for _, number in self._order)
+
     def add(self, job: Job, key: float) -> None:
         """Raises ValueError: the job is here already."""
         if job.number in self._jobs:

@@ -9,6 +9,7 @@ from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
+from fastserve_backend.scheduler.speculative import Speculative
 from fastserve_backend.scheduler.srpt import SRPT
 
 # starvation_ms: auto, in units of slo_ms. A job keeps its SLO if it waits at most slo_ms for each
@@ -16,6 +17,8 @@ from fastserve_backend.scheduler.srpt import SRPT
 # the queues round-robin under overload, ten times that costs the tail
 # (benchmarks/paper/starvation.py).
 STARVATION_TOKENS = 100
+# Of ``speculative``: seconds of remaining time that a second since its arrival makes up for.
+AGING = 0.05
 
 
 def make_policy(config: SchedulerSection, times: IterationTimes, max_model_len: int) -> Policy:
@@ -38,6 +41,8 @@ def make_policy(config: SchedulerSection, times: IterationTimes, max_model_len: 
     quanta = _quanta(config, times, max_model_len)
     if config.policy == "mlfq":
         return MLFQ(limits, quanta)
+    if config.policy == "speculative":
+        return Speculative(limits, quanta, times, AGING)
     return SkipJoinMLFQ(limits, quanta, times)
 
 

@@ -1,0 +1,229 @@
+"""Speculative scheduling: shortest predicted remaining time first (ALISE, arXiv 2410.23537, §2).
+
+Somebody predicts output lengths from prompts. A prediction may come at any time, or never: jobs
+without one are scheduled by skip-join MLFQ, in one order with the others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+
+from fastserve_backend.job import Job
+from fastserve_backend.scheduler.base import (
+    UNLIMITED,
+    BatchLimits,
+    IterationTimes,
+    Memory,
+    Scheduled,
+    Urgency,
+    fill_batch,
+    time_to_next_token,
+)
+from fastserve_backend.scheduler.mlfq import Quanta
+from fastserve_backend.scheduler.ordered_jobs import OrderedJobs
+from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What the policy knows of a job beside its place."""
+
+    arrived_s: float
+    in_flight: bool = False
+    num_tokens: int | None = None  # that it has at its end, as is believed now; None: no prediction
+    remaining_s: float = 0.0  # of a job with a prediction
+
+
+class Speculative:
+    """The job of the least virtual remaining time runs first, at every token.
+
+    That is the time that it has to run still, by its prediction, less ``aging`` times the seconds
+    since its arrival. All jobs age alike, so the order of two changes only when one of them runs:
+    keys are ``remaining + aging · arrival``. **Nobody starves**: no job that arrives more than
+    ``remaining / aging`` seconds after a job comes before it.
+
+    A job that outlives its prediction is demoted: the prediction is doubled. A job without a
+    prediction is in a queue of skip-join MLFQ. The first job there stands beside those with a
+    prediction as if its queue's quantum were its remaining time; with no prediction at all the
+    schedule is that of skip-join MLFQ.
+
+    ``job.queue_level`` of a job with a prediction is the queue whose quantum covers its remaining
+    time, and ``level_sizes`` counts it there.
+
+    ``select`` costs what it costs in MLFQ, everything else what ``OrderedJobs`` costs a job.
+    """
+
+    name = "speculative"
+
+    def __init__(
+        self, limits: BatchLimits, quanta: Quanta, times: IterationTimes, aging: float
+    ) -> None:
+        if aging <= 0:
+            raise ValueError(f"aging: got {aging}; must be above 0")
+        self._limits = limits
+        self._times = times
+        self._aging = aging
+        self._entries: dict[int, _Entry] = {}
+        self._queues = SkipJoinMLFQ(limits, quanta, times)  # jobs without a prediction
+        self._order = OrderedJobs()  # jobs with one
+        self._ordered_sizes = [0] * len(self._queues.quanta_s)  # by queue level
+        self._num_outlived = 0
+
+    @property
+    def num_demotions(self) -> int:
+        return self._queues.num_demotions + self._num_outlived
+
+    @property
+    def num_promotions(self) -> int:
+        return self._queues.num_promotions
+
+    @property
+    def quanta_s(self) -> Sequence[float]:
+        return self._queues.quanta_s
+
+    def add(self, job: Job, now: float) -> None:
+        if job.number in self._entries:
+            raise ValueError(f"job {job.number} is already queued")
+        self._entries[job.number] = _Entry(now)
+        self._queues.add(job, now)
+        if job.predicted_tokens is not None:
+            self.predicted(job)
+
+    def remove(self, job: Job) -> None:
+        if self._entries[job.number].num_tokens is None:
+            self._queues.remove(job)
+        else:
+            self._order.remove(job)
+            self._ordered_sizes[job.queue_level] -= 1
+        del self._entries[job.number]
+
+    def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
+        entries = self._entries
+        batch = fill_batch(
+            self.walk(now), self._limits, lambda job: entries[job.number].in_flight, memory
+        )
+        jobs = [job for job, _ in batch]
+        for job in jobs:
+            entries[job.number].in_flight = True
+        self._queues.selected(self._queued(jobs))
+        return batch
+
+    def walk(self, now: float) -> Iterator[Job]:
+        """All jobs in the order of selection, those in flight too; promotes who starves."""
+        queued = self._queues.walk(now)
+        first = next(queued, None)
+        for key, job in self._order.items():
+            while first is not None and self._queued_key(first) < key:
+                yield first
+                first = next(queued, None)
+            yield job
+        if first is not None:
+            yield first
+            yield from queued
+
+    def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
+        self._queues.iteration_done(self._queued(jobs), elapsed_s, now)
+        for job in jobs:
+            entry = self._entries[job.number]
+            entry.in_flight = False
+            if entry.num_tokens is not None:
+                self._num_outlived += len(job.output_ids) > entry.num_tokens
+                self._believe(job, entry, entry.num_tokens)
+
+    def not_run(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._entries[job.number].in_flight = False
+        self._queues.not_run(self._queued(jobs))
+
+    def predicted(self, job: Job) -> None:
+        assert job.predicted_tokens is not None
+        entry = self._entries[job.number]
+        if entry.num_tokens is None:
+            self._queues.remove(job)
+            self._order.add(job, 0.0)
+            self._ordered_sizes[job.queue_level] += 1
+        self._believe(job, entry, job.predicted_tokens)
+
+    def recalibrate(self) -> None:
+        self._queues.recalibrate()
+        for job in list(self._order):
+            entry = self._entries[job.number]
+            assert entry.num_tokens is not None
+            self._believe(job, entry, entry.num_tokens)
+
+    def urgency(self, now: float) -> Urgency:
+        """EWT, the estimated wait time (ALISE), seconds; then the order of selection.
+
+        ``min(T_execute, T_promote)``: until the jobs before it have run their remaining times,
+        shared among the jobs of a batch, or until its age makes up for its own remaining time, so
+        that no job that arrives goes before it. For a job without a prediction both are those of
+        ENST, see ``MLFQ``, and T_execute counts the jobs with one that come before it too.
+        """
+        execute_s = self._queues.execute_s()
+        sums_s = [0.0]  # of remaining times: of the first 0, 1, … jobs in the order
+        rest = accumulate(self._entries[job.number].remaining_s for job in self._order)
+
+        def predicted_s(key: float, number: int) -> float:
+            num_before = self._order.num_before(key, number)
+            sums_s.extend(islice(rest, max(0, num_before + 1 - len(sums_s))))
+            return sums_s[num_before] / self._limits.max_seqs
+
+        def ewt(job: Job) -> tuple[float, float]:
+            if self._entries[job.number].num_tokens is None:
+                before_s = predicted_s(self._queued_key(job), job.number)
+                return self._queues.enst(job, execute_s[job.queue_level] + before_s, now)
+            key = self._order.key(job)
+            virtual_s = key - self._aging * now
+            before_s = predicted_s(key, job.number) + execute_s[self._level_of(virtual_s)]
+            return min(before_s, max(0.0, virtual_s / self._aging)), key
+
+        return ewt
+
+    def level_sizes(self) -> Sequence[int]:
+        sizes = zip(self._queues.level_sizes(), self._ordered_sizes, strict=True)
+        return [queued + ordered for queued, ordered in sizes]
+
+    def describe(self) -> str:
+        return (
+            f"{self.name}: aging {self._aging:g} s a second; without a prediction "
+            f"{self._queues.describe()}"
+        )
+
+    def _queued(self, jobs: Sequence[Job]) -> list[Job]:
+        """Those of these jobs that have no prediction."""
+        return [job for job in jobs if self._entries[job.number].num_tokens is None]
+
+    def _queued_key(self, job: Job) -> float:
+        """Of a job in a queue, beside jobs with a prediction."""
+        quantum_s = self._queues.quanta_s[job.queue_level]
+        return quantum_s + self._aging * self._entries[job.number].arrived_s
+
+    def _level_of(self, remaining_s: float) -> int:
+        """The highest queue whose quantum covers this time, else the last one."""
+        quanta_s = self._queues.quanta_s
+        return min(bisect_left(quanta_s, remaining_s), len(quanta_s) - 1)
+
+    def _believe(self, job: Job, entry: _Entry, num_tokens: int) -> None:
+        """Give the job the place that follows if it ends with so many tokens, or twice as many, or
+        four times, … if it has more already."""
+        num_tokens = max(1, num_tokens)
+        while num_tokens < len(job.output_ids):
+            num_tokens *= 2
+        if not job.params.ignore_eos:  # there max_tokens is a length that nobody is to know
+            num_tokens = min(num_tokens, job.params.max_tokens)
+        entry.num_tokens = num_tokens
+        entry.remaining_s = self._remaining_s(job, num_tokens)
+        self._order.move(job, entry.remaining_s + self._aging * entry.arrived_s)
+        self._ordered_sizes[job.queue_level] -= 1
+        job.queue_level = self._level_of(entry.remaining_s)
+        self._ordered_sizes[job.queue_level] += 1
+
+    def _remaining_s(self, job: Job, num_tokens: int) -> float:
+        """ALISE's T_pre + T_dec: what is left of the prefill, and the decodes after that, each as
+        long as the middle one of them."""
+        num_decodes = max(0, num_tokens - len(job.output_ids) - 1)
+        decode_s = self._times.decode_s(job.num_tokens + 1 + num_decodes // 2)
+        return time_to_next_token(job, self._times) + num_decodes * decode_s

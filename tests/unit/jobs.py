@@ -14,6 +14,8 @@ def make_job(
     *,
     max_tokens: int = 1000,
     arrival_s: float = 0.0,
+    ignore_eos: bool = False,
+    predicted_tokens: int | None = None,
     computed: bool = False,
 ) -> Job:
     """A job with a prompt of this many tokens; ``computed``: it is in the decode phase."""
@@ -21,8 +23,9 @@ def make_job(
         id=f"job-{number}",
         number=number,
         prompt_ids=array("i", range(prompt_len)),
-        params=SamplingParams(max_tokens=max_tokens),
+        params=SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos),
         arrival_s=arrival_s,
+        predicted_tokens=predicted_tokens,
     )
     if computed:
         run_iteration(job)

@@ -26,7 +26,7 @@ POLICIES = (
     "speculative",
 )
 NEVER_S = 1e9
-AGING = 0.5
+AGING = 0.5  # of speculative
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,10 @@ def skip_join(
     limits: BatchLimits | None = None, starvation_s: float = NEVER_S, longest: float = 64.0
 ) -> SkipJoinMLFQ:
     return SkipJoinMLFQ(limits or one_job(), quanta(longest, starvation_s), TIMES)
+
+
+def speculative(limits: BatchLimits | None = None, aging: float = AGING) -> Speculative:
+    return Speculative(limits or one_job(), quanta(), TIMES, aging)
 
 
 def make(

@@ -1,0 +1,369 @@
+"""Speculative scheduling: order, wrong and late predictions, aging, EWT; against other policies."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from fastserve_backend.job import Job
+from fastserve_backend.scheduler.base import UNLIMITED, BatchLimits, Memory, Policy, Scheduled
+from fastserve_backend.scheduler.fixed_priority import FixedPriority
+from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
+from fastserve_backend.scheduler.speculative import Speculative
+from fastserve_backend.scheduler.srpt import SRPT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import make_job, run_iteration
+from policies import AGING, TIMES, by_priority, iterate, one_job, quanta, speculative
+
+HARDLY = 1e-9  # aging that only decides between equals
+
+
+def predict(policy: Policy, job: Job, num_tokens: int) -> None:
+    job.predicted_tokens = num_tokens
+    policy.predicted(job)
+
+
+# --- Order ------------------------------------------------------------------------------------
+
+
+def test_the_shortest_remaining_time_runs_first() -> None:
+    policy = speculative(aging=HARDLY)
+    long_prompt = make_job(0, 9, predicted_tokens=1)  # 9 s
+    long_output = make_job(1, 1, predicted_tokens=10)  # 1 + 9 s
+    short = make_job(2, 4, predicted_tokens=3)  # 4 + 2 s
+    jobs = [long_output, long_prompt, short]
+    for job in jobs:
+        policy.add(job, 0.0)
+    assert by_priority(policy, jobs) == [short, long_prompt, long_output]
+
+
+def test_the_order_changes_as_jobs_progress() -> None:
+    policy = speculative(aging=HARDLY)
+    first, second = make_job(0, 6, predicted_tokens=4), make_job(1, 2, predicted_tokens=5)
+    policy.add(first, 0.0)
+    assert iterate(policy, 0.0) == [first]  # 3 s left of 9
+    policy.add(second, 6.0)  # 6 s
+    assert by_priority(policy, [first, second]) == [first, second]
+
+
+def test_the_context_grows_while_a_job_decodes() -> None:
+    class Growing:
+        def prefill_s(self, num_tokens: int) -> float:
+            return 1.0 * num_tokens
+
+        def decode_s(self, context_tokens: int) -> float:
+            return 1.0 * context_tokens
+
+    policy = Speculative(one_job(), quanta(longest=1000.0), Growing(), HARDLY)
+    # Contexts of 11 to 19, the middle one 15: 10 + 9 · 15 = 145 s; the other 144 s.
+    job, other = make_job(0, 10, predicted_tokens=10), make_job(1, 144, predicted_tokens=1)
+    longer = make_job(2, 146, predicted_tokens=1)
+    jobs = [job, other, longer]
+    for each in jobs:
+        policy.add(each, 0.0)
+    assert by_priority(policy, jobs) == [other, job, longer]
+
+
+def test_max_tokens_bound_a_prediction_unless_they_force_the_length() -> None:
+    policy = speculative(aging=HARDLY)
+    bounded = make_job(0, 1, max_tokens=5, predicted_tokens=100)
+    forced = make_job(1, 1, max_tokens=5, predicted_tokens=100, ignore_eos=True)
+    between = make_job(2, 1, predicted_tokens=50)
+    jobs = [forced, between, bounded]
+    for job in jobs:
+        policy.add(job, 0.0)
+    assert by_priority(policy, jobs) == [bounded, between, forced]
+
+
+def test_a_job_with_a_prediction_is_at_the_level_of_its_remaining_time() -> None:
+    policy = speculative()
+    job, unpredicted = make_job(0, 2, predicted_tokens=9), make_job(1, 8)
+    for each in (job, unpredicted):
+        policy.add(each, 0.0)
+    assert job.queue_level == 4  # 10 s: quanta of 1, 2, 4, 8, 16, …
+    assert policy.level_sizes() == [0, 0, 0, 1, 1, 0, 0]
+    policy.remove(unpredicted)
+    assert iterate(policy, 0.0) == [job]
+    assert job.queue_level == 3  # 8 s
+    assert policy.level_sizes() == [0, 0, 0, 1, 0, 0, 0]
+    policy.remove(job)
+    assert sum(policy.level_sizes()) == 0
+
+
+# --- Predictions that are wrong, late or repeated -----------------------------------------------
+
+
+def test_a_job_that_outlives_its_prediction_is_demoted() -> None:
+    policy = speculative(aging=HARDLY)
+    job, other = make_job(0, 1, predicted_tokens=4), make_job(1, 1, predicted_tokens=2)
+    policy.add(job, 0.0)
+    for now in range(4):
+        assert iterate(policy, float(now)) == [job]
+    policy.add(other, 4.0)
+    assert by_priority(policy, [job, other]) == [job, other]  # it should end by now
+    assert policy.num_demotions == 0
+    assert iterate(policy, 4.0) == [job]  # 5 tokens: more than 4, so 8; 3 s left
+    assert policy.num_demotions == 1
+    assert by_priority(policy, [job, other]) == [other, job]
+
+
+def test_a_late_prediction_that_is_outlived_already_is_doubled_until_it_is_not() -> None:
+    policy = speculative(aging=HARDLY)
+    job = make_job(0, 1)
+    policy.add(job, 0.0)
+    for now in range(20):
+        iterate(policy, float(now))
+    demotions = policy.num_demotions  # by the queues
+    predict(policy, job, 3)  # 24: 4 s left
+    assert policy.num_demotions == demotions
+    shorter, longer = make_job(1, 1, predicted_tokens=3), make_job(2, 1, predicted_tokens=5)
+    for other in (shorter, longer):
+        policy.add(other, 20.0)
+    assert by_priority(policy, [job, shorter, longer]) == [shorter, job, longer]
+
+
+def test_a_prediction_may_come_while_the_job_is_in_flight() -> None:
+    policy = speculative(aging=HARDLY)
+    job, other = make_job(0, 1), make_job(1, 1, predicted_tokens=5)
+    policy.add(job, 0.0)
+    assert policy.select(0.0) == [(job, 1)]
+    predict(policy, job, 9)
+    assert policy.select(0.0) == []
+    policy.add(other, 0.0)
+    run_iteration(job)
+    policy.iteration_done([job], 1.0, 1.0)
+    assert by_priority(policy, [job, other]) == [other, job]
+    assert sum(policy.level_sizes()) == 2
+
+
+def test_a_new_prediction_replaces_the_old_one() -> None:
+    policy = speculative(aging=HARDLY)
+    job, other = make_job(0, 1, predicted_tokens=9), make_job(1, 1, predicted_tokens=5)
+    for each in (job, other):
+        policy.add(each, 0.0)
+    predict(policy, job, 2)
+    assert by_priority(policy, [job, other]) == [job, other]
+
+
+def test_a_job_in_a_queue_competes_with_its_quantum() -> None:
+    policy = speculative(aging=HARDLY)
+    queued = make_job(0, 3)  # quantum 4 s
+    shorter, longer = make_job(1, 1, predicted_tokens=3), make_job(2, 1, predicted_tokens=5)
+    jobs = [queued, shorter, longer]
+    for job in jobs:
+        policy.add(job, 0.0)
+    assert by_priority(policy, jobs) == [shorter, queued, longer]
+
+
+# --- Aging and waiting times ------------------------------------------------------------------
+
+
+def test_a_long_job_comes_up_by_its_age_and_then_runs_on() -> None:
+    """Short ones arrive as fast as they are served. Those that arrive more than 40 / 0.5 = 80 s
+    later do not come before it."""
+    policy = speculative(aging=0.5)
+    long = make_job(0, 1, predicted_tokens=40)
+    policy.add(long, 0.0)
+    ran_at = []
+    for now in range(200):
+        policy.add(make_job(now + 1, 1, predicted_tokens=1), float(now))
+        (job,) = iterate(policy, float(now))
+        if job is long:
+            ran_at.append(now)
+        if job is not long or len(ran_at) == 40:
+            policy.remove(job)
+    first = ran_at[0]
+    assert 60 < first <= 80
+    assert ran_at == list(range(first, first + 40))
+
+
+def test_aging_has_to_be_positive() -> None:
+    with pytest.raises(ValueError, match="must be above 0"):
+        speculative(aging=0.0)
+
+
+def test_estimated_wait_times_by_hand() -> None:
+    policy = speculative(BatchLimits(max_seqs=2, max_tokens=100), aging=0.5)
+    four = make_job(0, 1, predicted_tokens=4)
+    ten = make_job(1, 2, predicted_tokens=9)
+    twenty = make_job(2, 1, predicted_tokens=20)
+    queued = make_job(3, 3)  # in the queue of 4 s
+    jobs = [four, ten, twenty, queued]
+    for job in jobs:
+        policy.add(job, 0.0)
+
+    def waits(now: float) -> list[float]:
+        ewt = policy.urgency(now)
+        return [ewt(job)[0] for job in jobs]
+
+    # Those before a job run their remaining times, two at once; the queued one runs 4 + 8 s until
+    # it is in the queue of 16 s, 4 + 8 + 16 s until that of 32 s.
+    assert waits(0.0) == [0, (4 + 12) / 2, (4 + 10 + 28) / 2, 4 / 2]
+    # 12 s later ten's 10 s are 4, the queue of 4 s, and twenty's 20 are 14.
+    assert waits(12.0) == [0, 4 / 2, (4 + 10 + 12) / 2, 4 / 2]
+    # Then age makes up for the last 2 s within 4.
+    assert waits(36.0) == [0, 0, 4, 4 / 2]
+
+
+# --- Against other policies -------------------------------------------------------------------
+
+
+def serve(
+    policies: Sequence[Policy],
+    seed: int,
+    new_job: Callable[[random.Random, int, float], Job],
+    check: Callable[[float, list[list[Scheduled]], list[Job]], None],
+) -> None:
+    """Serve the same random jobs by each policy, one beside the other, as a step loop would, with
+    pipeline stages and batches that could not run. ``check`` gets the time, the batch of each
+    policy, and the jobs of the first one that it could choose from."""
+    rng = random.Random(seed)
+    num_stages = rng.randint(1, 3)
+    jobs: list[dict[int, Job]] = [{} for _ in policies]
+    flights: list[tuple[float, list[list[Scheduled]]]] = []
+    now = 0.0
+    number = 0
+    while number < 40 or jobs[0]:
+        while number < 40 and (not jobs[0] or rng.random() < 0.5):
+            state = rng.getstate()
+            for policy, known in zip(policies, jobs, strict=True):
+                rng.setstate(state)  # the same job for each
+                known[number] = new_job(rng, number, now)
+                policy.add(known[number], now)
+            number += 1
+        while len(flights) < num_stages:
+            flying = {job.number for _, flight in flights for job, _ in flight[0]}
+            waiting = [job for job in jobs[0].values() if job.number not in flying]
+            batches = [policy.select(now) for policy in policies]
+            check(now, batches, waiting)
+            if rng.random() < 0.2:
+                for policy, batch in zip(policies, batches, strict=True):
+                    policy.not_run([job for job, _ in batch])
+                break
+            if not batches[0]:
+                break
+            flights.append((now, batches))
+        if not flights:
+            continue
+        started_s, batches = flights.pop(0)
+        now += rng.choice([0.5, 1.0, 3.0])
+        for policy, known, batch in zip(policies, jobs, batches, strict=True):
+            for job, num_tokens in batch:
+                run_iteration(job, num_tokens)
+            policy.iteration_done([job for job, _ in batch], now - started_s, now)
+            for job, _ in batch:
+                if len(job.output_ids) == job.params.max_tokens:
+                    policy.remove(job)
+                    del known[job.number]
+
+
+def described(batches: list[list[Scheduled]]) -> list[list[tuple[int, int]]]:
+    return [[(job.number, num_tokens) for job, num_tokens in batch] for batch in batches]
+
+
+def some_limits(seed: int) -> BatchLimits:
+    rng = random.Random(seed)
+    return rng.choice([BatchLimits(rng.randint(1, 5), 100), BatchLimits(3, 20, 10)])
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32))
+def test_without_predictions_the_schedule_is_that_of_skip_join(seed: int) -> None:
+    limits = some_limits(seed)
+    queues = quanta(starvation_s=random.Random(seed).choice([5.0, 30.0]))
+    ours, reference = (
+        Speculative(limits, queues, TIMES, AGING),
+        SkipJoinMLFQ(limits, queues, TIMES),
+    )
+
+    def new_job(rng: random.Random, number: int, now: float) -> Job:
+        return make_job(number, rng.randint(1, 20), max_tokens=rng.randint(1, 25), arrival_s=now)
+
+    def check(now: float, batches: list[list[Scheduled]], waiting: list[Job]) -> None:
+        ours_batch, reference_batch = described(batches)
+        assert ours_batch == reference_batch
+        assert ours.level_sizes() == reference.level_sizes()
+        assert ours.num_demotions == reference.num_demotions
+        assert ours.num_promotions == reference.num_promotions
+        our_key, key = ours.urgency(now), reference.urgency(now)
+        for (job, _), (twin, _) in zip(*batches, strict=True):
+            assert our_key(job) == key(twin)
+
+    serve([ours, reference], seed, new_job, check)
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32))
+def test_with_perfect_predictions_the_schedule_is_that_of_srpt(seed: int) -> None:
+    limits = some_limits(seed)
+
+    def new_job(rng: random.Random, number: int, now: float) -> Job:
+        length = rng.randint(1, 25)
+        return make_job(
+            number,
+            rng.randint(1, 20),
+            max_tokens=length,
+            arrival_s=now,
+            ignore_eos=True,
+            predicted_tokens=length,
+        )
+
+    def check(now: float, batches: list[list[Scheduled]], waiting: list[Job]) -> None:
+        ours, reference = described(batches)
+        assert ours == reference
+
+    ours = speculative(limits, aging=HARDLY)
+    serve([ours, SRPT(limits, TIMES)], seed, new_job, check)
+    assert ours.num_demotions == 0
+
+
+def remaining_s(job: Job) -> float:
+    """By the prediction, doubled as often as it was outlived; 1 s a token of prompt and output."""
+    assert job.predicted_tokens is not None
+    predicted = max(1, job.predicted_tokens)
+    while len(job.output_ids) > predicted:
+        predicted *= 2
+    if not job.params.ignore_eos:
+        predicted = min(predicted, job.params.max_tokens)
+    return job.num_uncomputed + max(0.0, predicted - len(job.output_ids) - 1.0)
+
+
+class ByDefinition(FixedPriority):
+    """Sorts all jobs at each selection by their remaining time, less what they have aged."""
+
+    now = 0.0
+
+    def key(self, job: Job) -> float:
+        return remaining_s(job) - AGING * (self.now - job.arrival_s)
+
+    def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
+        self.now = now
+        self._jobs.reorder(self.key)
+        return super().select(now, memory)
+
+
+@settings(max_examples=60)
+@given(seed=st.integers(0, 2**32))
+def test_the_schedule_is_that_of_sorting_all_jobs_at_each_selection(seed: int) -> None:
+    limits = some_limits(seed)
+    ours, reference = speculative(limits), ByDefinition(limits)
+
+    def new_job(rng: random.Random, number: int, now: float) -> Job:
+        return make_job(
+            number,
+            rng.randint(1, 20),
+            max_tokens=rng.randint(1, 25),
+            arrival_s=now,
+            ignore_eos=rng.random() < 0.5,
+            predicted_tokens=rng.randint(0, 30),
+        )
+
+    def check(now: float, batches: list[list[Scheduled]], waiting: list[Job]) -> None:
+        batch, expected = described(batches)
+        assert batch == expected
+        for job in waiting:  # nobody starves: who arrives much later does not come first
+            assert batches[0][0].job.arrival_s <= job.arrival_s + remaining_s(job) / AGING
+
+    serve([ours, reference], seed, new_job, check)

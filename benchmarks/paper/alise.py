@@ -116,10 +116,10 @@ def compare_rates(
     added.add_argument(
         "--iterations",
         type=float,
-        default=3.0,
-        help="the latency at which rates are compared, in decode iterations (3)",
+        default=2.0,
+        help="the latency at which rates are compared, in decode iterations (2)",
     )
-    args = parse(added, argv, quick_jobs=60)
+    args = parse(added, argv)
     chosen = (
         models[-1:] if args.quick else [model for model in models if args.model in (None, model)]
     )

@@ -57,9 +57,7 @@ def main(argv: Sequence[str] | None = None) -> Table:
     )
     table = new_table(
         "Policies with wrong predictions",
-        f"OPT-13B, A100-40G, {args.jobs} jobs (Alpaca twice as many). {SWAPPING} Seconds. Of the "
-        f"errors, 80% are within a factor of {errors.factor(0.8):.2f}, 50% within "
-        f"{errors.factor(0.5):.2f}.",
+        f"OPT-13B, A100-40G, {args.jobs} jobs (Alpaca twice as many). {SWAPPING} Seconds.",
         "lengths, load, policy",
         "norm.\nmean",
         "to\nskip-join",

@@ -23,7 +23,7 @@ from common import (
 from load_sweep import save, sweep
 from rich.table import Table
 
-LOADS = (0.6, 0.8, 1.0, 1.2, 1.5, 2.0)
+LOADS = (0.8, 1.0, 1.5, 2.0)
 SWAP = "swap"
 PAPER = {"defer": "1.8×", "recompute": "2.8×"}
 

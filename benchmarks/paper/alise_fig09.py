@@ -24,7 +24,7 @@ from load_sweep import save, sweep
 from prediction_errors import PERFECT
 from rich.table import Table
 
-LOADS = (0.6, 0.8, 1.0, 1.2, 1.5, 2.0)
+LOADS = (0.8, 1.0, 1.5, 2.0)
 FCFS = "FCFS"
 PAPER = {ALISE: "−46%"}
 

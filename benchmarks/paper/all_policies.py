@@ -47,7 +47,7 @@ FORESIGHTED = {
 def main(argv: Sequence[str] | None = None) -> Table:
     options = parser(__doc__, jobs=1000)
     add_prediction_errors(options)
-    args = parse(options, argv, quick_jobs=60)
+    args = parse(options, argv)
     foresights = {"predicted": measured(args), "foreseen": PERFECT}
 
     def ways(fcfs: Run) -> Mapping[str, Run]:

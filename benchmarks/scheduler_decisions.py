@@ -6,8 +6,8 @@
 A decision is everything that the engine asks of a policy in one iteration with a batch of 16:
 `select`, `iteration_done` for the jobs that ran, `remove` for those that ended and `add` for as
 many new ones, so that the number of waiting jobs stays the same. Prompt and output lengths are
-drawn from a long-tailed distribution with a fixed seed, and the jobs' own updates are not part of
-the time. Each figure is the median decision in microseconds, with the 99th percentile in brackets.
+drawn from a long-tailed distribution with a fixed seed, seven of eight outputs are predicted, wrong
+by a factor of 1.6 typically, and the jobs' own updates are not part of the time. Each figure is the median decision in microseconds, with the 99th percentile in brackets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from array import array
 from typing import get_args
 
 from fastserve_backend.config import EngineConfig, PolicyName
-from fastserve_backend.job import Job
+from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.scheduler.registry import make_policy
@@ -32,6 +32,7 @@ WAITING = (100, 1_000, 10_000)
 BATCH = 16
 MAX_MODEL_LEN = 2048
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 1024
+PREDICTION_ERROR = 0.5  # standard deviation of ln(predicted / real)
 WARM_UP_DECISIONS = 200
 console = Console(width=100)
 
@@ -74,6 +75,8 @@ class Decisions:
             job.output_ids.append(0)
         jobs = [job for job, _ in batch]
         ended = [job for job in jobs if len(job.output_ids) == job.params.max_tokens]
+        for job in ended:
+            job.finish_reason = FinishReason.LENGTH
         arrived = [self._new_job() for _ in ended]
         started = time.perf_counter()
         policy.iteration_done(jobs, elapsed_s, self._now_s)
@@ -84,12 +87,15 @@ class Decisions:
         return select_s + time.perf_counter() - started
 
     def _new_job(self) -> Job:
+        output_tokens = self._length(LONGEST_OUTPUT)
+        predicted = round(output_tokens * self._rng.lognormvariate(0.0, PREDICTION_ERROR))
         job = Job(
             id=str(self._num_jobs),
             number=self._num_jobs,
             prompt_ids=array("i", bytes(4 * self._length(LONGEST_PROMPT))),
-            params=SamplingParams(max_tokens=self._length(LONGEST_OUTPUT)),
+            params=SamplingParams(max_tokens=output_tokens, ignore_eos=True),
             arrival_s=self._now_s,
+            predicted_tokens=predicted if self._num_jobs % 8 else None,
         )
         self._num_jobs += 1
         return job

@@ -208,6 +208,7 @@ def _simulate(
     length_ratio: float | None,
     hardware: str,
     profile: Path | None,
+    prediction_error: float | None,
     output: Path | None,
     plot: Path | None,
     **keys: Any,
@@ -237,6 +238,7 @@ def _simulate(
         ),
         policies=listed(policies),
         rates=parse_rates(rates),
+        prediction_error=prediction_error,
         output=output,
         plot=plot,
     )
@@ -325,6 +327,17 @@ def _add_simulate_command() -> None:
             Annotated[
                 Path | None,
                 typer.Option(help="A file of fastserve profile, in place of --hardware."),
+            ],
+            None,
+        ),
+        "prediction_error": (
+            Annotated[
+                float | None,
+                typer.Option(
+                    help="Predict output lengths, for the policies speculative and gittins: the "
+                    "standard deviation of ln(predicted / real), 0 for perfect predictions; left "
+                    "out: nothing is predicted."
+                ),
             ],
             None,
         ),

@@ -241,30 +241,31 @@ def test_only_lengths_of_jobs_that_ended_by_themselves_count(
     assert gittins.num_learned == counts
 
 
-def test_a_starved_job_runs_once_before_all_others() -> None:
-    gittins = policy(starvation_s=50.0)
-    long = make_job(0, 500)
-    gittins.add(long, 0.0)
-    short = [make_job(number, 1) for number in range(1, 40)]
-    for job in short:
+def test_starved_jobs_have_their_turns_one_after_the_other() -> None:
+    """Two long prompts wait behind short jobs, which never end, for 30 s; a turn is 3 s."""
+    gittins = policy(starvation_s=30.0)
+    teach(gittins, [400] * 20)
+    short = make_job(0, 1)
+    gittins.add(short, 0.0)
+    iterate(gittins, 0.0)
+    starving = [make_job(1, 450, arrival_s=1.0), make_job(2, 450, arrival_s=2.0)]
+    for job in starving:
+        gittins.add(job, job.arrival_s)
+    ran = [iterate(gittins, float(now))[0].number for now in range(1, 38)]
+    assert ran[:30] == [0] * 30
+    assert ran[30:] == [1, 1, 1, 2, 2, 2, 0]
+    assert gittins.num_promotions == 2
+
+
+def test_a_promoted_job_that_ends_makes_room_for_the_next() -> None:
+    gittins = policy(starvation_s=90.0)
+    first, second = make_job(0, 400), make_job(1, 400)
+    for job in (first, second):
         gittins.add(job, 0.0)
-    ran = [iterate(gittins, float(now))[0] for now in range(60)]
-    assert long not in ran[:50]
-    assert ran[50] is long
-    assert long not in ran[51:]
-
-
-def test_a_promoted_job_counts_as_young() -> None:
-    gittins = policy(starvation_s=50.0)
-    teach(gittins, ([2] * 9 + [400]) * 8)
-    old, new = make_job(0, 1), make_job(1, 1)
-    gittins.add(old, 0.0)
-    for _ in range(5):
-        iterate(gittins, 0.0)
-    gittins.add(new, 51.0)
-    assert iterate(gittins, 51.0) == [old]  # promoted: its last iteration ended at 1.0
-    assert by_priority(gittins, [old, new]) == [old, new]
-    assert gittins.num_promotions == 1
+    assert iterate(gittins, 90.0) == [first]
+    gittins.remove(first)
+    assert iterate(gittins, 91.0) == [second]
+    assert gittins.num_promotions == 2
 
 
 def test_a_job_in_an_unfinished_iteration_is_not_selected_again() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -258,14 +259,19 @@ class History:
         in front of it any more. Each selection without it takes the first of those, with all the
         tokens of an iteration if it needs them (else the job would be first itself). That one is
         gone when it has a token and has used its quantum of 1 s, at least ``SHORTEST_S`` an
-        iteration: after two iterations, or the chunks of its prefill.
+        iteration: after two iterations, or the chunks of its prefill. Under ``gittins`` it is gone
+        when it has a token and had its turn; nobody else is promoted before, in all stages.
         """
         if self.refuses:
             return
         chunk_tokens = min(
             self.limits.prefill_chunk_tokens or LONGEST_PROMPT, self.limits.max_tokens
         )
-        passed_by = (self.most_known - 1) * max(2, -(-LONGEST_PROMPT // chunk_tokens))
+        iterations = max(2, -(-LONGEST_PROMPT // chunk_tokens))
+        if self.name == "gittins":
+            turn_s = self.starvation_s / 10
+            iterations = self.num_stages * max(iterations, math.ceil(turn_s / SHORTEST_S))
+        passed_by = (self.most_known - 1) * iterations
         bound_s = self.starvation_s + (2 + passed_by + 1) * LONGEST_S
         assert all(self.now - since <= bound_s for since in self.waiting_since.values())
 

@@ -2,11 +2,12 @@
 
 MLFQ takes it for granted that a job which ran long will run for long still. How true that is, the
 jobs that ended say: see ``GittinsIndex`` for the order, and ``LengthDistribution`` for what is
-learned.
+learned. Where lengths are predicted, it learns what a prediction is worth.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,30 +26,47 @@ from fastserve_backend.scheduler.gittins_index import GittinsIndex
 from fastserve_backend.scheduler.length_distribution import LengthDistribution
 from fastserve_backend.scheduler.waiting_jobs import WaitingJobs
 
-# The index is computed anew, and all jobs are put in order by it, when this share of what was
-# learned is new; however much was learned, when so many jobs have ended.
+# The index is computed anew when this share of what was learned is new; however much was learned,
+# when so many jobs have ended.
 _NEWS = 0.1
 _MOST_NEWS = 200
-# Below every other key, which are indices between 0 and 1 with a minus; those promoted first come
-# first.
-_PROMOTED = -1e12
+# Jobs that are put in order by a new index at each selection. All at once would hold up a step by
+# tens of milliseconds with 10,000 of them.
+_PLACED_AT_ONCE = 32
+# Turns of promoted jobs within the starvation threshold. Many short turns swap KV in and out and
+# run the prefills of all waiting jobs early, which holds up those that are nearly done.
+_TURNS = 10
+_PROMOTED_KEY = -2.0  # the others have their indices, from 0 to 1, with a minus
+
+
+class _Learned:
+    """Lengths of all jobs, or of those of a class, and the index that follows from them."""
+
+    def __init__(self, lengths: LengthDistribution, objective: Objective) -> None:
+        self.lengths = lengths
+        self._objective: Objective = objective
+        self.update()
+
+    def update(self) -> None:
+        self.index = GittinsIndex(self.lengths, self._objective)
 
 
 @dataclass(slots=True)
 class _Entry:
     """What the policy knows of a job beside its key."""
 
+    job: Job
+    learned: tuple[_Learned, ...]  # where it counts; by the last of these it is ordered
     bin: int = 0  # of its length, if it ended now
-    promoted: float | None = None  # its key, while it is
-    young_at: int = 0  # tokens that it had when it was promoted last
 
 
 class Gittins(FixedPriority):
     """The job of the largest index runs first, at every token; of equal ones the first to arrive.
 
-    A job that has waited for ``starvation_s`` comes before all others until it has a token, and
-    counts as young again from then on, as one that MLFQ has promoted: with a single token it would
-    only have been swapped in and out.
+    Jobs that have waited for ``starvation_s`` come before all others, one at a time, the longest
+    waiting first, each until it has run for a tenth of that time: with a single token it would only
+    have been swapped in and out. So a job waits for ``starvation_s`` and the turns of those that
+    starved before it.
     """
 
     name = "gittins"
@@ -65,50 +83,53 @@ class Gittins(FixedPriority):
         super().__init__(limits)
         self._times = times
         self._objective: Objective = objective
-        self._lengths = LengthDistribution(max_model_len)
-        self._index = GittinsIndex(self._lengths, objective)
+        self._max_model_len = max_model_len
+        self._of_all = _Learned(LengthDistribution(max_model_len), objective)
+        self._of_class: dict[int, _Learned] = {}
         self._ended_of_index = 0
-        self._entries: dict[int, _Entry] = {}
+        self._outdated: list[_Learned] = []
+        self._num_to_place = 0  # jobs, from the first of the entries on, with keys of old indices
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._waiting = WaitingJobs(starvation_s)
+        self._promoted: Job | None = None
+        self._turn_s = 0.0  # that it may still run
         self.num_promotions = 0
 
     @property
     def num_learned(self) -> int:
         """Jobs whose whole length is known."""
-        return self._lengths.num_ended
+        return self._of_all.lengths.num_ended
 
     def key(self, job: Job) -> float:
-        promoted = self._entries[job.number].promoted
-        if promoted is not None:
-            return promoted
+        if job is self._promoted:
+            return _PROMOTED_KEY
         decode_s = self._times.decode_s(job.num_tokens)
         # A prefill makes the iteration longer for all that are in it, a decode hardly.
         extra_s = self._limits.max_seqs * (time_to_next_token(job, self._times) - decode_s)
-        age = len(job.output_ids) - self._entries[job.number].young_at
-        return -self._index.of(extra_s / decode_s, age, self._most_tokens(job))
+        index = self._entries[job.number].learned[-1].index
+        return -index.of(extra_s / decode_s, len(job.output_ids), self._most_tokens(job))
 
     def add(self, job: Job, now: float) -> None:
-        self._entries[job.number] = _Entry()
+        self._entries[job.number] = _Entry(job, self._learned_of(job))
         super().add(job, now)
         self._waiting.begin(job, now)
 
     def remove(self, job: Job) -> None:
         super().remove(job)
         self._waiting.remove(job)
+        if job is self._promoted:
+            self._promoted = None
         entry = self._entries.pop(job.number)
         if job.output_ids:
             self._pass(entry, job)
             if job.ended_by_itself:
-                self._lengths.ended(entry.bin)
+                for learned in entry.learned:
+                    learned.lengths.ended(entry.bin)
                 self._learn()
 
     def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
-        for job in self._waiting.take_starved(now):
-            if job.number not in self._in_flight:
-                self._entries[job.number].promoted = _PROMOTED + self.num_promotions
-                self._entries[job.number].young_at = len(job.output_ids)
-                self._jobs.move(job, self.key(job))
-                self.num_promotions += 1
+        self._place_some()
+        self._promote_starved(now)
         return super().select(now, memory)
 
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
@@ -116,13 +137,20 @@ class Gittins(FixedPriority):
         for job in jobs:
             self._waiting.begin(job, now)
             if job.num_uncomputed == 1:
-                entry = self._entries[job.number]
-                entry.promoted = None
-                self._pass(entry, job)
+                self._pass(self._entries[job.number], job)
+            if job is self._promoted:
+                self._turn_s -= elapsed_s
+                if self._turn_s <= 0 and job.num_uncomputed == 1:
+                    self._promoted = None
             self._jobs.move(job, self.key(job))
 
+    def predicted(self, job: Job) -> None:
+        entry = self._entries[job.number]
+        entry.learned = self._learned_of(job)
+        self._jobs.move(job, self.key(job))
+
     def recalibrate(self) -> None:
-        self._jobs.reorder(self.key)
+        self._num_to_place = len(self._entries)
 
     def describe(self) -> str:
         return (
@@ -130,20 +158,54 @@ class Gittins(FixedPriority):
             f"{self._waiting.starvation_s * 1e3:.0f} ms, {self._limits.describe()}"
         )
 
+    def _learned_of(self, job: Job) -> tuple[_Learned, ...]:
+        """Jobs whose predictions are from one power of two up to the next are a class."""
+        if job.predicted_tokens is None:
+            return (self._of_all,)
+        name = job.predicted_tokens.bit_length()
+        if name not in self._of_class:
+            lengths = LengthDistribution(self._max_model_len, self._of_all.lengths)
+            self._of_class[name] = _Learned(lengths, self._objective)
+        return self._of_all, self._of_class[name]
+
+    def _promote_starved(self, now: float) -> None:
+        if self._promoted is not None:
+            return
+        for job in self._waiting.take_starved(now):
+            if job.number not in self._in_flight:
+                self._promoted = job
+                self._turn_s = self._waiting.starvation_s / _TURNS
+                self._jobs.move(job, _PROMOTED_KEY)
+                self.num_promotions += 1
+                return
+
     def _most_tokens(self, job: Job) -> int:
         """Jobs whose length is forced stand for jobs whose length nobody knows: with them
         ``max_tokens`` would be more than a bound."""
-        return self._lengths.edges[-1] if job.params.ignore_eos else job.params.max_tokens
+        return self._max_model_len if job.params.ignore_eos else job.params.max_tokens
 
     def _pass(self, entry: _Entry, job: Job) -> None:
         """The job's length is at least what it has now."""
-        reached = self._lengths.bin_of(len(job.output_ids))
-        self._lengths.passed(entry.bin, reached)
+        reached = self._of_all.lengths.bin_of(len(job.output_ids))
+        for learned in entry.learned:
+            learned.lengths.passed(entry.bin, reached)
         entry.bin = reached
 
     def _learn(self) -> None:
         news = self.num_learned - self._ended_of_index
         if news > min(_NEWS * self.num_learned, _MOST_NEWS):
             self._ended_of_index = self.num_learned
-            self._index = GittinsIndex(self._lengths, self._objective)
-            self.recalibrate()
+            self._outdated = [*self._of_class.values(), self._of_all]
+
+    def _place_some(self) -> None:
+        """Go on computing the indices anew, one at a time; then give the jobs their places."""
+        if self._outdated:
+            self._outdated.pop().update()
+            self._num_to_place = len(self._entries)
+            return
+        num_placed = min(self._num_to_place, _PLACED_AT_ONCE, len(self._entries))
+        for _ in range(num_placed):
+            number, entry = next(iter(self._entries.items()))
+            self._entries.move_to_end(number)
+            self._jobs.move(entry.job, self.key(entry.job))
+        self._num_to_place = max(0, self._num_to_place - _PLACED_AT_ONCE)

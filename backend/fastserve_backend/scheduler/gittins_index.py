@@ -36,7 +36,8 @@ class GittinsIndex:
         self._extras = [0.0, 1.0]
         while self._extras[-1] < _MOST_EXTRA:
             self._extras.append(self._extras[-1] * _EXTRA_RATIO)
-        self._table = self._compute(lengths.survival(), objective)
+        # Lists: reading one number of an array takes ten times as long.
+        self._table: list[list[list[float]]] = self._compute(lengths.survival(), objective).tolist()
 
     def _compute(self, survival: Array, objective: Objective) -> Array:
         """Shape [extra, age, most tokens]; an age must be below the most tokens."""
@@ -63,13 +64,9 @@ class GittinsIndex:
     def of(self, extra: float, num_tokens: int, max_tokens: int) -> float:
         """Of a job with ``num_tokens`` that ends at ``max_tokens`` at the latest, whose next token
         takes ``extra`` decodes longer than a decode. Larger is to run sooner."""
-        return float(
-            self._table[
-                max(0, bisect_right(self._extras, extra) - 1),
-                bisect_right(self._edges, num_tokens) - 1,
-                min(bisect_left(self._edges, max_tokens), len(self._edges) - 1),
-            ]
-        )
+        by_age = self._table[max(0, bisect_right(self._extras, extra) - 1)]
+        by_most = by_age[bisect_right(self._edges, num_tokens) - 1]
+        return by_most[min(bisect_left(self._edges, max_tokens), len(self._edges) - 1)]
 
 
 def _between(values: Array) -> Array:

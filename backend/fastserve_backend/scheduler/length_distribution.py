@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,8 @@ Array = NDArray[np.float64]
 _BIN_RATIO = 2**0.5
 # Jobs that the prior counts for: after some dozens of real ones it no longer shows.
 _PRIOR_JOBS = 10.0
+# Jobs in each bin that the hazard of all jobs counts for in that of a class of them.
+_PRIOR_JOBS_OF_CLASS = 3.0
 # A job's weight in a bin halves with each 2,000 later ones, so that changing traffic is followed.
 _FADING = 0.5 ** (1 / 2000)
 
@@ -26,19 +27,29 @@ class LengthDistribution:
     So jobs that have not ended count too, in the bins that they have passed. Those that ended are
     not enough: under a policy that sets long jobs aside they are mostly short.
 
-    Begins with lengths uniform from 1 to ``max_tokens``. ``edges`` ascend from 0 to ``max_tokens``;
-    bin k holds the lengths ``edges[k] < n ≤ edges[k + 1]``.
+    Begins with lengths uniform from 1 to ``max_tokens``. Bins that few jobs came to follow what is
+    known of the others: if jobs end three times as fast there as if lengths were uniform, they are
+    taken to do so everywhere. Else a policy that has seen short jobs only would believe that
+    longer ones are endless, never run them, and never learn that they are not. Of a class of jobs,
+    such bins follow the distribution ``of_all``.
+
+    ``edges`` ascend from 0 to ``max_tokens``; bin k holds the lengths
+    ``edges[k] < n ≤ edges[k + 1]``.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, of_all: LengthDistribution | None = None) -> None:
         edges = [0]
         while edges[-1] < max_tokens:
             edges.append(min(max_tokens, max(edges[-1] + 1, round(edges[-1] * _BIN_RATIO))))
         self.edges: Sequence[int] = edges
-        prior = _PRIOR_JOBS / max_tokens
-        self._ended = [prior * (high - low) for low, high in pairwise(edges)]
-        self._passed = [prior * (max_tokens - high) for high in edges[1:]]
+        self._of_all = of_all
+        self._ended = [0.0] * self.num_bins
+        self._passed = [0.0] * self.num_bins
         self.num_ended = 0
+
+    @property
+    def num_bins(self) -> int:
+        return len(self.edges) - 1
 
     def bin_of(self, num_tokens: int) -> int:
         """The bin of a length of 1 to ``max_tokens``."""
@@ -58,10 +69,25 @@ class LengthDistribution:
 
     def survival(self) -> Array:
         """Shape [edges]: the probability that a length exceeds each edge, from 1 down to 0."""
+        return np.concatenate(([1.0], np.cumprod(self._goes_on())))
+
+    def _goes_on(self) -> Array:
+        """Shape [bins]: of the jobs that come to a bin, the share that does not end in it."""
         ended, passed = np.array(self._ended), np.array(self._passed)
-        goes_on = passed / (passed + ended)
+        expected, weight = self._expected(ended, passed)
+        goes_on: Array = (passed + weight * expected) / (passed + ended + weight)
         goes_on[-1] = 0.0
-        return np.concatenate(([1.0], np.cumprod(goes_on)))
+        return goes_on
+
+    def _expected(self, ended: Array, passed: Array) -> tuple[Array, Array | float]:
+        """The share for a bin that nobody came to, and the number of jobs that it weighs as."""
+        if self._of_all is not None:
+            return self._of_all._goes_on(), _PRIOR_JOBS_OF_CLASS
+        left = 1 - np.array(self.edges) / self.edges[-1]
+        uniform = left[1:] / left[:-1]
+        as_uniform = (ended + passed) @ (1 - uniform)
+        faster = (_PRIOR_JOBS + ended.sum()) / (_PRIOR_JOBS + as_uniform)
+        return uniform**faster, _PRIOR_JOBS * left[:-1]
 
     def _fade(self, index: int) -> None:
         self._passed[index] *= _FADING

@@ -17,8 +17,9 @@ from fastserve_backend.scheduler.srpt import SRPT
 # the queues round-robin under overload, ten times that costs the tail
 # (benchmarks/paper/starvation.py).
 STARVATION_TOKENS = 100
-# Of ``speculative``: seconds of remaining time that a second since its arrival makes up for.
-AGING = 0.05
+# Of ``speculative``: seconds of remaining time that a second since a job's arrival makes up for.
+# Under overload 0.03 costs the tail 5 to 8%, 0.3 the mean a third (docs/speculative.md).
+AGING = 0.1
 
 
 def make_policy(config: SchedulerSection, times: IterationTimes, max_model_len: int) -> Policy:

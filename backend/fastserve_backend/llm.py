@@ -14,6 +14,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine import Engine
 from fastserve_backend.errors import EngineError, OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput, JobStats, TokenLogprob
+from fastserve_backend.length_prediction.prompt_text import last_user_words
 from fastserve_backend.models.chat_template import Message
 from fastserve_backend.sampling_params import SamplingParams
 
@@ -85,7 +86,9 @@ class LLM:
             InvalidRequestError: a prompt or its parameters are not possible; nothing is generated.
             EngineError: the engine broke.
         """
-        return self._complete(_as_list(prompts), params, progress)
+        jobs = _as_list(prompts)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in jobs]
+        return self._complete(jobs, texts, params, progress)
 
     def chat(
         self,
@@ -105,14 +108,17 @@ class LLM:
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         jobs = [conversations] if one else conversations
         prompts = [self.engine.checks.encode_chat(conversation) for conversation in jobs]  # type: ignore[arg-type]
-        return self._complete(prompts, params, progress)
+        texts = [last_user_words(conversation) for conversation in jobs]  # type: ignore[arg-type]
+        return self._complete(prompts, texts, params, progress)
 
     def _complete(
         self,
         jobs: Sequence[Prompt],
+        texts: Sequence[str | None],
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
     ) -> list[Completion]:
+        """``texts`` are the users' words in each prompt, None where only its tokens are known."""
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(jobs)
         else:
@@ -133,7 +139,9 @@ class LLM:
                     while len(numbers) < len(jobs):
                         index = len(numbers)
                         try:
-                            numbers.append(self._submit(index, ids[index], each[index], outputs))
+                            numbers.append(
+                                self._submit(index, ids[index], texts[index], each[index], outputs)
+                            )
                         except OverloadedError:
                             break  # the rest when a job has ended
                     try:
@@ -153,11 +161,16 @@ class LLM:
         self,
         index: int,
         prompt_ids: Sequence[int],
+        prompt_text: str | None,
         params: SamplingParams,
         outputs: queue.SimpleQueue[tuple[int, JobOutput]],
     ) -> int:
         return self.engine.submit(
-            f"prompt-{index}", prompt_ids, params, lambda output: outputs.put((index, output))
+            f"prompt-{index}",
+            prompt_ids,
+            params,
+            lambda output: outputs.put((index, output)),
+            prompt_text=prompt_text,
         )
 
 

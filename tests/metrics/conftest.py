@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fastserve_backend.config import EngineConfig
@@ -11,9 +12,15 @@ from tiny_model import START_TIMEOUT_S, TINY_OPT, engine_options
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def log_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the server."""
+    return tmp_path_factory.mktemp("server") / "server.log"
+
+
+@pytest.fixture(scope="session")
+def server(log_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """Short of blocks, and with quanta and patience so short that everything happens that counts:
-    preemption, demotion, promotion, swapping."""
+    preemption, demotion, promotion, swapping. Lengths are predicted, which this policy ignores."""
     directory = tmp_path_factory.mktemp("tiny-opt")
     (directory / "config.json").write_text(json.dumps(TINY_OPT), encoding="utf-8")
     options = engine_options(directory) | {
@@ -23,9 +30,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         "strategy": "reactive",
         "base_quantum_ms": 2.0,
         "starvation_ms": 100.0,
+        "length_prediction": "on",
+        "length_prediction_dir": str(tmp_path_factory.mktemp("lengths")),
     }
     config = EngineConfig().with_keys(**options)
-    log_path = tmp_path_factory.mktemp("server") / "server.log"
     triton = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
     triton.start(START_TIMEOUT_S)
     yield triton

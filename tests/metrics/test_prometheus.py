@@ -69,7 +69,10 @@ def prometheus(
 
 
 def request_each_way(server: TritonServer, gateway: RunningGateway) -> None:
-    generate(server.endpoints.grpc_url, text_input="a", max_tokens=8, ignore_eos=True, stream=True)
+    # So long that the prediction of its length comes before its end.
+    generate(
+        server.endpoints.grpc_url, text_input="a", max_tokens=150, ignore_eos=True, stream=True
+    )
     with gateway.client(KEY) as client:
         client.completions.create(
             model="fastserve", prompt="b", max_tokens=4, extra_body={"ignore_eos": True}

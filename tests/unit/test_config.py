@@ -52,12 +52,37 @@ def test_every_problem_is_in_one_message() -> None:
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "must be at least"),
         ({"base_quantum_ms": 0}, "base_quantum_ms: got 0.0; must be 'auto' or above 0 ms"),
         ({"starvation_ms": float("nan")}, "starvation_ms: got nan"),
+        (
+            {"policy": "speculative", "length_prediction": "off"},
+            r"scheduler\.length_prediction: got 'off'; the policy speculative schedules by",
+        ),
         ({"no_such_key": 1}, "no_such_key: unknown key; known keys are"),
     ],
 )
 def test_impossible_values(keys: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig().with_keys(**keys)
+
+
+@pytest.mark.parametrize(
+    ("content", "policy", "predicts"),
+    [
+        ("on", "fcfs", True),  # which YAML reads as true
+        ("off", "gittins", False),
+        ("'on'", "gittins", True),
+        ("auto", "gittins", False),
+        ("auto", "speculative", True),
+    ],
+)
+def test_when_lengths_are_predicted(
+    tmp_path: Path, content: str, policy: str, predicts: bool
+) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text(f"scheduler: {{policy: {policy}, length_prediction: {content}}}")
+    config = EngineConfig.from_yaml(path)
+    assert config.scheduler.predicts_lengths == predicts
+    path.write_text(config.to_yaml())
+    assert EngineConfig.from_yaml(path) == config
 
 
 @pytest.mark.parametrize("content", ["- a list", "model: [", "\xff"])

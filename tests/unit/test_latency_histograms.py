@@ -14,7 +14,7 @@ from policies import make, skip_join
 def observed(histogram: Histogram) -> tuple[int, float]:
     """Number and sum of what has come since the last call."""
     taken = histogram.take()
-    return sum(taken.counts), sum(taken.sums_s)
+    return sum(taken.counts), sum(taken.sums)
 
 
 def test_a_bound_belongs_to_its_bucket_and_what_is_above_all_has_one_of_its_own() -> None:
@@ -42,7 +42,7 @@ def test_nothing_is_lost_between_a_thread_that_observes_and_one_that_takes() -> 
 
 def test_the_slo_is_a_bound_of_normalized_latency() -> None:
     for slo_s in (0.3, 0.2, 0.05, 1.7):
-        bounds = LatencyHistograms(slo_s).normalized_latency.bounds_s
+        bounds = LatencyHistograms(slo_s).normalized_latency.bounds
         assert slo_s in bounds
         assert list(bounds) == sorted(set(bounds))
 
@@ -65,7 +65,7 @@ def test_a_job_that_waits_for_another_is_queueing() -> None:
 
 def taken(like: Histogram, values: list[float]) -> Observations:
     """What a histogram with the same bounds gives of these values."""
-    histogram = Histogram(like.bounds_s)
+    histogram = Histogram(like.bounds)
     for value in values:
         histogram.observe(value)
     return histogram.take()

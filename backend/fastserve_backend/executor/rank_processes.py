@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 
 import zmq
 
 from fastserve_backend.errors import EngineError
-from fastserve_backend.interpreter import python_executable
+from fastserve_backend.interpreter import child_environment, python_executable
 
 # A rank's heartbeat comes every second; after this long it is stopped or its machine is.
 HEARTBEAT_TIMEOUT_S = 8.0
@@ -137,9 +136,8 @@ class RankProcesses:
 
 
 def rank_environment() -> dict[str, str]:
-    """For a process that imports what this process imports, whatever path it was set up with."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    return {"GOMP_SPINCOUNT": OPENMP_SPIN_COUNT} | os.environ | {"PYTHONPATH": path}
+    """What a rank inherits; whoever set the spin count himself keeps it."""
+    return {"GOMP_SPINCOUNT": OPENMP_SPIN_COUNT} | child_environment()
 
 
 def _death(rank: int, exit_code: int) -> str:

@@ -38,8 +38,8 @@ def publish_histogram(
     """
     # Releases before python_backend's pull request 374 (August 2024) know no histograms.
     if per_token or not hasattr(pb_utils.MetricFamily, "HISTOGRAM"):
-        return _CounterHistogram(name, description, labels, histogram.bounds_s)
-    return _TritonHistogram(name, description, labels, histogram.bounds_s)
+        return _CounterHistogram(name, description, labels, histogram.bounds)
+    return _TritonHistogram(name, description, labels, histogram.bounds)
 
 
 class _TritonHistogram:
@@ -60,7 +60,7 @@ class _TritonHistogram:
 
     def changes(self, taken: Observations) -> list[Call]:
         calls: list[Call] = []
-        for bucket, (count, total) in enumerate(zip(taken.counts, taken.sums_s, strict=True)):
+        for bucket, (count, total) in enumerate(zip(taken.counts, taken.sums, strict=True)):
             if count:
                 # Rounding must not move the mean of values at a bound across it.
                 least = math.nextafter(self._edges[bucket], math.inf)
@@ -102,7 +102,7 @@ class _CounterHistogram:
             return []
         calls: list[Call] = [
             partial(self._count.increment, number),
-            partial(self._sum.increment, sum(taken.sums_s)),
+            partial(self._sum.increment, sum(taken.sums)),
         ]
         # From the last down: a scrape between two calls still finds buckets that ascend.
         for metric, count in zip(reversed(self._buckets), reversed(taken.counts), strict=True):

@@ -25,7 +25,12 @@ from fastserve_backend.counters import EngineSnapshot
 from fastserve_backend.engine import Engine
 from fastserve_backend.job import FinishReason
 from fastserve_backend.latency_histograms import Histogram, LatencyHistograms
-from fastserve_backend.serving.metric_histograms import Call, publish_histogram
+from fastserve_backend.serving import prediction_metrics
+from fastserve_backend.serving.metric_histograms import (
+    Call,
+    PublishedHistogram,
+    publish_histogram,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -102,22 +107,26 @@ class MetricsPublisher:
         self._engine = engine
         self._labels = {"model": model, "version": version}
         self._num_rejected = num_rejected
+        gauges, counters = _GAUGES, _COUNTERS
+        if engine.predictions is not None:
+            gauges = gauges | prediction_metrics.GAUGES
+            counters = counters | prediction_metrics.COUNTERS
+        self._counters = frozenset(counters)
         self._families = {
             name: pb_utils.MetricFamily(name=name, description=description, kind=kind)
             for kind, descriptions in (
-                (pb_utils.MetricFamily.GAUGE, _GAUGES),
-                (pb_utils.MetricFamily.COUNTER, _COUNTERS),
+                (pb_utils.MetricFamily.GAUGE, gauges),
+                (pb_utils.MetricFamily.COUNTER, counters),
             )
             for name, description in descriptions.items()
         }
-        latencies = engine.counters.latencies
-        self._histograms = []
+        self._histograms: list[tuple[Histogram, PublishedHistogram]] = []
         for name, (description, pick, per_token) in _HISTOGRAMS.items():
-            histogram = pick(latencies)
-            published = publish_histogram(
-                name, description, self._labels, histogram, per_token=per_token
-            )
-            self._histograms.append((histogram, published))
+            histogram = pick(engine.counters.latencies)
+            self._add_histogram(name, description, histogram, per_token=per_token)
+        if engine.predictions is not None:
+            for name, description, histogram in prediction_metrics.histograms(engine.predictions):
+                self._add_histogram(name, description, histogram, per_token=False)
         self._histograms_due_s = 0.0
         self._metrics: dict[tuple[str, ...], Any] = {}
         self._published: dict[tuple[str, ...], float] = {}
@@ -135,6 +144,14 @@ class MetricsPublisher:
         self._closed.set()
         self._activity.set()
         self._thread.join()
+
+    def _add_histogram(
+        self, name: str, description: str, histogram: Histogram, *, per_token: bool
+    ) -> None:
+        published = publish_histogram(
+            name, description, self._labels, histogram, per_token=per_token
+        )
+        self._histograms.append((histogram, published))
 
     def _run(self) -> None:
         # Not yet while Triton is in the model's initialize: it might answer only after that.
@@ -164,7 +181,7 @@ class MetricsPublisher:
             if metric is None:
                 metric = self._families[name].Metric(labels=self._labels | labels)
                 self._metrics[key] = metric
-            if name in _COUNTERS:
+            if name in self._counters:
                 self._send(partial(metric.increment, value - (old or 0.0)))
             else:
                 self._send(partial(metric.set, value))
@@ -210,3 +227,5 @@ class MetricsPublisher:
             yield "fastserve_requests_total", {"finish_reason": reason.value}, number
         yield "fastserve_requests_rejected_total", {}, self._num_rejected()
         yield "fastserve_worker_restarts_total", {}, counters.worker_restarts
+        if self._engine.predictions is not None:
+            yield from prediction_metrics.samples(self._engine.predictions)

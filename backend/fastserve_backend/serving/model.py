@@ -22,6 +22,7 @@ from fastserve_backend.errors import (
     InvalidRequestError,
     OverloadedError,
 )
+from fastserve_backend.length_prediction.prompt_text import last_user_words
 from fastserve_backend.serving.codec import GRPC_STATUS_HEADER, decode_request, decode_watch
 from fastserve_backend.serving.guard import ParentGuard
 from fastserve_backend.serving.metrics import MetricsPublisher
@@ -134,10 +135,12 @@ class TritonPythonModel:
     ) -> None:
         engine = self._engine
         wanted = decode_request(tensors, request.parameters())
+        users_words = wanted.text
         if wanted.text is not None:
             prompt_ids = engine.checks.encode(wanted.text)
         elif wanted.messages is not None:
             prompt_ids = engine.checks.encode_chat(wanted.messages)
+            users_words = last_user_words(wanted.messages)
         else:
             assert wanted.input_ids is not None
             prompt_ids = wanted.input_ids
@@ -156,7 +159,7 @@ class TritonPythonModel:
         if wanted.clip_max_tokens:
             params = engine.checks.clip_max_tokens(prompt_ids, params)
         job_id = _job_id(request.request_id() or wanted.request_id)
-        number = engine.submit(job_id, prompt_ids, params, stream.push)
+        number = engine.submit(job_id, prompt_ids, params, stream.push, prompt_text=users_words)
         stream.accepted(lambda: engine.cancel(number))
 
 

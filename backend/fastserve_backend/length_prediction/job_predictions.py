@@ -1,0 +1,120 @@
+"""What the engine does with the predictor: asks for each job, teaches it, counts how it did."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fastserve_backend.job import Job
+from fastserve_backend.latency_histograms import Histogram
+from fastserve_backend.length_prediction.client import PredictorClient
+from fastserve_backend.length_prediction.messages import Predicted
+from fastserve_backend.length_prediction.prompt_text import cut, cut_tokens
+from fastserve_backend.length_prediction.settings import PredictorSettings
+
+_log = logging.getLogger(__name__)
+
+# A prediction takes milliseconds, and longer where the ranks use all cores.
+_LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+# Of the real length: 1 is "twice as long, or of no length at all".
+_ERROR_BOUNDS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 2, 5, 10, 50)
+
+
+@dataclass(slots=True)
+class PredictionCounters:
+    """Totals since the start; the engine's thread alone writes them. docs/metrics.md defines
+    each."""
+
+    predictions: Counter[str] = field(default_factory=Counter)
+    """Jobs by the source of their prediction."""
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """Jobs that ended without a prediction, by reason."""
+    predicted_tokens: int = 0
+    """Of the jobs that ended by themselves: what was predicted, and what it was."""
+    real_tokens: int = 0
+    latency: Histogram = field(default_factory=lambda: Histogram(_LATENCY_BOUNDS_S))
+    """Seconds from a job's arrival until the policy has its prediction."""
+    relative_error: Histogram = field(default_factory=lambda: Histogram(_ERROR_BOUNDS))
+    """|predicted - real| / real of the jobs that ended by themselves."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    arrival_s: float
+    answer: Predicted | None = None
+
+
+class JobPredictions:
+    """The predictor of one engine.
+
+    ``ask`` may be called by any thread, before ``ended`` of the same job; ``answered`` and
+    ``ended`` are the engine's thread's.
+
+    Args:
+        decode: token ids to text, for prompts that came as ids.
+        on_answer: called by any thread with what ``answered`` is to get on the engine's.
+    """
+
+    def __init__(
+        self,
+        settings: PredictorSettings,
+        decode: Callable[[Sequence[int]], str],
+        on_answer: Callable[[Predicted], None],
+    ) -> None:
+        self.counters = PredictionCounters()
+        self._decode = decode
+        self._unfinished: dict[int, _Asked] = {}
+        self._client = PredictorClient(settings.arguments(), on_answer)
+        _log.info("lengths are predicted; kept in %s", settings.directory or "memory alone")
+
+    @property
+    def num_entries(self) -> int:
+        """Jobs in the predictor's index."""
+        return self._client.num_entries
+
+    def text_of(self, prompt_ids: Sequence[int], prompt_text: str | None) -> str:
+        """What ``ask`` is to get; ``prompt_text`` is None where the tokens say all."""
+        if prompt_text is None:
+            prompt_text = self._decode(cut_tokens(prompt_ids))
+        return cut(prompt_text)
+
+    def ask(self, job: Job, text: str) -> None:
+        """A new job; returns at once."""
+        self._unfinished[job.number] = _Asked(job.arrival_s)
+        self._client.ask(job.number, text)
+
+    def answered(self, answer: Predicted, now: float) -> int | None:
+        """The output tokens that its job is predicted to have, if there is both a prediction and,
+        still, the job."""
+        asked = self._unfinished.get(answer.number)
+        if asked is None:
+            return None
+        asked.answer = answer
+        if answer.num_tokens is not None:
+            self.counters.predictions[answer.source] += 1
+            self.counters.latency.observe(now - asked.arrival_s)
+        return answer.num_tokens
+
+    def ended(self, job: Job) -> None:
+        """For whatever reason; what the predictor can learn from, it learns."""
+        asked = self._unfinished.pop(job.number)
+        real = len(job.output_ids) if job.ended_by_itself else None
+        self._client.ended(job.number, real)
+        predicted = job.predicted_tokens
+        if predicted is None:
+            self.counters.fallbacks[self._reason(asked)] += 1
+        elif real:
+            self.counters.predicted_tokens += predicted
+            self.counters.real_tokens += real
+            self.counters.relative_error.observe(abs(predicted - real) / real)
+
+    def close(self) -> None:
+        """The predictor's process saves what it learned and ends."""
+        self._client.close()
+
+    def _reason(self, asked: _Asked) -> str:
+        if asked.answer is not None:
+            return asked.answer.source
+        return "slow" if self._client.is_loaded else "down"

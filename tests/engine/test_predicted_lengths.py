@@ -1,0 +1,140 @@
+"""An engine that predicts lengths: it learns from its jobs, and none suffers from its predictor."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.length_prediction import client as client_module
+from fastserve_backend.length_prediction.job_predictions import JobPredictions
+from fastserve_backend.length_prediction.saved_state import FILE_NAME
+from live_engine import small_engine, wait_until
+
+LOAD_S = 60.0
+# Long enough that predictions come while they run.
+SHORT = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
+LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
+PROMPTS = ["Tell me a joke.", "List all kings of Egypt.", "Translate this poem.", "Sum 2 and 3."]
+EACH = [SHORT, LONG, SHORT, LONG]
+
+
+@pytest.fixture(scope="module")
+def predicting(
+    checkpoint: Path, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LLM]:
+    """It finds a damaged file of an earlier start, which must not matter."""
+    directory = tmp_path_factory.mktemp("lengths")
+    (directory / FILE_NAME).write_bytes(b"garbage" * 100)
+    with small_engine(
+        checkpoint, tokenizer, policy="speculative", length_prediction_dir=str(directory)
+    ) as llm:
+        wait_until(lambda: predictions_of(llm)._client.is_loaded, LOAD_S)
+        yield llm
+        assert llm.engine.drain(LOAD_S)
+        assert not predictions_of(llm)._unfinished
+        assert all_counted(llm)
+
+
+def predictions_of(llm: LLM) -> JobPredictions:
+    assert llm.engine.predictions is not None
+    return llm.engine.predictions
+
+
+def predictor_of(llm: LLM) -> psutil.Process:
+    (predictor,) = [
+        child
+        for child in psutil.Process().children()
+        if "fastserve_backend.length_prediction" in child.cmdline()
+    ]
+    return predictor
+
+
+def all_counted(llm: LLM) -> bool:
+    """Every ended job has had a prediction or fallen back, once."""
+    counters = predictions_of(llm).counters
+    counted = counters.predictions.total() + counters.fallbacks.total()
+    return counted == llm.engine.counters.finished.total()
+
+
+def answers(llm: LLM) -> list[list[int]]:
+    return [answer.token_ids for answer in llm.generate(PROMPTS, EACH, progress=False)]
+
+
+@pytest.fixture(scope="module")
+def expected(llm: LLM) -> list[list[int]]:
+    """Of an engine that predicts nothing."""
+    assert llm.engine.predictions is None
+    return answers(llm)
+
+
+def test_lengths_are_learned_from_jobs_and_then_predicted(
+    predicting: LLM, expected: list[list[int]]
+) -> None:
+    predictions = predictions_of(predicting)
+    assert answers(predicting) == expected
+    wait_until(lambda: predictions.num_entries == len(PROMPTS))
+
+    def predicted_from_neighbours() -> bool:
+        assert answers(predicting) == expected
+        return predictions.counters.predictions["neighbours"] > 0
+
+    wait_until(predicted_from_neighbours, LOAD_S)
+    counters = predictions.counters
+    assert counters.real_tokens > 0
+    # The same prompts have had the same lengths each time.
+    assert counters.predicted_tokens == pytest.approx(counters.real_tokens, rel=0.3)
+    errors = counters.relative_error.take()
+    assert sum(counters.latency.take().counts) == counters.predictions.total()
+    assert sum(errors.counts) <= counters.predictions.total()
+
+
+def test_a_job_that_was_cut_off_teaches_nothing(predicting: LLM) -> None:
+    predictions = predictions_of(predicting)
+    cut_off = SamplingParams(min_tokens=2, max_tokens=2, temperature=0)
+    taught_before = predictions.num_entries
+    finished = predicting.engine.counters.finished
+    length_before = finished["length"]
+    predicting.generate("Who was Ramses?", cut_off, progress=False)
+    wait_until(lambda: finished["length"] == length_before + 1)
+    # Its end was told before that of this one, which is learned.
+    predicting.generate("Name five rivers.", SHORT, progress=False)
+    wait_until(lambda: predictions.num_entries > taught_before)
+    assert predictions.num_entries == taught_before + 1
+
+
+def test_a_killed_predictor_costs_no_job_anything(
+    predicting: LLM, expected: list[list[int]]
+) -> None:
+    predictions = predictions_of(predicting)
+    down_before = predictions.counters.fallbacks["down"]
+    first = predictor_of(predicting)
+    first.kill()
+    wait_until(lambda: not predictions._client.is_loaded)
+    assert answers(predicting) == expected
+    assert predictions.counters.fallbacks["down"] > down_before
+    wait_until(lambda: predictions._client.is_loaded, LOAD_S)
+    assert predictor_of(predicting) != first
+    wait_until(lambda: all_counted(predicting))
+
+
+def test_a_stopped_predictor_costs_no_job_anything(
+    predicting: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictions = predictions_of(predicting)
+    wait_until(lambda: predictions._client.is_loaded, LOAD_S)
+    slow_before = predictions.counters.fallbacks["slow"]
+    stopped = predictor_of(predicting)
+    stopped.send_signal(signal.SIGSTOP)
+    assert answers(predicting) == expected
+    assert predictions.counters.fallbacks["slow"] == slow_before + len(PROMPTS)
+    # Far more questions than it is asked at once: what comes above that is "slow" without asking.
+    monkeypatch.setattr(client_module, "MAX_UNANSWERED", len(PROMPTS) + 1)
+    assert answers(predicting) == expected
+    assert predictions.counters.fallbacks["slow"] == slow_before + 2 * len(PROMPTS)
+    monkeypatch.setattr(client_module, "ANSWER_TIMEOUT_S", 0.5)
+    wait_until(lambda: not stopped.is_running(), LOAD_S)
+    wait_until(lambda: all_counted(predicting))

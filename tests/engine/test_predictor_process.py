@@ -1,0 +1,182 @@
+"""The predictor's process and its client, without an engine: what is kept, what may go wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.errors import ConfigError
+from fastserve_backend.length_prediction import client as client_module
+from fastserve_backend.length_prediction import settings
+from fastserve_backend.length_prediction.client import PredictorClient
+from fastserve_backend.length_prediction.messages import Predicted
+from fastserve_backend.length_prediction.settings import PredictorSettings, default_directory
+from live_engine import wait_until
+
+LOAD_S = 60.0
+CAPACITY = 1000
+# Words that no file of the predictor has any reason to hold.
+WORDS = ("xylophone", "quicksilver", "marmalade", "zeppelin")
+LESSONS = [(f"Write {n} lines about a {WORDS[n % 4]}.", 20 + 10 * (n % 4)) for n in range(40)]
+QUESTION, LENGTH = LESSONS[1]
+
+
+class Answers:
+    """What came for each question."""
+
+    def __init__(self) -> None:
+        self._answers: dict[int, Predicted] = {}
+        self._news = threading.Condition()
+
+    def __call__(self, answer: Predicted) -> None:
+        with self._news:
+            assert answer.number not in self._answers, "a second answer"
+            self._answers[answer.number] = answer
+            self._news.notify_all()
+
+    def wait(self, number: int) -> Predicted:
+        with self._news:
+            assert self._news.wait_for(lambda: number in self._answers, LOAD_S)
+            return self._answers[number]
+
+
+@contextmanager
+def running(directory: Path) -> Iterator[tuple[PredictorClient, Answers]]:
+    answers = Answers()
+    arguments = PredictorSettings(directory, CAPACITY).arguments()
+    client = PredictorClient(arguments, answers)
+    try:
+        yield client, answers
+    finally:
+        client.close()
+
+
+def predictor_of(process: psutil.Process) -> psutil.Process:
+    (predictor,) = [
+        child
+        for child in process.children()
+        if "fastserve_backend.length_prediction" in child.cmdline()
+    ]
+    return predictor
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a predictor that has learned ``LESSONS`` and ended."""
+    directory = tmp_path_factory.mktemp("lengths")
+    with running(directory) as (client, answers):
+        wait_until(lambda: client.is_loaded, LOAD_S)
+        for number, (text, length) in enumerate(LESSONS):
+            client.ask(number, text)
+            client.ended(number, length)
+        assert answers.wait(0) == Predicted(0, None, "cold")
+        client.ask(100, "Nobody tells how long this was.")
+        client.ended(100, None)
+        client.ended(101, 7)  # of which nobody asked
+        wait_until(lambda: client.num_entries == len(LESSONS), LOAD_S)
+        client.ask(102, QUESTION)
+        assert answers.wait(102).num_tokens is not None
+    return directory
+
+
+HOST = """
+import sys, threading
+from fastserve_backend.length_prediction.client import PredictorClient
+never = threading.Event()
+def on_answer(answer):
+    print(answer.num_tokens, client.num_entries, flush=True)
+client = PredictorClient(sys.argv[2:], on_answer)
+while not client.is_loaded:
+    never.wait(0.01)
+client.ask(0, sys.argv[1])
+never.wait()
+"""
+
+
+def test_the_next_process_knows_what_was_learned_and_ends_with_its_engine(taught: Path) -> None:
+    arguments = PredictorSettings(taught, CAPACITY).arguments()
+    command = [sys.executable, "-c", HOST, QUESTION, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        predicted, entries = map(int, host.stdout.readline().split())
+        assert entries == len(LESSONS)
+        assert predicted == pytest.approx(LENGTH, rel=0.5)
+        predictor = predictor_of(psutil.Process(host.pid))
+        assert predictor.nice() > psutil.Process(host.pid).nice()
+        os.kill(host.pid, signal.SIGKILL)
+    wait_until(lambda: not predictor.is_running() or predictor.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_no_word_of_a_prompt_is_on_disk(taught: Path) -> None:
+    files = [path for path in taught.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        content = path.read_bytes().lower()
+        assert not [word for word in WORDS if word.encode() in content], path
+
+
+def test_a_process_that_cannot_run_is_given_up_after_some_tries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client_module, "python_executable", lambda: "/bin/false")
+    with running(tmp_path) as (client, answers):
+        wait_until(lambda: "there were 3 restarts in 10 minutes already" in caplog.text)
+        client.ask(0, QUESTION)
+        assert answers.wait(0) == Predicted(0, None, "down")
+        client.ended(0, 5)
+    assert caplog.text.count("ended with exit code 1; jobs run without predictions") == 4
+
+
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(settings._PACKAGES, "no_such_module", "no-such-package")
+    config = EngineConfig().with_keys(length_prediction="on")
+    with pytest.raises(ConfigError, match=r"length_prediction: got 'on', but no-such-package is"):
+        PredictorSettings.of(config)
+    config = EngineConfig().with_keys(policy="speculative")
+    with pytest.raises(ConfigError, match=r"policy: got 'speculative'.*pip install"):
+        PredictorSettings.of(config)
+    assert PredictorSettings.of(EngineConfig()) is None
+
+
+def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    chosen = EngineConfig().with_keys(
+        length_prediction="on", length_prediction_dir=str(tmp_path / "x")
+    )
+    made = PredictorSettings.of(chosen)
+    assert made == PredictorSettings(tmp_path / "x", 20000)
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o700
+    unusable = chosen.with_keys(length_prediction_dir=str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"length_prediction_dir: got '.*file'; File exists"):
+        PredictorSettings.of(unusable)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "link").symlink_to(tmp_path / "x")
+    directories = {
+        default_directory(EngineConfig().with_keys(model=model, load_format=load).model)
+        for model, load in (
+            ("opt-125m", "dummy"),
+            ("facebook/opt-125m", "auto"),
+            ("facebook/opt-125m", "dummy"),
+            (str(tmp_path / "x"), "auto"),
+            (str(tmp_path / "link"), "auto"),  # the same model
+        )
+    }
+    assert len(directories) == 4
+    assert {path.parent for path in directories} == {
+        tmp_path / "cache" / "fastserve" / "length_prediction"
+    }
+    # The default is no user's mistake.
+    (tmp_path / "cache").touch()
+    default = EngineConfig().with_keys(length_prediction="on")
+    assert PredictorSettings.of(default) == PredictorSettings(None, 20000)

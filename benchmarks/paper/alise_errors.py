@@ -49,12 +49,7 @@ def main(argv: Sequence[str] | None = None) -> Table:
         return runs
 
     results = sweep(args, OPT_13B, LOADS, ways)
-    save(
-        args,
-        "alise_errors",
-        results,
-        {"mean normalized latency": mean_normalized, "mean JCT": mean_jct},
-    )
+    save(args, "alise_errors", results)
     table = new_table(
         "Policies with wrong predictions",
         f"OPT-13B, A100-40G, {args.jobs} jobs (Alpaca twice as many). {SWAPPING} Seconds.",

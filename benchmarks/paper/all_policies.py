@@ -17,8 +17,6 @@ from common import (
     SWAPPING,
     Run,
     console,
-    mean_jct,
-    mean_normalized,
     new_table,
     number,
     parse,
@@ -30,18 +28,12 @@ from prediction_errors import PERFECT
 from rich.table import Table
 
 LOADS = (0.8, 1.0, 1.5, 2.0)
-BLIND = {
-    "fcfs": scheduler("fcfs"),
-    "mlfq": scheduler("mlfq"),
-    "skip_join_mlfq": scheduler("skip_join_mlfq"),
+GITTINS = {
     "gittins, normalized latency": scheduler("gittins"),
     "gittins, JCT": scheduler("gittins", objective="jct"),
 }
-FORESIGHTED = {
-    "speculative": scheduler("speculative"),
-    "gittins, normalized latency": scheduler("gittins"),
-    "gittins, JCT": scheduler("gittins", objective="jct"),
-}
+BLIND = {**{name: scheduler(name) for name in ("fcfs", "mlfq", "skip_join_mlfq")}, **GITTINS}
+FORESIGHTED = {"speculative": scheduler("speculative"), **GITTINS}
 
 
 def main(argv: Sequence[str] | None = None) -> Table:
@@ -58,12 +50,7 @@ def main(argv: Sequence[str] | None = None) -> Table:
         return {**runs, "srpt (oracle)": replace(fcfs, scheduler=scheduler("srpt"))}
 
     results = sweep(args, OPT_13B, LOADS, ways)
-    save(
-        args,
-        "all_policies",
-        results,
-        {"mean normalized latency": mean_normalized, "mean JCT": mean_jct},
-    )
+    save(args, "all_policies", results)
     table = new_table(
         "All policies",
         f"OPT-13B, A100-40G, {args.jobs} jobs (Alpaca twice as many). {SWAPPING} Seconds.",

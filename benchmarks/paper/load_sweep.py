@@ -13,6 +13,8 @@ from common import (
     System,
     datasets_of,
     fcfs_run,
+    mean_jct,
+    mean_normalized,
     on_all_cores,
     save_json,
     save_plot,
@@ -21,6 +23,10 @@ from fastserve_client.report import Summary
 
 Results: TypeAlias = Mapping[tuple[str, float, str], Summary]
 """(data set, load, label) → what came out."""
+LATENCIES: Mapping[str, Callable[[Summary], float]] = {
+    "mean normalized latency": mean_normalized,
+    "mean JCT": mean_jct,
+}
 
 
 def sweep(
@@ -48,7 +54,7 @@ def save(
     args: argparse.Namespace,
     name: str,
     results: Results,
-    values: Mapping[str, Callable[[Summary], float]],
+    values: Mapping[str, Callable[[Summary], float]] = LATENCIES,
 ) -> None:
     """A panel for each data set and value, over load; all values as JSON."""
     panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}

@@ -18,6 +18,7 @@ from common import (
     Run,
     Search,
     System,
+    add_dataset,
     console,
     datasets_of,
     fcfs_run,
@@ -45,16 +46,9 @@ RIVALS = (
 
 
 def options(description: str | None, jobs: int) -> argparse.ArgumentParser:
-    """Of every ALISE figure."""
+    """Of every figure with predictions."""
     added = parser(description, jobs)
-    add_prediction_errors(added)
-    added.add_argument(
-        "--hardware", choices=list(HARDWARE), default="v100-32g", help="the GPU (v100-32g)"
-    )
-    return added
-
-
-def add_prediction_errors(added: argparse.ArgumentParser) -> None:
+    add_dataset(added)
     added.add_argument(
         "--prediction-errors",
         type=Path,
@@ -62,6 +56,16 @@ def add_prediction_errors(added: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="CSV of real_tokens,predicted_tokens (this project's predictor on held-out answers)",
     )
+    return added
+
+
+def options_on_hardware(description: str | None, jobs: int) -> argparse.ArgumentParser:
+    """Of ALISE's figures."""
+    added = options(description, jobs)
+    added.add_argument(
+        "--hardware", choices=list(HARDWARE), default="v100-32g", help="the GPU (v100-32g)"
+    )
+    return added
 
 
 def measured(args: argparse.Namespace) -> PredictionErrors:
@@ -111,7 +115,7 @@ def compare_rates(
         labels: of the rivals; ALISE among them.
         paper: (model, data set, rival) → ALISE's gain over it, where the paper has one.
     """
-    added = options(description, jobs=400)
+    added = options_on_hardware(description, jobs=400)
     added.add_argument("--model", choices=models, help="only this one (all)")
     added.add_argument(
         "--iterations",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from alise import add_prediction_errors, measured
+from alise import measured, options
 from common import (
     DATASETS,
     OPT_13B,
@@ -21,7 +21,6 @@ from common import (
     new_table,
     number,
     parse,
-    parser,
     scheduler,
 )
 from load_sweep import save, sweep
@@ -34,9 +33,7 @@ SKIP_JOIN = "skip_join_mlfq"
 
 
 def main(argv: Sequence[str] | None = None) -> Table:
-    options = parser(__doc__, jobs=400)
-    add_prediction_errors(options)
-    args = parse(options, argv)
+    args = parse(options(__doc__, jobs=400), argv)
     errors = measured(args)
 
     def ways(fcfs: Run) -> Mapping[str, Run]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from alise import alise, beside, measured, options
+from alise import alise, beside, measured, options_on_hardware
 from common import (
     BATCH,
     DATASETS,
@@ -29,7 +29,7 @@ PAPER = {"defer": "1.8×", "recompute": "2.8×"}
 
 
 def main(argv: Sequence[str] | None = None) -> Table:
-    args = parse(options(__doc__, jobs=400), argv)
+    args = parse(options_on_hardware(__doc__, jobs=400), argv)
     errors = measured(args)
 
     def ways(fcfs: Run) -> Mapping[str, Run]:

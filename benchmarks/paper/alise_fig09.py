@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from alise import ALISE, ORACLE, alise, beside, measured, options
+from alise import ALISE, ORACLE, alise, beside, measured, options_on_hardware
 from common import (
     BATCH,
     DATASETS,
@@ -30,7 +30,7 @@ PAPER = {ALISE: "−46%"}
 
 
 def main(argv: Sequence[str] | None = None) -> Table:
-    args = parse(options(__doc__, jobs=400), argv)
+    args = parse(options_on_hardware(__doc__, jobs=400), argv)
     errors = measured(args)
 
     def ways(fcfs: Run) -> Mapping[str, Run]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from alise import add_prediction_errors, measured
+from alise import measured, options
 from common import (
     DATASETS,
     OPT_13B,
@@ -20,7 +20,6 @@ from common import (
     new_table,
     number,
     parse,
-    parser,
     scheduler,
 )
 from load_sweep import save, sweep
@@ -37,9 +36,7 @@ FORESIGHTED = {"speculative": scheduler("speculative"), **GITTINS}
 
 
 def main(argv: Sequence[str] | None = None) -> Table:
-    options = parser(__doc__, jobs=1000)
-    add_prediction_errors(options)
-    args = parse(options, argv)
+    args = parse(options(__doc__, jobs=1000), argv)
     foresights = {"predicted": measured(args), "foreseen": PERFECT}
 
     def ways(fcfs: Run) -> Mapping[str, Run]:

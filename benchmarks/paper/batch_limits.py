@@ -17,6 +17,7 @@ from common import (
     RECOMPUTE,
     Run,
     Search,
+    add_dataset,
     console,
     datasets_of,
     jobs_of,
@@ -59,7 +60,9 @@ def with_recomputed(run: Run) -> tuple[Summary, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> Table:
-    args = parse(parser(__doc__, jobs=400), argv, quick_jobs=50)
+    options = parser(__doc__, jobs=400)
+    add_dataset(options)
+    args = parse(options, argv, quick_jobs=50)
     datasets = datasets_of(args)
     limits = ("16", "memory") if args.quick else tuple(LIMITS)
 

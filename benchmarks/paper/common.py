@@ -273,8 +273,15 @@ def mean_jct(summary: Summary) -> float:
     return summary.latency_s.mean
 
 
+def add_dataset(options: argparse.ArgumentParser) -> None:
+    """Of figures that show all of ``DATASETS``."""
+    options.add_argument("--dataset", choices=list(DATASETS), help="only this one (both)")
+
+
 def datasets_of(args: argparse.Namespace) -> Sequence[str]:
-    return ("alpaca",) if args.quick else tuple(DATASETS)
+    if args.quick:
+        return ("alpaca",)
+    return tuple(DATASETS) if args.dataset is None else (args.dataset,)
 
 
 def new_table(title: str, caption: str, *headers: str) -> Table:

@@ -15,6 +15,7 @@ from common import (
     Run,
     Search,
     System,
+    add_dataset,
     console,
     datasets_of,
     fcfs_run,
@@ -55,6 +56,7 @@ def main(figure: Figure, description: str | None, argv: Sequence[str] | None) ->
     options.add_argument(
         "--model", choices=[system.model for system in SYSTEMS], help="only this one (all)"
     )
+    add_dataset(options)
     args = parse(options, argv, quick_jobs=80)
     systems = [
         system

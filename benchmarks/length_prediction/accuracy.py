@@ -2,8 +2,8 @@
 
     python benchmarks/length_prediction/accuracy.py --instructions FILE --lengths CSV
 
-FILE as for output_lengths.py, CSV as it writes. Two lengths are predicted of each prompt: that of the
-answer in FILE, in tokens of the embedded model, and that of the model's own answer. Prompts are
+FILE as for output_lengths.py, CSV as it writes. Two lengths are predicted of each prompt: that of
+the answer in FILE, in tokens of the embedded model, and that of the model's own answer. Prompts are
 divided by hash: 6 parts to learn from, 2 to choose settings by, 2 to judge. Judged is what was
 learned from all others, one job after the other, or with --validation what was learned from 6 parts
 on the 2 that settings are chosen by. --errors writes real and predicted lengths of the model's own
@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import TypeVar
 
 import numpy as np
@@ -80,7 +81,10 @@ def main() -> None:
     options.add_argument("--errors", type=Path, metavar="CSV", help="written (not at all)")
     options.add_argument("--validation", action="store_true", help="judge on the validation part")
     options.add_argument(
-        "--proxy-epochs", type=int, default=0, help="of fine-tuning a proxy model (0: leave it out)"
+        "--proxy-seconds",
+        type=float,
+        default=0,
+        help="to fine-tune a proxy model (0: leave it out)",
     )
     args = options.parse_args()
     torch.set_num_threads(1)
@@ -100,8 +104,8 @@ def main() -> None:
         parts = _divided(jobs, args.validation)
         print(f"\n## {title}\n\n{len(parts.known)} jobs known, {len(parts.asked)} asked for\n")
         predicted = _report(parts)
-        if args.proxy_epochs:
-            _report_proxies(parts, args.proxy_epochs)
+        if args.proxy_seconds:
+            _report_proxy(parts, args.proxy_seconds)
         _report_learning(list(jobs.values()))
     if args.errors:
         _write_errors(args.errors, predicted, parts.real)
@@ -159,19 +163,16 @@ def _mean_length(neighbours: Neighbours) -> float:
     return float(np.average(neighbours.lengths, weights=neighbours.similarities))
 
 
-def _report_proxies(parts: Parts, num_epochs: int) -> None:
-    print("\nProxy models: all six layers, 256 tokens, float32\n")
-    print(Accuracy.HEADER)
-    for name, fine_tuned in (("head alone trained", False), ("fine-tuned", True)):
-        model = ProxyModel(fine_tuned)
-        begin = time.perf_counter()
-        model.train(
-            [job.prompt for job in parts.known], [job.length for job in parts.known], num_epochs
-        )
-        seconds = time.perf_counter() - begin
-        predicted, latencies = _timed([job.prompt for job in parts.asked], model.predict)
-        print(accuracy(np.array(predicted), parts.real, parts.edges).row(name))
-    print(f"\nfine-tuning took {seconds:.0f} s; a prediction {_milliseconds(latencies)}")
+def _report_proxy(parts: Parts, limit_s: float) -> None:
+    model = ProxyModel()
+    torch.set_num_threads(os.cpu_count() or 1)
+    known = [job.prompt for job in parts.known], [job.length for job in parts.known]
+    num_epochs = model.train(*known, limit_s)
+    torch.set_num_threads(1)
+    predicted, latencies = _timed([job.prompt for job in parts.asked], model.predict)
+    print(f"\n{Accuracy.HEADER}")
+    print(accuracy(np.array(predicted), parts.real, parts.edges).row("proxy model"))
+    print(f"\nfine-tuned for {num_epochs:.1f} epochs; a prediction: {_milliseconds(latencies)}")
 
 
 def _report_learning(jobs: Sequence[Job]) -> None:
@@ -219,7 +220,7 @@ def _milliseconds(seconds: Seconds) -> str:
     wall, cpu = (sorted(column) for column in zip(*seconds, strict=True))
     return (
         f"median {median(wall) * 1e3:.2f} ms, P95 {wall[int(0.95 * len(wall))] * 1e3:.2f} ms "
-        f"(processor time: {median(cpu) * 1e3:.2f} ms)"
+        f"(processor time: {median(cpu) * 1e3:.2f} ms, {1 / mean(cpu):.0f}/s)"
     )
 
 

@@ -1,13 +1,14 @@
 """A proxy model: a pretrained encoder with a regression head, trained on prompts and lengths.
 
-What ALISE compares with (as S3, Jin et al. 2023): it is trained once, beforehand, and reads the prompt
-as a whole.
+What ALISE compares with (as S3, Jin et al. 2023): it is trained once, beforehand, and reads the
+prompt as a whole.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,7 @@ from fastserve_backend.length_prediction.encoder import EMBEDDING_SIZE, model_di
 from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer
 
+MAX_EPOCHS = 3
 _MAX_TOKENS = 256
 _BATCH = 32
 _SLICES_OF = 8  # batches whose prompts are sorted by length, so that little is padded
@@ -23,14 +25,15 @@ _ENCODER_LEARNING_RATE = 1e-4
 
 
 class ProxyModel:
-    """all-MiniLM-L6-v2, mean pooling and an MLP; predicts the median of the log length."""
+    """all-MiniLM-L6-v2, mean pooling and an MLP, fine-tuned as a whole; predicts the median of the
+    log length.
+    """
 
-    def __init__(self, fine_tuned: bool) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
         directory = model_directory()
         self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         self._encoder = AutoModel.from_pretrained(directory, local_files_only=True)
-        self._encoder.requires_grad_(fine_tuned)
         self._head = nn.Sequential(nn.Linear(EMBEDDING_SIZE, 128), nn.ReLU(), nn.Linear(128, 1))
         self._optimizer = torch.optim.AdamW(
             [
@@ -39,19 +42,26 @@ class ProxyModel:
             ]
         )
 
-    def train(self, prompts: Sequence[str], lengths: Sequence[int], num_epochs: int) -> None:
+    def train(self, prompts: Sequence[str], lengths: Sequence[int], limit_s: float) -> float:
+        """Returns the epochs that the time was enough for, at most MAX_EPOCHS."""
         with torch.no_grad():
             self._head[-1].bias.fill_(sum(map(math.log, lengths)) / len(lengths))
         self._encoder.train()
-        for epoch in range(num_epochs):
+        end_s = time.monotonic() + limit_s
+        seen = 0
+        for epoch in range(MAX_EPOCHS):
             for batch in _batches(prompts, random.Random(epoch)):
+                if time.monotonic() > end_s:
+                    break
                 wanted = torch.tensor([math.log(lengths[index]) for index in batch])
                 predicted = self._log_lengths([prompts[index] for index in batch])
                 loss = (predicted - wanted).abs().mean()
                 self._optimizer.zero_grad()
                 loss.backward()
                 self._optimizer.step()
+                seen += len(batch)
         self._encoder.eval()
+        return seen / len(prompts)
 
     @torch.inference_mode()
     def predict(self, prompt: str) -> float:

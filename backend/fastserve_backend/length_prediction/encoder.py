@@ -82,7 +82,8 @@ class Encoder:
         """At most MAX_TOKENS, [CLS] and [SEP] among them."""
         if len(text) > 2 * _MAX_CHARACTERS:
             text = f"{text[:_MAX_CHARACTERS]} {text[-_MAX_CHARACTERS:]}"
-        ids: list[int] = self._tokenizer.encode(text).ids
+        valid = text.encode("utf-8", "replace").decode()  # without lone surrogates
+        ids: list[int] = self._tokenizer.encode(valid).ids
         if len(ids) > MAX_TOKENS:
             ids = ids[:FIRST_TOKENS] + ids[-LAST_TOKENS:]
         return ids

@@ -1,8 +1,8 @@
 """How long a job's output will be, from its prompt's words and the jobs before it.
 
 ALISE (arXiv 2410.23537): the lengths of the most similar past prompts, weighted by similarity;
-where none is similar, a regressor over the embedding. Ours is the weighted median instead of the mean: a
-few long answers among the neighbours move it less.
+where none is similar, a regressor over the embedding. Here it is their weighted median instead of
+the mean, which a few long answers among them would move.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from .saved_state import FILE_NAME, SavedState, SavedStateError, read_state, wri
 
 # Chosen on a validation part; docs/length_prediction.md has the measurements.
 NUM_NEIGHBOURS = 20
-MIN_SIMILARITY = 0.8
+MIN_SIMILARITY = 0.75
 # Similarities are raised to this power before they weigh lengths: they are all near each other.
 _SHARPNESS = 8
 # Fewer jobs say too little of those unlike them.
 _MIN_JOBS = 32
-_BATCH = 64
+# Past jobs that the regressor is trained on when one ends.
+_BATCH = 32
 
 _log = logging.getLogger(__name__)
 

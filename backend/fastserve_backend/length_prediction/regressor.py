@@ -14,8 +14,11 @@ from .encoder import EMBEDDING_SIZE, Embedding
 _HIDDEN = 128
 # Elements of a unit vector are about 1/√384; this makes them about as large as layers expect.
 _INPUT_SCALE = 8.0
-_LEARNING_RATE = 1e-3
+# Slow: there is a step for each job, and jobs are seen many times.
+_LEARNING_RATE = 3e-4
 _WEIGHT_DECAY = 1e-2
+_FIRST_GUESS_TOKENS = 64.0
+_MAX_LOG_LENGTH = math.log(1e6)  # longer than any output; what exp can hold ends soon after
 
 
 class Regressor:
@@ -24,9 +27,9 @@ class Regressor:
     def __init__(self) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # the same jobs teach the same
-            self._net = nn.Sequential(
-                nn.Linear(EMBEDDING_SIZE, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 1)
-            )
+            output = nn.Linear(_HIDDEN, 1)
+            self._net = nn.Sequential(nn.Linear(EMBEDDING_SIZE, _HIDDEN), nn.ReLU(), output)
+        nn.init.constant_(output.bias, math.log(_FIRST_GUESS_TOKENS))
         self._optimizer = torch.optim.AdamW(
             self._net.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY
         )
@@ -34,7 +37,8 @@ class Regressor:
     @torch.inference_mode()
     def predict(self, embedding: Embedding) -> float:
         """A length in tokens, at least 1."""
-        return max(1.0, math.exp(float(self._net(torch.from_numpy(embedding) * _INPUT_SCALE))))
+        log_length = float(self._net(torch.from_numpy(embedding) * _INPUT_SCALE))
+        return math.exp(min(max(log_length, 0.0), _MAX_LOG_LENGTH))
 
     def train(self, embeddings: NDArray[np.float32], lengths: NDArray[np.float32]) -> None:
         """One step. Shapes [batch, 384] and [batch], in tokens, at least 1."""

@@ -31,6 +31,7 @@ def bench(
     length_ratio: float | None,
     vocab_size: int,
     natural_lengths: bool,
+    chat: bool,
     slo_ms: float,
     ttft_slo_ms: float | None,
     tpot_slo_ms: float | None,
@@ -59,6 +60,8 @@ def bench(
         raise ConfigError("serve: got it beside --url; bench starts servers or finds them")
     if natural_lengths and max_output_tokens is None:
         raise ConfigError("natural_lengths: needs --max-output-tokens, where every answer ends")
+    if chat and not natural_lengths:
+        raise ConfigError("chat: needs --natural-lengths, whose texts are sent as messages")
     limits = LengthLimits(max_prompt_tokens, max_total_tokens, max_output_tokens)
     loads = [Load(concurrency=clients) for clients in _whole_numbers(concurrency)]
     loads += [Load(rate=rate) for rate in parse_rates(rates)]
@@ -70,6 +73,7 @@ def bench(
         warmup,
         vocab_size,
         max_output_tokens if natural_lengths else None,
+        chat,
     )
     bounds_ms = (slo_ms, ttft_slo_ms, tpot_slo_ms)
     servers: list[Target] | list[OwnServer]
@@ -174,6 +178,15 @@ def bench_flags() -> dict[str, tuple[Any, Any]]:
                 typer.Option(
                     "--natural-lengths",
                     help="Send the texts of the data set, and let answers end by themselves.",
+                ),
+            ],
+            False,
+        ),
+        "chat": (
+            Annotated[
+                bool,
+                typer.Option(
+                    "--chat", help="Send those texts as messages of users, for instruct models."
                 ),
             ],
             False,

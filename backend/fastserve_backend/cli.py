@@ -320,7 +320,7 @@ def _add_simulate_command() -> None:
         ),
         **workload_flags(num_jobs=1000),
         "hardware": (
-            Annotated[str, typer.Option(help="a100-40g, a100-80g, h100 or h200.")],
+            Annotated[str, typer.Option(help="v100-32g, a100-40g, a100-80g, h100 or h200.")],
             "a100-80g",
         ),
         "profile": (

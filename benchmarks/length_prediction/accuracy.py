@@ -36,7 +36,7 @@ from fastserve_backend.length_prediction.predictor import (
 from fastserve_backend.models import load_tokenizer
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.embedded import EMBEDDED_MODEL
-from instructions import Instruction, read_instructions
+from instructions import Instruction, part, read_instructions
 from measures import Accuracy, Lengths, accuracy, bin_edges
 from proxy_model import ProxyModel
 
@@ -125,7 +125,7 @@ def _read_lengths(path: Path) -> dict[str, int]:
 
 def _divided(jobs: dict[str, Job], validation: bool) -> Parts:
     def of(first: int, end: int) -> list[Job]:
-        return [job for sha256, job in jobs.items() if first <= int(sha256[:8], 16) % 10 < end]
+        return [job for sha256, job in jobs.items() if first <= part(sha256) < end]
 
     return Parts(of(0, 6), of(6, 8)) if validation else Parts(of(0, 8), of(8, 10))
 

@@ -26,6 +26,11 @@ class Instruction:
         return [{"role": "user", "content": self.prompt}]
 
 
+def part(sha256: str) -> int:
+    """The tenth of all prompts, 0 to 9, to which the one with this hash belongs."""
+    return int(sha256[:8], 16) % 10
+
+
 def read_instructions(path: Path) -> list[Instruction]:
     """Those of a file, without repeated prompts, in its order."""
     found: dict[str, Instruction] = {}

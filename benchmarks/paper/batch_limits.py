@@ -12,11 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from common import (
+    DATASETS,
     OPT_13B,
     RECOMPUTE,
     Run,
     Search,
+    add_dataset,
     console,
+    datasets_of,
+    jobs_of,
     largest_rate,
     lengths_of,
     new_table,
@@ -34,7 +38,6 @@ from rich.table import Table
 SLO_S = 0.3
 LIMITS = {"16": 16, "64": 64, "128": 128, "memory": 1024}
 """1024: more jobs than have a block each."""
-DATASETS = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 SEARCHED = ("fcfs", "skip_join_mlfq")
 COMPARED = ("fcfs", "skip_join_mlfq", "srpt")
 OVERLOAD = 1.25
@@ -57,16 +60,17 @@ def with_recomputed(run: Run) -> tuple[Summary, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> Table:
-    args = parse(parser(__doc__, jobs=400), argv, quick_jobs=50)
-    datasets = ("alpaca",) if args.quick else tuple(DATASETS)
+    options = parser(__doc__, jobs=400)
+    add_dataset(options)
+    args = parse(options, argv, quick_jobs=50)
+    datasets = datasets_of(args)
     limits = ("16", "memory") if args.quick else tuple(LIMITS)
 
     def run(dataset: str, limit: str, policy: str) -> Run:
         lengths = lengths_of(args, dataset)
         rate = OPT_13B.capacity(lengths)
-        num_jobs = args.jobs * (2 if dataset == "alpaca" else 1)
         section = scheduler(policy, LIMITS[limit])
-        return Run(OPT_13B, lengths, rate, num_jobs, args.seed, section, RECOMPUTE)
+        return Run(OPT_13B, lengths, rate, jobs_of(args, dataset), args.seed, section, RECOMPUTE)
 
     searched = [
         (dataset, limit, policy) for dataset in datasets for limit in limits for policy in SEARCHED

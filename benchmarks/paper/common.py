@@ -24,11 +24,12 @@ from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.roofline import Roofline
-from fastserve_backend.simulation.memory import memory_of_roofline
+from fastserve_backend.simulation.memory import KVMemory, memory_of_roofline
 from fastserve_backend.simulation.simulator import Simulation, simulate
 from fastserve_client.report import Summary, summarize
 from fastserve_client.workload import AUTHORS_LIMITS, Lengths, load_lengths, poisson_trace
 from matplotlib.figure import Figure
+from prediction_errors import PredictionErrors
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -44,6 +45,8 @@ _STEP = 2.0  # factor between rates while a search looks for one that is too hig
 _HIGHEST_LOAD = 20.0
 
 SWAPPING = "KV is swapped to 56 GiB of host memory (strategy proactive)."
+DATASETS = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
+ALPACA_JOBS = 2  # as many as ShareGPT's: they last a sixth as long
 
 console = Console(width=100)
 Item = TypeVar("Item")
@@ -52,11 +55,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A model in float16 on A100s of 40 GB."""
+    """A model in float16 on GPUs of one type."""
 
     model: str
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    hardware: str = "a100-40g"
 
     def __str__(self) -> str:
         name = self.model.upper()
@@ -97,7 +101,7 @@ class System:
 def _latency(system: System) -> Roofline:
     return Roofline(
         system.config,
-        find_hardware("a100-40g"),
+        find_hardware(system.hardware),
         system.tensor_parallel,
         system.pipeline_parallel,
     )
@@ -119,18 +123,28 @@ class Run:
     kv_cache: KVCacheSection
     evenly: bool = False
     """The same jobs arrive at equal distances instead of as a Poisson process."""
+    errors: PredictionErrors | None = None
+    """Of the predicted output lengths; ``None``: nothing is predicted."""
+
+    @property
+    def memory(self) -> KVMemory:
+        return memory_of_roofline(self.system.latency, self.system.config, self.kv_cache)
 
     def simulate(self) -> Simulation:
         trace = poisson_trace(self.lengths, self.rate, self.num_jobs, self.seed)
         if self.evenly:
             trace = [replace(job, arrival_s=i / self.rate) for i, job in enumerate(trace)]
+        predictions = None
+        if self.errors is not None:
+            predictions = self.errors.predict(trace, self.lengths, self.seed, MAX_MODEL_LEN)
         return simulate(
             trace,
             self.scheduler,
             self.kv_cache,
             self.system.latency,
-            memory_of_roofline(self.system.latency, self.system.config, self.kv_cache),
+            self.memory,
             max_model_len=MAX_MODEL_LEN,
+            predictions=predictions,
         )
 
     def summary(self) -> Summary:
@@ -191,7 +205,7 @@ def on_all_cores(function: Callable[[Item], Result], items: Iterable[Item]) -> l
 @cache
 def _pool() -> ProcessPoolExecutor:
     # Spawned, not forked: the process that asks may have threads, as under pytest.
-    return ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn"))
+    return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn"))
 
 
 def parser(description: str | None, jobs: int) -> argparse.ArgumentParser:
@@ -231,6 +245,43 @@ def parse(
 def lengths_of(args: argparse.Namespace, name: str) -> Lengths:
     """Lengths of ``sharegpt`` or ``alpaca``, from a file if one was named."""
     return load_lengths(getattr(args, name), AUTHORS_LIMITS)
+
+
+def jobs_of(args: argparse.Namespace, dataset: str) -> int:
+    return args.jobs * (ALPACA_JOBS if dataset == "alpaca" else 1)
+
+
+def fcfs_run(args: argparse.Namespace, system: System, dataset: str) -> Run:
+    """At the rate that full batches serve, with host memory."""
+    lengths = lengths_of(args, dataset)
+    return Run(
+        system,
+        lengths,
+        system.capacity(lengths),
+        jobs_of(args, dataset),
+        args.seed,
+        scheduler("fcfs"),
+        system.swapping(),
+    )
+
+
+def mean_normalized(summary: Summary) -> float:
+    return summary.normalized_latency_s.mean
+
+
+def mean_jct(summary: Summary) -> float:
+    return summary.latency_s.mean
+
+
+def add_dataset(options: argparse.ArgumentParser) -> None:
+    """Of figures that show all of ``DATASETS``."""
+    options.add_argument("--dataset", choices=list(DATASETS), help="only this one (both)")
+
+
+def datasets_of(args: argparse.Namespace) -> Sequence[str]:
+    if args.quick:
+        return ("alpaca",)
+    return tuple(DATASETS) if args.dataset is None else (args.dataset,)
 
 
 def new_table(title: str, caption: str, *headers: str) -> Table:

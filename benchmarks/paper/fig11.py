@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastserve_client.report import Summary
+from common import mean_normalized
 from rich.table import Table
 from throughput import SYSTEMS, Figure
 from throughput import main as run_figure
@@ -25,13 +25,11 @@ NOTE = (
 )
 
 
-def mean(summary: Summary) -> float:
-    return summary.normalized_latency_s.mean
-
-
 def main(argv: Sequence[str] | None = None) -> Table:
     title = "Fig. 11: largest rate with mean normalized latency under the SLO"
-    return run_figure(Figure("fig11", title, mean, PAPER, NOTE, compares=True), __doc__, argv)
+    return run_figure(
+        Figure("fig11", title, mean_normalized, PAPER, NOTE, compares=True), __doc__, argv
+    )
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from common import DATASETS
 from fastserve_client.report import Summary
 from rich.table import Table
-from throughput import DATASETS, SYSTEMS, Figure
+from throughput import SYSTEMS, Figure
 from throughput import main as run_figure
 
 PAPER = {(system.model, dataset): "1.5–2.8×" for system in SYSTEMS for dataset in DATASETS}

@@ -170,10 +170,10 @@ def test_a_closed_loop_has_the_jobs_of_the_open_one() -> None:
 
 
 def test_natural_lengths_need_texts() -> None:
-    (request,) = natural_requests([TraceJob(0.0, 1, 5, "Hi")], max_tokens=64)
+    (request,) = natural_requests([TraceJob(0.0, 1, 5, "Hi")], max_tokens=64, chat=False)
     assert (request.prompt, request.max_tokens, request.exact) == ("Hi", 64, False)
     with pytest.raises(WorkloadError, match="natural_lengths: got a data set without texts"):
-        natural_requests([TraceJob(0.0, 1, 5)], max_tokens=64)
+        natural_requests([TraceJob(0.0, 1, 5)], max_tokens=64, chat=False)
     with pytest.raises(WorkloadError, match="vocab_size: got 32; must be more than 32"):
         exact_requests([TraceJob(0.0, 1, 5)], 32, [0])
 

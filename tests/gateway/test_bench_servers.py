@@ -150,6 +150,7 @@ def test_ctrl_c_cancels_what_runs_and_reports_what_has_finished(
         (["--rates", "1", "--concurrency", "1"], "concurrency: got it beside --rates"),
         (["--concurrency", "0"], "concurrency: got '0'; must be whole numbers from 1"),
         (["--natural-lengths", "--rates", "1"], "natural_lengths: needs --max-output-tokens"),
+        (["--chat", "--rates", "1"], "chat: needs --natural-lengths"),
         (["--compare", "fcfs", "--rates", "1"], "compare: takes policies for --serve"),
         ([], "rate: got none; sharegpt has no timestamps of its own"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import subprocess
@@ -16,13 +17,14 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.serving.launch import TritonServer
 from openai import OpenAI
-from running_gateway import RunningGateway, running_gateway
+from running_gateway import COMMAND, RunningGateway, running_gateway
 from tiny_model import START_TIMEOUT_S
 
 CAPITAL = "What is the capital of France? Answer in one word."
 MAX_MODEL_LEN = 128  # an answer that takes all of it is soon there
 DOCS = Path(__file__).parents[2] / "docs"
 PARIS = "The capital of France is Paris."
+PARIS_TOKENS = 8  # with the end token
 GREEDY: dict[str, Any] = {"model": "fastserve", "temperature": 0}
 
 
@@ -64,7 +66,7 @@ def test_the_model_answers(client: OpenAI) -> None:
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content) == ("assistant", PARIS)
     assert choice.finish_reason == "stop"
-    assert answer.usage.completion_tokens == 8  # with the end token
+    assert answer.usage.completion_tokens == PARIS_TOKENS
     parts = [{"type": "text", "text": CAPITAL[:10]}, {"type": "text", "text": CAPITAL[10:]}]
     assert ask(client, user(parts)).choices == answer.choices
 
@@ -170,6 +172,26 @@ def output(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_a_load_test_of_messages(
+    talking: TritonServer, gateway: RunningGateway, tmp_path: Path
+) -> None:
+    dataset, output = tmp_path / "alpaca.json", tmp_path / "report.json"
+    dataset.write_text(json.dumps([{"instruction": CAPITAL, "output": "Paris"}]), encoding="utf-8")
+    done = subprocess.run(
+        [
+            *COMMAND[:-1], "bench", "--dataset", str(dataset), "--output", str(output),
+            "--url", f"triton=grpc://{talking.endpoints.grpc_url}",
+            "--url", f"gateway={gateway.api_url}", "--rates", "50", "--num-jobs", "2",
+            "--warmup", "0", "--natural-lengths", "--max-output-tokens", "20", "--chat",
+        ],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    points = json.loads(output.read_text(encoding="utf-8"))["points"]
+    answers = [[job["output_tokens"] for job in point["runs"][0]["records"]] for point in points]
+    assert answers == [[PARIS_TOKENS] * 2] * 2
 
 
 def test_the_gateways_examples(gateway: RunningGateway) -> None:

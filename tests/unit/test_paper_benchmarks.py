@@ -70,17 +70,44 @@ def run_figure(name: str, plots: Path, monkeypatch: pytest.MonkeyPatch) -> list[
         (
             "all_policies",
             [
-                f"Alpaca, {load}, {policy}"
-                for load in ("1.5", "2")
+                f"Alpaca, 2, {policy}"
                 for policy in (
                     "fcfs",
                     "mlfq",
                     "skip_join_mlfq",
                     "gittins, normalized latency",
                     "gittins, JCT",
+                    *(
+                        f"{policy}, {how}"
+                        for how in ("predicted", "foreseen")
+                        for policy in (
+                            "speculative",
+                            "gittins, normalized latency",
+                            "gittins, JCT",
+                        )
+                    ),
                     "srpt (oracle)",
                 )
             ],
+        ),
+        (
+            "alise_errors",
+            ["Alpaca, 2, skip_join_mlfq"]
+            + [
+                f"Alpaca, 2, {policy}, errors × {scale}"
+                for policy in ("speculative", "gittins")
+                for scale in (0, 1, 2, 4)
+            ],
+        ),
+        ("alise_fig06", ["OPT-13B, Alpaca"]),
+        ("alise_table3", ["PYTHIA-12B, Alpaca"]),
+        (
+            "alise_fig08",
+            [f"Alpaca, 2, {strategy}" for strategy in ("defer", "recompute", "swap")],
+        ),
+        (
+            "alise_fig09",
+            [f"Alpaca, 2, {policy}" for policy in ("FCFS", "skip-join", "ALISE", "oracle")],
         ),
         (
             "starvation",

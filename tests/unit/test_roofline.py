@@ -24,7 +24,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 A100 = HARDWARE["a100-40g"]
-FASTER = ("a100-40g", "a100-80g", "h100", "h200")
+FASTER = ("v100-32g", "a100-40g", "a100-80g", "h100", "h200")
 
 
 def opt(name: str, dtype: str = "float16") -> ModelConfig:

@@ -36,6 +36,9 @@ HARDWARE: Mapping[str, Hardware] = MappingProxyType(
     {
         hardware.name: hardware
         for hardware in (
+            # NVIDIA V100 Tensor Core GPU datasheet, column V100 SXM2, with the PCIe 3 link that its
+            # column V100 PCIe gives.
+            Hardware("v100-32g", 125e12, 0.9e12, 32 * _GIB, 16e9, 150e9),
             # NVIDIA A100 Tensor Core GPU datasheet, column A100 40GB SXM.
             Hardware("a100-40g", 312e12, 1.555e12, 40 * _GIB, 32e9, 300e9),
             # The same datasheet, column A100 80GB SXM.

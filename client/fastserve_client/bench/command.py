@@ -178,6 +178,7 @@ def _settings(
         "warmup": plan.warmup,
         "vocab_size": plan.vocab_size,
         "natural_max_tokens": plan.natural_max_tokens,
+        "chat": plan.chat,
         "objectives": asdict(objectives),
     }
 

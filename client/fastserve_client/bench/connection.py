@@ -19,6 +19,15 @@ class Request:
     max_tokens: int
     exact: bool
     """Exactly ``max_tokens`` tokens: end tokens do not end the answer."""
+    chat: bool = False
+    """The text is a user's message, for the model's chat template."""
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The conversation of a chat."""
+        assert self.chat
+        assert isinstance(self.prompt, str)
+        return [{"role": "user", "content": self.prompt}]
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,18 +69,21 @@ class OpenAIConnection:
     async def send(self, request: Request, timeout_s: float) -> Answer:
         body: dict[str, Any] = {
             "model": self._model,
-            "prompt": request.prompt,
             "max_tokens": request.max_tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if request.chat:
+            path, body["messages"] = "chat/completions", request.messages
+        else:
+            path, body["prompt"] = "completions", request.prompt
         if request.exact:
             body["ignore_eos"] = True
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.post(
-                f"{self._url}/completions", json=body, timeout=timeout
+                f"{self._url}/{path}", json=body, timeout=timeout
             ) as response:
                 if response.status != 200:
                     raise await _refusal(response)

@@ -44,8 +44,11 @@ def exact_requests(
     ]
 
 
-def natural_requests(trace: Sequence[TraceJob], max_tokens: int) -> list[Request]:
+def natural_requests(trace: Sequence[TraceJob], max_tokens: int, chat: bool) -> list[Request]:
     """The data set's own prompts; answers end where the model ends them, or at ``max_tokens``.
+
+    Args:
+        chat: the prompts are messages of users, for the model's chat template.
 
     Raises:
         WorkloadError: a data set that has lengths only.
@@ -56,5 +59,5 @@ def natural_requests(trace: Sequence[TraceJob], max_tokens: int) -> list[Request
             raise WorkloadError(
                 "natural_lengths: got a data set without texts; needs ShareGPT or Alpaca JSON"
             )
-        requests.append(Request(job.prompt, max_tokens, exact=False))
+        requests.append(Request(job.prompt, max_tokens, exact=False, chat=chat))
     return requests

@@ -49,6 +49,8 @@ class Plan:
     vocab_size: int
     natural_max_tokens: int | None = None
     """Send the data set's texts, and let answers end by themselves or here."""
+    chat: bool = False
+    """Send those as messages of users."""
 
     def trace(self, load: Load, repeat: int) -> list[TraceJob]:
         """The jobs of a run, the same for every server.
@@ -63,7 +65,7 @@ class Plan:
     def requests(self, trace: Sequence[TraceJob], load: Load, repeat: int) -> list[Request]:
         """Raises WorkloadError: the vocabulary is too small, or the data set has no texts."""
         if self.natural_max_tokens is not None:
-            return natural_requests(trace, self.natural_max_tokens)
+            return natural_requests(trace, self.natural_max_tokens, self.chat)
         # Other prompts in each run: a server that keeps prefixes has seen none of them.
         seed = (self.workload.seed, repeat, self.loads.index(load))
         return exact_requests(trace, self.vocab_size, seed)

@@ -26,7 +26,7 @@ class TritonConnection:
         first_token_s = last_token_s = None
         num_tokens = 0
         async with self._client.stream(
-            request.prompt,
+            request.messages if request.chat else request.prompt,
             timeout_s=timeout_s,
             perf_metrics=True,
             max_tokens=request.max_tokens,

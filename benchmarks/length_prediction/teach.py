@@ -1,0 +1,57 @@
+"""Teaches a predictor most of the measured answers and leaves the rest for a load test.
+
+    python benchmarks/length_prediction/teach.py --instructions FILE --predictor DIRECTORY \\
+        --held-out held_out.jsonl
+
+So a server that is started with ``--length-prediction-dir DIRECTORY`` knows what it would know
+after a thousand jobs, and ``fastserve bench --dataset held_out.jsonl`` asks what it has not seen:
+the prompts that accuracy.py judges by.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from pathlib import Path
+
+from fastserve_backend.length_prediction.encoder import Encoder
+from fastserve_backend.length_prediction.predictor import LengthPredictor
+from instructions import part, read_instructions
+
+_MEASURED = Path(__file__).parent / "smollm2_135m_lengths.csv"
+_CAPACITY = 20_000  # the server's default
+_FIRST_HELD_OUT = 8
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--instructions", type=Path, required=True, metavar="FILE")
+    options.add_argument("--predictor", type=Path, required=True, metavar="DIRECTORY")
+    options.add_argument("--held-out", type=Path, required=True, metavar="FILE")
+    options.add_argument(
+        "--lengths", type=Path, default=_MEASURED, metavar="FILE", help="(of the embedded model)"
+    )
+    args = options.parse_args()
+    with args.lengths.open(newline="", encoding="utf-8") as file:
+        lengths = {row["prompt_sha256"]: int(row["output_tokens"]) for row in csv.DictReader(file)}
+    predictor = LengthPredictor(Encoder(), _CAPACITY)
+    held_out = []
+    for one in read_instructions(args.instructions):
+        if one.sha256 not in lengths:
+            continue
+        if part(one.sha256) >= _FIRST_HELD_OUT:
+            held_out.append({"instruction": one.prompt, "output": one.answer})
+        else:
+            predictor.learn(predictor.embed(one.prompt), lengths[one.sha256])
+    args.predictor.mkdir(parents=True, exist_ok=True)
+    predictor.save(args.predictor)
+    lines = [json.dumps(record) + "\n" for record in held_out]
+    args.held_out.write_text("".join(lines), encoding="utf-8")
+    print(f"{len(predictor)} jobs learned, {len(held_out)} held out")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""ALISE Fig. 8: what becomes of preempted jobs' KV, under the speculative policy.
+
+OPT-13B. 'swap' is ALISE's: host memory in INT8, swapped by estimated wait time (EWT). 'defer'
+begins no job that might not fit, 'recompute' drops KV and computes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from alise import alise, beside, measured, options_on_hardware
+from common import (
+    BATCH,
+    DATASETS,
+    Run,
+    System,
+    console,
+    mean_normalized,
+    new_table,
+    number,
+    parse,
+)
+from load_sweep import save, sweep
+from rich.table import Table
+
+LOADS = (0.8, 1.0, 1.5, 2.0)
+SWAP = "swap"
+PAPER = {"defer": "1.8×", "recompute": "2.8×"}
+
+
+def main(argv: Sequence[str] | None = None) -> Table:
+    args = parse(options_on_hardware(__doc__, jobs=400), argv)
+    errors = measured(args)
+
+    def ways(fcfs: Run) -> Mapping[str, Run]:
+        others = {strategy: alise(fcfs, errors, strategy=strategy) for strategy in PAPER}
+        return {**others, SWAP: alise(fcfs, errors)}
+
+    system = System("opt-13b", hardware=args.hardware)
+    results = sweep(args, system, LOADS, ways)
+    save(args, "alise_fig08", results, {"mean normalized latency": mean_normalized})
+    table = new_table(
+        "ALISE Fig. 8: strategies for preempted jobs' KV",
+        f"OPT-13B, {args.hardware}, batch {BATCH}, speculative with the measured prediction "
+        f"errors, {args.jobs} jobs (Alpaca twice as many). Load: share of what full batches "
+        "finish. Seconds. In brackets: by how much the paper's ALISE is ahead.",
+        "lengths, load, strategy",
+        "norm.\nmean",
+        "norm.\nP95",
+        "JCT\nmean",
+        "mean over\nswap's",
+    )
+    for (dataset, load, label), summary in results.items():
+        ahead = mean_normalized(summary) / mean_normalized(results[dataset, load, SWAP])
+        table.add_row(
+            f"{DATASETS[dataset]}, {load:g}, {label}",
+            number(mean_normalized(summary)),
+            number(summary.normalized_latency_s.p95),
+            number(summary.latency_s.mean),
+            beside(f"{ahead:.2f}×", PAPER.get(label)),
+            end_section=label == SWAP,
+        )
+    console.print(table)
+    return table
+
+
+if __name__ == "__main__":
+    main()

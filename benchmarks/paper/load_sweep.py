@@ -1,0 +1,83 @@
+"""Several ways to serve the same jobs, side by side at several loads."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+from common import (
+    DATASETS,
+    Run,
+    System,
+    datasets_of,
+    fcfs_run,
+    mean_jct,
+    mean_normalized,
+    on_all_cores,
+    save_json,
+    save_plot,
+)
+from fastserve_client.report import Summary
+
+Results: TypeAlias = Mapping[tuple[str, float, str], Summary]
+"""(data set, load, label) → what came out."""
+LATENCIES: Mapping[str, Callable[[Summary], float]] = {
+    "mean normalized latency": mean_normalized,
+    "mean JCT": mean_jct,
+}
+
+
+def sweep(
+    args: argparse.Namespace,
+    system: System,
+    loads: Sequence[float],
+    ways: Callable[[Run], Mapping[str, Run]],
+) -> Results:
+    """Runs them all.
+
+    Args:
+        loads: rates over what full batches finish.
+        ways: what is compared, by label, made from a run of FCFS.
+    """
+    runs = {
+        (dataset, load, label): replace(run, rate=load * run.rate)
+        for dataset in datasets_of(args)
+        for load in (loads[-1:] if args.quick else loads)
+        for label, run in ways(fcfs_run(args, system, dataset)).items()
+    }
+    return dict(zip(runs, on_all_cores(Run.summary, runs.values()), strict=True))
+
+
+def save(
+    args: argparse.Namespace,
+    name: str,
+    results: Results,
+    values: Mapping[str, Callable[[Summary], float]] = LATENCIES,
+) -> None:
+    """A panel for each data set and value, over load; all values as JSON."""
+    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    for (dataset, load, label), summary in results.items():
+        for what, value in values.items():
+            panel = panels.setdefault(f"{DATASETS[dataset]}, {what}", {})
+            loads, ys = panel.setdefault(label, ([], []))
+            loads.append(load)
+            ys.append(value(summary))
+    save_plot(args, name, panels, "load, of capacity", "s/token, s", log=True)
+    save_json(
+        args,
+        name,
+        [
+            {
+                "dataset": dataset,
+                "load": load,
+                "label": label,
+                "normalized_mean_s": summary.normalized_latency_s.mean,
+                "normalized_p95_s": summary.normalized_latency_s.p95,
+                "jct_mean_s": summary.latency_s.mean,
+                "ttft_p95_s": summary.ttft_s.p95,
+            }
+            for (dataset, load, label), summary in results.items()
+        ],
+    )

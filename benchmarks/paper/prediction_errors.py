@@ -1,0 +1,83 @@
+"""Predictions of output lengths, as wrong as a real predictor was."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fastserve_client.workload import Lengths, TraceJob
+from numpy.typing import NDArray
+
+MEASURED = Path(__file__).parents[1] / "length_prediction" / "prediction_errors.csv"
+"""Of this project's predictor, on real answers that it had not learned from."""
+
+_NEAREST = 0.05  # share of the held-out jobs that one error is drawn from
+
+
+@dataclass(frozen=True, slots=True)
+class PredictionErrors:
+    """Errors of held-out jobs, to be given to the jobs of any data set.
+
+    A predictor's guesses are drawn to the middle of the lengths that it knows: it over-predicts
+    short outputs and under-predicts long ones. So a job gets the error of a held-out job whose
+    output has about the same rank among theirs as the job's has in its own data set. And the error
+    is a distance in ranks: where lengths differ less, a predictor that has learned them errs by a
+    smaller factor.
+    """
+
+    jobs: tuple[tuple[int, int], ...]
+    """(real, predicted) tokens, by real length, shortest first."""
+    scale: float = 1.0
+    """ln(predicted / real) times this: 0 is perfect foresight, 2 squares every ratio."""
+
+    @classmethod
+    def read(cls, path: Path) -> PredictionErrors:
+        """From a CSV with the columns ``real_tokens`` and ``predicted_tokens``."""
+        with path.open(newline="", encoding="utf-8") as file:
+            jobs = [
+                (int(row["real_tokens"]), int(row["predicted_tokens"]))
+                for row in csv.DictReader(file)
+            ]
+        return cls(tuple(sorted(jobs, key=lambda job: job[0])))
+
+    def scaled(self, scale: float) -> PredictionErrors:
+        return replace(self, scale=scale)
+
+    def predict(
+        self, trace: Sequence[TraceJob], lengths: Lengths, seed: int, max_model_len: int
+    ) -> list[int]:
+        """A prediction for each job of a trace that was drawn from ``lengths``.
+
+        The same seed draws the same errors whatever the scale, and a longer trace begins with the
+        predictions of a shorter one. No prediction exceeds what the model has room for.
+        """
+        ordered = np.sort([output for _, output in lengths])
+        outputs = np.array([job.output_tokens for job in trace])
+        among_equals, among_nearest = (
+            np.random.default_rng((seed, len(self.jobs))).random((len(trace), 2)).T
+        )
+        below, up_to = _ranks(ordered, outputs)
+        ranks = below + among_equals * (up_to - below)
+        # A window that stays inside: the ends have neighbours on one side only.
+        begins = np.clip(ranks - _NEAREST / 2, 0, 1 - _NEAREST)
+        drawn = ((begins + among_nearest * _NEAREST) * len(self.jobs)).astype(int)
+        real, predicted = np.array(self.jobs).T
+        errors = np.mean(_ranks(real, predicted), axis=0) - np.mean(_ranks(real, real), axis=0)
+        places = np.clip((ranks + errors[drawn]) * len(ordered), 0, len(ordered) - 1).astype(int)
+        predictions = outputs * (ordered[places] / outputs) ** self.scale
+        longest = [max_model_len - job.prompt_tokens for job in trace]
+        return [int(tokens) for tokens in np.clip(np.rint(predictions), 1, longest)]
+
+
+def _ranks(ordered: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Shares of the ordered values that are less than each value, and at most as large."""
+    below, up_to = (np.searchsorted(ordered, values, side) for side in ("left", "right"))
+    return below / len(ordered), up_to / len(ordered)
+
+
+PERFECT = PredictionErrors(((1, 1),))
+"""The lengths themselves."""

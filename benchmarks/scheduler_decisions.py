@@ -7,7 +7,8 @@ A decision is everything that the engine asks of a policy in one iteration with 
 `select`, `iteration_done` for the jobs that ran, `remove` for those that ended and `add` for as
 many new ones, so that the number of waiting jobs stays the same. Prompt and output lengths are
 drawn from a long-tailed distribution with a fixed seed, seven of eight outputs are predicted, wrong
-by a factor of 1.6 typically, and the jobs' own updates are not part of the time. Each figure is the median decision in microseconds, with the 99th percentile in brackets.
+by a factor of 1.6 typically, and the jobs' own updates are not part of the time. Each figure is the
+median decision in microseconds, with the 99th percentile in brackets.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class LevelState:
     """One queue of the policy."""
 
     quantum_s: float | None
-    """Execution time after which a job sinks, seconds; ``None``: the policy has no quanta."""
+    """Execution time after which a job sinks, seconds, or the most that is left of a job whose
+    length is predicted; ``None``: the policy has no quanta."""
     num_jobs: int
 
 

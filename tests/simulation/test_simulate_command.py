@@ -18,16 +18,19 @@ def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_sweep_prints_a_table_and_writes_json_and_a_plot(tmp_path: Path) -> None:
     output, plot = tmp_path / "report.json", tmp_path / "sweep.png"
     done = simulate(
-        "opt-13b", "--rates", "1,4", "--num-jobs", "40", "--policies", "fcfs,srpt",
-        "--output", str(output), "--plot", str(plot),
+        "opt-13b", "--rates", "1,4", "--num-jobs", "40", "--policies", "fcfs,srpt,speculative",
+        "--prediction-error", "0.5", "--output", str(output), "--plot", str(plot),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fcfs") == done.stdout.count("srpt") == 2
+    assert done.stderr.count("speculative: aging 0.1") == 1
     assert "3936 KV blocks of 16 tokens" in done.stderr
     report = json.loads(output.read_text())
     assert [(point["label"], point["rate"]) for point in report["points"]] == [
         ("fcfs", 1.0), ("fcfs", 4.0), ("srpt", 1.0), ("srpt", 4.0),
+        ("speculative", 1.0), ("speculative", 4.0),
     ]  # fmt: skip
+    assert report["settings"]["prediction_error"] == 0.5
     assert report["settings"]["cluster"]["hardware"] == "a100-80g"
     assert plot.read_bytes().startswith(b"\x89PNG")
 
@@ -55,6 +58,7 @@ def test_a_pipeline_of_sharded_stages_and_a_length_ratio() -> None:
         (["--dataset", "missing.csv"], "dataset: got 'missing.csv'"),
         (["--profile", "missing.json"], "profile: cannot read missing.json"),
         (["--hardware", "tpu"], "hardware: got 'tpu'"),
+        (["--prediction-error", "-0.5"], "prediction_error: got -0.5; must be from 0 to 10"),
         (["--tensor-parallel-size", "3"], "tensor_parallel_size: got 3"),
         (["--output", "missing/report.json"], "its directory does not exist"),
     ],

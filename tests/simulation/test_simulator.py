@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.simulation.memory import KVMemory
+from fastserve_backend.simulation.predictions import make_predictions
 from fastserve_backend.simulation.simulator import Simulation, simulate
 from fastserve_client.report import summarize
 from fastserve_client.workload import TraceJob, build_trace
 
-POLICIES = ("fcfs", "mlfq", "fixed_priority", "skip_join_mlfq", "srpt")
+POLICIES = (
+    "fcfs",
+    "mlfq",
+    "fixed_priority",
+    "skip_join_mlfq",
+    "srpt",
+    "speculative",
+)
 BLOCK_SIZE = 8
 STRATEGIES = ("defer", "recompute", "reactive", "proactive")
 LONGEST = 24  # tokens of a random job
@@ -62,6 +72,7 @@ def random_simulation(seed: int) -> tuple[list[TraceJob], Simulation]:
             link=Link(rng.choice([0.0001, 0.002, 0.02]), rng.choice([0.0001, 0.002, 0.02])),
         ),
         max_model_len=LONGEST,
+        predictions=rng.choice([None, [rng.randint(0, LONGEST) for _ in trace]]),
         check_integrity=True,
     )
     return trace, simulation
@@ -100,10 +111,21 @@ def test_the_same_seed_gives_the_same_result_to_the_last_bit() -> None:
     assert random_simulation(1)[1].records != random_simulation(2)[1].records
 
 
-def run(trace: list[TraceJob], **keys: object) -> Simulation:
+def run(trace: list[TraceJob], error: float | None = None, **keys: object) -> Simulation:
+    """``error``: of predictions; None: there are none."""
     config = EngineConfig().with_keys(**keys)
-    memory = KVMemory(10_000, 0, 1000, Link(0.0, 0.0))
-    return simulate(trace, config.scheduler, config.kv_cache, Machine(), memory, max_model_len=2048)
+    predictions = None
+    if error is not None:
+        predictions = make_predictions([job.output_tokens for job in trace], error, seed=0)
+    return simulate(
+        trace,
+        config.scheduler,
+        config.kv_cache,
+        Machine(),
+        KVMemory(10_000, 0, 1000, Link(0.0, 0.0)),
+        max_model_len=2048,
+        predictions=predictions,
+    )
 
 
 def test_a_job_alone_takes_its_iterations_and_no_more() -> None:
@@ -124,6 +146,32 @@ def test_preemption_saves_short_jobs_and_the_oracle_is_ahead() -> None:
     }
     assert mean["srpt"] < mean["skip_join_mlfq"] < mean["fcfs"]
     assert mean["srpt"] < mean["fixed_priority"]
+
+
+def test_foresight_brings_policies_to_the_oracle() -> None:
+    trace = build_trace("sharegpt", rate=6.0, num_jobs=100, seed=3)
+
+    def mean_jct_s(policy: str, error: float | None = None) -> float:
+        simulation = run(trace, error, policy=policy, objective="jct")
+        return summarize(simulation.records).latency_s.mean
+
+    oracle = mean_jct_s("srpt")
+    assert mean_jct_s("speculative", error=0.0) < 1.1 * oracle
+    with_classes = mean_jct_s("gittins", error=0.0)
+    assert with_classes < 1.2 * oracle
+    assert with_classes < 0.9 * mean_jct_s("gittins")
+
+
+def test_predictions_are_as_wrong_as_they_are_asked_to_be() -> None:
+    real = [100] * 4000
+    assert make_predictions(real, 0.0, seed=1) == real
+    predictions = make_predictions(real, 0.5, seed=1)
+    assert predictions == make_predictions(real, 0.5, seed=1)
+    assert predictions != make_predictions(real, 0.5, seed=2)
+    errors = [math.log(predicted / 100) for predicted in predictions]
+    assert statistics.fmean(errors) == pytest.approx(0.0, abs=0.03)
+    assert statistics.stdev(errors) == pytest.approx(0.5, abs=0.03)
+    assert min(make_predictions([1] * 100, 2.0, seed=0)) == 1
 
 
 def test_chunks_keep_a_long_prompt_from_stalling_decodes() -> None:

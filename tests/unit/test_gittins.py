@@ -13,7 +13,10 @@ from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.gittins_index import GittinsIndex
-from fastserve_backend.scheduler.length_distribution import LengthDistribution
+from fastserve_backend.scheduler.length_distribution import (
+    DistributionOfPredicted,
+    LengthDistribution,
+)
 from jobs import make_job, run_iteration
 from policies import NEVER_S, TIMES, by_priority, iterate, one_job
 
@@ -48,14 +51,16 @@ def finish(policy: Gittins, job: Job, reason: FinishReason = FinishReason.STOP) 
     policy.remove(job)
 
 
-def teach(policy: Gittins, lengths: Sequence[int]) -> None:
-    """Serve jobs of these lengths, one after the other."""
+def teach(policy: Gittins, lengths: Sequence[int], predicted_tokens: int | None = None) -> None:
+    """Serve jobs of these lengths, one after the other, then let the indices follow."""
     for number, length in enumerate(lengths):
-        job = make_job(1_000_000 + number, 1)
+        job = make_job(1_000_000 + number, 1, predicted_tokens=predicted_tokens)
         policy.add(job, 0.0)
         for _ in range(length):
             iterate(policy, 0.0)
         finish(policy, job)
+    for _ in range(20):
+        assert policy.select(0.0) == []
 
 
 # --- The distribution -------------------------------------------------------------------------
@@ -99,6 +104,38 @@ def test_jobs_that_have_not_ended_count_as_long() -> None:
 def test_old_traffic_is_forgotten() -> None:
     distribution = learned([8] * 3000 + [200] * 12_000)
     assert distribution.survival()[distribution.bin_of(200)] > 0.95
+
+
+def test_bins_that_nobody_came_to_follow_the_others() -> None:
+    """Of the jobs that were seen a tenth ended in each bin up to 32, the others go on there."""
+    distribution = LengthDistribution(MAX_TOKENS)
+    beyond = distribution.bin_of(32)
+    for _ in range(50):
+        for index in range(beyond):
+            distribution.passed(index, index + 1)
+        distribution.passed(0, beyond)
+    slow = distribution.survival()
+    for _ in range(40):
+        for index in range(beyond):
+            distribution.passed(0, index)
+            distribution.ended(index)
+    fast = distribution.survival()
+    after = distribution.bin_of(200)
+    assert fast[after] / fast[beyond] < 0.3 * slow[after] / slow[beyond]
+
+
+def test_a_class_of_predictions_begins_around_its_lengths_and_learns_what_they_are_worth() -> None:
+    of_all = learned([300] * 50)
+    distribution = DistributionOfPredicted(of_all, 32, 63)
+    survival = dict(zip(distribution.edges, distribution.survival(), strict=True))
+    assert survival[16] > 0.95
+    assert 0.3 < survival[47] < 0.8
+    assert survival[187] < 0.3
+    for _ in range(100):  # predictions that are worth nothing
+        reached = distribution.bin_of(300)
+        distribution.passed(0, reached)
+        distribution.ended(reached)
+    np.testing.assert_allclose(distribution.survival(), of_all.survival(), atol=0.05)
 
 
 # --- The index --------------------------------------------------------------------------------
@@ -266,6 +303,62 @@ def test_a_promoted_job_that_ends_makes_room_for_the_next() -> None:
     gittins.remove(first)
     assert iterate(gittins, 91.0) == [second]
     assert gittins.num_promotions == 2
+
+
+def test_jobs_with_short_predictions_come_first() -> None:
+    gittins = policy()
+    long, unknown, short = (
+        make_job(number, 1, predicted_tokens=predicted)
+        for number, predicted in enumerate((300, None, 5))
+    )
+    for job in (long, unknown, short):
+        gittins.add(job, 0.0)
+    assert by_priority(gittins, [long, unknown, short])[0] is short
+    assert by_priority(gittins, [long, short]) == [short, long]
+
+
+def test_a_prediction_may_come_late() -> None:
+    gittins = policy()
+    early, late = make_job(0, 1, predicted_tokens=40), make_job(1, 1)
+    for job in (early, late):
+        gittins.add(job, 0.0)
+    assert iterate(gittins, 0.0) == [early]
+    late.predicted_tokens = 2
+    gittins.predicted(late)
+    assert by_priority(gittins, [early, late]) == [late, early]
+    assert gittins.select(1.0) == [(late, 1)]
+    late.predicted_tokens = 300  # while it is in flight
+    gittins.predicted(late)
+    run_iteration(late)
+    gittins.iteration_done([late], 1.0, 2.0)
+    assert by_priority(gittins, [early, late]) == [early, late]
+
+
+def test_what_is_learned_of_a_class_changes_its_order_alone() -> None:
+    """Those that were predicted to have 20 tokens have 200, it turns out."""
+    gittins = policy()
+    teach(gittins, [200] * 30, predicted_tokens=20)
+    liar, honest = make_job(0, 1, predicted_tokens=20), make_job(1, 1, predicted_tokens=60)
+    for job in (liar, honest):
+        gittins.add(job, 0.0)
+    assert by_priority(gittins, [liar, honest]) == [honest, liar]
+
+
+def test_a_new_index_reaches_all_jobs_within_some_selections() -> None:
+    gittins = policy()
+    waiting = [make_job(number, 1 + number % 7) for number in range(300)]
+    for job in waiting:
+        gittins.add(job, 0.0)
+    before = [gittins.urgency(0.0)(job) for job in waiting]
+    short = make_job(1000, 1)
+    gittins.add(short, 0.0)
+    run_iteration(short)
+    finish(gittins, short)
+    for _ in range(300):
+        gittins.not_run([job for job, _ in gittins.select(0.0)])
+    after = [gittins.urgency(0.0)(job) for job in waiting]
+    assert all(old != new for old, new in zip(before, after, strict=True))
+    assert after == [(gittins.key(job), job.number) for job in waiting]
 
 
 def test_a_job_in_an_unfinished_iteration_is_not_selected_again() -> None:

@@ -7,9 +7,11 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
+from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.mlfq import MLFQ
 from fastserve_backend.scheduler.registry import make_policy
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
+from fastserve_backend.scheduler.speculative import Speculative
 from fastserve_backend.scheduler.srpt import SRPT
 from jobs import make_job
 from policies import POLICIES, TIMES
@@ -23,6 +25,8 @@ from policies import POLICIES, TIMES
         ("srpt", SRPT),
         ("mlfq", MLFQ),
         ("skip_join_mlfq", SkipJoinMLFQ),
+        ("gittins", Gittins),
+        ("speculative", Speculative),
     ],
 )
 def test_each_name_makes_its_policy(name: str, kind: type) -> None:

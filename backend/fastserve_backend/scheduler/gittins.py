@@ -19,11 +19,13 @@ from fastserve_backend.scheduler.base import (
     IterationTimes,
     Memory,
     Scheduled,
-    time_to_next_token,
 )
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.gittins_index import GittinsIndex
-from fastserve_backend.scheduler.length_distribution import LengthDistribution
+from fastserve_backend.scheduler.length_distribution import (
+    DistributionOfPredicted,
+    LengthDistribution,
+)
 from fastserve_backend.scheduler.waiting_jobs import WaitingJobs
 
 # The index is computed anew when this share of what was learned is new; however much was learned,
@@ -32,7 +34,7 @@ _NEWS = 0.1
 _MOST_NEWS = 200
 # Jobs that are put in order by a new index at each selection. All at once would hold up a step by
 # tens of milliseconds with 10,000 of them.
-_PLACED_AT_ONCE = 32
+_PLACED_AT_ONCE = 8
 # Turns of promoted jobs within the starvation threshold. Many short turns swap KV in and out and
 # run the prefills of all waiting jobs early, which holds up those that are nearly done.
 _TURNS = 10
@@ -103,11 +105,14 @@ class Gittins(FixedPriority):
     def key(self, job: Job) -> float:
         if job is self._promoted:
             return _PROMOTED_KEY
-        decode_s = self._times.decode_s(job.num_tokens)
-        # A prefill makes the iteration longer for all that are in it, a decode hardly.
-        extra_s = self._limits.max_seqs * (time_to_next_token(job, self._times) - decode_s)
+        extra = 0.0
+        if job.num_uncomputed > 1:
+            # A prefill makes the iteration longer for all that are in it, a decode hardly.
+            prefill_s = self._times.prefill_s(job.num_uncomputed)
+            decode_s = self._times.decode_s(job.num_tokens)
+            extra = self._limits.max_seqs * (prefill_s - decode_s) / decode_s
         index = self._entries[job.number].learned[-1].index
-        return -index.of(extra_s / decode_s, len(job.output_ids), self._most_tokens(job))
+        return -index.of(extra, len(job.output_ids), self._most_tokens(job))
 
     def add(self, job: Job, now: float) -> None:
         self._entries[job.number] = _Entry(job, self._learned_of(job))
@@ -162,9 +167,10 @@ class Gittins(FixedPriority):
         """Jobs whose predictions are from one power of two up to the next are a class."""
         if job.predicted_tokens is None:
             return (self._of_all,)
-        name = job.predicted_tokens.bit_length()
+        name = max(1, job.predicted_tokens).bit_length()
         if name not in self._of_class:
-            lengths = LengthDistribution(self._max_model_len, self._of_all.lengths)
+            shortest = 2 ** (name - 1)
+            lengths = DistributionOfPredicted(self._of_all.lengths, shortest, 2 * shortest)
             self._of_class[name] = _Learned(lengths, self._objective)
         return self._of_all, self._of_class[name]
 

@@ -14,8 +14,12 @@ Array = NDArray[np.float64]
 _BIN_RATIO = 2**0.5
 # Jobs that the prior counts for: after some dozens of real ones it no longer shows.
 _PRIOR_JOBS = 10.0
-# Jobs in each bin that the hazard of all jobs counts for in that of a class of them.
-_PRIOR_JOBS_OF_CLASS = 3.0
+# Of jobs that were predicted to have such a length: for how many the prediction counts, and for how
+# many in each bin what is known of all jobs.
+_PRIOR_PREDICTED = 3.0
+_PRIOR_OF_ALL = 1.0
+# A length is predicted up to this factor too high or too low, it is assumed at first.
+_ASSUMED_ERROR = 2.0
 # A job's weight in a bin halves with each 2,000 later ones, so that changing traffic is followed.
 _FADING = 0.5 ** (1 / 2000)
 
@@ -30,19 +34,19 @@ class LengthDistribution:
     Begins with lengths uniform from 1 to ``max_tokens``. Bins that few jobs came to follow what is
     known of the others: if jobs end three times as fast there as if lengths were uniform, they are
     taken to do so everywhere. Else a policy that has seen short jobs only would believe that
-    longer ones are endless, never run them, and never learn that they are not. Of a class of jobs,
-    such bins follow the distribution ``of_all``.
+    longer ones are endless, never run them, and never learn that they are not.
+
+    ``DistributionOfPredicted`` begins otherwise.
 
     ``edges`` ascend from 0 to ``max_tokens``; bin k holds the lengths
     ``edges[k] < n ≤ edges[k + 1]``.
     """
 
-    def __init__(self, max_tokens: int, of_all: LengthDistribution | None = None) -> None:
+    def __init__(self, max_tokens: int) -> None:
         edges = [0]
         while edges[-1] < max_tokens:
             edges.append(min(max_tokens, max(edges[-1] + 1, round(edges[-1] * _BIN_RATIO))))
         self.edges: Sequence[int] = edges
-        self._of_all = of_all
         self._ended = [0.0] * self.num_bins
         self._passed = [0.0] * self.num_bins
         self.num_ended = 0
@@ -69,26 +73,44 @@ class LengthDistribution:
 
     def survival(self) -> Array:
         """Shape [edges]: the probability that a length exceeds each edge, from 1 down to 0."""
-        return np.concatenate(([1.0], np.cumprod(self._goes_on())))
+        return np.concatenate(([1.0], np.cumprod(self.goes_on())))
 
-    def _goes_on(self) -> Array:
+    def goes_on(self) -> Array:
         """Shape [bins]: of the jobs that come to a bin, the share that does not end in it."""
         ended, passed = np.array(self._ended), np.array(self._passed)
-        expected, weight = self._expected(ended, passed)
-        goes_on: Array = (passed + weight * expected) / (passed + ended + weight)
+        prior_passed, prior = self._prior(ended, passed)
+        goes_on: Array = (passed + prior_passed) / (passed + ended + prior)
         goes_on[-1] = 0.0
         return goes_on
 
-    def _expected(self, ended: Array, passed: Array) -> tuple[Array, Array | float]:
-        """The share for a bin that nobody came to, and the number of jobs that it weighs as."""
-        if self._of_all is not None:
-            return self._of_all._goes_on(), _PRIOR_JOBS_OF_CLASS
+    def _prior(self, ended: Array, passed: Array) -> tuple[Array, Array]:
+        """Jobs that the prior adds to those that passed each bin, and to those that came to it."""
         left = 1 - np.array(self.edges) / self.edges[-1]
         uniform = left[1:] / left[:-1]
         as_uniform = (ended + passed) @ (1 - uniform)
         faster = (_PRIOR_JOBS + ended.sum()) / (_PRIOR_JOBS + as_uniform)
-        return uniform**faster, _PRIOR_JOBS * left[:-1]
+        prior = _PRIOR_JOBS * left[:-1]
+        return prior * uniform**faster, prior
 
     def _fade(self, index: int) -> None:
         self._passed[index] *= _FADING
         self._ended[index] *= _FADING
+
+
+class DistributionOfPredicted(LengthDistribution):
+    """The same of those jobs whose predictions are from ``shortest`` to ``longest``.
+
+    Begins with lengths that are spread evenly, on a logarithmic scale, from half of ``shortest`` to
+    twice ``longest``, and a little of ``of_all``.
+    """
+
+    def __init__(self, of_all: LengthDistribution, shortest: int, longest: int) -> None:
+        super().__init__(of_all.edges[-1])
+        self._of_all = of_all
+        low, high = np.log((shortest / _ASSUMED_ERROR, longest * _ASSUMED_ERROR))
+        edges = np.log(np.maximum(self.edges, 0.5))
+        self._predicted_left = _PRIOR_PREDICTED * np.clip((high - edges) / (high - low), 0, 1)
+
+    def _prior(self, ended: Array, passed: Array) -> tuple[Array, Array]:
+        left = self._predicted_left
+        return left[1:] + _PRIOR_OF_ALL * self._of_all.goes_on(), left[:-1] + _PRIOR_OF_ALL

@@ -168,7 +168,8 @@ class Speculative:
 
         def predicted_s(key: float, number: int) -> float:
             num_before = self._order.num_before(key, number)
-            sums_s.extend(islice(rest, max(0, num_before + 1 - len(sums_s))))
+            if num_before >= len(sums_s):
+                sums_s.extend(islice(rest, num_before + 1 - len(sums_s)))
             return sums_s[num_before] / self._limits.max_seqs
 
         def ewt(job: Job) -> tuple[float, float]:

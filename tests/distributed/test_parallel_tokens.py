@@ -17,8 +17,8 @@ GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(
     max_tokens=20, seed=3, temperature=0.8, top_p=0.95, logprobs=2, ignore_eos=True
 )
-# Each architecture, and each size and number of stages, but few processes: each has to import torch.
-# tests/models has every architecture with every size and number of stages.
+# Each architecture, and each size and number of stages, but few processes: each has to import
+# torch. tests/models has every architecture with every size and number of stages.
 DIVISIONS = [("opt", 1, 2), ("opt_350m", 2, 2), ("llama", 2, 3), ("gpt_neox", 4, 1)]
 
 

@@ -208,14 +208,16 @@ class SchedulerSection(_Section):
         "directory in the user's cache directory.",
     )
     length_prediction_capacity: int = Field(
-        20000, ge=1, le=1_000_000, description="Most jobs that the predictor remembers."
+        20000, ge=1, le=1_000_000, description="Most prompts whose lengths the predictor remembers."
     )
 
     @field_validator("length_prediction", mode="before")
     @classmethod
     def _as_yaml_means_it(cls, value: object) -> object:
         """YAML reads a bare ``on`` as true and ``off`` as false."""
-        return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        return value
 
     @property
     def predicts_lengths(self) -> bool:

@@ -137,13 +137,9 @@ class StepLoop:
         self._fail_if_too_long(job)  # admission may have asked the ranks before these
 
     def predicted(self, number: int, num_tokens: int) -> None:
-        """The job will have about so many output tokens, or ``max_tokens`` where that cuts it off;
-        unknown numbers are ignored."""
+        """The job will have about so many output tokens; unknown numbers are ignored."""
         job = self._jobs.get(number)
         if job is not None:
-            # A job that ignores the end of sequence has the length that a load test gave it.
-            if not job.params.ignore_eos:
-                num_tokens = min(num_tokens, job.params.max_tokens)
             job.predicted_tokens = num_tokens
             self.policy.predicted(job)
 

@@ -39,11 +39,11 @@ def at_rest(server: TritonServer) -> Scrape:
 
 @pytest.fixture(scope="module")
 def taught(server: TritonServer, traffic: Traffic) -> Scrape:
-    """When the predictor has learned of the traffic."""
-    enough = len(traffic.lengths) // 2
+    """When the predictor has learned of the traffic, whose prompts are random tokens and no words:
+    to the encoder they may all be the same one."""
     return scrape_when(
         server.endpoints.metrics_url,
-        lambda now: now.value("fastserve_prediction_index_entries") >= enough,
+        lambda now: now.value("fastserve_prediction_index_entries") >= 1,
     )
 
 

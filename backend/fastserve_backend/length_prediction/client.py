@@ -40,6 +40,8 @@ ANSWER_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 5.0
 # How often the age of the oldest question is looked at, and whether a restart is allowed again.
 CHECK_S = 0.5
+# And no signal where the other end is closed: in an embedded interpreter that might be deadly.
+_NO_WAIT = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _log = logging.getLogger(__name__)
 
 OnAnswer = Callable[[Predicted], None]
@@ -107,7 +109,7 @@ class PredictorClient:
         if self._engine_end is None:
             return False
         try:
-            self._engine_end.send(encoder.encode(message), socket.MSG_DONTWAIT)
+            self._engine_end.send(encoder.encode(message), _NO_WAIT)
         except OSError:  # it is full because the process lags, or closed because it ended
             return False
         return True

@@ -71,7 +71,7 @@ class JobPredictions:
 
     @property
     def num_entries(self) -> int:
-        """Jobs in the predictor's index."""
+        """Prompts in the predictor's index."""
         return self._client.num_entries
 
     def text_of(self, prompt_ids: Sequence[int], prompt_text: str | None) -> str:

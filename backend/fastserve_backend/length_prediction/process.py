@@ -30,6 +30,8 @@ MAX_UNFINISHED = 16384
 MAX_TO_LEARN = 1024
 # What is lost when the process is killed.
 SAVE_INTERVAL_S = 60.0
+# At the end: saving follows, and the engine waits 5 s for both.
+LAST_LESSONS_S = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -64,7 +66,8 @@ class PredictorLoop:
                 self._learn()
             if self._save_due_s is not None and time.monotonic() >= self._save_due_s:
                 self._save()
-        while self._to_learn:
+        learn_by_s = time.monotonic() + LAST_LESSONS_S
+        while self._to_learn and time.monotonic() < learn_by_s:
             self._learn()
         if self._save_due_s is not None:
             self._save()

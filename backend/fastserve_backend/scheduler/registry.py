@@ -18,7 +18,7 @@ from fastserve_backend.scheduler.srpt import SRPT
 # (benchmarks/paper/starvation.py).
 STARVATION_TOKENS = 100
 # Of ``speculative``: seconds of remaining time that a second since a job's arrival makes up for.
-# Under overload 0.03 costs the tail 5 to 8%, 0.3 the mean a third (docs/speculative.md).
+# Under overload 0.03 costs the tail 5%, 0.3 the mean a quarter to a third (docs/speculative.md).
 AGING = 0.1
 
 

@@ -59,7 +59,7 @@ def drive(endpoints: Endpoints) -> Traffic:
         return [rng.randrange(3, 1024) for _ in range(length)]
 
     # The launcher's probe was a request too.
-    before = idle(metrics_url, ended=1)
+    before = idle(metrics_url, ended=1, rejected=0)
     flags = {
         "stream": True,
         "temperature": 0.0,
@@ -103,7 +103,8 @@ def drive(endpoints: Endpoints) -> Traffic:
     for stream in refused:
         stream.until_error(10.0)
         stream.cancel()
-    after = idle(metrics_url, ended=1 + len(lengths) + len(stops) + len(cancelled))
+    ended = 1 + len(lengths) + len(stops) + len(cancelled)
+    after = idle(metrics_url, ended=ended, rejected=len(refused))
     return Traffic(
         before,
         during,
@@ -129,8 +130,9 @@ def scrape_when(metrics_url: str, condition: Callable[[Scrape], bool]) -> Scrape
     return found[-1]
 
 
-def idle(metrics_url: str, ended: int) -> Scrape:
-    """A scrape after so many jobs have ended since the start, all of it published."""
+def idle(metrics_url: str, *, ended: int, rejected: int) -> Scrape:
+    """A scrape after so many jobs have ended, and requests were refused, since the start, all of it
+    published."""
 
     def at_rest(now: Scrape) -> bool:
         completed = sum(
@@ -139,6 +141,7 @@ def idle(metrics_url: str, ended: int) -> Scrape:
         )
         return (
             now.total("fastserve_requests_total") == ended
+            and now.value("fastserve_requests_rejected_total") == rejected
             and now.total("fastserve_jobs") == 0
             and now.total("fastserve_queue_jobs") == 0
             # Published last of all.

@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 from alise import measured, options
 from common import (
     DATASETS,
+    MAX_MODEL_LEN,
     OPT_13B,
     SWAPPING,
     Run,
     console,
+    datasets_of,
+    lengths_of,
     mean_jct,
     mean_normalized,
     new_table,
@@ -23,13 +27,16 @@ from common import (
     parse,
     scheduler,
 )
+from fastserve_client.workload import Lengths, poisson_trace
 from load_sweep import save, sweep
+from prediction_errors import PredictionErrors
 from rich.table import Table
 
 LOADS = (0.8, 1.0, 1.5, 2.0)
 SCALES = (0.0, 1.0, 2.0, 4.0)
 POLICIES = {"speculative": scheduler("speculative"), "gittins": scheduler("gittins")}
 SKIP_JOIN = "skip_join_mlfq"
+DRAWS = 2000  # predictions that the factors are counted of
 
 
 def main(argv: Sequence[str] | None = None) -> Table:
@@ -69,7 +76,22 @@ def main(argv: Sequence[str] | None = None) -> Table:
             end_section=label.endswith(f"× {SCALES[-1]:g}"),
         )
     console.print(table)
+    for dataset in datasets_of(args):
+        half, most = _factors(errors, lengths_of(args, dataset), args.seed)
+        console.print(
+            f"{DATASETS[dataset]}, errors × 1: half of the predictions are within a factor of "
+            f"{half:.2f}, 80% within {most:.2f}."
+        )
     return table
+
+
+def _factors(errors: PredictionErrors, lengths: Lengths, seed: int) -> Sequence[float]:
+    """Within which 50% and 80% of the predictions are, too high or too low."""
+    trace = poisson_trace(lengths, 1.0, DRAWS, seed)
+    predictions = errors.predict(trace, lengths, seed, MAX_MODEL_LEN)
+    ratios = np.array(predictions) / [job.output_tokens for job in trace]
+    factors: list[float] = np.exp(np.quantile(np.abs(np.log(ratios)), (0.5, 0.8))).tolist()
+    return factors
 
 
 if __name__ == "__main__":

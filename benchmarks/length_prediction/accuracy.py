@@ -93,7 +93,7 @@ def main() -> None:
     embeddings, seconds = _timed([one.prompt for one in instructions], predictor.embed)
     print(f"embedding a prompt: {_milliseconds(seconds)}")
     for title, lengths in (
-        ("Answers of the data set", _answer_lengths(instructions)),
+        ("Answers of the data set", answer_lengths(instructions)),
         ("Answers of the model", _read_lengths(args.lengths)),
     ):
         jobs = {
@@ -111,7 +111,7 @@ def main() -> None:
         _write_errors(args.errors, predicted, parts.real)
 
 
-def _answer_lengths(instructions: Sequence[Instruction]) -> dict[str, int]:
+def answer_lengths(instructions: Sequence[Instruction]) -> dict[str, int]:
     """By the prompt's hash, the token that ends the answer among them."""
     config = load_model_config(EMBEDDED_MODEL, dtype="float32", load_format="auto", device="cpu")
     tokenizer = load_tokenizer(EMBEDDED_MODEL, None, config)

@@ -12,7 +12,6 @@ from fastserve_backend.length_prediction.encoder import (
     EMBEDDING_SIZE,
     FIRST_TOKENS,
     LAST_TOKENS,
-    MAX_TOKENS,
     NUM_LAYERS,
     Encoder,
     model_directory,
@@ -61,7 +60,7 @@ def test_embeddings_have_unit_length_and_tell_kinds_of_task_apart(encoder: Encod
 def test_of_a_long_prompt_the_beginning_and_the_end_are_read(encoder: Encoder) -> None:
     words = [f"w{index}" for index in range(40)]
     whole = encoder.token_ids(" ".join(words))
-    assert len(whole) == MAX_TOKENS
+    assert len(whole) == FIRST_TOKENS + LAST_TOKENS
     assert whole[: FIRST_TOKENS - 1] == encoder.token_ids(" ".join(words[:8]))[: FIRST_TOKENS - 1]
     assert whole[-LAST_TOKENS:] == encoder.token_ids(" ".join(words[-4:]))[-LAST_TOKENS:]
 

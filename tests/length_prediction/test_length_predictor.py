@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fastserve_backend.length_prediction.encoder import EMBEDDING_SIZE, Embedding, Encoder
 from fastserve_backend.length_prediction.predictor import MIN_SIMILARITY, LengthPredictor
-from fastserve_backend.length_prediction.saved_state import FILE_NAME
+from fastserve_backend.length_prediction.saved_state import FILE_NAME, SavedState, write_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -163,6 +164,30 @@ def test_another_encoders_file_is_refused(
     taught.save(tmp_path)
     assert len(LengthPredictor.open(tmp_path, Encoder(num_layers=1), 100)) == 0
     assert "has encoder" in caplog.text
+
+
+def test_an_index_of_another_release_of_its_library_is_refused(
+    taught: LengthPredictor, encoder: Encoder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs = taught.jobs.saved()
+    vectors = bytearray(jobs.vectors)
+    vectors[vectors.index(b"usearch") + len(b"usearch")] += 1  # its major version
+    state = SavedState(jobs._replace(vectors=bytes(vectors)), taught.regressor.weights())
+    write_state(tmp_path, state, encoder.identity)
+    assert len(LengthPredictor.open(tmp_path, encoder, 100)) == 0
+    assert "cannot be used" in caplog.text
+
+
+def test_what_a_killed_process_was_writing_is_removed(
+    taught: LengthPredictor, tmp_path: Path
+) -> None:
+    old, new = tmp_path / "old.tmp", tmp_path / "new.tmp"
+    for draft in (old, new):
+        draft.write_bytes(b"half a file")
+    os.utime(old, (0, 0))
+    taught.save(tmp_path)
+    assert not old.exists()
+    assert new.exists(), "it may be another server's, which saves at this moment"
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(

@@ -25,11 +25,11 @@ def test_of_a_long_text_both_ends_are_left() -> None:
     text = "begin" + "x" * 10_000 + "end"
     assert cut(text).startswith("beginx")
     assert cut(text).endswith("xend")
-    assert len(cut(text)) < 2100
+    assert len(cut(text)) < 700
     tokens = list(range(10_000))
     assert cut_tokens(tokens)[:3] == [0, 1, 2]
     assert cut_tokens(tokens)[-1] == 9_999
-    assert len(cut_tokens(tokens)) == 512
+    assert len(cut_tokens(tokens)) == 200
     assert cut_tokens((7, 8)) == [7, 8]
 
 

@@ -13,12 +13,6 @@ import socket
 import sys
 from pathlib import Path
 
-import torch
-
-from fastserve_backend.length_prediction.encoder import Encoder
-from fastserve_backend.length_prediction.predictor import LengthPredictor
-from fastserve_backend.length_prediction.process import PredictorLoop
-
 # The ranks and the engine come first wherever cores are short.
 NICENESS = 10
 
@@ -31,14 +25,26 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, help="where they are kept; left out: nowhere")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    # Ctrl-C reaches the whole process group; the engine decides when its processes end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, or a service manager's stop, reaches all processes; the engine ends its own.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     os.nice(NICENESS)
+    _serve(arguments.directory, arguments.capacity)
+    return 0
+
+
+def _serve(directory: Path | None, capacity: int) -> None:
+    # Not before this process is the last that gets a core: importing torch takes seconds.
+    import torch
+
+    from fastserve_backend.length_prediction.encoder import Encoder
+    from fastserve_backend.length_prediction.predictor import LengthPredictor
+    from fastserve_backend.length_prediction.process import PredictorLoop
+
     torch.set_num_threads(1)
     engine = socket.socket(fileno=os.dup(sys.stdin.fileno()))
-    predictor = LengthPredictor.open(arguments.directory, Encoder(), arguments.capacity)
-    PredictorLoop(engine, predictor, arguments.directory).run()
-    return 0
+    predictor = LengthPredictor.open(directory, Encoder(), capacity)
+    PredictorLoop(engine, predictor, directory).run()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from fastserve_backend.interpreter import child_environment, python_executable
@@ -31,6 +32,8 @@ from fastserve_backend.restart_limit import RestartLimiter
 # More unanswered questions would be answered too late to be of use: a prediction takes a few
 # milliseconds of a core that others use too.
 MAX_UNANSWERED = 256
+# Ends of jobs that the process was too busy to take; the oldest go first.
+MAX_UNSENT = 4096
 # Importing torch and reading the encoder takes seconds, on a cold disk a minute.
 LOAD_TIMEOUT_S = 120.0
 # A process that does not answer for so long is stopped or has lost its way. Far above what a
@@ -68,9 +71,10 @@ class PredictorClient:
         ]
         self._on_answer = on_answer
         self._limiter = RestartLimiter()
-        self._lock = threading.Lock()  # guards the next two
+        self._lock = threading.Lock()  # guards the next three
         self._engine_end: socket.socket | None = None  # None: there is no process
         self._unanswered: dict[int, float] = {}  # job → when it was asked for, oldest first
+        self._unsent: deque[Ended] = deque(maxlen=MAX_UNSENT)
         self.is_loaded = False
         """Whether there is a process that answers."""
         self.num_entries = 0
@@ -92,7 +96,9 @@ class PredictorClient:
     def ended(self, number: int, num_tokens: int | None) -> None:
         """The job is over; ``num_tokens`` are to be learned, if given. Returns at once."""
         with self._lock:
-            self._send(Ended(number, num_tokens))
+            if self._engine_end is not None:
+                self._unsent.append(Ended(number, num_tokens))
+                self._send_ended()
 
     def close(self) -> None:
         """Lets the process save and end; idempotent."""
@@ -103,6 +109,11 @@ class PredictorClient:
                 if self._engine_end is not None:
                     self._engine_end.shutdown(socket.SHUT_WR)
         self._thread.join()
+
+    def _send_ended(self) -> None:
+        """What the process takes now; the lock is held."""
+        while self._unsent and self._send(self._unsent[0]):
+            self._unsent.popleft()
 
     def _send(self, message: ToPredictor) -> bool:
         """Whether it was sent; the lock is held."""
@@ -152,6 +163,9 @@ class PredictorClient:
         try:
             reason = self._listen(engine_end)
             hangs = reason is not None
+        except Exception:
+            _log.exception("what the length predictor said is not understood")
+            reason = "is replaced"
         finally:
             self._disconnect(engine_end)
             code = self._end(process, at_once=hangs)
@@ -172,6 +186,8 @@ class PredictorClient:
                     return None
                 self._take(from_predictor_decoder.decode(data))
                 heard_s = time.monotonic()
+            with self._lock:
+                self._send_ended()
             reason = self._reason_to_kill(heard_s)
             if reason is not None:
                 return reason
@@ -205,6 +221,7 @@ class PredictorClient:
             self._engine_end = None
             self.is_loaded = False
             unanswered, self._unanswered = self._unanswered, {}
+            self._unsent.clear()
             engine_end.close()
         for number in unanswered:
             self._on_answer(Predicted(number, None, "down"))

@@ -58,13 +58,20 @@ class LengthPredictor:
             return predictor
         try:
             state = read_state(directory, encoder.identity)
+            if state is not None:
+                predictor._restore(state, capacity)
         except SavedStateError as error:
             _log.warning("%s %s; lengths are learned anew", directory / FILE_NAME, error)
-            return predictor
-        if state is not None:
-            predictor.jobs = PastJobs.restored(state.jobs, capacity)
-            predictor.regressor.load(state.regressor)
+            return cls(encoder, capacity)
         return predictor
+
+    def _restore(self, state: SavedState, capacity: int) -> None:
+        try:
+            self.jobs = PastJobs.restored(state.jobs, capacity)
+            self.regressor.load(state.regressor)
+        except (RuntimeError, ValueError, KeyError) as error:
+            # Intact, but of another release of the index's library, for example.
+            raise SavedStateError(f"cannot be used ({error})") from error
 
     def save(self, directory: Path) -> None:
         """Replaces what is there, at once: no reader and no crash sees half of it.

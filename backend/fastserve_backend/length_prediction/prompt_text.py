@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# Of each end. The encoder reads few words, from both ends; that is far more than it reads.
-MAX_CHARS = 1000
+# Of each end. The encoder reads a dozen tokens of the beginning and a few of the end; that is far
+# more, and still little for the socket, which holds some dozens of questions.
+MAX_CHARS = 300
 # Of each end of a prompt that came as tokens; most are several characters.
-MAX_TOKENS = 256
+MAX_TOKENS = 100
 
 
 def last_user_words(messages: Sequence[Mapping[str, str]]) -> str | None:

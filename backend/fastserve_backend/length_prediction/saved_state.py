@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,8 @@ FILE_NAME = "predictor.safetensors"
 _FORMAT = "fastserve-length-prediction"
 _VERSION = "1"
 _REGRESSOR = "regressor."
+_DRAFT_SUFFIX = ".tmp"
+_OLD_DRAFT_S = 600.0
 
 Tensors = dict[str, NDArray[Any]]
 
@@ -51,7 +55,8 @@ def write_state(directory: Path, state: SavedState, encoder: str) -> None:
     tensors |= {f"{_REGRESSOR}{name}": value for name, value in state.regressor.items()}
     data = save(tensors, {**_made_by(encoder), "sha256": _sha256(tensors)})
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=directory, suffix=".tmp")
+    _remove_drafts(directory)
+    handle, temporary = tempfile.mkstemp(dir=directory, suffix=_DRAFT_SUFFIX)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -91,6 +96,14 @@ def read_state(directory: Path, encoder: str) -> SavedState | None:
         if name.startswith(_REGRESSOR)
     }
     return SavedState(jobs, regressor)
+
+
+def _remove_drafts(directory: Path) -> None:
+    """What a process that was killed while it saved has left; none takes so long to save."""
+    for draft in directory.glob(f"*{_DRAFT_SUFFIX}"):
+        with suppress(FileNotFoundError):  # another server may share the directory
+            if time.time() - draft.stat().st_mtime > _OLD_DRAFT_S:
+                draft.unlink()
 
 
 def _made_by(encoder: str) -> dict[str, str]:

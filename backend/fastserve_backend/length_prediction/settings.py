@@ -66,12 +66,19 @@ def default_directory(model: ModelConfigSection) -> Path:
     return Path(platformdirs.user_cache_dir("fastserve")) / "length_prediction" / key
 
 
+def _expanded(chosen: str) -> Path:
+    try:
+        return Path(chosen).expanduser()
+    except RuntimeError as error:  # ~ of a user that there is not
+        raise ConfigError(f"scheduler.length_prediction_dir: got {chosen!r}; {error}") from None
+
+
 def _directory(config: EngineConfig) -> Path | None:
     chosen = config.scheduler.length_prediction_dir
-    directory = default_directory(config.model) if chosen is None else Path(chosen).expanduser()
+    directory = default_directory(config.model) if chosen is None else _expanded(chosen)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not os.access(directory, os.W_OK):
+        if not os.access(directory, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:
         if chosen is not None:

@@ -199,16 +199,15 @@ class Gittins(FixedPriority):
 
     def _learn(self) -> None:
         news = self.num_learned - self._ended_of_index
-        if news > min(_NEWS * self.num_learned, _MOST_NEWS):
+        if not self._outdated and news > min(_NEWS * self.num_learned, _MOST_NEWS):
             self._ended_of_index = self.num_learned
             self._outdated = [*self._of_class.values(), self._of_all]
 
     def _place_some(self) -> None:
-        """Go on computing the indices anew, one at a time; then give the jobs their places."""
+        """Go on computing the indices anew, one at a time, and giving the jobs their places."""
         if self._outdated:
             self._outdated.pop().update()
             self._num_to_place = len(self._entries)
-            return
         num_placed = min(self._num_to_place, _PLACED_AT_ONCE, len(self._entries))
         for _ in range(num_placed):
             number, entry = next(iter(self._entries.items()))

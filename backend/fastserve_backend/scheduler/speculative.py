@@ -53,7 +53,8 @@ class Speculative:
     ``job.queue_level`` of a job with a prediction is the queue whose quantum covers its remaining
     time, and ``level_sizes`` counts it there.
 
-    ``select`` costs what it costs in MLFQ, everything else what ``OrderedJobs`` costs a job.
+    ``select`` costs what it costs in MLFQ; the first urgency asked for, an addition for each job
+    before that one; everything else what ``OrderedJobs`` costs a job.
     """
 
     name = "speculative"
@@ -131,7 +132,7 @@ class Speculative:
             entry.in_flight = False
             if entry.num_tokens is not None:
                 self._num_outlived += len(job.output_ids) > entry.num_tokens
-                self._believe(job, entry, entry.num_tokens)
+                self._order.move(job, self._key_if(job, entry.num_tokens))
 
     def not_run(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -145,14 +146,11 @@ class Speculative:
             self._queues.remove(job)
             self._order.add(job, 0.0)
             self._ordered_sizes[job.queue_level] += 1
-        self._believe(job, entry, job.predicted_tokens)
+        self._order.move(job, self._key_if(job, job.predicted_tokens))
 
     def recalibrate(self) -> None:
         self._queues.recalibrate()
-        for job in list(self._order):
-            entry = self._entries[job.number]
-            assert entry.num_tokens is not None
-            self._believe(job, entry, entry.num_tokens)
+        self._order.reorder(self._key_again)
 
     def urgency(self, now: float) -> Urgency:
         """EWT, the estimated wait time (ALISE), seconds; then the order of selection.
@@ -207,9 +205,15 @@ class Speculative:
         quanta_s = self._queues.quanta_s
         return min(bisect_left(quanta_s, remaining_s), len(quanta_s) - 1)
 
-    def _believe(self, job: Job, entry: _Entry, num_tokens: int) -> None:
-        """Give the job the place that follows if it ends with so many tokens, or twice as many, or
-        four times, … if it has more already."""
+    def _key_again(self, job: Job) -> float:
+        num_tokens = self._entries[job.number].num_tokens
+        assert num_tokens is not None
+        return self._key_if(job, num_tokens)
+
+    def _key_if(self, job: Job, num_tokens: int) -> float:
+        """Believe that the job ends with so many tokens, or twice as many, or four times, … if it
+        has more already; returns the key that follows."""
+        entry = self._entries[job.number]
         num_tokens = max(1, num_tokens)
         while num_tokens < len(job.output_ids):
             num_tokens *= 2
@@ -217,10 +221,10 @@ class Speculative:
             num_tokens = min(num_tokens, job.params.max_tokens)
         entry.num_tokens = num_tokens
         entry.remaining_s = self._remaining_s(job, num_tokens)
-        self._order.move(job, entry.remaining_s + self._aging * entry.arrived_s)
         self._ordered_sizes[job.queue_level] -= 1
         job.queue_level = self._level_of(entry.remaining_s)
         self._ordered_sizes[job.queue_level] += 1
+        return entry.remaining_s + self._aging * entry.arrived_s
 
     def _remaining_s(self, job: Job, num_tokens: int) -> float:
         """ALISE's T_pre + T_dec: what is left of the prefill, and the decodes after that, each as

@@ -136,16 +136,16 @@ def idle(metrics_url: str, *, ended: int, rejected: int) -> Scrape:
 
     def at_rest(now: Scrape) -> bool:
         completed = sum(
-            now.value("fastserve_requests_total", finish_reason=reason)
+            now.total("fastserve_requests_total", finish_reason=reason)
             for reason in ("stop", "length")
         )
         return (
             now.total("fastserve_requests_total") == ended
-            and now.value("fastserve_requests_rejected_total") == rejected
+            and now.total("fastserve_requests_rejected_total") == rejected
             and now.total("fastserve_jobs") == 0
             and now.total("fastserve_queue_jobs") == 0
             # Published last of all.
-            and now.value("fastserve_normalized_latency_seconds_count") == completed
+            and now.total("fastserve_normalized_latency_seconds_count") == completed
         )
 
     return scrape_when(metrics_url, at_rest)

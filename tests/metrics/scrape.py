@@ -51,9 +51,12 @@ class Scrape:
     def value(self, name: str, **labels: str) -> float:
         return self._samples[name, frozenset((LABELS | labels).items())]
 
-    def total(self, name: str) -> float:
-        """Of all its samples."""
-        return sum(value for (of, _), value in self._samples.items() if of == name)
+    def total(self, name: str, **labels: str) -> float:
+        """Of all its samples with these labels; 0 where none is published yet."""
+        wanted = frozenset(labels.items())
+        return sum(
+            value for (of, have), value in self._samples.items() if of == name and wanted <= have
+        )
 
     def label_values(self, name: str, label: str) -> set[str]:
         return {dict(labels)[label] for of, labels in self._samples if of == name}

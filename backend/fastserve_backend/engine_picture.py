@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain, islice
 
 from fastserve_client.engine_state import (
@@ -19,8 +18,6 @@ from fastserve_backend.counters import EngineCounters
 from fastserve_backend.job import Job, JobState
 from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
 from fastserve_backend.scheduler.base import Policy
-from fastserve_backend.scheduler.mlfq import MLFQ
-from fastserve_backend.scheduler.speculative import Speculative
 from fastserve_backend.step_loop import StepLoop
 
 _RUNNING = JobState.RUNNING
@@ -67,13 +64,8 @@ def take_picture(
 
 
 def _levels(policy: Policy) -> tuple[LevelState, ...]:
-    sizes = policy.level_sizes()
-    quanta_s: Sequence[float | None] = (None,) * len(sizes)
-    if isinstance(policy, MLFQ | Speculative):
-        quanta_s = policy.quanta_s
-    return tuple(
-        LevelState(quantum_s, size) for quantum_s, size in zip(quanta_s, sizes, strict=True)
-    )
+    levels = zip(policy.quanta_s, policy.level_sizes(), strict=True)
+    return tuple(LevelState(quantum_s, size) for quantum_s, size in levels)
 
 
 def _job(job: Job, now: float, tiers: TwoTierKV) -> ListedJob:

@@ -36,7 +36,7 @@ from fastserve_backend.length_prediction.predictor import (
 from fastserve_backend.models import load_tokenizer
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.embedded import EMBEDDED_MODEL
-from instructions import Instruction, part, read_instructions
+from instructions import FIRST_HELD_OUT, Instruction, part, read_instructions, read_lengths
 from measures import Accuracy, Lengths, accuracy, bin_edges
 from proxy_model import ProxyModel
 
@@ -94,7 +94,7 @@ def main() -> None:
     print(f"embedding a prompt: {_milliseconds(seconds)}")
     for title, lengths in (
         ("Answers of the data set", answer_lengths(instructions)),
-        ("Answers of the model", _read_lengths(args.lengths)),
+        ("Answers of the model", read_lengths(args.lengths)),
     ):
         jobs = {
             one.sha256: Job(one.prompt, embedding, lengths[one.sha256])
@@ -118,16 +118,15 @@ def answer_lengths(instructions: Sequence[Instruction]) -> dict[str, int]:
     return {one.sha256: len(tokenizer.encode(one.answer)) + 1 for one in instructions}
 
 
-def _read_lengths(path: Path) -> dict[str, int]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return {row["prompt_sha256"]: int(row["output_tokens"]) for row in csv.DictReader(file)}
-
-
 def _divided(jobs: dict[str, Job], validation: bool) -> Parts:
     def of(first: int, end: int) -> list[Job]:
         return [job for sha256, job in jobs.items() if first <= part(sha256) < end]
 
-    return Parts(of(0, 6), of(6, 8)) if validation else Parts(of(0, 8), of(8, 10))
+    return (
+        Parts(of(0, 6), of(6, FIRST_HELD_OUT))
+        if validation
+        else Parts(of(0, FIRST_HELD_OUT), of(FIRST_HELD_OUT, 10))
+    )
 
 
 def _report(parts: Parts) -> Lengths:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ class Instruction:
         return [{"role": "user", "content": self.prompt}]
 
 
+FIRST_HELD_OUT = 8
+"""The tenths from this one on are learned by nobody who is judged by them."""
+
+
 def part(sha256: str) -> int:
     """The tenth of all prompts, 0 to 9, to which the one with this hash belongs."""
     return int(sha256[:8], 16) % 10
@@ -40,3 +45,9 @@ def read_instructions(path: Path) -> list[Instruction]:
             prompt = "\n\n".join(part for part in (fields["instruction"], fields["input"]) if part)
             found.setdefault(prompt, Instruction(prompt, fields["output"]))
     return list(found.values())
+
+
+def read_lengths(path: Path) -> dict[str, int]:
+    """Output tokens by the prompt's hash, from a CSV of output_lengths.py."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return {row["prompt_sha256"]: int(row["output_tokens"]) for row in csv.DictReader(file)}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.models.embedded import EMBEDDED_MODEL
-from instructions import Instruction, read_instructions
+from instructions import Instruction, read_instructions, read_lengths
 
 _COLUMNS = ("prompt_sha256", "prompt_tokens", "output_tokens", "finish_reason")
 _ROUND = 512  # prompts between two writes of the file
@@ -35,7 +35,7 @@ def main() -> None:
     options.add_argument("--dtype", default="float32", help="of the model (float32)")
     args = options.parse_args()
     is_new = not args.output.exists()
-    known = set() if is_new else _hashes(args.output)
+    known = {} if is_new else read_lengths(args.output)
     wanted = sorted(read_instructions(args.instructions), key=lambda one: one.sha256)
     missing = [one for one in wanted[: args.count] if one.sha256 not in known]
     with (
@@ -51,11 +51,6 @@ def main() -> None:
         for begin in range(0, len(missing), _ROUND):
             writer.writerows(_answers(llm, missing[begin : begin + _ROUND], params))
             file.flush()
-
-
-def _hashes(path: Path) -> set[str]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return {row["prompt_sha256"] for row in csv.DictReader(file)}
 
 
 def _answers(llm: LLM, some: list[Instruction], params: SamplingParams) -> list[tuple[object, ...]]:

@@ -11,17 +11,15 @@ the prompts that accuracy.py judges by.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 from pathlib import Path
 
+from fastserve_backend.config import SchedulerSection
 from fastserve_backend.length_prediction.encoder import Encoder
 from fastserve_backend.length_prediction.predictor import LengthPredictor
-from instructions import part, read_instructions
+from instructions import FIRST_HELD_OUT, part, read_instructions, read_lengths
 
 _MEASURED = Path(__file__).parent / "smollm2_135m_lengths.csv"
-_CAPACITY = 20_000  # the server's default
-_FIRST_HELD_OUT = 8
 
 
 def main() -> None:
@@ -35,14 +33,13 @@ def main() -> None:
         "--lengths", type=Path, default=_MEASURED, metavar="FILE", help="(of the embedded model)"
     )
     args = options.parse_args()
-    with args.lengths.open(newline="", encoding="utf-8") as file:
-        lengths = {row["prompt_sha256"]: int(row["output_tokens"]) for row in csv.DictReader(file)}
-    predictor = LengthPredictor(Encoder(), _CAPACITY)
+    lengths = read_lengths(args.lengths)
+    predictor = LengthPredictor(Encoder(), SchedulerSection().length_prediction_capacity)
     held_out = []
     for one in read_instructions(args.instructions):
         if one.sha256 not in lengths:
             continue
-        if part(one.sha256) >= _FIRST_HELD_OUT:
+        if part(one.sha256) >= FIRST_HELD_OUT:
             held_out.append({"instruction": one.prompt, "output": one.answer})
         else:
             predictor.learn(predictor.embed(one.prompt), lengths[one.sha256])

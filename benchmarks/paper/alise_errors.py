@@ -32,7 +32,6 @@ from load_sweep import save, sweep
 from prediction_errors import PredictionErrors
 from rich.table import Table
 
-LOADS = (0.8, 1.0, 1.5, 2.0)
 SCALES = (0.0, 1.0, 2.0, 4.0)
 POLICIES = {"speculative": scheduler("speculative"), "gittins": scheduler("gittins")}
 SKIP_JOIN = "skip_join_mlfq"
@@ -52,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> Table:
                 )
         return runs
 
-    results = sweep(args, OPT_13B, LOADS, ways)
+    results = sweep(args, OPT_13B, ways)
     save(args, "alise_errors", results)
     table = new_table(
         "Policies with wrong predictions",

@@ -23,7 +23,6 @@ from common import (
 from load_sweep import save, sweep
 from rich.table import Table
 
-LOADS = (0.8, 1.0, 1.5, 2.0)
 SWAP = "swap"
 PAPER = {"defer": "1.8×", "recompute": "2.8×"}
 
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> Table:
         return {**others, SWAP: alise(fcfs, errors)}
 
     system = System("opt-13b", hardware=args.hardware)
-    results = sweep(args, system, LOADS, ways)
+    results = sweep(args, system, ways)
     save(args, "alise_fig08", results, {"mean normalized latency": mean_normalized})
     table = new_table(
         "ALISE Fig. 8: strategies for preempted jobs' KV",

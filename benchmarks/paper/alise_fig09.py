@@ -24,7 +24,6 @@ from load_sweep import save, sweep
 from prediction_errors import PERFECT
 from rich.table import Table
 
-LOADS = (0.8, 1.0, 1.5, 2.0)
 FCFS = "FCFS"
 PAPER = {ALISE: "−46%"}
 
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> Table:
         }
 
     system = System("opt-13b", hardware=args.hardware)
-    results = sweep(args, system, LOADS, ways)
+    results = sweep(args, system, ways)
     save(args, "alise_fig09", results, {"mean response time": mean_jct})
     table = new_table(
         "ALISE Fig. 9: mean response time",

@@ -26,7 +26,6 @@ from load_sweep import save, sweep
 from prediction_errors import PERFECT
 from rich.table import Table
 
-LOADS = (0.8, 1.0, 1.5, 2.0)
 GITTINS = {
     "gittins, normalized latency": scheduler("gittins"),
     "gittins, JCT": scheduler("gittins", objective="jct"),
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> Table:
                 runs[f"{name}, {how}"] = replace(fcfs, scheduler=policy, errors=errors)
         return {**runs, "srpt (oracle)": replace(fcfs, scheduler=scheduler("srpt"))}
 
-    results = sweep(args, OPT_13B, LOADS, ways)
+    results = sweep(args, OPT_13B, ways)
     save(args, "all_policies", results)
     table = new_table(
         "All policies",

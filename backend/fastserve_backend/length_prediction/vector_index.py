@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from usearch.index import Index
 
-from .encoder import EMBEDDING_SIZE, Embedding
+from fastserve_backend.length_prediction.encoder import EMBEDDING_SIZE, Embedding
 
 _ONE_THREAD = 1
 

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import platformdirs
 
-from fastserve_backend.interpreter import python_executable
+from fastserve_backend.interpreter import child_environment, python_executable
 
 from .errors import ModelError
 
@@ -67,12 +65,10 @@ def _make(file: Path, directory: Path) -> None:
 
 def _convert(file: Path, target: Path) -> None:
     command = [python_executable(), "-m", "fastserve_backend.models.gguf_conversion"]
-    # The process imports what this process imports, whatever path it was set up with.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         subprocess.run(
             [*command, str(file), str(target)],
-            env=environment,
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,

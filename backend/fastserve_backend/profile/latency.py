@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from fastserve_backend.atomic_file import write_atomically
 from fastserve_backend.config import ParallelSection
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.kv_cache.swap_costs import Link
@@ -190,15 +189,7 @@ class LatencyProfile(LatencyModel):
         """Atomically, so that a reader never sees half a file. Raises OSError."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         document = {"format": _FORMAT} | asdict(self)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(document, file, indent=2)
-                file.write("\n")
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_atomically(path, f"{json.dumps(document, indent=2)}\n".encode())
 
     @classmethod
     def load(cls, path: Path) -> LatencyProfile:

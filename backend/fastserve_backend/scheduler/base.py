@@ -91,6 +91,11 @@ class Policy(Protocol):
         """How often a starving job rose to the highest queue from a lower one, since the start."""
         ...
 
+    @property
+    def quanta_s(self) -> Sequence[float | None]:
+        """Of each queue, highest first: its quantum in seconds; None: it has none."""
+        ...
+
     def add(self, job: Job, now: float) -> None:
         """A new job; it must not be known yet."""
         ...

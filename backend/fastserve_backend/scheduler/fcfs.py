@@ -21,6 +21,7 @@ class FCFS:
 
     num_demotions = 0
     num_promotions = 0
+    quanta_s = (None,)
 
     def __init__(self, limits: BatchLimits) -> None:
         self._limits = limits

@@ -26,6 +26,7 @@ class FixedPriority:
     name = "fixed_priority"
     num_demotions = 0
     num_promotions = 0
+    quanta_s = (None,)
 
     def __init__(self, limits: BatchLimits) -> None:
         self._limits = limits

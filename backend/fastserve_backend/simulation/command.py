@@ -88,13 +88,19 @@ def simulate_command(
     points = []
     num_iterations = 0
     started_s = time.monotonic()
-    traces = [(rate, workload.trace(rate)) for rate in rates or (None,)]
-    for _, trace in traces:
+    traces = []
+    for rate in rates or (None,):
+        trace = workload.trace(rate)
+        predictions = None
+        if prediction_error is not None:
+            outputs = [job.output_tokens for job in trace]
+            predictions = make_predictions(outputs, prediction_error, workload.seed)
+        traces.append((rate, trace, predictions))
         check_trace_fits(trace, min(model.max_model_len, memory.num_blocks * block_size))
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("simulating", total=len(traces) * len(schedulers))
         for scheduler in schedulers:
-            for rate, trace in traces:
+            for rate, trace, predictions in traces:
                 simulation = simulate(
                     trace,
                     scheduler,
@@ -102,11 +108,7 @@ def simulate_command(
                     latency,
                     memory,
                     max_model_len=model.max_model_len,
-                    predictions=None
-                    if prediction_error is None
-                    else make_predictions(
-                        [job.output_tokens for job in trace], prediction_error, workload.seed
-                    ),
+                    predictions=predictions,
                 )
                 num_iterations += simulation.counters.iterations
                 points.append(

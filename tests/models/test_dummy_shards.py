@@ -34,3 +34,16 @@ def test_a_part_is_what_the_whole_has_there(
         whole = read(shape, (), is_scale=is_scale)
         assert whole.shape == shape
         assert torch.equal(read(shape, shard, is_scale=is_scale), whole[shard])
+
+
+def test_on_another_device_each_tensor_has_memory_of_its_own() -> None:
+    """Stretches of one small pool would all be in the cache of a GPU, and be read too fast."""
+    shapes = {"one": (30, 4), "other": (20, 5)}
+    parameters = {
+        name: Parameter(shape, lambda tensor: None, (slice(0, 10),))
+        for name, shape in shapes.items()
+    }
+    stored = dummy_tensors(parameters, 10**9, 3, torch.float32, torch.device("meta"))
+    tensors = [one.read((slice(0, 10),)) for one in stored]
+    assert [one.device.type for one in tensors] == ["meta", "meta"]
+    assert [one.untyped_storage().nbytes() for one in tensors] == [10 * 4 * 4, 10 * 5 * 4]

@@ -67,7 +67,8 @@ def load_model(
     everything = whole.parameters()
     if config.load_format == "dummy":
         num_elements = sum(numel(parameter.shape) for parameter in everything.values())
-        model.load_weights(dummy_tensors(model.parameters(), num_elements, dummy_seed, dtype))
+        parameters = model.parameters()
+        model.load_weights(dummy_tensors(parameters, num_elements, dummy_seed, dtype, device))
     else:
         assert config.directory is not None  # only dummy configurations have no files
         model.load_weights(checkpoint_tensors(Path(config.directory)), everything.keys())

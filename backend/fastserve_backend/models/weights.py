@@ -28,6 +28,7 @@ DUMMY_STD = 0.02  # standard deviation of OPT's own initial weights
 # Random values drawn for dummy weights: few enough to draw in a fraction of a second, and just over
 # 2**24, the largest matrix of OPT-1.3B. A prime, so that rows of larger ones do not repeat.
 _DUMMY_POOL = 16_777_259
+_CPU = torch.device("cpu")
 
 Shard = tuple[slice, ...]
 """A part of a tensor: a slice of each dimension, from the first on."""
@@ -37,8 +38,8 @@ Shard = tuple[slice, ...]
 class StoredTensor:
     """A tensor of a source, not read yet.
 
-    `dtype` is for messages. `read` gives a part of it as a CPU tensor, which may be memory-mapped;
-    nobody writes to it.
+    `dtype` is for messages. `read` gives a part of it as a CPU tensor, which may be memory-mapped,
+    or, of random weights, as one of the model's device; nobody writes to it.
     """
 
     name: str
@@ -117,17 +118,23 @@ def check_tensor(stored: StoredTensor, shape: tuple[int, ...]) -> None:
 
 
 def dummy_tensors(
-    parameters: Mapping[str, Parameter], num_elements: int, seed: int, dtype: torch.dtype
+    parameters: Mapping[str, Parameter],
+    num_elements: int,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
 ) -> Iterator[StoredTensor]:
     """Random weights in `dtype`: normal with `DUMMY_STD`, around 1 for scales and 0 for the rest.
 
     The same for every process that asks for the same parameters and seed, however the model is
-    divided: `num_elements` are those of the whole model. Each tensor is a stretch, chosen by its
-    name, of one pool of random values, because drawing billions of values would take minutes.
+    divided and whatever the device: `num_elements` are those of the whole model. Each tensor is a
+    stretch, chosen by its name, of one pool of random values, because drawing billions of values
+    would take minutes, and sending them to a GPU nearly as long: the pool is drawn on the CPU, but
+    the tensors are made of it on `device`.
     """
     size = min(_DUMMY_POOL, num_elements)
     generator = torch.Generator().manual_seed(seed)
-    pool = torch.empty(size).normal_(0.0, DUMMY_STD, generator=generator).to(dtype)
+    pool = torch.empty(size).normal_(0.0, DUMMY_STD, generator=generator).to(device, dtype)
     for name, parameter in parameters.items():
         read = partial(_read_dummy, pool, name, parameter)
         yield StoredTensor(name, parameter.shape, str(dtype), True, read)
@@ -135,17 +142,31 @@ def dummy_tensors(
 
 def _read_dummy(pool: Tensor, name: str, parameter: Parameter, shard: Shard) -> Tensor:
     shape, count = parameter.shape, numel(parameter.shape)
-    if count <= len(pool):  # no copy: touching fresh memory is what would cost most
+    if count <= len(pool):
         start = zlib.crc32(name.encode()) % (len(pool) - count + 1)
         values = pool[start : start + count].view(shape)[shard]
+        if pool.device.type != "cpu":
+            # Memory of its own, as real weights have: all in the pool, they would fit in a cache.
+            values = values.clone(memory_format=torch.contiguous_format)
+        # On a CPU no copy: touching fresh memory is what would cost most.
     else:
         rows = range(shape[0])[shard[0]] if shard else range(shape[0])
         width = numel(shape[1:])
-        start, wanted = rows.start * width % len(pool), len(rows) * width
-        flat = pool.repeat(-(-(start + wanted) // len(pool)))[start : start + wanted]
-        within = (slice(None), *shard[1:])
-        values = flat.view(len(rows), *shape[1:])[within]
+        stretch = _stretch(pool, rows.start * width % len(pool), len(rows) * width)
+        # Of a part of the columns, not the memory of all.
+        values = stretch.view(len(rows), *shape[1:])[(slice(None), *shard[1:])].contiguous()
     return values + 1.0 if parameter.is_scale else values
+
+
+def _stretch(pool: Tensor, start: int, count: int) -> Tensor:
+    """`count` values of the pool from `start` on, which after its end begins anew."""
+    values = torch.empty(count, dtype=pool.dtype, device=pool.device)
+    done = 0
+    while done < count:
+        piece = pool[start : start + count - done]
+        values[done : done + len(piece)] = piece
+        done, start = done + len(piece), 0
+    return values
 
 
 def numel(shape: tuple[int, ...]) -> int:

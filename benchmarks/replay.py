@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import queue
 import random
-import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 
-from fastserve_backend import LLM, SamplingParams
-from fastserve_backend.job import JobOutput
+from fastserve_backend.engine import Engine
+from fastserve_backend.errors import EngineError
+from fastserve_backend.job import FinishReason, JobOutput, JobStats
+from fastserve_backend.sampling_params import SamplingParams
 from fastserve_client.report import JobRecord
 from fastserve_client.workload import TraceJob, poisson_trace
 
 MODEL, DTYPE = "opt-125m", "bfloat16"
 DEADLINE_S = 600.0
+_CHECK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,30 +42,45 @@ def workload(
     return poisson_trace(lengths, rate, num_jobs, seed)
 
 
-def on_the_engine(llm: LLM, trace: list[TraceJob]) -> list[JobRecord]:
-    """Submits each job at its time; what the engine says of each job."""
+class TooSlow(Exception):
+    """The jobs did not end in time, or are certain to miss what was asked of them."""
+
+
+def on_the_engine(
+    engine: Engine,
+    trace: list[TraceJob],
+    *,
+    deadline_s: float = DEADLINE_S,
+    most_mean_s: float = math.inf,
+) -> list[JobRecord]:
+    """Submits each job at its time; what the engine says of each job.
+
+    Args:
+        most_mean_s: of normalized latency; given up as soon as the mean is certain to be larger.
+
+    Raises:
+        TooSlow: after ``deadline_s``, or given up. The jobs are cancelled.
+    """
     rng = random.Random(1)
-    ended = threading.Semaphore(0)
-    stats = {}
+    jobs = [
+        (
+            [rng.randrange(300, 50000) for _ in range(job.prompt_tokens)],
+            SamplingParams(max_tokens=job.output_tokens, temperature=0, ignore_eos=True),
+        )
+        for job in trace
+    ]
+    least_s = [0.0] * len(trace)  # of the normalized latency of each job that has arrived
 
-    def sink_of(number: int):  # type: ignore[no-untyped-def]
-        def sink(output: JobOutput) -> None:
-            if output.stats is not None:
-                stats[number] = output.stats
-                ended.release()
+    def check(elapsed_s: float, ended: Collection[int]) -> None:
+        for number, job in enumerate(trace):
+            if job.arrival_s > elapsed_s:
+                break
+            if number not in ended:
+                least_s[number] = (elapsed_s - job.arrival_s) / job.output_tokens
+        if sum(least_s) / len(trace) > most_mean_s:
+            raise TooSlow(f"the mean normalized latency is more than {most_mean_s:.3g} s")
 
-        return sink
-
-    started_s = time.monotonic()
-    for number, job in enumerate(trace):
-        wait_s = started_s + job.arrival_s - time.monotonic()
-        if wait_s > 0:
-            time.sleep(wait_s)
-        params = SamplingParams(max_tokens=job.output_tokens, temperature=0, ignore_eos=True)
-        prompt = [rng.randrange(300, 50000) for _ in range(job.prompt_tokens)]
-        llm.engine.submit(str(number), prompt, params, sink_of(number))
-    for _ in trace:
-        assert ended.acquire(timeout=DEADLINE_S)
+    answers = run_jobs(engine, jobs, deadline_s, [job.arrival_s for job in trace], check)
     return [
         JobRecord(
             arrival_s=one.arrival_s,
@@ -73,5 +94,81 @@ def on_the_engine(llm: LLM, trace: list[TraceJob]) -> list[JobRecord]:
             swap_stall_s=one.swap_stall_s,
             alone_s=None,
         )
-        for one in (stats[number] for number in range(len(trace)))
+        for one in (answer.stats for answer in answers)
     ]
+
+
+@dataclass
+class Answer:
+    """What the engine made of one job."""
+
+    token_ids: list[int] = field(default_factory=list)
+    end: JobOutput | None = None
+    """Its last output."""
+
+    @property
+    def stats(self) -> JobStats:
+        """Only of a job that has ended."""
+        assert self.end is not None
+        assert self.end.stats is not None
+        return self.end.stats
+
+
+def run_jobs(
+    engine: Engine,
+    jobs: Sequence[tuple[Sequence[int], SamplingParams]],
+    deadline_s: float = DEADLINE_S,
+    arrivals_s: Sequence[float] | None = None,
+    check: Callable[[float, Collection[int]], None] | None = None,
+) -> list[Answer]:
+    """Submits each job, at its time if there are any, and waits for all.
+
+    Args:
+        arrivals_s: ascending.
+        check: called several times a second with the seconds since the start and the jobs that have
+            ended; may raise ``TooSlow``.
+
+    Raises:
+        TooSlow: after ``deadline_s``. The jobs are cancelled.
+        EngineError: a job failed.
+    """
+    answers = [Answer() for _ in jobs]
+    numbers: list[int] = []
+    ends: queue.SimpleQueue[int] = queue.SimpleQueue()
+    ended: set[int] = set()
+    started_s = time.monotonic()
+
+    def sink_of(index: int) -> Callable[[JobOutput], None]:
+        def sink(output: JobOutput) -> None:
+            answers[index].token_ids.extend(output.token_ids)
+            if output.finish_reason is not None:
+                answers[index].end = output
+                ends.put(index)
+
+        return sink
+
+    try:
+        while len(ended) < len(jobs):
+            elapsed_s = time.monotonic() - started_s
+            if elapsed_s > deadline_s:
+                raise TooSlow(f"{len(jobs) - len(ended)} jobs had not ended in {deadline_s:.0f} s")
+            if check is not None:
+                check(elapsed_s, ended)
+            wait_s = _CHECK_S
+            while len(numbers) < len(jobs):
+                index = len(numbers)
+                if arrivals_s is not None and arrivals_s[index] > elapsed_s:
+                    wait_s = min(wait_s, arrivals_s[index] - elapsed_s)
+                    break
+                numbers.append(engine.submit(str(index), *jobs[index], sink_of(index)))
+            with suppress(queue.Empty):  # then the next arrival is due, or another look
+                index = ends.get(timeout=wait_s)
+                end = answers[index].end
+                if end is not None and end.finish_reason is FinishReason.ERROR:
+                    raise EngineError(end.error or "a job failed")
+                ended.add(index)
+    finally:
+        for index, number in enumerate(numbers):
+            if index not in ended:
+                engine.cancel(number)
+    return answers

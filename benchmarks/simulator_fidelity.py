@@ -93,7 +93,7 @@ def main() -> None:
         for policy in arguments.policies.split(","):
             with LLM(MODEL, load_format="dummy", dtype=DTYPE, policy=policy) as llm:
                 run = llm.engine.profile = RunLatency(profile)
-                real = summarize(on_the_engine(llm, trace))
+                real = summarize(on_the_engine(llm.engine, trace))
                 scheduler = llm.engine.config.scheduler
                 kv_cache = llm.engine.config.kv_cache
                 memory = memory_of_profile(profile, llm.engine.model_config, kv_cache)

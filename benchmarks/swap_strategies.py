@@ -55,7 +55,7 @@ def main() -> None:
                     max_model_len=arguments.device_blocks * 16,
                     strategy=strategy,
                 ) as llm:
-                    records = on_the_engine(llm, trace)
+                    records = on_the_engine(llm.engine, trace)
                     counters = llm.engine.counters
                 summary = summarize(records)
                 rows[strategy].append(

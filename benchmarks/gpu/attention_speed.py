@@ -1,0 +1,190 @@
+"""How fast the attention kernels are, against the device's ceilings and other implementations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import attention_baselines as baselines
+import torch
+from ceilings import copy_rate, gemm_rate
+from phase_context import Context, one_line
+from check_device import Call
+from fastserve_kernels.gpu.paged_decode import decode_scratch, paged_decode
+from fastserve_kernels.gpu.paged_prefill import paged_prefill, query_tile
+from fastserve_kernels.gpu.work_lists import SPLIT_TOKENS, decode_work, num_splits, prefill_work
+from torch import Tensor
+
+BLOCK_SIZE = 16
+LEAST_KV_BYTES = 256 * 10**6
+BATCH = 64
+PROMPT_TOKENS = 2048
+HEADS = ((40, 40), (32, 8))
+"""(query heads, KV heads): OPT-13B's, and the usual groups of four."""
+HEAD_DIMS = (128, 64)
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    batch: int
+    context: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Read by one call, in 16-bit values."""
+        return 2 * 2 * self.batch * self.context * self.kv_heads * self.head_dim
+
+    def case(self) -> dict[str, float | int | str | None]:
+        return {
+            "head dim": self.head_dim,
+            "heads": f"{self.heads}/{self.kv_heads}",
+            "batch": self.batch,
+            "context": self.context,
+        }
+
+
+def run(context: Context) -> None:
+    rate, _ = copy_rate(context.device)
+    flops, _ = gemm_rate(context.device)
+    for head_dim in HEAD_DIMS:
+        for heads, kv_heads in HEADS:
+            _decode(context, _decode_shape(context.tiny, heads, kv_heads, head_dim), rate)
+    for head_dim in HEAD_DIMS:
+        for heads, kv_heads in HEADS:
+            tokens = 2 * BLOCK_SIZE if context.tiny else PROMPT_TOKENS
+            if context.tiny:
+                heads, kv_heads = heads // kv_heads, 1
+            _prefill(context, Shape(heads, kv_heads, head_dim, 1, tokens), flops)
+
+
+def _decode_shape(tiny: bool, heads: int, kv_heads: int, head_dim: int) -> Shape:
+    if tiny:
+        return Shape(heads // kv_heads, 1, head_dim, 2, 2 * BLOCK_SIZE)
+    bytes_of_token = Shape(heads, kv_heads, head_dim, BATCH, 1).kv_bytes
+    context = -(-LEAST_KV_BYTES // bytes_of_token)
+    return Shape(heads, kv_heads, head_dim, BATCH, -(-context // SPLIT_TOKENS) * SPLIT_TOKENS)
+
+
+def _dtype(context: Context) -> torch.dtype:
+    # Triton's interpreter multiplies bfloat16 matrices wrongly.
+    return torch.float16 if context.tiny else torch.bfloat16
+
+
+def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> None:
+    device, dtype = context.device.torch_device, _dtype(context)
+    blocks_of_job = -(-shape.context // BLOCK_SIZE)
+    num_blocks = shape.batch * blocks_of_job
+    kv_shape = (num_blocks, 1, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+    kv = torch.randn(kv_shape, dtype=dtype, device=device)
+    tables = torch.randperm(num_blocks).view(shape.batch, blocks_of_job).to(torch.int32).to(device)
+    lengths = [shape.context] * shape.batch
+    capacity = int(num_splits(lengths).sum())
+    work = torch.from_numpy(decode_work(lengths, capacity)).to(device)
+    context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    scratch = decode_scratch(capacity, shape.heads, shape.head_dim, device)
+    query_shape = (shape.batch, shape.heads, shape.head_dim)
+    query = torch.randn(query_shape, dtype=dtype, device=device)
+    out = torch.empty_like(query)
+    scale = shape.head_dim**-0.5
+    timing = context.device.time(
+        [
+            lambda: paged_decode(
+                query, kv, 0, tables, context_lens, work, scale, out, scratch
+            )
+        ]
+    )
+    others: dict[str, Callable[[], Call]] = {
+        "gather + SDPA": lambda: baselines.gather_and_sdpa(query, kv, tables),
+        "contiguous SDPA": lambda: baselines.contiguous_sdpa(query, shape.kv_heads, shape.context),
+        "paged Flex": lambda: baselines.paged_flex(
+            query, shape.kv_heads, shape.context, compiled=not context.tiny
+        ),
+    }
+    ratios, note = _against(context, timing.seconds, others)
+    bytes_s = shape.kv_bytes / timing.seconds
+    context.recorder.row(
+        "paged decode",
+        shape.case(),
+        {
+            "µs": timing.seconds * 1e6,
+            "spread": timing.spread,
+            "GB/s": bytes_s / 1e9,
+            "share of copy rate": bytes_s / copy_bytes_s,
+            **ratios,
+        },
+        note,
+    )
+
+
+def _prefill(context: Context, shape: Shape, gemm_flops_s: float) -> None:
+    device, dtype = context.device.torch_device, _dtype(context)
+    tokens = shape.context
+    num_blocks = -(-tokens // BLOCK_SIZE)
+    scale = shape.head_dim**-0.5
+    tile = query_tile(shape.heads, shape.kv_heads, shape.head_dim, dtype, device)
+    work = torch.from_numpy(prefill_work([tokens], tile)).to(device)
+    context_lens = torch.tensor([tokens], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+
+    def one_prompt() -> tuple[Call, int]:
+        """A call on inputs of its own, and their bytes."""
+        kv_shape = (num_blocks, 1, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+        kv = torch.randn(kv_shape, dtype=dtype, device=device)
+        table = torch.randperm(num_blocks).to(torch.int32).to(device)[None]
+        query_shape = (tokens, shape.heads, shape.head_dim)
+        query = torch.randn(query_shape, dtype=dtype, device=device)
+        out = torch.empty_like(query)
+
+        def call() -> None:
+            paged_prefill(query, kv, 0, table, context_lens, starts, work, scale, out)
+
+        return call, sum(one.numel() * one.element_size() for one in (kv, query, out))
+
+    first, num_bytes = one_prompt()
+    calls = [first]
+    calls += [one_prompt()[0] for _ in range(context.device.num_inputs(num_bytes) - 1)]
+    timing = context.device.time(calls)
+
+    def sdpa() -> Call:
+        sizes = (shape.heads, shape.kv_heads, shape.kv_heads)
+        return baselines.causal_sdpa(*(_random(tokens, n, shape.head_dim, dtype, device) for n in sizes))
+
+    ratios, note = _against(context, timing.seconds, {"SDPA": sdpa})
+    # Two products of [tokens, head_dim] and [head_dim, tokens], of which half is masked.
+    flops_s = 2 * shape.heads * shape.head_dim * tokens**2 / timing.seconds
+    context.recorder.row(
+        "paged prefill",
+        shape.case(),
+        {
+            "µs": timing.seconds * 1e6,
+            "spread": timing.spread,
+            "TFLOP/s": flops_s / 1e12,
+            "share of GEMM rate": flops_s / gemm_flops_s,
+            **ratios,
+        },
+        note,
+    )
+
+
+def _random(
+    tokens: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.randn(tokens, heads, head_dim, dtype=dtype, device=device)
+
+
+def _against(
+    context: Context, seconds: float, others: dict[str, Callable[[], Call]]
+) -> tuple[dict[str, float | None], str]:
+    """How many times as long each of the others takes; None, and the reason, for one that fails."""
+    ratios: dict[str, float | None] = {}
+    notes = []
+    for name, make in others.items():
+        try:
+            ratios[f"× {name}"] = context.device.time([make()]).seconds / seconds
+        except Exception as error:
+            ratios[f"× {name}"] = None
+            notes.append(f"{name}: {one_line(error)}")
+    return ratios, "; ".join(notes)

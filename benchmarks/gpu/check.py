@@ -1,0 +1,207 @@
+"""Proves and measures the GPU engine on this machine: ``make gpu-check``.
+
+    python3 benchmarks/gpu/check.py                      # all, in at most 8 minutes
+    python3 benchmarks/gpu/check.py --only kernels swap  # only these phases, kept apart
+    python3 benchmarks/gpu/check.py --tiny               # dry run on a CPU, which measures nothing
+
+Needs torch and triton; a phase that needs more says what is missing, and is skipped. Whole runs are
+written to benchmarks/results/gpu/ and to docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from goals import GOALS
+from gpu_report import RESULTS, SCHEMA, file_name, markdown, update_docs
+from phase_list import PHASES, TOTAL_S, Phase
+
+ROOT = Path(__file__).resolve().parents[2]
+APART = ROOT / "build" / "gpu-check"
+"""Of runs that are not whole."""
+PACKAGES = ("torch", "triton", "numpy", "transformers", "msgspec", "pyzmq", "pydantic")
+NO_DEVICE = 3  # exit code of run_phase.py
+# Between the end of its time as a phase knows it and the end of its process.
+GRACE_S = 8.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parse(argv)
+    chosen = [phase for phase in PHASES if arguments.only is None or phase.name in arguments.only]
+    is_whole = arguments.only is None and not arguments.tiny
+    output = arguments.output or (RESULTS if is_whole else APART)
+    started_s = time.monotonic()
+    machine: dict[str, Any] = {}
+    phases = []
+    with tempfile.TemporaryDirectory(prefix="fastserve-gpu-check-") as scratch:
+        for phase in chosen:
+            left_s = TOTAL_S - (time.monotonic() - started_s)
+            outcome = _run(phase, min(phase.limit_s, left_s), Path(scratch), arguments)
+            machine = machine or outcome.pop("machine")
+            outcome.pop("machine", None)
+            phases.append(outcome)
+            if outcome["status"] == "no device":
+                print(f"no CUDA device: {outcome['error']}; --tiny tries the program without one")
+                return 2
+            print(f"{phase.name}: {outcome['status']}, {outcome['seconds']:.0f} s"
+                  + (f": {outcome['error']}" if outcome["error"] else ""), flush=True)  # fmt: skip
+    rows = [row for outcome in phases for row in outcome["rows"]]
+    document = {
+        "schema": SCHEMA,
+        "dry_run": arguments.tiny,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python3", "benchmarks/gpu/check.py", *(argv or sys.argv[1:])]),
+        "commit": _commit(),
+        "versions": _versions(),
+        "machine": machine,
+        "seconds": round(time.monotonic() - started_s, 1),
+        "phases": phases,
+        "goals": [goal.evaluate(rows) for goal in GOALS],
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / file_name(document)
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    print(f"\n{markdown(document)}\nwritten: {path}")
+    if output == RESULTS:
+        print(f"written: {update_docs()}")
+    return int(any(one["is_check"] and one["status"] not in ("passed", "skipped") for one in phases))
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [phase.name for phase in PHASES]
+    parser.add_argument(
+        "--only", nargs="+", choices=names, metavar="PHASE", help=f"of {', '.join(names)}"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where the JSON goes, without a change to the documentation "
+        f"({RESULTS.relative_to(ROOT)}, or {APART.relative_to(ROOT)} for what is not a whole run)",
+    )
+    parser.add_argument(
+        "--sharegpt",
+        metavar="FILE",
+        default="sharegpt",
+        help="real lengths (CSV or JSON) instead of the packaged synthetic ones",
+    )
+    parser.add_argument("--tiny", action="store_true", help="dry run on a CPU, of tiny sizes")
+    return parser.parse_args(argv)
+
+
+def _run(
+    phase: Phase, limit_s: float, scratch: Path, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """The phase's part of the JSON, with what its process says of the machine."""
+    outcome: dict[str, Any] = {
+        "name": phase.name,
+        "is_check": phase.is_check,
+        "status": "skipped",
+        "error": None,
+        "seconds": 0.0,
+        "limit_s": round(limit_s, 1),
+        "rows": [],
+        "machine": {},
+    }
+    missing = phase.missing_packages()
+    if missing:
+        outcome["error"] = f"needs {', '.join(missing)}: pip install {' '.join(missing)}"
+        return outcome
+    if limit_s <= GRACE_S:
+        outcome["error"] = "the phases before it took all the time"
+        return outcome
+    print(f"{phase.name}:", flush=True)
+    records = scratch / f"{phase.name}.jsonl"
+    records.touch()
+    command = [
+        sys.executable, str(Path(__file__).with_name("run_phase.py")), phase.name,
+        "--records", str(records), "--scratch", str(scratch), "--dataset", arguments.sharegpt,
+        "--seconds", str(limit_s - GRACE_S),
+    ]  # fmt: skip
+    started_s = time.monotonic()
+    # A session of its own, so that the processes that it starts can be ended with it.
+    process = subprocess.Popen(
+        command + ["--tiny"] * arguments.tiny,
+        env=_environment(tiny=arguments.tiny),
+        start_new_session=True,
+    )
+    try:
+        code: int | None = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        code = None
+    finally:
+        _end(process)
+    outcome["seconds"] = round(time.monotonic() - started_s, 1)
+    for line in records.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        outcome["rows"] += [record["row"]] if "row" in record else []
+        outcome |= {key: record[key] for key in ("error", "machine") if key in record}
+    if code == 0:
+        outcome["status"] = "passed"
+    elif code is None:
+        outcome["status"], outcome["error"] = "timed out", f"was ended after {limit_s:.0f} s"
+    else:
+        outcome["status"] = "no device" if code == NO_DEVICE else "failed"
+        outcome["error"] = outcome["error"] or f"its process ended with {code}"
+    return outcome
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The process and all that it started and left."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _environment(*, tiny: bool) -> dict[str, str]:
+    """The project need not be installed."""
+    here = Path(__file__).resolve().parent
+    folders = [here, here.parent, *(ROOT / name for name in ("backend", "kernels", "client"))]
+    paths = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    return environment | ({"TRITON_INTERPRET": "1"} if tiny else {})
+
+
+def _versions() -> Mapping[str, str | None]:
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _commit() -> str | None:
+    """Of the working tree, with a + if it was changed since; None where git does not say."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+            cwd=ROOT, capture_output=True, text=True, timeout=20,
+        )  # fmt: skip
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

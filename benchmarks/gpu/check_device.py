@@ -1,0 +1,204 @@
+"""All that differs between a GPU and the CPU of a dry run: streams, clocks, graphs, memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], object]
+
+# Inputs of repeated calls together exceed the last cache so many times, so that none is still in it.
+CACHES_EXCEEDED = 3
+# Calls in one captured graph: enough that the gap between two replays does not count.
+CALLS_IN_A_GRAPH = 32
+# Time of one series of replays, of which the median is taken, and bounds of their number.
+SERIES_S = 0.2
+FEWEST_REPLAYS, MOST_REPLAYS = 5, 100
+DRY_RUN_REPEATS = 2
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call: the mean of the medians of two series, and how far they are apart."""
+
+    seconds: float
+    spread: float
+    """Difference of the two medians over their mean."""
+
+    @classmethod
+    def of(cls, first_s: float, second_s: float) -> Timing:
+        mean_s = (first_s + second_s) / 2
+        return cls(mean_s, abs(first_s - second_s) / mean_s)
+
+
+class Device(ABC):
+    """Where the checks run."""
+
+    is_dry_run: bool
+    torch_device: torch.device
+    cache_bytes: int
+    """Of the last cache before memory."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Name, driver and sizes, as JSON types."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until all that was begun has ended."""
+
+    @abstractmethod
+    def stream(self) -> AbstractContextManager[object]:
+        """A new stream, current within the context."""
+
+    @abstractmethod
+    def host_memory(self, num_bytes: int) -> Tensor:
+        """uint8 ``[num_bytes]`` that the device copies from and to without a detour."""
+
+    @abstractmethod
+    def time(self, calls: Sequence[Call]) -> Timing:
+        """One call of these, made in turn, device time alone."""
+
+    def wall_time(self, call: Call, repeats: int) -> Timing:
+        """One call that waits for its own result, host included; the first two warm up."""
+        for _ in range(2):
+            call()
+        series = []
+        for _ in range(2):
+            times = []
+            for _ in range(repeats):
+                started = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - started)
+            series.append(statistics.median(times))
+        return Timing.of(*series)
+
+    def num_inputs(self, bytes_of_one: int) -> int:
+        """Sets of inputs to take in turn, for none to be in the cache when its turn comes."""
+        return math.ceil(CACHES_EXCEEDED * self.cache_bytes / bytes_of_one) + 1
+
+
+class CudaDevice(Device):
+    """The current CUDA device."""
+
+    is_dry_run = False
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.cache_bytes = torch.cuda.get_device_properties(self.torch_device).L2_cache_size
+
+    def describe(self) -> dict[str, Any]:
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        return {
+            "name": properties.name,
+            "capability": list(torch.cuda.get_device_capability(self.torch_device)),
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "multiprocessors": properties.multi_processor_count,
+            "cache_mib": round(self.cache_bytes / 2**20, 1),
+            "cuda": torch.version.cuda,
+            "driver": _driver(),
+        }
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(torch.cuda.Stream(self.torch_device))
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def time(self, calls: Sequence[Call]) -> Timing:
+        # So many that each series of inputs is whole.
+        rounds = math.ceil(CALLS_IN_A_GRAPH / len(calls))
+        graph = self._capture(list(calls) * rounds)
+        graph.replay()
+        (once_s,) = self._replay(graph, 1)
+        count = min(MOST_REPLAYS, max(FEWEST_REPLAYS, round(SERIES_S / once_s)))
+        medians = [
+            statistics.median(self._replay(graph, count)) / (rounds * len(calls)) for _ in range(2)
+        ]
+        return Timing.of(*medians)
+
+    def _capture(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+        """A graph of all calls, each made once before: compiling and first allocations are not for
+        a capture."""
+        current, warm_up = torch.cuda.current_stream(self.torch_device), torch.cuda.Stream(self.torch_device)
+        warm_up.wait_stream(current)
+        with torch.cuda.stream(warm_up):
+            for call in calls:
+                call()
+        current.wait_stream(warm_up)
+        self.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        return graph
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
+        """Seconds of each replay. All are begun before the first is waited for: the device never
+        waits for the host between an event and the replay that it times."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        events[0].record()
+        for event in events[1:]:
+            graph.replay()
+            event.record()
+        self.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in itertools.pairwise(events)]
+
+
+class CpuDevice(Device):
+    """Runs the same code on the CPU, to see that it runs; what it times says nothing of a GPU."""
+
+    is_dry_run = True
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.cache_bytes = 2**10
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": f"dry run on a CPU ({platform.machine()})"}
+
+    def synchronize(self) -> None:
+        pass
+
+    def stream(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def host_memory(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def time(self, calls: Sequence[Call]) -> Timing:
+        return self.wall_time(calls[0], DRY_RUN_REPEATS)
+
+    def wall_time(self, call: Call, repeats: int) -> Timing:
+        return super().wall_time(call, min(repeats, DRY_RUN_REPEATS))
+
+
+def find_device(*, tiny: bool) -> Device:
+    """The GPU, or for ``tiny`` the CPU."""
+    return CpuDevice() if tiny else CudaDevice()
+
+
+def _driver() -> str | None:
+    """Version of NVIDIA's driver; None where nvidia-smi does not say."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None

@@ -1,0 +1,72 @@
+"""A rank's model on this device, in this process, and the decode steps it is timed with."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import torch
+from phase_context import Context
+from fastserve_backend.models.config import ModelConfig, load_model_config
+from fastserve_backend.models.loader import load_model, torch_dtype
+from fastserve_backend.worker.messages import Step
+from fastserve_backend.worker.model_runner import ModelRunner
+from random_models import DTYPE, model_of
+from torch import Tensor
+
+BLOCK_SIZE = 16
+FIRST_TOKEN = 4  # those below are special
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with random weights and random KV in all its blocks."""
+
+    config: ModelConfig
+    kv: Tensor
+    runner: ModelRunner
+
+    @property
+    def bytes_of_weights(self) -> int:
+        return self.config.num_parameters * self.kv.element_size()
+
+    def bytes_of_context(self, tokens: int) -> int:
+        return tokens * self.config.kv_bytes_per_block(BLOCK_SIZE) // BLOCK_SIZE
+
+
+def load(context: Context, name: str, num_blocks: int) -> LoadedModel:
+    """With ``num_blocks`` of KV."""
+    device = context.device.torch_device
+    config = load_model_config(
+        model_of(context, name), load_format="dummy", dtype=DTYPE, device=device.type
+    )
+    with torch.inference_mode():
+        model = load_model(config, device)
+        shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        kv = torch.empty(shape, dtype=torch_dtype(config), device=device)
+        for block in kv:  # one at a time: the generator needs memory of its own
+            block.normal_()
+    return LoadedModel(config, kv, ModelRunner(model, config, kv, device))
+
+
+def blocks_of(tokens: int) -> int:
+    return -(-tokens // BLOCK_SIZE)
+
+
+def decode_step(step_id: int, batch: int, context: int) -> Step:
+    """One token of each of ``batch`` jobs, which attends to ``context`` tokens; greedy. Jobs have
+    blocks that lie scattered among the first ``batch * blocks_of(context)``."""
+    count = blocks_of(context)
+    generator = torch.Generator().manual_seed(1)
+    blocks = torch.randperm(batch * count, generator=generator).tolist()
+    return Step(
+        step_id=step_id,
+        num_decodes=batch,
+        num_partial=0,
+        token_ids=array("i", range(FIRST_TOKEN, FIRST_TOKEN + batch)).tobytes(),
+        query_lens=array("i", [1] * batch).tobytes(),
+        starts=array("i", [context - 1] * batch).tobytes(),
+        block_counts=array("i", [count] * batch).tobytes(),
+        block_ids=array("i", blocks).tobytes(),
+        sampling=None,
+    )

@@ -1,0 +1,86 @@
+"""What the GPU engine is meant to reach, and whether a run's figures do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A bound for one figure of all rows of a table that match: the worst of them counts."""
+
+    name: str
+    table: str
+    figure: str
+    must: float
+    stretch: float
+    where: Mapping[str, object]
+    """Values of the rows' cases; a tuple is any of its values."""
+    at_most: bool = False
+    """The bounds are the largest values allowed, not the smallest."""
+    percent: bool = False
+    """How it is written."""
+
+    def measured(self, rows: Iterable[Mapping[str, Any]]) -> float | None:
+        """The worst value; None where there is none."""
+        values = [
+            row["figures"][self.figure]
+            for row in rows
+            if row["table"] == self.table and self._matches(row["case"])
+        ]
+        known = [value for value in values if value is not None]
+        worst: Callable[[list[float]], float] = max if self.at_most else min
+        return worst(known) if known else None
+
+    def is_met_by(self, value: float) -> bool:
+        return value <= self.must if self.at_most else value >= self.must
+
+    def _matches(self, case: Mapping[str, object]) -> bool:
+        return all(
+            case[key] in (wanted if isinstance(wanted, tuple) else (wanted,))
+            for key, wanted in self.where.items()
+        )
+
+    def evaluate(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """As it stands in a run's JSON."""
+        value = self.measured(rows)
+        return {
+            "name": self.name,
+            "at_most": self.at_most,
+            "percent": self.percent,
+            "must": self.must,
+            "stretch": self.stretch,
+            "measured": value,
+            "met": None if value is None else self.is_met_by(value),
+        }
+
+
+def _decode(name: str, figure: str, must: float, stretch: float, **keys: Any) -> Goal:
+    where = {"head dim": keys.pop("head_dim", (128, 64))}
+    return Goal(name, "paged decode", figure, must, stretch, where, **keys)
+
+
+GOALS = (
+    _decode("paged decode, D 128, share of the copy rate", "share of copy rate", 0.80, 0.90,
+            head_dim=128, percent=True),
+    _decode("paged decode, D 64, share of the copy rate", "share of copy rate", 0.75, 0.85,
+            head_dim=64, percent=True),
+    _decode("paged decode, × as fast as gather + SDPA", "× gather + SDPA", 2.0, 3.0),
+    _decode("paged decode, × as fast as compiled paged FlexAttention", "× paged Flex", 1.1, 1.3),
+    _decode("paged decode, × as fast as SDPA on contiguous KV", "× contiguous SDPA", 0.9, 1.1),
+    Goal("prefill of 2k tokens, D 128, TFLOP/s", "paged prefill", "TFLOP/s", 300, 420,
+         {"head dim": 128}),
+    Goal("prefill of 2k tokens, D 64, TFLOP/s", "paged prefill", "TFLOP/s", 200, 300,
+         {"head dim": 64}),
+    Goal("swap of 1 GB of OPT-13B blocks, one way, share of pinned copies", "swap",
+         "share of pinned copy", 0.90, 0.95, {"direction": ("out", "in")}, percent=True),
+    Goal("the same, both ways", "swap", "share of pinned copy", 0.80, 0.90,
+         {"direction": "both"}, percent=True),
+    Goal("decode slowdown while swapping", "decode while swapping", "slowdown", 0.08, 0.03, {},
+         at_most=True, percent=True),
+    Goal("whole decode step over its floor, OPT-13B", "decode step", "× floor", 1.25, 1.15,
+         {"model": "opt-13b"}, at_most=True),
+    Goal("host gap between steps, batch 64, ms", "host gap", "ms", 0.5, 0.15, {}, at_most=True),
+)  # fmt: skip

@@ -1,0 +1,110 @@
+"""Phase "correctness": every kernel over its list of cases, against the float64 references."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+import torch
+from phase_context import CheckFailed, Context, one_line
+from check_device import find_device
+
+# Compiling a kernel for each case keeps one core busy and the device idle.
+NUM_PROCESSES = 6
+MOST_FAILURES_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one comparison of one case."""
+
+    operation: str
+    text: str
+    error: float
+    limit: float
+    reason: str = ""
+    """Of a case that raised."""
+
+    @property
+    def is_right(self) -> bool:
+        return self.error <= self.limit  # False for NaN
+
+
+def run(context: Context) -> None:
+    outcomes = _run_tiny() if context.tiny else _run_in_processes(context)
+    by_operation: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        by_operation[outcome.operation].append(outcome)
+    for operation, some in sorted(by_operation.items()):
+        used = [one.error / one.limit for one in some if one.is_right and one.limit]
+        context.recorder.row(
+            "correctness",
+            {"operation": operation},
+            {
+                "comparisons": len(some),
+                "wrong": sum(not one.is_right for one in some),
+                "largest error over its limit": max(used, default=0.0),
+            },
+        )
+    wrong = [one for one in outcomes if not one.is_right]
+    for one in wrong[:MOST_FAILURES_SHOWN]:
+        print(f"  wrong: {one.text}: {one.reason or f'{one.error:.2e} > {one.limit:g}'}")
+    if not outcomes:
+        raise CheckFailed("no case was compared")
+    if wrong:
+        counts = Counter(one.operation for one in wrong)
+        raise CheckFailed(
+            f"{len(wrong)} of {len(outcomes)} comparisons are wrong: "
+            + ", ".join(f"{count} of {operation}" for operation, count in counts.items())
+            + f"; the first: {wrong[0].text}: {wrong[0].reason or f'error {wrong[0].error:.2e}'}"
+        )
+
+
+def _run_tiny() -> list[Outcome]:
+    """One case of each operation, in the interpreter."""
+    chosen: dict[str, int] = {}
+    for index, case in enumerate(_cases()):
+        chosen.setdefault(case.operation, index)
+    return check(list(chosen.values()), tiny=True)
+
+
+def _run_in_processes(context: Context) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    with ProcessPoolExecutor(NUM_PROCESSES, mp_context=get_context("spawn")) as pool:
+        parts = [
+            pool.submit(check, range(first, len(_cases()), NUM_PROCESSES), tiny=False)
+            for first in range(NUM_PROCESSES)
+        ]
+        for part in as_completed(parts, timeout=context.left_s()):
+            outcomes += part.result()
+    return outcomes
+
+
+def check(indices: Sequence[int], *, tiny: bool) -> list[Outcome]:
+    """Runs the cases of these indices; one that raises has failed, and the others go on."""
+    device = find_device(tiny=tiny)
+    cases = _cases()
+    outcomes = []
+    for index in indices:
+        case = cases[index]
+        try:
+            with torch.inference_mode():
+                outcomes += [
+                    Outcome(case.operation, f"{case}, {one.what}", one.error, one.limit)
+                    for one in case.run(device.torch_device)
+                ]
+        except Exception as error:
+            reason = one_line(error)
+            outcomes.append(Outcome(case.operation, str(case), math.inf, 0.0, reason))
+    return outcomes
+
+
+def _cases():  # type: ignore[no-untyped-def]
+    import kernel_cases
+    import rowwise_cases
+
+    return [*kernel_cases.cases(), *rowwise_cases.cases()]

@@ -1,0 +1,47 @@
+"""The phases of the check: what each needs, and how long it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+_KERNELS = ("torch", "triton", "numpy")
+_RANK = (
+    *_KERNELS, "msgspec", "pydantic", "yaml", "platformdirs", "jinja2", "psutil", "safetensors"
+)  # fmt: skip
+_ENGINE = (*_RANK, "zmq", "tokenizers")
+_DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq"}
+"""Where a module's name is not that of its package."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    """Its code is ``run`` of the module phase_NAME."""
+    limit_s: float
+    modules: Sequence[str]
+    """What it imports beside the project and the standard library."""
+    is_check: bool = False
+    """Right or wrong, not fast or slow."""
+
+    def missing_packages(self) -> list[str]:
+        """What to install for it."""
+        return [
+            _DISTRIBUTIONS.get(module, module)
+            for module in self.modules
+            if find_spec(module) is None
+        ]
+
+
+PHASES = (
+    Phase("machine", 30, _KERNELS),
+    Phase("correctness", 100, _KERNELS, is_check=True),
+    Phase("parity", 75, (*_ENGINE, "transformers"), is_check=True),
+    Phase("kernels", 90, _KERNELS),
+    Phase("swap", 40, _RANK),
+    Phase("step", 75, _ENGINE),
+    Phase("serving", 280, _ENGINE),
+)
+TOTAL_S = 475.0
+"""For all phases, each of which gets what those before it have left, up to its limit."""

@@ -1,0 +1,144 @@
+"""Phase "parity": the engine's greedy tokens against those of transformers, while jobs are swapped.
+
+An answer is the reference's greedy one exactly if every token is the reference's most likely after
+what stands before it, which one forward pass over prompt and answer shows for all positions. The
+weights are so wide apart that rounding of float32 decides no token.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from phase_context import CheckFailed, Context
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.engine import Engine
+from fastserve_backend.sampling_params import SamplingParams
+from replay import run_jobs
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    LlamaConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+VOCABULARY = 600
+POSITIONS = 400
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,  # four heads of 64
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+}
+MODELS = {
+    "OPT": OPTConfig(**SHAPE, ffn_dim=512, word_embed_proj_dim=256),
+    "LLaMA, grouped KV heads": LlamaConfig(**SHAPE, intermediate_size=512, num_key_value_heads=2),
+    "GPT-NeoX": GPTNeoXConfig(**SHAPE, intermediate_size=512),
+}
+SPREAD, POSITIONS_SPREAD = 0.2, 0.8
+"""Standard deviations of random weights. Strong positions keep greedy answers from settling."""
+NUM_JOBS, NUM_TOKENS = 12, 200
+DEVICE_BLOCKS = 70
+"""Of 16 tokens: far fewer than the jobs need, so that they lose theirs again and again."""
+SEED = 3
+
+
+def run(context: Context) -> None:
+    wrong = []
+    for name, config in MODELS.items():
+        directory = context.scratch / name.split(",")[0]
+        reference = _reference(config, directory).to(context.device.torch_device)
+        prompts, answers, engine = _answers(context, directory)
+        differing = sum(
+            _num_differing(reference, prompt, answer)
+            for prompt, answer in zip(prompts, answers, strict=True)
+        )
+        swapped = engine.counters.swap_in_bytes
+        context.recorder.row(
+            "token parity with transformers",
+            {"model": name, "dtype": "float32"},
+            {
+                "jobs": len(answers),
+                "tokens": sum(map(len, answers)),
+                "tokens that differ": differing,
+                "preemptions": engine.counters.preemptions,
+                "MB swapped in": swapped / 1e6,
+            },
+        )
+        if differing:
+            wrong.append(f"{name}: {differing} tokens are not the reference's")
+        if not swapped:
+            wrong.append(f"{name}: no job was swapped, so that was not checked")
+        if len({tuple(answer) for answer in answers}) < len(answers):
+            wrong.append(f"{name}: answers are alike, so that they show little")
+    if wrong:
+        raise CheckFailed("; ".join(wrong))
+
+
+def _reference(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
+    """transformers' model of random weights, saved to ``directory`` with a tokenizer."""
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_scale = "norm" in name and name.endswith("weight")
+            spread = POSITIONS_SPREAD if "embed_positions" in name else SPREAD
+            parameter.normal_(1.0 if is_scale else 0.0, spread)
+    model.save_pretrained(directory)
+    _save_tokenizer(directory)
+    return model
+
+
+def _save_tokenizer(directory: Path) -> None:
+    """Of single bytes: prompts are token ids here, but an engine wants to make text of answers."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def _answers(context: Context, directory: Path) -> tuple[list[list[int]], list[list[int]], Engine]:
+    """Prompts, the engine's answers, and the engine, closed."""
+    num_tokens, positions, blocks = (
+        (40, 128, 14) if context.tiny else (NUM_TOKENS, POSITIONS, DEVICE_BLOCKS)
+    )
+    rng = random.Random(SEED)
+    prompts = [
+        [rng.randrange(4, VOCABULARY) for _ in range(rng.randint(1, positions - num_tokens))]
+        for _ in range(NUM_JOBS)
+    ]
+    config = EngineConfig().with_keys(
+        model=str(directory),
+        device=context.device.torch_device.type,
+        max_num_seqs=5,
+        max_model_len=positions,
+        device_blocks=blocks,
+        swap_space_gib=0.1,
+        base_quantum_ms=0.01,
+    )
+    engine = Engine(config, check_integrity=True)
+    engine.start(timeout_s=context.left_s())
+    try:
+        params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+        jobs = [(prompt, params) for prompt in prompts]
+        answers = [one.token_ids for one in run_jobs(engine, jobs, context.left_s())]
+    finally:
+        engine.close()
+    return prompts, answers, engine
+
+
+@torch.inference_mode()
+def _num_differing(reference: PreTrainedModel, prompt: list[int], answer: list[int]) -> int:
+    """Tokens of the answer that are not the most likely after all that stands before them."""
+    tokens = torch.tensor([prompt + answer], device=reference.device)
+    logits = reference(tokens).logits[0, len(prompt) - 1 : -1]
+    chosen = logits.argmax(-1).tolist()
+    return sum(one != other for one, other in zip(chosen, answer, strict=True))

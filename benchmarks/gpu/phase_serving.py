@@ -1,0 +1,305 @@
+"""Phase "serving": first come, first served against skip-join MLFQ on the same engine, and the
+strategies for preempted jobs' KV.
+
+The ranks are loaded once and serve one engine after the other. As in FastServe's Fig. 11, each
+policy's largest rate is searched at which the mean normalized latency is within ten decode
+iterations, over the same jobs with Poisson arrivals that only scale; as in Fig. 15, all strategies
+serve one load with as little KV memory as an A100-40G leaves.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from phase_context import Context, one_line
+from fastserve_backend.config import SWAPPING
+from fastserve_backend.engine import Engine
+from fastserve_backend.executor.distributed import DistributedExecutor
+from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Ready, Setup, Step, StepResult
+from fastserve_client.report import JobRecord, Summary, summarize
+from fastserve_client.workload import AUTHORS_LIMITS, Lengths, load_lengths, poisson_trace
+from random_models import engine_config
+from replay import TooSlow, on_the_engine
+
+MODEL = "opt-13b"
+POLICIES = ("fcfs", "skip_join_mlfq")
+BATCH_LIMITS = (16, 128)
+"""Most jobs in one iteration: FastServe's authors' setting, and a larger one."""
+SLO_ITERATIONS, SLO_BATCH, SLO_CONTEXT = 10, 16, 400
+"""The SLO in decode iterations of so many jobs with so many tokens each, as benchmarks/paper has
+it: 0.3 s a token for OPT-13B on the authors' A100."""
+STRATEGIES = ("defer", "recompute", "reactive", "proactive")
+STRATEGY_LOAD = 1.5  # of capacity
+STRATEGY_BLOCKS = 800
+"""KV blocks of 16 tokens, 10 GB: what OPT-13B leaves of 40 GB."""
+SWAP_GIB = 24.0
+MAX_MODEL_LEN = 2048
+SEED = 0
+
+TRACE_S = 15.0
+"""Jobs of one run: those that arrive in this time at the rate that full batches serve."""
+MOST_JOBS, FEWEST_JOBS = 400, 40
+FIRST_STEP, TOLERANCE = 1.6, 1.12
+"""Of a search: factor between rates until one is too high, and between the two that end it."""
+STRATEGY_SHARE = 0.25
+"""Of the phase's time."""
+_DRY_RUN_JOBS = 6
+
+
+class LastingRanks:
+    """Ranks that one engine after the other uses: loading 13 G parameters once is enough."""
+
+    def __init__(self) -> None:
+        self._executor = DistributedExecutor()
+        self._ready: Ready | None = None
+        self._num_steps = self._num_copies = 0  # unfinished
+        self.num_blocks: int | None = None
+        """So many of the device's blocks are the next engine's; None: all."""
+
+    def start(self, setup: Setup, timeout_s: float) -> Ready:
+        if self._ready is None:
+            self._ready = self._executor.start(setup, timeout_s)
+        ready = self._ready
+        return msgspec.structs.replace(
+            ready,
+            num_blocks=min(ready.num_blocks, self.num_blocks or ready.num_blocks),
+            num_host_blocks=ready.num_host_blocks if setup.swap_space_gib else 0,
+        )
+
+    @property
+    def can_submit(self) -> bool:
+        return self._executor.can_submit
+
+    def submit(self, step: Step) -> None:
+        self._num_steps += 1
+        self._executor.submit(step)
+
+    def copy(self, blocks: CopyBlocks) -> None:
+        self._num_copies += 1
+        self._executor.copy(blocks)
+
+    def collect(self) -> StepResult | CopyResult | None:
+        result = self._executor.collect()
+        self._num_steps -= isinstance(result, StepResult)
+        self._num_copies -= isinstance(result, CopyResult)
+        return result
+
+    def check(self) -> None:
+        self._executor.check()
+
+    def kill(self) -> None:
+        self._executor.kill()
+
+    def close(self) -> None:
+        """What the engine has not waited for ends here; the ranks stay."""
+        while self._num_steps or self._num_copies:
+            self.collect()
+
+    def end(self) -> None:
+        self._executor.close()
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the engine is given."""
+
+    lengths: Lengths
+    num_jobs: int
+    capacity: float
+    """Jobs per second that full batches serve, roughly: prefills alone, decodes shared."""
+    slo_s: float
+
+    @classmethod
+    def of(cls, lengths: Lengths, latency: LatencyModel, batch: int, *, tiny: bool) -> Load:
+        prompt, output = (statistics.fmean(column) for column in zip(*lengths, strict=True))
+        slo_s = SLO_ITERATIONS * _decode_s(latency, SLO_BATCH)
+        busy_s = latency.prefill_s(round(prompt)) + output * _decode_s(latency, batch) / batch
+        num_jobs = max(FEWEST_JOBS, min(MOST_JOBS, round(TRACE_S / busy_s)))
+        return cls(lengths, _DRY_RUN_JOBS if tiny else num_jobs, 1 / busy_s, slo_s)
+
+    def serve(
+        self, engine: Engine, rate: float, deadline_s: float, most_mean_s: float = math.inf
+    ) -> list[JobRecord]:
+        """
+        Raises:
+            TooSlow: as ``replay.on_the_engine``.
+        """
+        trace = poisson_trace(self.lengths, rate, self.num_jobs, SEED)
+        return on_the_engine(engine, trace, deadline_s=deadline_s, most_mean_s=most_mean_s)
+
+
+def _decode_s(latency: LatencyModel, batch: int) -> float:
+    return latency.iteration_s(IterationLoad.of([(SLO_CONTEXT - 1, 1, True)] * batch))
+
+
+@dataclass
+class Search:
+    """Bisects for the largest rate that meets the SLO."""
+
+    rate: float
+    """To try next."""
+    good: float = 0.0
+    bad: float = math.inf
+
+    @property
+    def has_ended(self) -> bool:
+        return self.good > 0 and self.bad / self.good <= TOLERANCE
+
+    def tried(self, *, met: bool) -> None:
+        if met:
+            self.good = self.rate
+        else:
+            self.bad = self.rate
+        if self.good == 0:
+            rate = self.bad / FIRST_STEP
+        elif self.bad == math.inf:
+            rate = self.good * FIRST_STEP
+        else:
+            rate = math.sqrt(self.good * self.bad)
+        self.rate = float(f"{rate:.3g}")
+
+
+def run(context: Context) -> None:
+    lengths = load_lengths(context.dataset, AUTHORS_LIMITS)
+    if context.tiny:
+        lengths = [(prompt % 20 + 1, output % 20 + 2) for prompt, output in lengths]
+    ranks = LastingRanks()
+    try:
+        for batch in BATCH_LIMITS:
+            if batch == BATCH_LIMITS[1]:
+                _strategies(context, ranks, lengths)
+            searches = 2 * (len(BATCH_LIMITS) - BATCH_LIMITS.index(batch))
+            for number, policy in enumerate(POLICIES):
+                share = STRATEGY_SHARE if batch == BATCH_LIMITS[0] else 0.0
+                budget_s = context.left_s() * (1 - share) / (searches - number)
+                _throughput(context, ranks, lengths, policy, batch, budget_s)
+    finally:
+        ranks.end()
+
+
+def _engine(context: Context, ranks: LastingRanks, **keys: object) -> Engine:
+    config = engine_config(
+        context,
+        MODEL,
+        **{"max_model_len": MAX_MODEL_LEN, "swap_space_gib": SWAP_GIB, **keys},
+    )
+    engine = Engine(config, make_executor=lambda: ranks)
+    engine.start(timeout_s=context.left_s())
+    return engine
+
+
+def _throughput(
+    context: Context,
+    ranks: LastingRanks,
+    lengths: Lengths,
+    policy: str,
+    batch: int,
+    budget_s: float,
+) -> None:
+    ends_s = context.left_s() - budget_s
+    engine = _engine(context, ranks, policy=policy, max_num_seqs=batch)
+    try:
+        load = Load.of(lengths, engine.profile.model, batch, tiny=context.tiny)
+        search = Search(float(f"{load.capacity:.3g}"))
+        while not search.has_ended and context.left_s() > ends_s:
+            summary, note = None, ""
+            try:
+                left_s = context.left_s() - ends_s
+                records = load.serve(engine, search.rate, left_s, load.slo_s)
+                summary = summarize(records)
+            except TooSlow as reason:
+                if context.left_s() <= ends_s:
+                    break  # the time was short, not the engine slow
+                note = str(reason)
+            met = summary is not None and summary.normalized_latency_s.mean <= load.slo_s
+            _record_run(context, policy, batch, search.rate, load, summary, note)
+            search.tried(met=met)
+            if context.tiny:
+                break
+    finally:
+        engine.close()
+    context.recorder.row(
+        "throughput under the SLO",
+        {"batch limit": batch, "policy": policy},
+        {
+            "SLO, ms a token": load.slo_s * 1e3,
+            "jobs/s that met it": search.good or None,
+            "jobs/s that missed it": None if math.isinf(search.bad) else search.bad,
+            "capacity, jobs/s": load.capacity,
+            "jobs": load.num_jobs,
+        },
+    )
+
+
+def _record_run(
+    context: Context,
+    policy: str,
+    batch: int,
+    rate: float,
+    load: Load,
+    summary: Summary | None,
+    note: str,
+) -> None:
+    context.recorder.row(
+        "latency over load",
+        {"batch limit": batch, "policy": policy, "jobs/s": rate},
+        {
+            "load, of capacity": rate / load.capacity,
+            "mean, ms a token": summary and summary.normalized_latency_s.mean * 1e3,
+            "P95, ms a token": summary and summary.normalized_latency_s.p95 * 1e3,
+            "P95 TTFT, s": summary and summary.ttft_s.p95,
+            "output tokens/s": summary and summary.output_tokens_per_s,
+        },
+        note,
+    )
+
+
+def _strategies(context: Context, ranks: LastingRanks, lengths: Lengths) -> None:
+    """Each serves the same jobs; one that takes longer than its share of the time is given up."""
+    ranks.num_blocks = 40 if context.tiny else STRATEGY_BLOCKS
+    budget_s = context.left_s() * STRATEGY_SHARE / (1 - STRATEGY_SHARE) / len(STRATEGIES)
+    assert set(STRATEGIES) > set(SWAPPING)
+    for strategy in STRATEGIES:
+        engine = _engine(
+            context, ranks, policy="skip_join_mlfq", max_num_seqs=BATCH_LIMITS[0], strategy=strategy
+        )
+        try:
+            load = Load.of(lengths, engine.profile.model, BATCH_LIMITS[0], tiny=context.tiny)
+            records: Sequence[JobRecord] = ()
+            note = ""
+            try:
+                records = load.serve(engine, STRATEGY_LOAD * load.capacity, budget_s)
+            except TooSlow as reason:
+                note = one_line(reason)
+            _record_strategy(context, strategy, engine, records, note)
+        finally:
+            engine.close()
+    ranks.num_blocks = None
+
+
+def _record_strategy(
+    context: Context, strategy: str, engine: Engine, records: Sequence[JobRecord], note: str
+) -> None:
+    counters = engine.counters
+    summary = summarize(records) if records else None
+    stalled_s = sum(one.swap_stall_s or 0.0 for one in records)
+    context.recorder.row(
+        "strategies for preempted jobs' KV",
+        {"strategy": strategy, "load, of capacity": STRATEGY_LOAD},
+        {
+            "mean, ms a token": summary and summary.normalized_latency_s.mean * 1e3,
+            "P95, ms a token": summary and summary.normalized_latency_s.p95 * 1e3,
+            "mean JCT, s": summary and summary.latency_s.mean,
+            "blocked": stalled_s / sum(one.latency_s for one in records) if records else None,
+            "GB out": counters.swap_out_bytes / 1e9,
+            "GB in": counters.swap_in_bytes / 1e9,
+            "GB avoided": counters.swap_avoided_bytes / 1e9,
+            "recomputed": counters.recomputed_jobs,
+        },
+        note,
+    )

@@ -1,0 +1,125 @@
+"""Phase "step": whole decode steps of a rank over their floor, and the gap between two of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from ceilings import copy_rate
+from phase_context import Context
+from decode_steps import FIRST_TOKEN, blocks_of, decode_step, load
+from fastserve_backend.engine import Engine
+from fastserve_backend.executor.distributed import DistributedExecutor
+from fastserve_backend.sampling_params import SamplingParams
+from fastserve_backend.worker.messages import CopyResult, Step, StepResult
+from random_models import engine_config
+from replay import run_jobs
+
+MODELS = ("opt-125m", "opt-1.3b", "opt-13b")
+CONTEXT = 512
+BATCHES = (1, 16, 64)
+REPEATS = 40
+GAP_MODEL = "opt-13b"
+GAP_BATCH, GAP_PROMPT, GAP_TOKENS = 64, 256, 128
+
+
+def run(context: Context) -> None:
+    rate, _ = copy_rate(context.device)
+    for name in MODELS[:1] if context.tiny else MODELS:
+        _steps(context, name, rate)
+    _gap(context)
+
+
+def _steps(context: Context, name: str, copy_bytes_s: float) -> None:
+    tokens, batches = (32, (1, 2)) if context.tiny else (CONTEXT, BATCHES)
+    model = load(context, name, max(batches) * blocks_of(tokens))
+    for number, batch in enumerate(batches):
+        step = decode_step(number, batch, tokens)
+
+        def one_step(step: Step = step) -> None:
+            model.runner.run(step)
+
+        timing = context.device.wall_time(one_step, REPEATS)
+        # Each weight and all keys and values are read once.
+        num_bytes = model.bytes_of_weights + batch * model.bytes_of_context(tokens)
+        floor_s = num_bytes / copy_bytes_s
+        context.recorder.row(
+            "decode step",
+            {"model": name, "batch": batch, "context": tokens},
+            {
+                "ms": timing.seconds * 1e3,
+                "spread": timing.spread,
+                "floor, ms": floor_s * 1e3,
+                "× floor": timing.seconds / floor_s,
+                "tokens/s": batch / timing.seconds,
+            },
+        )
+
+
+class _TimedExecutor(DistributedExecutor):
+    """Notes how long after the result before it each step's came, and what the rank computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.periods: list[tuple[float, float]] = []
+        """(seconds since the result before, seconds computed) of each decode of the full batch."""
+        self._last_s = 0.0
+        self._is_full = False
+
+    def submit(self, step: Step) -> None:
+        self._is_full = step.num_decodes == GAP_BATCH and len(step.query_lens) == 4 * GAP_BATCH
+        super().submit(step)
+
+    def collect(self) -> StepResult | CopyResult | None:
+        result = super().collect()
+        if isinstance(result, StepResult):
+            now = time.perf_counter()
+            if self._is_full:
+                self.periods.append((now - self._last_s, result.compute_s))
+            self._last_s = now
+        return result
+
+
+def _gap(context: Context) -> None:
+    """From one step's tokens to the start of the next, through the engine with real ranks."""
+    config = engine_config(
+        context,
+        GAP_MODEL,
+        max_num_seqs=GAP_BATCH,
+        max_num_batched_tokens=GAP_BATCH * GAP_PROMPT,
+        max_model_len=GAP_PROMPT + GAP_TOKENS,
+        strategy="recompute",
+        policy="fcfs",
+    )
+    prompt_tokens, output_tokens = (4, 12) if context.tiny else (GAP_PROMPT, GAP_TOKENS)
+    executors: list[_TimedExecutor] = []
+
+    def make() -> _TimedExecutor:
+        executors.append(_TimedExecutor())
+        return executors[-1]
+
+    engine = Engine(config, make_executor=make)
+    engine.start(timeout_s=context.left_s())
+    try:
+        executors[-1].periods.clear()  # of the steps that the engine measured its profile with
+        params = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
+        prompts = [
+            [FIRST_TOKEN + job + place for place in range(prompt_tokens)]
+            for job in range(GAP_BATCH)
+        ]
+        run_jobs(engine, [(prompt, params) for prompt in prompts], context.left_s())
+    finally:
+        engine.close()
+    # The first after the prefill has its result's handling before it.
+    periods = executors[-1].periods[1:]
+    gaps = sorted(period - computed for period, computed in periods)
+    context.recorder.row(
+        "host gap",
+        {"model": GAP_MODEL, "batch": GAP_BATCH},
+        {
+            "ms": statistics.median(gaps) * 1e3,
+            "P95, ms": gaps[int(0.95 * len(gaps))] * 1e3,
+            "step, ms": statistics.median(period for period, _ in periods) * 1e3,
+            "steps": len(gaps),
+        },
+    )

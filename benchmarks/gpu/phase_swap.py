@@ -1,0 +1,146 @@
+"""Phase "swap": KV blocks to the host and back, and what decoding loses meanwhile."""
+
+from __future__ import annotations
+
+import queue
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ceilings import link_rates
+from phase_context import CheckFailed, Context
+from decode_steps import BLOCK_SIZE, LoadedModel, blocks_of, decode_step, load
+from fastserve_backend.worker.host_store import make_host_store
+from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step
+from fastserve_backend.worker.swap_engine import SwapEngine
+
+MODEL = "opt-13b"
+SWAPPED_BLOCKS = 77  # 1.0 GB of OPT-13B
+BATCH, CONTEXT = 16, 512  # of the decode steps beside which blocks are copied
+REPEATS = 5
+DECODE_STEPS = 60
+COPY_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class _Copy:
+    is_out: bool
+    device_blocks: Sequence[int]
+    host_blocks: Sequence[int]
+
+
+class _Swaps:
+    """The rank's own engine for copies, in this process."""
+
+    def __init__(self, context: Context, model: LoadedModel, num_host_blocks: int) -> None:
+        block_bytes = model.config.host_kv_bytes_per_block(BLOCK_SIZE, "same")
+        gib = (num_host_blocks + 0.5) * block_bytes / 2**30
+        store = make_host_store(model.config, model.kv, gib, "same")
+        self._results: queue.SimpleQueue[CopyResult] = queue.SimpleQueue()
+        self._engine = SwapEngine(store, context.device.torch_device, lambda _: self._results.put)
+        self._under_way: dict[int, _Copy] = {}
+        self._num_begun = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._under_way
+
+    def begin(self, copy: _Copy) -> None:
+        self._num_begun += 1
+        self._under_way[self._num_begun] = copy
+        device_blocks, host_blocks = (
+            array("i", blocks).tobytes() for blocks in (copy.device_blocks, copy.host_blocks)
+        )
+        self._engine.begin(
+            CopyBlocks(self._num_begun, copy.is_out, device_blocks, host_blocks, BLOCK_SIZE)
+        )
+
+    def wait(self) -> _Copy:
+        """The next copy that ends.
+
+        Raises:
+            CheckFailed: it failed.
+        """
+        return self._end(self._results.get(timeout=COPY_TIMEOUT_S))
+
+    def begin_ended_again(self) -> None:
+        """Those that have ended so far."""
+        while True:
+            try:
+                result = self._results.get_nowait()
+            except queue.Empty:
+                return
+            self.begin(self._end(result))
+
+    def _end(self, result: CopyResult) -> _Copy:
+        if result.error is not None:
+            raise CheckFailed(f"a copy of KV blocks failed: {result.error}")
+        return self._under_way.pop(result.transfer_id)
+
+
+def run(context: Context) -> None:
+    batch, tokens = (2, 32) if context.tiny else (BATCH, CONTEXT)
+    in_use = batch * blocks_of(tokens)
+    count = 4 if context.tiny else SWAPPED_BLOCKS
+    model = load(context, MODEL, in_use + 2 * count)
+    swaps = _Swaps(context, model, 2 * count)
+    free = range(in_use, in_use + 2 * count)
+    rates = link_rates(context.device)
+    # Neighbours on both sides are the best case: one copy for all.
+    layouts = {"neighbours": list(free), "scattered": random.Random(2).sample(free, len(free))}
+    for layout, blocks in layouts.items():
+        out = _Copy(True, blocks[:count], range(count))
+        back = _Copy(False, blocks[count:], range(count, 2 * count))
+        for direction, copies in {"out": [out], "in": [back], "both": [out, back]}.items():
+            num_bytes = len(copies) * count * model.config.kv_bytes_per_block(BLOCK_SIZE)
+            bytes_s = num_bytes / _seconds(swaps, copies)
+            context.recorder.row(
+                "swap",
+                {"model": MODEL, "blocks": f"{count} {layout}", "direction": direction},
+                {"GB/s": bytes_s / 1e9, "share of pinned copy": bytes_s / rates[direction]},
+            )
+    _slowdown(context, model, swaps, decode_step(1, batch, tokens), [out, back])
+
+
+def _seconds(swaps: _Swaps, copies: Sequence[_Copy]) -> float:
+    """From the order of all copies to the end of the last; the median."""
+    times = []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        for copy in copies:
+            swaps.begin(copy)
+        for _ in copies:
+            swaps.wait()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def _slowdown(
+    context: Context, model: LoadedModel, swaps: _Swaps, step: Step, copies: Sequence[_Copy]
+) -> None:
+    """Decode steps alone, and while other blocks are copied both ways without a pause."""
+    alone = context.device.wall_time(lambda: model.runner.run(step), DECODE_STEPS)
+    for copy in [*copies, *copies]:  # the second of a direction begins when the first ends
+        swaps.begin(copy)
+
+    def decode() -> None:
+        swaps.begin_ended_again()
+        model.runner.run(step)
+
+    beside = context.device.wall_time(decode, DECODE_STEPS)
+    while not swaps.is_idle:
+        swaps.wait()
+    context.recorder.row(
+        "decode while swapping",
+        {"model": MODEL, "batch": step.num_decodes, "copies": "both directions"},
+        {
+            "ms alone": alone.seconds * 1e3,
+            "spread": alone.spread,
+            "ms while swapping": beside.seconds * 1e3,
+            "its spread": beside.spread,
+            "slowdown": beside.seconds / alone.seconds - 1,
+        },
+    )

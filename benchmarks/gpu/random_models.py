@@ -1,0 +1,44 @@
+"""Models and engines of the checks: those of OPT's sizes, and what stands for them in a dry run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from phase_context import Context
+from fastserve_backend.config import EngineConfig
+
+DTYPE = "bfloat16"
+_DRY_RUN_OPT = {
+    "model_type": "opt",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "word_embed_proj_dim": 64,
+    "num_attention_heads": 4,
+    "ffn_dim": 128,
+    "vocab_size": 50272,  # as the models that it stands for
+    "max_position_embeddings": 2048,
+    "activation_function": "relu",
+}
+_DRY_RUN_OPTIONS = {
+    "device": "cpu",
+    "max_model_len": 512,
+    "device_blocks": 150,
+    "swap_space_gib": 0.02,
+}
+
+
+def model_of(context: Context, name: str) -> str:
+    """What to load for a model of this built-in name."""
+    if not context.tiny:
+        return name
+    directory = context.scratch / f"tiny-{name}"
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(_DRY_RUN_OPT), encoding="utf-8")
+    return str(directory)
+
+
+def engine_config(context: Context, name: str, **keys: Any) -> EngineConfig:
+    """With random weights; ``keys`` as in ``engine.yaml``."""
+    keys = {"model": model_of(context, name), "load_format": "dummy", "dtype": DTYPE, **keys}
+    return EngineConfig().with_keys(**(keys | (_DRY_RUN_OPTIONS if context.tiny else {})))

@@ -1,0 +1,53 @@
+"""One phase of the check, in a process of its own: what goes wrong in it, be it an illegal access on
+the device, is its own affair. Started by check.py."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import traceback
+from importlib import import_module
+from pathlib import Path
+
+from check_device import find_device
+from phase_context import CheckFailed, Context, Recorder, one_line
+
+FAILED, NO_DEVICE = 1, 3
+"""Exit codes."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("phase")
+    parser.add_argument("--records", type=Path, required=True)
+    parser.add_argument("--scratch", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--dataset", required=True)
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    started_s = time.monotonic()
+    recorder = Recorder(arguments.records)
+    try:
+        device = find_device(tiny=arguments.tiny)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        recorder.error(one_line(error))
+        return NO_DEVICE
+    recorder.machine(device.describe())
+    context = Context(
+        device, recorder, started_s + arguments.seconds, arguments.scratch, arguments.dataset
+    )
+    try:
+        import_module(f"phase_{arguments.phase}").run(context)
+    except CheckFailed as error:
+        recorder.error(str(error))
+        return FAILED
+    except Exception as error:
+        traceback.print_exc()
+        recorder.error(one_line(error))
+        return FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""What the kernels' machine code needs of a GPU, for sm_80 (A100) and sm_90 (H100, H200)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+from ahead_of_time import Arguments, CompiledKernel, Launch, compile_launches
+
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+"""What one program may have at most."""
+MATRIX_INSTRUCTION = {80: "HMMA", 90: "HGMMA"}
+"""Feeds the tensor cores at full rate."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Of each kernel of a launch. All but ``narrow_loads`` and ``narrow_stores`` of the accesses to
+    memory in the code are 16 bytes wide; those are of single numbers and of short rows."""
+
+    function: str
+    arguments: Arguments
+    registers: int
+    """The most that a thread may have: more would let fewer programs run at a time."""
+    narrow_loads: int = 0
+    narrow_stores: int = 0
+    matrix: bool = False
+    """Whether tensor cores must be used."""
+
+
+def rowwise() -> list[Expected]:
+    rows = []
+    for dtype in ("bfloat16", "float16", "float32"):
+        # Full occupancy is 32 registers.
+        rows += [
+            Expected("bias_relu", {"dtype": dtype, "size": 20480}, 32),
+            Expected("silu_mul", {"dtype": dtype, "size": 11008}, 32),
+        ]
+    for dtype, size in [
+        ("bfloat16", 768), ("bfloat16", 5120), ("bfloat16", 16384), ("float16", 5120)
+    ]:  # fmt: skip
+        # With 1024 threads, the widest rows', there are 64.
+        arguments: Arguments = {"dtype": dtype, "size": size}
+        rows += [
+            Expected("add_layer_norm", arguments, 56),
+            Expected("add_rms_norm", arguments, 48),
+        ]
+    return rows
+
+
+def cache() -> list[Expected]:
+    rows = []
+    for dtype, kv_heads, head_dim in [
+        ("bfloat16", 12, 64), ("bfloat16", 32, 80), ("bfloat16", 8, 128), ("float16", 40, 128),
+        ("float32", 8, 128),
+    ]:  # fmt: skip
+        arguments: Arguments = {"dtype": dtype, "kv_heads": kv_heads, "head_dim": head_dim}
+        # Narrow: the slot; the block's number, and what holds for a channel in all its tokens.
+        rows += [
+            Expected("kv_write", arguments, 32, narrow_loads=1),
+            Expected("quantize_blocks", arguments, 128, narrow_loads=1, narrow_stores=2),
+            Expected("dequantize_blocks", arguments, 96, narrow_loads=3),
+        ]
+    for dtype, heads, kv_heads, head_dim, rotary_dim in [
+        ("bfloat16", 32, 8, 128, 128), ("float16", 9, 3, 64, 64), ("bfloat16", 8, 8, 64, 16)
+    ]:  # fmt: skip
+        arguments = {
+            "dtype": dtype, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
+            "rotary_dim": rotary_dim,
+        }  # fmt: skip
+        # Narrow: the slot, cosines and sines; and the pairs, where they are few.
+        few = rotary_dim < 32
+        rows.append(
+            Expected(
+                "rope_kv_write",
+                arguments,
+                64,
+                narrow_loads=7 if few else 3,
+                narrow_stores=4 if few else 0,
+            )
+        )
+    return rows
+
+
+EXPECTED = rowwise() + cache()
+CASES = list(product(EXPECTED, (80, 90)))
+LAUNCHES = [
+    Launch(f"kernel_launches:{expected.function}", architecture, expected.arguments)
+    for expected, architecture in CASES
+]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[CompiledKernel]]:
+    kernels = compile_launches(LAUNCHES)
+    return {str(launch): found for launch, found in zip(LAUNCHES, kernels, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("expected", "launch"),
+    [(case[0], launch) for case, launch in zip(CASES, LAUNCHES, strict=True)],
+    ids=map(str, LAUNCHES),
+)
+def test_machine_code(
+    compiled: dict[str, list[CompiledKernel]], expected: Expected, launch: Launch
+) -> None:
+    for kernel in compiled[str(launch)]:
+        what = f"{kernel.name}: {kernel.registers} registers, {dict(kernel.instructions)}"
+        assert kernel.stack_bytes == 0, what
+        assert kernel.count("LDL", "STL") == 0, what
+        assert kernel.registers <= expected.registers, what
+        assert kernel.shared_bytes <= SHARED_BYTES[launch.architecture], what
+        assert kernel.count("LDG.128", "LDGSTS.128") > 0, what
+        assert kernel.count("STG.128") > 0, what
+        narrow_loads = kernel.count("LDG", "LDGSTS") - kernel.count("LDG.128", "LDGSTS.128")
+        assert narrow_loads <= expected.narrow_loads, what
+        narrow_stores = kernel.count("STG") - kernel.count("STG.128")
+        assert narrow_stores <= expected.narrow_stores, what
+        if expected.matrix:
+            assert kernel.count(MATRIX_INSTRUCTION[launch.architecture]) > 0, what

@@ -49,20 +49,19 @@ class Shape:
 def run(context: Context) -> None:
     rate, _ = copy_rate(context.device)
     flops, _ = gemm_rate(context.device)
-    for head_dim in HEAD_DIMS:
-        for heads, kv_heads in HEADS:
-            _decode(context, _decode_shape(context.tiny, heads, kv_heads, head_dim), rate)
-    for head_dim in HEAD_DIMS:
-        for heads, kv_heads in HEADS:
-            tokens = 2 * BLOCK_SIZE if context.tiny else PROMPT_TOKENS
-            if context.tiny:
-                heads, kv_heads = heads // kv_heads, 1
-            _prefill(context, Shape(heads, kv_heads, head_dim, 1, tokens), flops)
+    shapes = [(head_dim, *heads) for head_dim in HEAD_DIMS for heads in HEADS]
+    if context.tiny:
+        shapes = [(64, heads // kv_heads, 1) for heads, kv_heads in HEADS]
+    for head_dim, heads, kv_heads in shapes:
+        _decode(context, _decode_shape(context.tiny, heads, kv_heads, head_dim), rate)
+    tokens = 2 * BLOCK_SIZE if context.tiny else PROMPT_TOKENS
+    for head_dim, heads, kv_heads in shapes:
+        _prefill(context, Shape(heads, kv_heads, head_dim, 1, tokens), flops)
 
 
 def _decode_shape(tiny: bool, heads: int, kv_heads: int, head_dim: int) -> Shape:
     if tiny:
-        return Shape(heads // kv_heads, 1, head_dim, 2, 2 * BLOCK_SIZE)
+        return Shape(heads, kv_heads, head_dim, 2, 2 * BLOCK_SIZE)
     bytes_of_token = Shape(heads, kv_heads, head_dim, BATCH, 1).kv_bytes
     context = -(-LEAST_KV_BYTES // bytes_of_token)
     return Shape(heads, kv_heads, head_dim, BATCH, -(-context // SPLIT_TOKENS) * SPLIT_TOKENS)

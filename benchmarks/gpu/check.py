@@ -70,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "machine": machine,
         "seconds": round(time.monotonic() - started_s, 1),
         "phases": phases,
-        "goals": [goal.evaluate(rows) for goal in GOALS],
+        # What a dry run takes is not compared with anything.
+        "goals": [goal.evaluate([] if arguments.tiny else rows) for goal in GOALS],
     }
     output.mkdir(parents=True, exist_ok=True)
     path = output / file_name(document)

@@ -27,7 +27,6 @@ CALLS_IN_A_GRAPH = 32
 # Time of one series of replays, of which the median is taken, and bounds of their number.
 SERIES_S = 0.2
 FEWEST_REPLAYS, MOST_REPLAYS = 5, 100
-DRY_RUN_REPEATS = 2
 
 
 @dataclass(frozen=True)
@@ -76,15 +75,9 @@ class Device(ABC):
         """One call that waits for its own result, host included; the first two warm up."""
         for _ in range(2):
             call()
-        series = []
-        for _ in range(2):
-            times = []
-            for _ in range(repeats):
-                started = time.perf_counter()
-                call()
-                times.append(time.perf_counter() - started)
-            series.append(statistics.median(times))
-        return Timing.of(*series)
+        return Timing.of(
+            *(statistics.median(_seconds(call) for _ in range(repeats)) for _ in range(2))
+        )
 
     def num_inputs(self, bytes_of_one: int) -> int:
         """Sets of inputs to take in turn, for none to be in the cache when its turn comes."""
@@ -183,15 +176,21 @@ class CpuDevice(Device):
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def time(self, calls: Sequence[Call]) -> Timing:
-        return self.wall_time(calls[0], DRY_RUN_REPEATS)
+        return self.wall_time(calls[0], 1)
 
     def wall_time(self, call: Call, repeats: int) -> Timing:
-        return super().wall_time(call, min(repeats, DRY_RUN_REPEATS))
+        return Timing.of(_seconds(call), _seconds(call))
 
 
 def find_device(*, tiny: bool) -> Device:
     """The GPU, or for ``tiny`` the CPU."""
     return CpuDevice() if tiny else CudaDevice()
+
+
+def _seconds(call: Call) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
 def _driver() -> str | None:

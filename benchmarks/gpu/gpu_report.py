@@ -96,7 +96,7 @@ def _goal_cells(goal: Mapping[str, Any]) -> Sequence[str]:
     must, stretch, measured = (
         _number(goal[key], percent=goal["percent"]) for key in ("must", "stretch", "measured")
     )
-    verdict = {True: "met", False: "**missed**", None: "not measured"}[goal["met"]]
+    verdict = {True: "met", False: "**missed**", None: ""}[goal["met"]]
     return goal["name"], sign + must, sign + stretch, measured, verdict
 
 

@@ -52,9 +52,7 @@ def paged_flex(query: Tensor, kv_heads: int, context: int, *, compiled: bool) ->
     pages = PagedAttention(num_pages, FLEX_PAGE, rows, device=str(device))
     pages.empty_pages = torch.randperm(num_pages).tolist()
     for row in range(rows):
-        pages.reserve(
-            torch.tensor(row, device=device), torch.tensor(context, device=device)
-        )
+        pages.reserve(torch.tensor(row, device=device), torch.tensor(context, device=device))
     lengths = torch.full((rows,), context, device=device)
     logical = create_block_mask(
         noop_mask, rows, None, 1, context, device=str(device), BLOCK_SIZE=(FLEX_PAGE, FLEX_PAGE)

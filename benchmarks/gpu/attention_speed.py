@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import attention_baselines as baselines
 import torch
 from ceilings import copy_rate, gemm_rate
-from phase_context import Context, one_line
 from check_device import Call
 from fastserve_kernels.gpu.paged_decode import decode_scratch, paged_decode
 from fastserve_kernels.gpu.paged_prefill import paged_prefill, query_tile
 from fastserve_kernels.gpu.work_lists import SPLIT_TOKENS, decode_work, num_splits, prefill_work
+from phase_context import Context, one_line
 from torch import Tensor
 
 BLOCK_SIZE = 16
@@ -89,11 +89,7 @@ def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> None:
     out = torch.empty_like(query)
     scale = shape.head_dim**-0.5
     timing = context.device.time(
-        [
-            lambda: paged_decode(
-                query, kv, 0, tables, context_lens, work, scale, out, scratch
-            )
-        ]
+        [lambda: paged_decode(query, kv, 0, tables, context_lens, work, scale, out, scratch)]
     )
     others: dict[str, Callable[[], Call]] = {
         "gather + SDPA": lambda: baselines.gather_and_sdpa(query, kv, tables),
@@ -149,7 +145,9 @@ def _prefill(context: Context, shape: Shape, gemm_flops_s: float) -> None:
 
     def sdpa() -> Call:
         sizes = (shape.heads, shape.kv_heads, shape.kv_heads)
-        return baselines.causal_sdpa(*(_random(tokens, n, shape.head_dim, dtype, device) for n in sizes))
+        return baselines.causal_sdpa(
+            *(_random(tokens, n, shape.head_dim, dtype, device) for n in sizes)
+        )
 
     ratios, note = _against(context, timing.seconds, {"SDPA": sdpa})
     # Two products of [tokens, head_dim] and [head_dim, tokens], of which half is masked.

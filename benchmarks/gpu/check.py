@@ -21,6 +21,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -45,29 +47,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_whole = arguments.only is None and not arguments.tiny
     output = arguments.output or (RESULTS if is_whole else APART)
     started_s = time.monotonic()
-    machine: dict[str, Any] = {}
-    phases = []
     with tempfile.TemporaryDirectory(prefix="fastserve-gpu-check-") as scratch:
-        for phase in chosen:
-            left_s = TOTAL_S - (time.monotonic() - started_s)
-            outcome = _run(phase, min(phase.limit_s, left_s), Path(scratch), arguments)
-            machine = machine or outcome.pop("machine")
-            outcome.pop("machine", None)
-            phases.append(outcome)
-            if outcome["status"] == "no device":
-                print(f"no CUDA device: {outcome['error']}; --tiny tries the program without one")
-                return 2
-            print(f"{phase.name}: {outcome['status']}, {outcome['seconds']:.0f} s"
-                  + (f": {outcome['error']}" if outcome["error"] else ""), flush=True)  # fmt: skip
+        run = _Run(arguments, Path(scratch), started_s)
+        # A dry run's times mean nothing, so that two phases may run beside each other.
+        with ThreadPoolExecutor(2 if arguments.tiny else 1) as pool:
+            phases = list(pool.map(run.run, chosen))
+    if run.no_device is not None:
+        print(f"no CUDA device: {run.no_device}; --tiny tries the program without one")
+        return 2
     rows = [row for outcome in phases for row in outcome["rows"]]
     document = {
         "schema": SCHEMA,
         "dry_run": arguments.tiny,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python3", "benchmarks/gpu/check.py", *(argv or sys.argv[1:])]),
+        "command": shlex.join(
+            ["python3", "benchmarks/gpu/check.py", *(sys.argv[1:] if argv is None else argv)]
+        ),
         "commit": _commit(),
         "versions": _versions(),
-        "machine": machine,
+        "machine": run.machine,
         "seconds": round(time.monotonic() - started_s, 1),
         "phases": phases,
         # What a dry run takes is not compared with anything.
@@ -79,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{markdown(document)}\nwritten: {path}")
     if output == RESULTS:
         print(f"written: {update_docs()}")
-    return int(any(one["is_check"] and one["status"] not in ("passed", "skipped") for one in phases))
+    return int(
+        any(one["is_check"] and one["status"] not in ("passed", "skipped") for one in phases)
+    )
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -107,69 +107,89 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _run(
-    phase: Phase, limit_s: float, scratch: Path, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """The phase's part of the JSON, with what its process says of the machine."""
-    outcome: dict[str, Any] = {
-        "name": phase.name,
-        "is_check": phase.is_check,
-        "status": "skipped",
-        "error": None,
-        "seconds": 0.0,
-        "limit_s": round(limit_s, 1),
-        "rows": [],
-        "machine": {},
-    }
-    missing = phase.missing_packages()
-    if missing:
-        outcome["error"] = f"needs {', '.join(missing)}: pip install {' '.join(missing)}"
+class _Run:
+    """Runs phases, each in a process of its own and within its time."""
+
+    def __init__(self, arguments: argparse.Namespace, scratch: Path, started_s: float) -> None:
+        self.machine: dict[str, Any] = {}
+        """What the phases say of it."""
+        self.no_device: str | None = None
+        """Why there is none; no phase runs then."""
+        self._arguments, self._scratch, self._started_s = arguments, scratch, started_s
+
+    def run(self, phase: Phase) -> dict[str, Any]:
+        """The phase's part of the JSON."""
+        left_s = TOTAL_S - (time.monotonic() - self._started_s)
+        limit_s = min(phase.limit_s, left_s)
+        outcome: dict[str, Any] = {
+            "name": phase.name,
+            "is_check": phase.is_check,
+            "status": "skipped",
+            "error": None,
+            "seconds": 0.0,
+            "limit_s": round(limit_s, 1),
+            "rows": [],
+        }
+        missing = phase.missing_packages()
+        if missing:
+            outcome["error"] = f"needs {', '.join(missing)}: pip install {' '.join(missing)}"
+        elif limit_s <= GRACE_S:
+            outcome["error"] = "the phases before it took all the time"
+        elif self.no_device is not None:
+            outcome["error"] = self.no_device
+        else:
+            self._run_process(phase, limit_s, outcome)
+        reason = f": {outcome['error']}" if outcome["error"] else ""
+        print(f"{phase.name}: {outcome['status']}, {outcome['seconds']:.0f} s{reason}", flush=True)
         return outcome
-    if limit_s <= GRACE_S:
-        outcome["error"] = "the phases before it took all the time"
-        return outcome
-    print(f"{phase.name}:", flush=True)
-    records = scratch / f"{phase.name}.jsonl"
-    records.touch()
-    command = [
-        sys.executable, str(Path(__file__).with_name("run_phase.py")), phase.name,
-        "--records", str(records), "--scratch", str(scratch), "--dataset", arguments.sharegpt,
-        "--seconds", str(limit_s - GRACE_S),
-    ]  # fmt: skip
-    started_s = time.monotonic()
-    # A session of its own, so that the processes that it starts can be ended with it.
-    process = subprocess.Popen(
-        command + ["--tiny"] * arguments.tiny,
-        env=_environment(tiny=arguments.tiny),
-        start_new_session=True,
-    )
-    try:
-        code: int | None = process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        code = None
-    finally:
-        _end(process)
-    outcome["seconds"] = round(time.monotonic() - started_s, 1)
-    for line in records.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        outcome["rows"] += [record["row"]] if "row" in record else []
-        outcome |= {key: record[key] for key in ("error", "machine") if key in record}
-    if code == 0:
-        outcome["status"] = "passed"
-    elif code is None:
-        outcome["status"], outcome["error"] = "timed out", f"was ended after {limit_s:.0f} s"
-    else:
-        outcome["status"] = "no device" if code == NO_DEVICE else "failed"
-        outcome["error"] = outcome["error"] or f"its process ended with {code}"
-    return outcome
+
+    def _run_process(self, phase: Phase, limit_s: float, outcome: dict[str, Any]) -> None:
+        print(f"{phase.name}:", flush=True)
+        started_s = time.monotonic()
+        records = self._scratch / f"{phase.name}.jsonl"
+        records.touch()
+        code = self._exit_code(phase, limit_s, records)
+        outcome["seconds"] = round(time.monotonic() - started_s, 1)
+        for line in records.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            if "row" in record:
+                outcome["rows"].append(record["row"])
+            self.machine |= record.get("machine", {})
+            outcome["error"] = record.get("error", outcome["error"])
+        if code == 0:
+            outcome["status"] = "passed"
+        elif code is None:
+            outcome["status"], outcome["error"] = "timed out", f"was ended after {limit_s:.0f} s"
+        else:
+            outcome["status"] = "failed"
+            outcome["error"] = outcome["error"] or f"its process ended with {code}"
+        if code == NO_DEVICE:
+            self.no_device = outcome["error"]
+
+    def _exit_code(self, phase: Phase, limit_s: float, records: Path) -> int | None:
+        """None if it was ended after ``limit_s``."""
+        command = [
+            sys.executable, str(Path(__file__).with_name("run_phase.py")), phase.name,
+            "--records", str(records), "--scratch", str(self._scratch),
+            "--dataset", self._arguments.sharegpt, "--seconds", str(limit_s - GRACE_S),
+        ]  # fmt: skip
+        tiny = self._arguments.tiny
+        # A session of its own, so that the processes that it starts can be ended with it.
+        process = subprocess.Popen(
+            command + ["--tiny"] * tiny, env=_environment(tiny=tiny), start_new_session=True
+        )
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """The process and all that it started and left."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import platform
@@ -20,7 +21,7 @@ from torch import Tensor
 
 Call = Callable[[], object]
 
-# Inputs of repeated calls together exceed the last cache so many times, so that none is still in it.
+# Inputs of repeated calls together exceed the last cache so many times: none is still in it.
 CACHES_EXCEEDED = 3
 # Calls in one captured graph: enough that the gap between two replays does not count.
 CALLS_IN_A_GRAPH = 32
@@ -50,6 +51,8 @@ class Device(ABC):
     torch_device: torch.device
     cache_bytes: int
     """Of the last cache before memory."""
+    memory_bytes: float
+    """Of the device."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -66,6 +69,10 @@ class Device(ABC):
     @abstractmethod
     def host_memory(self, num_bytes: int) -> Tensor:
         """uint8 ``[num_bytes]`` that the device copies from and to without a detour."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Give back the memory of what nobody holds any more, also to other processes."""
 
     @abstractmethod
     def time(self, calls: Sequence[Call]) -> Timing:
@@ -91,14 +98,16 @@ class CudaDevice(Device):
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        self.cache_bytes = torch.cuda.get_device_properties(self.torch_device).L2_cache_size
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        self.cache_bytes = properties.L2_cache_size
+        self.memory_bytes = properties.total_memory
 
     def describe(self) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(self.torch_device)
         return {
             "name": properties.name,
             "capability": list(torch.cuda.get_device_capability(self.torch_device)),
-            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "memory_gib": round(self.memory_bytes / 2**30, 1),
             "multiprocessors": properties.multi_processor_count,
             "cache_mib": round(self.cache_bytes / 2**20, 1),
             "cuda": torch.version.cuda,
@@ -113,6 +122,10 @@ class CudaDevice(Device):
 
     def host_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def free(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def time(self, calls: Sequence[Call]) -> Timing:
         # So many that each series of inputs is whole.
@@ -129,7 +142,8 @@ class CudaDevice(Device):
     def _capture(self, calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
         """A graph of all calls, each made once before: compiling and first allocations are not for
         a capture."""
-        current, warm_up = torch.cuda.current_stream(self.torch_device), torch.cuda.Stream(self.torch_device)
+        current = torch.cuda.current_stream(self.torch_device)
+        warm_up = torch.cuda.Stream(self.torch_device)
         warm_up.wait_stream(current)
         with torch.cuda.stream(warm_up):
             for call in calls:
@@ -162,6 +176,7 @@ class CpuDevice(Device):
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self.cache_bytes = 2**10
+        self.memory_bytes = math.inf
 
     def describe(self) -> dict[str, Any]:
         return {"name": f"dry run on a CPU ({platform.machine()})"}
@@ -174,6 +189,9 @@ class CpuDevice(Device):
 
     def host_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def free(self) -> None:
+        gc.collect()
 
     def time(self, calls: Sequence[Call]) -> Timing:
         return self.wall_time(calls[0], 1)

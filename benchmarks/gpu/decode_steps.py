@@ -6,11 +6,11 @@ from array import array
 from dataclasses import dataclass
 
 import torch
-from phase_context import Context
 from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.models.loader import load_model, torch_dtype
 from fastserve_backend.worker.messages import Step
 from fastserve_backend.worker.model_runner import ModelRunner
+from phase_context import Context
 from random_models import DTYPE, model_of
 from torch import Tensor
 
@@ -32,6 +32,12 @@ class LoadedModel:
 
     def bytes_of_context(self, tokens: int) -> int:
         return tokens * self.config.kv_bytes_per_block(BLOCK_SIZE) // BLOCK_SIZE
+
+
+def block_bytes(name: str) -> int:
+    """Of one KV block of a built-in model."""
+    config = load_model_config(name, load_format="dummy", dtype=DTYPE)
+    return config.kv_bytes_per_block(BLOCK_SIZE)
 
 
 def load(context: Context, name: str, num_blocks: int) -> LoadedModel:

@@ -1,6 +1,6 @@
 """The figures of GPU runs in docs/performance.md, made of their JSON files.
 
-    python3 benchmarks/gpu/gpu_report.py    # after files were added to benchmarks/results/gpu
+python3 benchmarks/gpu/gpu_report.py    # after files were added to benchmarks/results/gpu
 """
 
 from __future__ import annotations
@@ -53,10 +53,14 @@ def all_markdown(results: Path = RESULTS) -> str:
     Raises:
         ReportError: as ``update_docs``.
     """
-    documents = [(path, json.loads(path.read_text("utf-8"))) for path in sorted(results.glob("*.json"))]
+    documents = [
+        (path, json.loads(path.read_text("utf-8"))) for path in sorted(results.glob("*.json"))
+    ]
     for path, document in documents:
         if document.get("schema") != SCHEMA:
-            raise ReportError(f"{path}: schema is {document.get('schema')}, not {SCHEMA}; run again")
+            raise ReportError(
+                f"{path}: schema is {document.get('schema')}, not {SCHEMA}; run again"
+            )
         if document["dry_run"]:
             raise ReportError(f"{path}: is of a dry run, which measures nothing; remove it")
     return "\n\n".join(markdown(document) for _, document in documents) or NO_RUN

@@ -20,8 +20,8 @@ class CheckFailed(Exception):
 
 
 class Recorder:
-    """Writes what a phase finds as it comes, a line of JSON each: what was measured before it failed
-    or was ended is kept."""
+    """Writes what a phase finds as it comes, a line of JSON each: what was measured before the phase
+    failed or was ended is kept."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -37,7 +37,9 @@ class Recorder:
         """
         row = {"table": table, "case": dict(case), "figures": dict(figures), "note": note}
         self._write({"row": row})
-        text = ", ".join(f"{name} {_short(value)}" for name, value in (*case.items(), *figures.items()))
+        text = ", ".join(
+            f"{name} {_short(value)}" for name, value in (*case.items(), *figures.items())
+        )
         print(f"  {table}: {text}{note and f' ({note})'}", flush=True)
 
     def machine(self, description: Mapping[str, Any]) -> None:

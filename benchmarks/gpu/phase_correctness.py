@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 
 import torch
-from phase_context import CheckFailed, Context, one_line
 from check_device import find_device
+from phase_context import CheckFailed, Context, one_line
 
 # Compiling a kernel for each case keeps one core busy and the device idle.
 NUM_PROCESSES = 6

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
-from phase_context import Context, one_line
 from fastserve_backend.config import SWAPPING
 from fastserve_backend.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
@@ -23,10 +22,10 @@ from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Ready, Setup, Step, StepResult
 from fastserve_client.report import JobRecord, Summary, summarize
 from fastserve_client.workload import AUTHORS_LIMITS, Lengths, load_lengths, poisson_trace
-from random_models import engine_config
+from phase_context import Context, one_line
+from random_models import engine_config, largest_model
 from replay import TooSlow, on_the_engine
 
-MODEL = "opt-13b"
 POLICIES = ("fcfs", "skip_join_mlfq")
 BATCH_LIMITS = (16, 128)
 """Most jobs in one iteration: FastServe's authors' setting, and a larger one."""
@@ -185,7 +184,7 @@ def run(context: Context) -> None:
 def _engine(context: Context, ranks: LastingRanks, **keys: object) -> Engine:
     config = engine_config(
         context,
-        MODEL,
+        largest_model(context),
         **{"max_model_len": MAX_MODEL_LEN, "swap_space_gib": SWAP_GIB, **keys},
     )
     engine = Engine(config, make_executor=lambda: ranks)

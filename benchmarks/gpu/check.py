@@ -30,15 +30,13 @@ from typing import Any
 
 from goals import GOALS
 from gpu_report import RESULTS, SCHEMA, file_name, markdown, update_docs
-from phase_list import PHASES, TOTAL_S, Phase
+from phase_list import GRACE_S, PHASES, TOTAL_S, Phase
 
 ROOT = Path(__file__).resolve().parents[2]
 APART = ROOT / "build" / "gpu-check"
 """Of runs that are not whole."""
 PACKAGES = ("torch", "triton", "numpy", "transformers", "msgspec", "pyzmq", "pydantic")
 NO_DEVICE = 3  # exit code of run_phase.py
-# Between the end of its time as a phase knows it and the end of its process.
-GRACE_S = 8.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,8 +20,8 @@ class CheckFailed(Exception):
 
 
 class Recorder:
-    """Writes what a phase finds as it comes, a line of JSON each: what was measured before the phase
-    failed or was ended is kept."""
+    """Writes what a phase finds as it comes, a line of JSON each: what was measured before it
+    failed, or was ended, is kept."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")

@@ -9,13 +9,17 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
 
+import kernel_cases
+import rowwise_cases
 import torch
 from check_device import find_device
 from phase_context import CheckFailed, Context, one_line
+from rowwise_cases import Case
 
 # Compiling a kernel for each case keeps one core busy and the device idle.
 NUM_PROCESSES = 6
 MOST_FAILURES_SHOWN = 5
+DRY_RUN_CASE = 2  # of each operation's: neither an empty one nor a large one
 
 
 @dataclass(frozen=True)
@@ -65,18 +69,20 @@ def run(context: Context) -> None:
 
 
 def _run_tiny() -> list[Outcome]:
-    """One case of each operation, in the interpreter."""
-    chosen: dict[str, int] = {}
+    """One case of each operation, in the interpreter; in float32, which it computes rightly."""
+    indices: dict[str, list[int]] = defaultdict(list)
     for index, case in enumerate(_cases()):
-        chosen.setdefault(case.operation, index)
-    return check(list(chosen.values()), tiny=True)
+        if "-float32-" in str(case):
+            indices[case.operation].append(index)
+    return check([some[DRY_RUN_CASE] for some in indices.values()], tiny=True)
 
 
 def _run_in_processes(context: Context) -> list[Outcome]:
     outcomes: list[Outcome] = []
+    count = len(_cases())
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=get_context("spawn")) as pool:
         parts = [
-            pool.submit(check, range(first, len(_cases()), NUM_PROCESSES), tiny=False)
+            pool.submit(check, range(first, count, NUM_PROCESSES), tiny=False)
             for first in range(NUM_PROCESSES)
         ]
         for part in as_completed(parts, timeout=context.left_s()):
@@ -103,8 +109,5 @@ def check(indices: Sequence[int], *, tiny: bool) -> list[Outcome]:
     return outcomes
 
 
-def _cases():  # type: ignore[no-untyped-def]
-    import kernel_cases
-    import rowwise_cases
-
+def _cases() -> list[Case]:
     return [*kernel_cases.cases(), *rowwise_cases.cases()]

@@ -45,3 +45,5 @@ PHASES = (
 )
 TOTAL_S = 475.0
 """For all phases, each of which gets what those before it have left, up to its limit."""
+GRACE_S = 8.0
+"""Between the end of a phase's time as it knows it and the end of its process."""

@@ -1,0 +1,247 @@
+"""`make gpu-check`, as far as a CPU goes: all its phases as a dry run, its JSON, its table."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ROOT / "benchmarks" / "gpu" / "check.py"
+PHASES = ["machine", "correctness", "parity", "kernels", "swap", "step", "serving"]
+
+
+def run(*arguments: str, first: str = "") -> subprocess.CompletedProcess[str]:
+    """The program, as a user starts it.
+
+    Args:
+        first: code that runs before it.
+    """
+    code = (
+        f"import runpy, sys; sys.argv = {[str(PROGRAM), *arguments]}; "
+        f"sys.path.insert(0, {str(PROGRAM.parent)!r})\n{first}\n"
+        f"runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=170)
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The JSON of a dry run of everything."""
+    output = tmp_path_factory.mktemp("gpu-check")
+    done = run("--tiny", "--output", str(output))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = output.iterdir()
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(PROGRAM.parent)
+    import gpu_report
+
+    return gpu_report
+
+
+def test_every_phase_passes_and_leaves_figures(dry_run: dict[str, Any]) -> None:
+    assert dry_run["schema"] == 1
+    assert dry_run["dry_run"] is True
+    assert [phase["name"] for phase in dry_run["phases"]] == PHASES
+    for phase in dry_run["phases"]:
+        assert (phase["status"], phase["error"]) == ("passed", None), phase
+        assert phase["rows"]
+    assert {phase["name"] for phase in dry_run["phases"] if phase["is_check"]} == {
+        "correctness",
+        "parity",
+    }
+    assert {"date", "command", "commit", "versions", "machine", "seconds"} <= dry_run.keys()
+
+
+def test_every_kernel_was_compared(dry_run: dict[str, Any]) -> None:
+    rows = {row["case"]["operation"]: row["figures"] for row in rows_of(dry_run, "correctness")}
+    assert {"paged_decode", "paged_prefill", "kv_write", "rope_kv_write", "kv_int8"} <= rows.keys()
+    assert all(row["comparisons"] > 0 and row["wrong"] == 0 for row in rows.values())
+
+
+def test_tables_of_one_kind_have_the_same_figures(dry_run: dict[str, Any]) -> None:
+    for table in {row["table"] for phase in dry_run["phases"] for row in phase["rows"]}:
+        figures = {tuple(row["figures"]) for row in rows_of(dry_run, table)}
+        assert len(figures) == 1, table
+
+
+def test_each_goal_finds_its_figures(
+    dry_run: dict[str, Any], report: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a dry run they stand beside no goal; on a GPU a goal without a figure would be a gap."""
+    import goals
+
+    assert all(goal["measured"] is None and goal["met"] is None for goal in dry_run["goals"])
+    rows = [row for phase in dry_run["phases"] for row in phase["rows"]]
+    for goal in goals.GOALS:
+        if goal.where.get("head dim") == 128 or "model" in goal.where:
+            continue  # the dry run has fewer sizes
+        assert goal.measured(rows) is not None, goal.name
+
+
+def test_the_worst_figure_counts(report: ModuleType) -> None:
+    from goals import Goal
+
+    rows = [
+        {"table": "t", "case": {"n": n}, "figures": {"f": value}}
+        for n, value in ((1, 0.9), (1, 0.7), (2, 0.1), (1, None))
+    ]
+    least = Goal("", "t", "f", must=0.7, stretch=0.9, where={"n": 1})
+    assert (least.measured(rows), least.evaluate(rows)["met"]) == (0.7, True)
+    most = Goal("", "t", "f", must=0.7, stretch=0.1, where={"n": (1, 2)}, at_most=True)
+    assert (most.measured(rows), most.evaluate(rows)["met"]) == (0.9, False)
+
+
+def test_the_table_has_phases_goals_and_figures(
+    dry_run: dict[str, Any], report: ModuleType
+) -> None:
+    text = report.markdown(dry_run)
+    assert "its figures mean nothing" in text
+    for phase in PHASES:
+        assert f"| {phase} | passed |" in text
+    assert "| paged decode, D 128, share of the copy rate | ≥ 80.0% | ≥ 90.0% | – |  |" in text
+    assert "**Throughput under the SLO**" in text
+    measured = dry_run | {
+        "goals": [
+            {"name": "speed", "at_most": False, "percent": True, "must": 0.8, "stretch": 0.9,
+             "measured": 0.85, "met": True},
+            {"name": "gap, ms", "at_most": True, "percent": False, "must": 0.5, "stretch": 0.1,
+             "measured": 0.75, "met": False},
+        ]
+    }  # fmt: skip
+    text = report.markdown(measured)
+    assert "| speed | ≥ 80.0% | ≥ 90.0% | 85.0% | met |" in text
+    assert "| gap, ms | ≤ 0.5 | ≤ 0.1 | 0.75 | **missed** |" in text
+
+
+def test_documentation_takes_whole_runs_on_gpus_alone(
+    dry_run: dict[str, Any], report: ModuleType, tmp_path: Path
+) -> None:
+    docs = tmp_path / "performance.md"
+    docs.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    results = tmp_path / "results"
+    results.mkdir()
+    report.update_docs(results, docs)
+    assert docs.read_text() == (
+        f"before\n{report.BEGIN}\n\n{report.NO_RUN}\n\n{report.END}\nafter\n"
+    )
+    path = results / "gpu.json"
+    path.write_text(json.dumps(dry_run))
+    with pytest.raises(report.ReportError, match="dry run"):
+        report.update_docs(results, docs)
+    path.write_text(json.dumps(dry_run | {"schema": 0}))
+    with pytest.raises(report.ReportError, match="schema is 0, not 1"):
+        report.update_docs(results, docs)
+    path.write_text(json.dumps(dry_run | {"dry_run": False}))
+    report.update_docs(results, docs)
+    assert "**Paged decode**" in docs.read_text()
+    docs.write_text("no markers")
+    with pytest.raises(report.ReportError, match="are not there"):
+        report.update_docs(results, docs)
+
+
+def test_the_documentation_is_that_of_the_recorded_runs(report: ModuleType) -> None:
+    text = report.DOCS.read_text(encoding="utf-8")
+    written = text[text.index(report.BEGIN) + len(report.BEGIN) : text.index(report.END)]
+    assert written.strip() == report.all_markdown(), "run benchmarks/gpu/gpu_report.py"
+
+
+def test_a_phase_whose_packages_are_missing_is_skipped(tmp_path: Path) -> None:
+    arguments = ("--tiny", "--only", "swap", "serving", "--output", str(tmp_path))
+    hide = (
+        "import importlib.util as util; found = util.find_spec; "
+        "util.find_spec = lambda name: None if name in ('msgspec', 'zmq') else found(name)"
+    )
+    done = run(*arguments, first=hide)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = tmp_path.iterdir()
+    swap, serving = json.loads(path.read_text())["phases"]
+    assert (swap["status"], serving["status"]) == ("skipped", "skipped")
+    assert swap["error"] == "needs msgspec: pip install msgspec"
+    assert serving["error"] == "needs msgspec, pyzmq: pip install msgspec pyzmq"
+    assert "skipped" in done.stdout
+
+
+def test_a_phase_that_fails_is_recorded(tmp_path: Path) -> None:
+    arguments = ("--tiny", "--only", "serving", "--output", str(tmp_path))
+    done = run(*arguments, "--sharegpt", str(tmp_path / "missing.csv"))
+    (path,) = tmp_path.iterdir()
+    (phase,) = json.loads(path.read_text())["phases"]
+    assert phase["status"] == "failed"
+    assert "missing.csv" in phase["error"]
+    assert done.returncode == 0  # nothing was found to be wrong
+
+
+def test_a_check_that_takes_too_long_has_failed(tmp_path: Path) -> None:
+    short = (
+        "import dataclasses, phase_list; phase_list.GRACE_S = 0; phase_list.PHASES = "
+        "[dataclasses.replace(phase, limit_s=0.3) for phase in phase_list.PHASES]"
+    )
+    arguments = ("--tiny", "--only", "correctness", "--output", str(tmp_path))
+    done = run(*arguments, first=short)
+    assert done.returncode == 1
+    (path,) = tmp_path.iterdir()
+    (phase,) = json.loads(path.read_text())["phases"]
+    assert (phase["status"], phase["error"]) == ("timed out", "was ended after 0 s")
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = run("--only", "machine", "--output", str(tmp_path))
+    assert done.returncode == 2
+    assert "no CUDA device" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+# Of torch, pydantic, jinja2 and triton.
+OF_OTHERS = {
+    "annotated_types", "cython_runtime", "markupsafe", "mpmath", "pydantic_core", "sympy",
+    "torchgen", "tqdm", "typing_extensions", "typing_inspection",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "names", [("machine", "correctness", "kernels"), ("swap",), ("step", "serving")], ids=str
+)
+def test_phases_import_no_more_than_they_say(names: tuple[str, ...], report: ModuleType) -> None:
+    """What they import beside that would fail a phase where it is missing, not skip it."""
+    from phase_list import PHASES as phases
+
+    (declared,) = {phase.modules for phase in phases if phase.name in names}
+    folders = [PROGRAM.parent, PROGRAM.parent.parent]
+    code = (
+        f"import sys; sys.path[:0] = {list(map(str, folders))}; before = set(sys.modules); "
+        f"import {', '.join(f'phase_{name}' for name in names)}; "
+        "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
+    )
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    own = {path.stem for folder in folders for path in folder.glob("*.py")}
+    others = {
+        name
+        for name in done.stdout.split()
+        if name not in sys.stdlib_module_names
+        and not name.startswith(("fastserve_", "_cython_", "_sysconfigdata", "__mp_"))
+    }
+    assert others - own <= {*declared, *OF_OTHERS}
+
+
+def rows_of(document: dict[str, Any], table: str) -> list[dict[str, Any]]:
+    return [row for phase in document["phases"] for row in phase["rows"] if row["table"] == table]

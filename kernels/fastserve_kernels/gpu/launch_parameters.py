@@ -72,7 +72,7 @@ DECODE_GROUPS = {
     (256, 4, 80): DecodeParameters(16, 4, 3, 2),
     (64, 2, 90): DecodeParameters(64, 4, 7, 4),
     (128, 2, 90): DecodeParameters(32, 4, 7, 4),
-    (256, 2, 90): DecodeParameters(32, 4, 5, 3),
+    (256, 2, 90): DecodeParameters(32, 4, 5, 2),
 }
 # Prefill waits for the tensor cores. Two warpgroups of 64 rows each share the tiles of K and V on
 # 9.0, without which the L2 cache would have to deliver more than it can. With head dimension 64

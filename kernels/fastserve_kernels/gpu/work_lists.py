@@ -16,7 +16,8 @@ in which a job's sums are added, and so its last bits, would depend on the jobs 
 
 def num_splits(context_lens: ArrayLike) -> NDArray[np.int64]:
     """Items of decode work that rows of these context lengths make, one number a row."""
-    return -(-np.asarray(context_lens, dtype=np.int64) // SPLIT_TOKENS)
+    lengths: NDArray[np.int64] = np.asarray(context_lens, dtype=np.int64)
+    return -(-lengths // SPLIT_TOKENS)
 
 
 def decode_work(context_lens: ArrayLike, capacity: int) -> NDArray[np.int32]:
@@ -69,4 +70,5 @@ def prefill_work(
     last_rows = np.minimum((tile_of_job + 1) * tile, lengths[jobs])
     attended = contexts[jobs] - lengths[jobs] + last_rows
     order = np.argsort(-attended, kind="stable")
-    return np.stack([jobs[order], tile_of_job[order]], axis=1).astype(np.int32)
+    work: NDArray[np.int32] = np.stack([jobs[order], tile_of_job[order]], axis=1).astype(np.int32)
+    return work

@@ -62,9 +62,10 @@ def on_the_engine(
         TooSlow: after ``deadline_s``, or given up. The jobs are cancelled.
     """
     rng = random.Random(1)
+    last_id = min(50000, engine.model_config.vocab_size)
     jobs = [
         (
-            [rng.randrange(300, 50000) for _ in range(job.prompt_tokens)],
+            [rng.randrange(300, last_id) for _ in range(job.prompt_tokens)],
             SamplingParams(max_tokens=job.output_tokens, temperature=0, ignore_eos=True),
         )
         for job in trace

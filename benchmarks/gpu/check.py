@@ -174,7 +174,7 @@ class _Run:
         tiny = self._arguments.tiny
         # A session of its own, so that the processes that it starts can be ended with it.
         process = subprocess.Popen(
-            command + ["--tiny"] * tiny, env=_environment(tiny=tiny), start_new_session=True
+            command + ["--tiny"] * tiny, env=self._environment(), start_new_session=True
         )
         try:
             return process.wait(limit_s)
@@ -183,21 +183,23 @@ class _Run:
         finally:
             _end(process)
 
+    def _environment(self) -> dict[str, str]:
+        """The project need not be installed. What an engine measures of its ranks is measured in
+        this run, not read from a cache, unless the run is a dry one."""
+        here = Path(__file__).resolve().parent
+        folders = [here, here.parent, *(ROOT / name for name in ("backend", "kernels", "client"))]
+        paths = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+        if self._arguments.tiny:
+            return environment | {"TRITON_INTERPRET": "1"}
+        return environment | {"XDG_CACHE_HOME": str(self._scratch / "cache")}
+
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """The process and all that it started and left."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _environment(*, tiny: bool) -> dict[str, str]:
-    """The project need not be installed."""
-    here = Path(__file__).resolve().parent
-    folders = [here, here.parent, *(ROOT / name for name in ("backend", "kernels", "client"))]
-    paths = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    return environment | ({"TRITON_INTERPRET": "1"} if tiny else {})
 
 
 def _versions() -> Mapping[str, str | None]:

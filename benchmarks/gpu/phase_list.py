@@ -38,7 +38,7 @@ PHASES = (
     Phase("machine", 30, _KERNELS),
     Phase("correctness", 100, _KERNELS, is_check=True),
     Phase("parity", 75, (*_ENGINE, "transformers"), is_check=True),
-    Phase("kernels", 90, _KERNELS),
+    Phase("kernels", 110, _KERNELS),
     Phase("swap", 40, _RANK),
     Phase("step", 75, _ENGINE),
     Phase("serving", 280, _ENGINE),

@@ -243,5 +243,17 @@ def test_phases_import_no_more_than_they_say(names: tuple[str, ...], report: Mod
     assert others - own <= {*declared, *OF_OTHERS}
 
 
+@pytest.mark.parametrize("bound", [0.7, 3.0, 40.0])
+def test_the_search_ends_at_the_largest_rate_that_is_met(bound: float, report: ModuleType) -> None:
+    from phase_serving import TOLERANCE, Search
+
+    search, num_runs = Search(5.0), 0
+    while not search.has_ended:
+        search.tried(met=search.rate <= bound)
+        num_runs += 1
+    assert search.good <= bound < search.bad <= search.good * TOLERANCE
+    assert num_runs <= 10
+
+
 def rows_of(document: dict[str, Any], table: str) -> list[dict[str, Any]]:
     return [row for phase in document["phases"] for row in phase["rows"] if row["table"] == table]

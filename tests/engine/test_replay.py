@@ -1,0 +1,47 @@
+"""The replay of a trace that benchmarks measure with gives up when it is asked to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fastserve_backend import LLM
+from fastserve_client.workload import TraceJob, poisson_trace
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_all_jobs_are_recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from replay import on_the_engine
+
+    trace = poisson_trace([(5, 7), (20, 3)], rate=200, num_jobs=6, seed=1)
+    records = on_the_engine(llm.engine, trace)
+    assert [(one.prompt_tokens, one.output_tokens) for one in records] == [
+        (job.prompt_tokens, job.output_tokens) for job in trace
+    ]
+    assert [one.arrival_s for one in records] == sorted(one.arrival_s for one in records)
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"deadline_s": 0.05}, "jobs had not ended"),
+        ({"most_mean_s": 1e-9}, "the mean normalized latency is more than 1e-09 s"),
+    ],
+    ids=["deadline", "objective"],
+)
+def test_a_hopeless_run_is_given_up(
+    llm: LLM, limits: dict[str, float], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from replay import TooSlow, on_the_engine
+
+    jobs = [TraceJob(0.0, 5, 300) for _ in range(4)]
+    cancelled = llm.engine.counters.finished["cancelled"]
+    with pytest.raises(TooSlow, match=reason):
+        on_the_engine(llm.engine, [*jobs, TraceJob(100.0, 5, 300)], **limits)
+    # Cancelled jobs make room: one after them waits for none.
+    assert len(on_the_engine(llm.engine, [TraceJob(0.0, 5, 3)])) == 1
+    if "deadline_s" in limits:
+        assert llm.engine.counters.finished["cancelled"] == cancelled + len(jobs)

@@ -153,8 +153,9 @@ def _read_dummy(pool: Tensor, name: str, parameter: Parameter, shard: Shard) -> 
         rows = range(shape[0])[shard[0]] if shard else range(shape[0])
         width = numel(shape[1:])
         stretch = _stretch(pool, rows.start * width % len(pool), len(rows) * width)
+        within = (slice(None), *shard[1:])
         # Of a part of the columns, not the memory of all.
-        values = stretch.view(len(rows), *shape[1:])[(slice(None), *shard[1:])].contiguous()
+        values = stretch.view(len(rows), *shape[1:])[within].contiguous()
     return values + 1.0 if parameter.is_scale else values
 
 

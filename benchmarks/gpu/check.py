@@ -30,7 +30,7 @@ from typing import Any
 
 from goals import GOALS
 from gpu_report import RESULTS, SCHEMA, file_name, markdown, update_docs
-from phase_list import GRACE_S, PHASES, TOTAL_S, Phase
+from phase_list import GRACE_S, PHASES, RESERVE_S, Phase
 
 ROOT = Path(__file__).resolve().parents[2]
 APART = ROOT / "build" / "gpu-check"
@@ -43,16 +43,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     chosen = [phase for phase in PHASES if arguments.only is None or phase.name in arguments.only]
     is_whole = arguments.only is None and not arguments.tiny
-    output = arguments.output or (RESULTS if is_whole else APART)
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fastserve-gpu-check-") as scratch:
         run = _Run(arguments, Path(scratch), started_s)
         # A dry run's times mean nothing, so that two phases may run beside each other.
         with ThreadPoolExecutor(2 if arguments.tiny else 1) as pool:
-            phases = list(pool.map(run.run, chosen))
+            try:
+                phases = list(pool.map(run.run, chosen))
+            except BaseException:
+                run.end()
+                raise
     if run.no_device is not None:
         print(f"no CUDA device: {run.no_device}; --tiny tries the program without one")
         return 2
+    if all(phase["status"] == "skipped" for phase in phases):
+        print("nothing was run")
+        return 2
+    output = arguments.output or (RESULTS if is_whole and run.machine else APART)
     rows = [row for outcome in phases for row in outcome["rows"]]
     document = {
         "schema": SCHEMA,
@@ -101,6 +108,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default="sharegpt",
         help="real lengths (CSV or JSON) instead of the packaged synthetic ones",
     )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=8.0,
+        help="for everything (8); the last phase, serving, makes use of more",
+    )
     parser.add_argument("--tiny", action="store_true", help="dry run on a CPU, of tiny sizes")
     return parser.parse_args(argv)
 
@@ -114,10 +127,16 @@ class _Run:
         self.no_device: str | None = None
         """Why there is none; no phase runs then."""
         self._arguments, self._scratch, self._started_s = arguments, scratch, started_s
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def end(self) -> None:
+        """At once; from any thread."""
+        for process in self._processes:
+            _end(process)
 
     def run(self, phase: Phase) -> dict[str, Any]:
         """The phase's part of the JSON."""
-        left_s = TOTAL_S - (time.monotonic() - self._started_s)
+        left_s = self._arguments.minutes * 60 - RESERVE_S - (time.monotonic() - self._started_s)
         limit_s = min(phase.limit_s, left_s)
         outcome: dict[str, Any] = {
             "name": phase.name,
@@ -128,13 +147,13 @@ class _Run:
             "limit_s": round(limit_s, 1),
             "rows": [],
         }
+        if self.no_device is not None:
+            return outcome
         missing = phase.missing_packages()
         if missing:
             outcome["error"] = f"needs {', '.join(missing)}: pip install {' '.join(missing)}"
         elif limit_s <= GRACE_S:
             outcome["error"] = "the phases before it took all the time"
-        elif self.no_device is not None:
-            outcome["error"] = self.no_device
         else:
             self._run_process(phase, limit_s, outcome)
         reason = f": {outcome['error']}" if outcome["error"] else ""
@@ -176,11 +195,13 @@ class _Run:
         process = subprocess.Popen(
             command + ["--tiny"] * tiny, env=self._environment(), start_new_session=True
         )
+        self._processes.append(process)
         try:
             return process.wait(limit_s)
         except subprocess.TimeoutExpired:
             return None
         finally:
+            self._processes.remove(process)
             _end(process)
 
     def _environment(self) -> dict[str, str]:

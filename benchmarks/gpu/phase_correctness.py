@@ -39,7 +39,7 @@ class Outcome:
 
 
 def run(context: Context) -> None:
-    outcomes = _run_tiny() if context.tiny else _run_in_processes(context)
+    outcomes = _outcomes(context)
     by_operation: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         by_operation[outcome.operation].append(outcome)
@@ -68,26 +68,28 @@ def run(context: Context) -> None:
         )
 
 
-def _run_tiny() -> list[Outcome]:
-    """One case of each operation, in the interpreter; in float32, which it computes rightly."""
-    indices: dict[str, list[int]] = defaultdict(list)
-    for index, case in enumerate(_cases()):
-        if "-float32-" in str(case):
-            indices[case.operation].append(index)
-    return check([some[DRY_RUN_CASE] for some in indices.values()], tiny=True)
-
-
-def _run_in_processes(context: Context) -> list[Outcome]:
+def _outcomes(context: Context) -> list[Outcome]:
+    """Of all cases; in a dry run of one an operation."""
+    indices = _dry_run_indices() if context.tiny else list(range(len(_cases())))
+    processes = 1 if context.tiny else NUM_PROCESSES
     outcomes: list[Outcome] = []
-    count = len(_cases())
-    with ProcessPoolExecutor(NUM_PROCESSES, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         parts = [
-            pool.submit(check, range(first, count, NUM_PROCESSES), tiny=False)
-            for first in range(NUM_PROCESSES)
+            pool.submit(check, indices[first::processes], tiny=context.tiny)
+            for first in range(processes)
         ]
         for part in as_completed(parts, timeout=context.left_s()):
             outcomes += part.result()
     return outcomes
+
+
+def _dry_run_indices() -> list[int]:
+    """In float32, which the interpreter computes rightly."""
+    indices: dict[str, list[int]] = defaultdict(list)
+    for index, case in enumerate(_cases()):
+        if "-float32-" in str(case):
+            indices[case.operation].append(index)
+    return [some[DRY_RUN_CASE] for some in indices.values()]
 
 
 def check(indices: Sequence[int], *, tiny: bool) -> list[Outcome]:

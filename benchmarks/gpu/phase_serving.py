@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
-from fastserve_backend.config import SWAPPING
+import psutil
 from fastserve_backend.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
@@ -36,18 +37,21 @@ STRATEGIES = ("defer", "recompute", "reactive", "proactive")
 STRATEGY_LOAD = 1.5  # of capacity
 STRATEGY_BLOCKS = 800
 """KV blocks of 16 tokens, 10 GB: what OPT-13B leaves of 40 GB."""
-SWAP_GIB = 24.0
+MOST_SWAP_GIB, SWAP_SHARE = 24.0, 0.3
+"""Host memory for KV: so much, or this share of what is free."""
 MAX_MODEL_LEN = 2048
 SEED = 0
 
-TRACE_S = 15.0
-"""Jobs of one run: those that arrive in this time at the rate that full batches serve."""
+MOST_TRACE_S, LEAST_TRACE_S, TRACE_SHARE = 20.0, 5.0, 0.05
+"""Jobs of one run: those that arrive in this share of the phase's time, within these bounds, at the
+rate that full batches serve."""
 MOST_JOBS, FEWEST_JOBS = 400, 40
 FIRST_STEP, TOLERANCE = 1.6, 1.12
 """Of a search: factor between rates until one is too high, and between the two that end it."""
-STRATEGY_SHARE = 0.25
-"""Of the phase's time."""
-_DRY_RUN_JOBS = 6
+STRATEGIES_WEIGHT = 1.5
+"""Of the phase's time, over what the search for one rate gets."""
+Task = Callable[[float], None]
+"""Takes so many seconds."""
 
 
 class LastingRanks:
@@ -104,6 +108,23 @@ class LastingRanks:
 
 
 @dataclass(frozen=True)
+class Workload:
+    """Jobs to choose from, and for how long they arrive."""
+
+    lengths: Lengths
+    trace_s: float
+    fewest_jobs: int
+
+    @classmethod
+    def of(cls, context: Context) -> Workload:
+        lengths = load_lengths(context.dataset, AUTHORS_LIMITS)
+        if context.tiny:
+            return cls([(prompt % 20 + 1, output % 20 + 2) for prompt, output in lengths], 0.0, 6)
+        trace_s = min(MOST_TRACE_S, max(LEAST_TRACE_S, TRACE_SHARE * context.left_s()))
+        return cls(lengths, trace_s, FEWEST_JOBS)
+
+
+@dataclass(frozen=True)
 class Load:
     """What the engine is given."""
 
@@ -114,12 +135,13 @@ class Load:
     slo_s: float
 
     @classmethod
-    def of(cls, lengths: Lengths, latency: LatencyModel, batch: int, *, tiny: bool) -> Load:
+    def of(cls, workload: Workload, latency: LatencyModel, batch: int) -> Load:
+        lengths = workload.lengths
         prompt, output = (statistics.fmean(column) for column in zip(*lengths, strict=True))
         slo_s = SLO_ITERATIONS * _decode_s(latency, SLO_BATCH)
         busy_s = latency.prefill_s(round(prompt)) + output * _decode_s(latency, batch) / batch
-        num_jobs = max(FEWEST_JOBS, min(MOST_JOBS, round(TRACE_S / busy_s)))
-        return cls(lengths, _DRY_RUN_JOBS if tiny else num_jobs, 1 / busy_s, slo_s)
+        num_jobs = max(workload.fewest_jobs, min(MOST_JOBS, round(workload.trace_s / busy_s)))
+        return cls(lengths, num_jobs, 1 / busy_s, slo_s)
 
     def serve(
         self, engine: Engine, rate: float, deadline_s: float, most_mean_s: float = math.inf
@@ -164,29 +186,29 @@ class Search:
 
 
 def run(context: Context) -> None:
-    lengths = load_lengths(context.dataset, AUTHORS_LIMITS)
-    if context.tiny:
-        lengths = [(prompt % 20 + 1, output % 20 + 2) for prompt, output in lengths]
+    workload = Workload.of(context)
     ranks = LastingRanks()
+
+    def search(batch: int, policy: str) -> tuple[float, Task]:
+        return 1.0, partial(_throughput, context, ranks, workload, policy, batch)
+
+    few, many = ([search(batch, policy) for policy in POLICIES] for batch in BATCH_LIMITS)
+    strategies = (STRATEGIES_WEIGHT, partial(_strategies, context, ranks, workload))
+    tasks = [*few, strategies, *many]
     try:
-        for batch in BATCH_LIMITS:
-            if batch == BATCH_LIMITS[1]:
-                _strategies(context, ranks, lengths)
-            searches = 2 * (len(BATCH_LIMITS) - BATCH_LIMITS.index(batch))
-            for number, policy in enumerate(POLICIES):
-                share = STRATEGY_SHARE if batch == BATCH_LIMITS[0] else 0.0
-                budget_s = context.left_s() * (1 - share) / (searches - number)
-                _throughput(context, ranks, lengths, policy, batch, budget_s)
+        for index, (weight, task) in enumerate(tasks):
+            task(context.left_s() * weight / sum(other for other, _ in tasks[index:]))
     finally:
         ranks.end()
 
 
 def _engine(context: Context, ranks: LastingRanks, **keys: object) -> Engine:
-    config = engine_config(
-        context,
-        largest_model(context),
-        **{"max_model_len": MAX_MODEL_LEN, "swap_space_gib": SWAP_GIB, **keys},
-    )
+    free_gib = psutil.virtual_memory().available / 2**30
+    sizes = {
+        "max_model_len": MAX_MODEL_LEN,
+        "swap_space_gib": round(min(MOST_SWAP_GIB, SWAP_SHARE * free_gib), 1),
+    }
+    config = engine_config(context, largest_model(context), **(sizes | keys))
     engine = Engine(config, make_executor=lambda: ranks)
     engine.start(timeout_s=context.left_s())
     return engine
@@ -195,7 +217,7 @@ def _engine(context: Context, ranks: LastingRanks, **keys: object) -> Engine:
 def _throughput(
     context: Context,
     ranks: LastingRanks,
-    lengths: Lengths,
+    workload: Workload,
     policy: str,
     batch: int,
     budget_s: float,
@@ -203,7 +225,7 @@ def _throughput(
     ends_s = context.left_s() - budget_s
     engine = _engine(context, ranks, policy=policy, max_num_seqs=batch)
     try:
-        load = Load.of(lengths, engine.profile.model, batch, tiny=context.tiny)
+        load = Load.of(workload, engine.profile.model, batch)
         search = Search(float(f"{load.capacity:.3g}"))
         while not search.has_ended and context.left_s() > ends_s:
             summary, note = None, ""
@@ -258,21 +280,21 @@ def _record_run(
     )
 
 
-def _strategies(context: Context, ranks: LastingRanks, lengths: Lengths) -> None:
+def _strategies(context: Context, ranks: LastingRanks, workload: Workload, budget_s: float) -> None:
     """Each serves the same jobs; one that takes longer than its share of the time is given up."""
     ranks.num_blocks = 40 if context.tiny else STRATEGY_BLOCKS
-    budget_s = context.left_s() * STRATEGY_SHARE / (1 - STRATEGY_SHARE) / len(STRATEGIES)
-    assert set(STRATEGIES) > set(SWAPPING)
     for strategy in STRATEGIES:
         engine = _engine(
             context, ranks, policy="skip_join_mlfq", max_num_seqs=BATCH_LIMITS[0], strategy=strategy
         )
         try:
-            load = Load.of(lengths, engine.profile.model, BATCH_LIMITS[0], tiny=context.tiny)
+            load = Load.of(workload, engine.profile.model, BATCH_LIMITS[0])
             records: Sequence[JobRecord] = ()
             note = ""
             try:
-                records = load.serve(engine, STRATEGY_LOAD * load.capacity, budget_s)
+                records = load.serve(
+                    engine, STRATEGY_LOAD * load.capacity, budget_s / len(STRATEGIES)
+                )
             except TooSlow as reason:
                 note = one_line(reason)
             _record_strategy(context, strategy, engine, records, note)

@@ -75,9 +75,9 @@ def paged_flex(query: Tensor, kv_heads: int, context: int, *, compiled: bool) ->
 
 def causal_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Call:
     """Of one prompt: [T, heads, head_dim], key and value [T, kv_heads, head_dim]."""
-    by_head = [one.transpose(0, 1)[None].contiguous() for one in (query, key, value)]
+    q, k, v = (one.transpose(0, 1)[None].contiguous() for one in (query, key, value))
     is_grouped = query.shape[1] != key.shape[1]
-    return lambda: F.scaled_dot_product_attention(*by_head, is_causal=True, enable_gqa=is_grouped)
+    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import attention_baselines as baselines
 import torch
 from ceilings import copy_rate, gemm_rate
-from check_device import Call
+from check_device import CACHES_EXCEEDED, Call
 from fastserve_kernels.gpu.paged_decode import decode_scratch, paged_decode
 from fastserve_kernels.gpu.paged_prefill import paged_prefill, query_tile
 from fastserve_kernels.gpu.work_lists import SPLIT_TOKENS, decode_work, num_splits, prefill_work
@@ -17,6 +18,7 @@ from torch import Tensor
 
 BLOCK_SIZE = 16
 LEAST_KV_BYTES = 256 * 10**6
+LEAST_SPLITS = 2  # so that the merge of splits counts as well
 BATCH = 64
 PROMPT_TOKENS = 2048
 HEADS = ((40, 40), (32, 8))
@@ -53,18 +55,20 @@ def run(context: Context) -> None:
     if context.tiny:
         shapes = [(64, heads // kv_heads, 1) for heads, kv_heads in HEADS]
     for head_dim, heads, kv_heads in shapes:
-        _decode(context, _decode_shape(context.tiny, heads, kv_heads, head_dim), rate)
+        _decode(context, _decode_shape(context, heads, kv_heads, head_dim), rate)
     tokens = 2 * BLOCK_SIZE if context.tiny else PROMPT_TOKENS
     for head_dim, heads, kv_heads in shapes:
         _prefill(context, Shape(heads, kv_heads, head_dim, 1, tokens), flops)
 
 
-def _decode_shape(tiny: bool, heads: int, kv_heads: int, head_dim: int) -> Shape:
-    if tiny:
+def _decode_shape(context: Context, heads: int, kv_heads: int, head_dim: int) -> Shape:
+    """Of so long contexts that no part of the KV stays in the cache from one call to the next."""
+    if context.tiny:
         return Shape(heads, kv_heads, head_dim, 2, 2 * BLOCK_SIZE)
     bytes_of_token = Shape(heads, kv_heads, head_dim, BATCH, 1).kv_bytes
-    context = -(-LEAST_KV_BYTES // bytes_of_token)
-    return Shape(heads, kv_heads, head_dim, BATCH, -(-context // SPLIT_TOKENS) * SPLIT_TOKENS)
+    least_bytes = max(LEAST_KV_BYTES, CACHES_EXCEEDED * context.device.cache_bytes)
+    splits = max(LEAST_SPLITS, math.ceil(least_bytes / (bytes_of_token * SPLIT_TOKENS)))
+    return Shape(heads, kv_heads, head_dim, BATCH, splits * SPLIT_TOKENS)
 
 
 def _dtype(context: Context) -> torch.dtype:

@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if all(phase["status"] == "skipped" for phase in phases):
         print("nothing was run")
         return 2
-    output = arguments.output or (RESULTS if is_whole and run.machine else APART)
+    is_recorded = is_whole and arguments.output is None and bool(run.machine)
+    output = RESULTS if is_recorded else arguments.output or APART
     rows = [row for outcome in phases for row in outcome["rows"]]
     document = {
         "schema": SCHEMA,
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = output / file_name(document)
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     print(f"\n{markdown(document)}\nwritten: {path}")
-    if output == RESULTS:
+    if is_recorded:
         print(f"written: {update_docs()}")
     return int(
         any(one["is_check"] and one["status"] not in ("passed", "skipped") for one in phases)
@@ -246,4 +247,7 @@ def _commit() -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

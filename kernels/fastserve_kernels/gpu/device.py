@@ -1,0 +1,28 @@
+"""What launchers ask of the device that they launch on, asked once a process."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+INTERPRETED_CAPABILITY = (9, 0)
+INTERPRETED_MULTIPROCESSORS = 1
+"""For CPU tensors, in Triton's interpreter. It runs programs one after the other, so that one
+multiprocessor's worth of them is enough, and shows that a program takes several pieces of work."""
+
+
+@lru_cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability (major, minor)."""
+    if device.type == "cpu":
+        return INTERPRETED_CAPABILITY
+    return torch.cuda.get_device_capability(device)
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Number of streaming multiprocessors."""
+    if device.type != "cuda":
+        return INTERPRETED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

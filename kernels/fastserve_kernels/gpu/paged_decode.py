@@ -1,0 +1,252 @@
+"""Attention of one query row a job over the paged cache."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastserve_kernels.gpu import launch_parameters
+from fastserve_kernels.gpu.device import capability, multiprocessors
+from fastserve_kernels.gpu.paged_cache import LOG2_E, NO_SCORE, token_offsets
+from fastserve_kernels.gpu.work_lists import SPLIT_TOKENS, decode_capacity
+
+MIN_DOT_ROWS = 16
+"""Rows that the tensor cores' smallest tile has."""
+MERGED_SPLITS = 8
+"""Splits that the merge loads at a time."""
+
+
+def decode_scratch(capacity: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
+    """Scratch of `paged_decode` for work lists of up to `capacity` items.
+
+    Returns float32 [capacity * heads * (head_dim + 1)], uninitialised: each item's partial results,
+    then their log-sum-exps. Calls on one stream may share it.
+    """
+    return torch.empty(capacity * heads * (head_dim + 1), dtype=torch.float32, device=device)
+
+
+def paged_decode(
+    query: Tensor,
+    kv: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    work: Tensor,
+    scale: float,
+    out: Tensor,
+    scratch: Tensor,
+) -> None:
+    """Attention of B queries over the paged cache, row t with row t of block_tables.
+
+    query: [B, heads, head_dim] of the cache's dtype, only the last dimension need be contiguous;
+    heads is a multiple of kv_heads. kv: see `fastserve_kernels.ops`, block_size a power of two.
+    block_tables: int32 [B, max_blocks], rows contiguous. context_lens: int32 [B], 0 = padding,
+    whose row of out is zeros. work: of `work_lists.decode_work` for these lengths. out: [B, heads,
+    head_dim] of query's dtype, only the last dimension need be contiguous. scratch: of
+    `decode_scratch` for the capacity of work at least.
+
+    A row's result does not depend on the other rows, bit for bit. Two kernels: the programs of the
+    first each take every n-th (item, KV head) of the work; the second merges rows of several splits
+    in their order, a program a (row, head). Neither grid depends on what the tensors hold.
+    """
+    rows, heads, head_dim = query.shape
+    if rows == 0:
+        return
+    kv_heads, block_size = kv.shape[3:5]
+    group = heads // kv_heads
+    capacity = decode_capacity(work.numel(), rows)
+    padded = launch_parameters.padded_head_dim(head_dim)
+    parameters = launch_parameters.decode(
+        head_dim, query.element_size(), group, capability(query.device)
+    )
+    programs = multiprocessors(query.device) * parameters.programs_per_multiprocessor
+    if capacity:
+        _attend_splits[(min(programs, capacity * kv_heads),)](
+            query, kv, block_tables, context_lens, work, out, scratch,
+            layer, scale * LOG2_E, rows, capacity,
+            query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+            block_tables.stride(0), kv.stride(0), kv.stride(1),
+            KV_HEADS=kv_heads, GROUP=group, QUERY_ROWS=query_rows(group),
+            HEAD_DIM=head_dim, PADDED_DIM=padded, BLOCK_SIZE=block_size,
+            SPLIT=SPLIT_TOKENS, KEY_TILE=parameters.key_tile, NUM_STAGES=parameters.num_stages,
+            num_warps=parameters.num_warps,
+        )  # fmt: skip
+    _merge_splits[(rows, heads)](
+        context_lens, work, out, scratch, capacity, out.stride(0), out.stride(1),
+        HEADS=heads, HEAD_DIM=head_dim, PADDED_DIM=padded, SPLIT=SPLIT_TOKENS,
+        SPLIT_TILE=MERGED_SPLITS, num_warps=1,
+    )  # fmt: skip
+
+
+def query_rows(group: int) -> int:
+    """Rows of the tile that holds a KV head's query heads; one head alone takes no dot product."""
+    return 1 if group == 1 else max(MIN_DOT_ROWS, triton.next_power_of_2(group))
+
+
+@triton.jit(do_not_specialize=["layer", "rows", "capacity"])
+def _attend_splits(
+    query, kv, block_tables, context_lens, work, out, scratch,
+    layer, scale, rows, capacity,
+    query_row_stride, query_head_stride, out_row_stride, out_head_stride,
+    table_stride, block_stride, layer_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERY_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    SPLIT: tl.constexpr, KEY_TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """Each (item, KV head): to out where the item is its row's only one, else to scratch."""
+    items = work + 1 + rows
+    dims = tl.arange(0, PADDED_DIM)
+    group_rows = tl.arange(0, QUERY_ROWS)
+    used = (group_rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+    for index in range(tl.program_id(0), tl.load(work) * KV_HEADS, tl.num_programs(0)):
+        item, kv_head = index // KV_HEADS, index % KV_HEADS
+        row, split = tl.load(items + 2 * item), tl.load(items + 2 * item + 1)
+        context = tl.load(context_lens + row)
+        heads = kv_head * GROUP + group_rows
+        queries = query + row.to(tl.int64) * query_row_stride + kv_head * GROUP * query_head_stride
+        start = split * SPLIT
+        end = tl.minimum(context, start + SPLIT)
+        table = block_tables + row.to(tl.int64) * table_stride
+        side_stride = KV_HEADS * BLOCK_SIZE * HEAD_DIM
+        keys = kv + layer * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
+        if GROUP == 1:
+            result, log_sum = _attend_one_head(
+                queries, keys, keys + side_stride, table, block_stride, start, end, scale,
+                HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEY_TILE, NUM_STAGES,
+            )  # fmt: skip
+        else:
+            q_offsets = group_rows[:, None] * query_head_stride + dims[None, :]
+            q = tl.load(queries + q_offsets, mask=used, other=0.0)
+            result, log_sum = _attend_group(
+                q, keys, keys + side_stride, table, block_stride, start, end, scale,
+                HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEY_TILE, NUM_STAGES,
+            )  # fmt: skip
+        if context <= SPLIT:
+            offsets = row.to(tl.int64) * out_row_stride + heads * out_head_stride
+            tl.store(
+                out + offsets[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=used
+            )
+        else:
+            partial = (item * (KV_HEADS * GROUP) + heads).to(tl.int64)
+            tl.store(scratch + partial[:, None] * HEAD_DIM + dims[None, :], result, mask=used)
+            log_sums = scratch + capacity.to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM)
+            tl.store(log_sums + partial, log_sum, mask=group_rows < GROUP)
+
+
+@triton.jit
+def _attend_one_head(
+    query, keys, values, table, block_stride, start, end, scale,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEY_TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """One query over [start, end), by sums of products: no dot product has so few rows.
+
+    Each place of the tile runs its own softmax over every KEY_TILE-th token, and they meet after
+    the loop: within it no warp waits for another's numbers.
+    """
+    dims = tl.arange(0, PADDED_DIM)
+    # The one row of a tile shaped as those of K: so the loop converts no layout.
+    places = tl.arange(0, KEY_TILE)
+    q = tl.load(
+        query + places[:, None] * HEAD_DIM + dims[None, :],
+        mask=(places == 0)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
+    )  # fmt: skip
+    q = tl.sum(q.to(tl.float32), axis=0)[None, :] * scale
+    maximum = tl.full([KEY_TILE], NO_SCORE, tl.float32)
+    total = tl.zeros([KEY_TILE], tl.float32)
+    result = tl.zeros([KEY_TILE, PADDED_DIM], tl.float32)
+    for tile in tl.range(start, end, KEY_TILE, num_stages=NUM_STAGES):
+        positions = tile + tl.arange(0, KEY_TILE)
+        within = positions < end
+        offsets = token_offsets(table, block_stride, positions, end, HEAD_DIM, BLOCK_SIZE, True)
+        offsets = offsets[:, None] + dims[None, :]
+        used = within[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(keys + offsets, mask=used, other=0.0)
+        v = tl.load(values + offsets, mask=used, other=0.0)
+        scores = tl.where(within, tl.sum(q * k.to(tl.float32), axis=1), float("-inf"))
+        new_maximum = tl.maximum(maximum, scores)
+        correction = tl.exp2(maximum - new_maximum)
+        weights = tl.exp2(scores - new_maximum)
+        total = total * correction + weights
+        result = result * correction[:, None] + weights[:, None] * v.to(tl.float32)
+        maximum = new_maximum
+    highest = tl.max(maximum, axis=0)
+    shares = tl.exp2(maximum - highest)
+    total = tl.sum(total * shares, axis=0)
+    result = tl.sum(result * shares[:, None], axis=0) / total
+    return result[None, :], tl.full([1], 0.0, tl.float32) + (highest + tl.log2(total))
+
+
+@triton.jit
+def _attend_group(
+    q, keys, values, table, block_stride, start, end, scale,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEY_TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """A KV head's query heads, [QUERY_ROWS, PADDED_DIM], over [start, end), by dot products."""
+    QUERY_ROWS: tl.constexpr = q.shape[0]
+    dims = tl.arange(0, PADDED_DIM)
+    maximum = tl.full([QUERY_ROWS], NO_SCORE, tl.float32)
+    # Of each place in the tile; added up after the loop, as that takes a meeting of the warps.
+    total = tl.zeros([QUERY_ROWS, KEY_TILE], tl.float32)
+    result = tl.zeros([QUERY_ROWS, PADDED_DIM], tl.float32)
+    for tile in tl.range(start, end, KEY_TILE, num_stages=NUM_STAGES):
+        positions = tile + tl.arange(0, KEY_TILE)
+        within = positions < end
+        offsets = token_offsets(table, block_stride, positions, end, HEAD_DIM, BLOCK_SIZE, True)
+        offsets = offsets[:, None] + dims[None, :]
+        used = within[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(keys + offsets, mask=used, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(within[None, :], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        correction = tl.exp2(maximum - new_maximum)
+        weights = tl.exp2(scores - new_maximum[:, None])
+        total = total * correction[:, None] + weights
+        v = tl.load(values + offsets, mask=used, other=0.0)
+        result = tl.dot(
+            weights.to(v.dtype), v, acc=result * correction[:, None], input_precision="ieee"
+        )
+        maximum = new_maximum
+    total = tl.sum(total, axis=1)
+    return result / total[:, None], maximum + tl.log2(total)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def _merge_splits(
+    context_lens, work, out, scratch, capacity, out_row_stride, out_head_stride,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLIT: tl.constexpr,
+    SPLIT_TILE: tl.constexpr,
+):  # fmt: skip
+    """One (row, head): the splits' results, weighed by their sums, in the order of the splits."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    dims = tl.arange(0, PADDED_DIM)
+    used = dims < HEAD_DIM
+    splits = tl.cdiv(tl.load(context_lens + row), SPLIT)
+    if splits != 1:
+        first_item = tl.load(work + 1 + row).to(tl.int64)
+        log_sums = scratch + capacity.to(tl.int64) * (HEADS * HEAD_DIM)
+        maximum = tl.full([SPLIT_TILE], NO_SCORE, tl.float32)
+        total = tl.zeros([SPLIT_TILE], tl.float32)
+        result = tl.zeros([SPLIT_TILE, PADDED_DIM], tl.float32)
+        for tile in range(0, splits, SPLIT_TILE):
+            index = tile + tl.arange(0, SPLIT_TILE)
+            partial = (first_item + index) * HEADS + head
+            log_sum = tl.load(log_sums + partial, mask=index < splits, other=float("-inf"))
+            part = tl.load(
+                scratch + partial[:, None] * HEAD_DIM + dims[None, :],
+                mask=(index < splits)[:, None] & used[None, :], other=0.0,
+            )  # fmt: skip
+            new_maximum = tl.maximum(maximum, log_sum)
+            correction = tl.exp2(maximum - new_maximum)
+            weights = tl.exp2(log_sum - new_maximum)
+            total = total * correction + weights
+            result = result * correction[:, None] + weights[:, None] * part
+            maximum = new_maximum
+        shares = tl.exp2(maximum - tl.max(maximum, axis=0))
+        total = tl.sum(total * shares, axis=0)
+        merged = tl.sum(result * shares[:, None], axis=0) / tl.where(splits > 0, total, 1.0)
+        offset = row.to(tl.int64) * out_row_stride + head * out_head_stride
+        tl.store(out + offset + dims, merged.to(out.dtype.element_ty), mask=used)

@@ -1,0 +1,159 @@
+"""Causal attention of whole prompts and of chunks of prompts over the paged cache."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastserve_kernels.gpu import launch_parameters
+from fastserve_kernels.gpu.device import capability
+from fastserve_kernels.gpu.paged_cache import LOG2_E, NO_SCORE, token_offsets
+
+
+def query_tile(
+    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Rows of a tile of `paged_prefill`, which `work_lists.prefill_work` asks for."""
+    parameters = launch_parameters.prefill(
+        head_dim, dtype.itemsize, heads // kv_heads, capability(device)
+    )
+    return parameters.query_tile
+
+
+def paged_prefill(
+    query: Tensor,
+    kv: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_starts: Tensor,
+    work: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Causal attention of S jobs' rows, whose K and V are in the cache already.
+
+    Rows query_starts[j] to query_starts[j + 1] of job j are the last of its context_lens[j] tokens:
+    each attends to all tokens up to itself, in the cache's blocks block_tables[j].
+
+    query: [T, heads, head_dim] of the cache's dtype, only the last dimension need be contiguous;
+    heads is a multiple of kv_heads. kv: see `fastserve_kernels.ops`, block_size a power of two.
+    block_tables: int32 [S, max_blocks], rows contiguous. context_lens: int32 [S]. query_starts:
+    int32 [S + 1]. work: int32 [n, 2] of `work_lists.prefill_work` with tiles of `query_tile` rows.
+    out: [T, heads, head_dim] of query's dtype, only the last dimension need be contiguous; rows of
+    no job are left.
+
+    A row's result does not depend on other jobs. Grid: n * heads programs, a program a tile of rows
+    of one head; the heads of a tile are neighbours, as are those that share K and V.
+    """
+    heads, head_dim = query.shape[1:]
+    kv_heads, block_size = kv.shape[3:5]
+    group = heads // kv_heads
+    parameters = launch_parameters.prefill(
+        head_dim, query.element_size(), group, capability(query.device)
+    )
+    if not work.shape[0]:
+        return
+    _attend_tiles[(work.shape[0] * heads,)](
+        query, kv, block_tables, context_lens, query_starts, work, out,
+        layer, scale * LOG2_E,
+        query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+        block_tables.stride(0), kv.stride(0), kv.stride(1),
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
+        PADDED_DIM=launch_parameters.padded_head_dim(head_dim), BLOCK_SIZE=block_size,
+        QUERY_TILE=parameters.query_tile, KEY_TILE=parameters.key_tile,
+        num_warps=parameters.num_warps, num_stages=parameters.num_stages,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _attend_tiles(
+    query, kv, block_tables, context_lens, query_starts, work, out,
+    layer, scale,
+    query_row_stride, query_head_stride, out_row_stride, out_head_stride,
+    table_stride, block_stride, layer_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUERY_TILE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows, one head: first the tiles of keys that all its rows see, then the others."""
+    item, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
+    job, tile = tl.load(work + 2 * item), tl.load(work + 2 * item + 1)
+    first_row, last_row = tl.load(query_starts + job), tl.load(query_starts + job + 1)
+    context = tl.load(context_lens + job)
+    start = tile * QUERY_TILE
+    rows = start + tl.arange(0, QUERY_TILE)
+    dims = tl.arange(0, PADDED_DIM)
+    used = (rows < last_row - first_row)[:, None] & (dims < HEAD_DIM)[None, :]
+    queries = query + first_row.to(tl.int64) * query_row_stride + head * query_head_stride
+    q = tl.load(
+        queries + rows.to(tl.int64)[:, None] * query_row_stride + dims[None, :],
+        mask=used,
+        other=0.0,
+    )
+    before = context - (last_row - first_row)
+    positions = before + rows
+    table = block_tables + job.to(tl.int64) * table_stride
+    kv_head = head // (HEADS // KV_HEADS)
+    keys = kv + layer * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    values = keys + KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    maximum = tl.full([QUERY_TILE], NO_SCORE, tl.float32)
+    total = tl.zeros([QUERY_TILE], tl.float32)
+    result = tl.zeros([QUERY_TILE, PADDED_DIM], tl.float32)
+    # Every row sees the keys up to the first row's own.
+    seen_by_all = (before + start + 1) // KEY_TILE * KEY_TILE
+    end = tl.minimum(before + start + QUERY_TILE, context)
+    maximum, total, result = _attend_keys(
+        q, maximum, total, result, keys, values, table, block_stride, 0, seen_by_all, positions,
+        context, scale, HEAD_DIM, BLOCK_SIZE, KEY_TILE, False,
+    )  # fmt: skip
+    maximum, total, result = _attend_keys(
+        q, maximum, total, result, keys, values, table, block_stride, seen_by_all, end, positions,
+        context, scale, HEAD_DIM, BLOCK_SIZE, KEY_TILE, True,
+    )  # fmt: skip
+    result = result / total[:, None]
+    outs = out + first_row.to(tl.int64) * out_row_stride + head * out_head_stride
+    tl.store(
+        outs + rows.to(tl.int64)[:, None] * out_row_stride + dims[None, :],
+        result.to(out.dtype.element_ty), mask=used,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend_keys(
+    q, maximum, total, result, keys, values, table, block_stride, start, end, positions, context,
+    scale, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """The online softmax of rows at `positions` taken on over the keys [start, end).
+
+    start is a multiple of KEY_TILE; MASKED where a key may lie behind a row or the context.
+    """
+    PADDED_DIM: tl.constexpr = q.shape[1]
+    dims = tl.arange(0, PADDED_DIM)
+    for tile in range(start, end, KEY_TILE):
+        key_positions = tile + tl.arange(0, KEY_TILE)
+        offsets = token_offsets(
+            table, block_stride, key_positions, context, HEAD_DIM, BLOCK_SIZE, MASKED
+        )
+        offsets = offsets[:, None] + dims[None, :]
+        if MASKED:
+            used = (key_positions < context)[:, None] & (dims < HEAD_DIM)[None, :]
+        else:
+            used = (dims < HEAD_DIM)[None, :]
+        k = tl.load(keys + offsets, mask=used, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if MASKED:
+            scores = tl.where(key_positions[None, :] <= positions[:, None], scores, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        correction = tl.exp2(maximum - new_maximum)
+        weights = tl.exp2(scores - new_maximum[:, None])
+        total = total * correction + tl.sum(weights, axis=1)
+        v = tl.load(values + offsets, mask=used, other=0.0)
+        result = tl.dot(
+            weights.to(v.dtype), v, acc=result * correction[:, None], input_precision="ieee"
+        )
+        maximum = new_maximum
+    return maximum, total, result

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fastserve_kernels.gpu.work_lists import (
+    SPLIT_TOKENS,
+    decode_capacity,
+    decode_work,
+    num_splits,
+    prefill_work,
+)
+
+
+def test_decode_work_covers_each_context_once_and_in_order() -> None:
+    contexts = [1, 0, SPLIT_TOKENS, SPLIT_TOKENS + 1, 0, 2048]
+    work = decode_work(contexts, capacity=15)
+    assert work.dtype == np.int32
+    assert work[0] == 12
+    assert work[1:7].tolist() == [0, 1, 1, 2, 4, 4]
+    items = work[7:].reshape(15, 2).tolist()
+    assert items[:4] == [[0, 0], [2, 0], [3, 0], [3, 1]]
+    assert items[4:12] == [[5, split] for split in range(8)]
+    assert items[12:] == [[0, 0]] * 3
+
+
+def test_decode_work_of_padding_alone() -> None:
+    assert decode_work([0, 0], capacity=1).tolist() == [0] * 5
+    assert decode_work([], capacity=0).tolist() == [0]
+
+
+def test_capacity_is_that_of_the_list() -> None:
+    work = decode_work([300, 5], capacity=9)
+    assert decode_capacity(work.size, rows=2) == 9
+    with pytest.raises(ValueError, match="3 items of decode work, but room for 2"):
+        decode_work([300, 5], capacity=2)
+    assert decode_work([300, 5], capacity=int(num_splits([300, 5]).sum()))[0] == 3
+
+
+def test_prefill_work_covers_each_row_once_longest_first() -> None:
+    work = prefill_work([5, 128, 0, 200], tile=64)
+    assert work.dtype == np.int32
+    # Attending to 200, 192, 128, 128, 64, 64 and 5 tokens.
+    assert work.tolist() == [[3, 3], [3, 2], [1, 1], [3, 1], [1, 0], [3, 0], [0, 0]]
+
+
+def test_prefill_work_of_chunks_counts_the_tokens_before_them() -> None:
+    work = prefill_work([64, 100], tile=64, context_lens=[1000, 100])
+    assert work.tolist() == [[0, 0], [1, 1], [1, 0]]
+
+
+def test_prefill_work_of_nothing() -> None:
+    assert prefill_work([], tile=64).shape == (0, 2)
+    assert prefill_work([0], tile=64).shape == (0, 2)

@@ -1,0 +1,206 @@
+"""Compiles the Triton-language kernels that launchers launch, for GPUs that are not at hand, and
+reads what the machine code needs.
+
+A launch is a function of `kernel_launches` (or another module on the path) that calls a launcher
+with tensors on the "meta" device, as it would with a GPU's: the JIT specialises the kernels as it
+does at a launch, divisibility by 16 and the launch parameters included (an address on "meta" is 0),
+and nothing runs. `torch.cuda.get_device_capability` tells the architecture.
+
+Each architecture has a process of its own, without the interpreter's environment variable.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Arguments = dict[str, "str | int | bool"]
+
+_DEADLINE = 240  # seconds for all kernels of an architecture, on a slow machine
+
+
+@dataclass(frozen=True)
+class Launch:
+    """``function``: "module:function". ``architecture``: 80 or 90. ``arguments`` by keyword; a
+    dtype is given by its name in torch."""
+
+    function: str
+    architecture: int
+    arguments: Arguments
+
+    def __str__(self) -> str:
+        values = "-".join(str(value) for value in self.arguments.values())
+        return f"{self.function.partition(':')[2]}-{values}-sm_{self.architecture}"
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """Machine code of one kernel of a launch.
+
+    ``registers`` are of a thread; ``stack_bytes`` too: it holds spilled registers as well.
+    ``shared_bytes`` are of a program. ``instructions`` counts those in the code, memory accesses
+    with their width in bits: "LDG.128", "STG.64", "LDGSTS.128", "LDL.32" and "STL.32" (the stack),
+    "HMMA", "HGMMA".
+    """
+
+    name: str
+    num_warps: int
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+    instructions: Counter[str]
+
+    def widths(self, *operations: str) -> set[int]:
+        """In bits, of the accesses by these instructions."""
+        names = (name.split(".") for name in self.instructions)
+        return {int(name[1]) for name in names if name[0] in operations}
+
+
+def compile_launches(launches: Sequence[Launch]) -> list[list[CompiledKernel]]:
+    """For each launch, its kernels in the order in which it launches them.
+
+    Raises:
+        RuntimeError: a launch failed, with what its process wrote.
+    """
+    compiled: list[list[CompiledKernel]] = [[] for _ in launches]
+    architectures = {launch.architecture for launch in launches}
+    groups = [
+        [index for index, launch in enumerate(launches) if launch.architecture == architecture]
+        for architecture in architectures
+    ]
+    processes = [_start([launches[index] for index in group]) for group in groups]
+    try:
+        for group, process in zip(groups, processes, strict=True):
+            answer, errors = process.communicate(timeout=_DEADLINE)
+            if process.returncode != 0:
+                raise RuntimeError(errors)
+            for index, kernels in zip(group, json.loads(answer), strict=True):
+                compiled[index] = [
+                    CompiledKernel(**{**kernel, "instructions": Counter(kernel["instructions"])})
+                    for kernel in kernels
+                ]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return compiled
+
+
+def _start(launches: Sequence[Launch]) -> subprocess.Popen[str]:
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("TRITON_")
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    job = {
+        "architecture": launches[0].architecture,
+        "launches": [(launch.function, launch.arguments) for launch in launches],
+    }
+    # A file, since nobody would read from a pipe while another process is waited for.
+    with tempfile.TemporaryFile("w+") as description:
+        json.dump(job, description)
+        description.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-m", "ahead_of_time"],
+            stdin=description, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment, text=True,
+        )  # fmt: skip
+
+
+class _AbsentDriver:
+    """What the JIT asks of a GPU's driver before it compiles."""
+
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.architecture, 32)
+
+
+def _compile(architecture: int, launches: Sequence[tuple[str, Arguments]]) -> list[list[dict]]:
+    import torch
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    driver.set_active(_AbsentDriver(architecture))
+    torch.cuda.get_device_capability = lambda device=None: divmod(architecture, 10)
+    launched: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, **options: Any) -> None:
+        launched.append(run(kernel, *args, **{**options, "warmup": True}))
+
+    JITFunction.run = compile_only
+    described: dict[str, dict] = {}  # by the hash of what was compiled
+    results = []
+    for path, arguments in launches:
+        module, _, name = path.partition(":")
+        values = {
+            key: getattr(torch, value) if key == "dtype" else value
+            for key, value in arguments.items()
+        }
+        launched.clear()
+        getattr(importlib.import_module(module), name)(**values)
+        if not launched:
+            raise RuntimeError(f"{path} launched nothing")
+        for kernel in launched:
+            if kernel.hash not in described:
+                described[kernel.hash] = _describe(kernel)
+        results.append([described[kernel.hash] for kernel in launched])
+    return results
+
+
+def _describe(kernel: Any) -> dict[str, Any]:
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+            check=True, capture_output=True, text=True,
+        ).stdout  # fmt: skip
+        code = subprocess.run(
+            [knobs.nvidia.nvdisasm.path, "-c", file.name],
+            check=True, capture_output=True, text=True,
+        ).stdout  # fmt: skip
+    found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage))
+    return {
+        "name": kernel.metadata.name,
+        "num_warps": kernel.metadata.num_warps,
+        "registers": int(found["REG"]),
+        "stack_bytes": int(found["STACK"]) + int(found["LOCAL"]),
+        "shared_bytes": kernel.metadata.shared,
+        "instructions": Counter(_instructions(code)),
+    }
+
+
+def _instructions(code: str) -> Iterator[str]:
+    pattern = r"\b(LDG|STG|LDGSTS|LDL|STL|HMMA|HGMMA)((?:\.\w+)*)\s"
+    for operation, modifiers in re.findall(pattern, code):
+        if operation.endswith("MMA"):
+            yield operation
+            continue
+        widths = {"128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
+        named = [widths[part] for part in modifiers.split(".") if part in widths]
+        yield f"{operation}.{named[0] if named else 32}"
+
+
+if __name__ == "__main__":
+    json.dump(_compile(**json.load(sys.stdin)), sys.stdout)

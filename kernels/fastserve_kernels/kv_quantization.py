@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LEVELS = 255
-_LOWEST_CODE = -128
+LEVELS = 255
+LOWEST_CODE = -128
 # Of float16: a smaller scale would lose its digits. An error of half of it means nothing in KV.
-_LEAST_SCALE = 2.0**-14
-_MOST = torch.finfo(torch.float16).max
+LEAST_SCALE = 2.0**-14
+LARGEST = torch.finfo(torch.float16).max
 
 
 def quantize(blocks: Tensor, num_last_tokens: int) -> tuple[Tensor, Tensor]:
@@ -34,20 +34,20 @@ def quantize(blocks: Tensor, num_last_tokens: int) -> tuple[Tensor, Tensor]:
         values[-1, :, :, :, num_last_tokens:] = values[-1, :, :, :, :1]
     low, high = torch.aminmax(values, dim=4, keepdim=True)
     parameters = (
-        torch.cat([((high - low) / _LEVELS).clamp_(min=_LEAST_SCALE), low], dim=4)
-        .clamp_(-_MOST, _MOST)
+        torch.cat([((high - low) / LEVELS).clamp_(min=LEAST_SCALE), low], dim=4)
+        .clamp_(-LARGEST, LARGEST)
         .half()
     )
     scale, minimum = _scale_and_minimum(parameters)
-    codes = values.sub_(minimum).div_(scale).round_().add_(_LOWEST_CODE)
-    return codes.clamp_(_LOWEST_CODE, _LOWEST_CODE + _LEVELS).to(torch.int8), parameters
+    codes = values.sub_(minimum).div_(scale).round_().add_(LOWEST_CODE)
+    return codes.clamp_(LOWEST_CODE, LOWEST_CODE + LEVELS).to(torch.int8), parameters
 
 
 def dequantize(codes: Tensor, parameters: Tensor, dtype: torch.dtype) -> Tensor:
     """The blocks again, in ``dtype``; each value within half a scale, but for the rounding of
     ``dtype`` and of the parameters."""
     scale, minimum = _scale_and_minimum(parameters)
-    return codes.float().sub_(_LOWEST_CODE).mul_(scale).add_(minimum).to(dtype)
+    return codes.float().sub_(LOWEST_CODE).mul_(scale).add_(minimum).to(dtype)
 
 
 def _scale_and_minimum(parameters: Tensor) -> tuple[Tensor, Tensor]:

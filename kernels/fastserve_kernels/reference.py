@@ -153,3 +153,20 @@ def dequantize_kv(codes: Tensor, parameters: Tensor) -> Tensor:
     """See `kv_quantization.dequantize`."""
     scale, minimum = parameters.double()[..., :1, :], parameters.double()[..., 1:, :]
     return (codes.double() + 128) * scale + minimum
+
+
+def bias_relu(x: Tensor, bias: Tensor | None) -> Tensor:
+    """What `gpu.activations.bias_relu` leaves in x."""
+    total = x.double() if bias is None else x.double() + bias.double()
+    return total.clamp_min(0.0)
+
+
+def rope_kv_write(
+    query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, kv: Tensor, layer: int,
+    slots: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """See `gpu.cache_writes.rope_kv_write`: the rotated query and key, and the cache after it, a
+    new tensor of kv's dtype."""
+    rotated = rotate(key, cos_sin)
+    cache = kv_write(kv, layer, rotated.to(kv.dtype), value, slots)
+    return rotate(query, cos_sin), rotated, cache

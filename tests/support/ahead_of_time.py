@@ -59,10 +59,13 @@ class CompiledKernel:
     shared_bytes: int
     instructions: Counter[str]
 
-    def widths(self, *operations: str) -> set[int]:
-        """In bits, of the accesses by these instructions."""
-        names = (name.split(".") for name in self.instructions)
-        return {int(name[1]) for name in names if name[0] in operations}
+    def count(self, *names: str) -> int:
+        """Instructions of these names; one without a width counts those of all widths."""
+        return sum(
+            number
+            for instruction, number in self.instructions.items()
+            if instruction in names or instruction.partition(".")[0] in names
+        )
 
 
 def compile_launches(launches: Sequence[Launch]) -> list[list[CompiledKernel]]:

@@ -3,15 +3,70 @@
 from __future__ import annotations
 
 import torch
-from fastserve_kernels.gpu import activations
+from fastserve_kernels.gpu import activations, cache_writes, kv_int8, norms
+from torch import Tensor
+
+TOKENS, LAYERS, BLOCKS, BLOCK_SIZE = 16, 40, 100, 16
 
 
 def bias_relu(dtype: torch.dtype, size: int) -> None:
-    activations.bias_relu(
-        torch.empty(16, size, dtype=dtype, device="meta"),
-        torch.empty(size, dtype=dtype, device="meta"),
-    )
+    activations.bias_relu(_empty(dtype, TOKENS, size), _empty(dtype, size))
 
 
 def silu_mul(dtype: torch.dtype, size: int) -> None:
-    activations.silu_mul(torch.empty(16, 2 * size, dtype=dtype, device="meta"))
+    activations.silu_mul(_empty(dtype, TOKENS, 2 * size))
+
+
+def add_layer_norm(dtype: torch.dtype, size: int) -> None:
+    x = _empty(dtype, TOKENS, size)
+    norms.add_layer_norm(x, x, _empty(dtype, size), _empty(dtype, size), 1e-5)
+
+
+def add_rms_norm(dtype: torch.dtype, size: int) -> None:
+    x = _empty(dtype, TOKENS, size)
+    norms.add_rms_norm(x, x, _empty(dtype, size), 1e-5)
+
+
+def kv_write(dtype: torch.dtype, kv_heads: int, head_dim: int) -> None:
+    _, key, value = _qkv(dtype, kv_heads, kv_heads, head_dim)
+    cache_writes.kv_write(_cache(dtype, kv_heads, head_dim), 3, key, value, _slots())
+
+
+def rope_kv_write(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, rotary_dim: int
+) -> None:
+    cos_sin = _empty(torch.float32, TOKENS, rotary_dim)
+    cache = _cache(dtype, kv_heads, head_dim)
+    cache_writes.rope_kv_write(*_qkv(dtype, heads, kv_heads, head_dim), cos_sin, cache, 3, _slots())
+
+
+def quantize_blocks(dtype: torch.dtype, kv_heads: int, head_dim: int) -> None:
+    kv_int8.quantize_blocks(_cache(dtype, kv_heads, head_dim), _empty(torch.int32, 8), BLOCK_SIZE)
+
+
+def dequantize_blocks(dtype: torch.dtype, kv_heads: int, head_dim: int) -> None:
+    shape = (8, LAYERS, 2, kv_heads, BLOCK_SIZE, head_dim)
+    codes = _empty(torch.int8, *shape)
+    parameters = _empty(torch.float16, *shape[:4], 2, head_dim)
+    cache = _cache(dtype, kv_heads, head_dim)
+    kv_int8.dequantize_blocks(codes, parameters, cache, _empty(torch.int32, 8))
+
+
+def _empty(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _qkv(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of one fused projection."""
+    fused = _empty(dtype, TOKENS, heads + 2 * kv_heads, head_dim)
+    return fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :]
+
+
+def _cache(dtype: torch.dtype, kv_heads: int, head_dim: int) -> Tensor:
+    return _empty(dtype, BLOCKS, LAYERS, 2, kv_heads, BLOCK_SIZE, head_dim)
+
+
+def _slots() -> Tensor:
+    return _empty(torch.int64, TOKENS)

@@ -15,9 +15,10 @@ from torch import Tensor
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.config import ModelConfig
 
-# Blocks that are quantized at once: their float32 copies fit in a processor's cache or need little
-# of a GPU's memory.
+# Blocks that are quantized at once on a CPU: their float32 copies fit in its cache.
 _QUANTIZED_AT_ONCE = 4
+# Of a GPU's memory, for each direction: enough that a kernel's launch is short against its copies.
+_STAGING_BYTES = 32 * 2**20
 
 
 class HostStore(ABC):
@@ -73,18 +74,16 @@ class PlainStore(HostStore):
 
 
 class Int8Store(HostStore):
-    """INT8 codes, a scale and an offset for each channel of a block; lossy."""
+    """INT8 codes, a scale and an offset for each channel of a block; lossy. Of a cache on the
+    CPU."""
 
     def __init__(self, kv: Tensor, num_blocks: int) -> None:
         code_bytes = kv[0].numel()
-        parameter_shape = (*kv.shape[1:4], 2, kv.shape[5])
-        parameter_bytes = 2 * torch.Size(parameter_shape).numel()
-        super().__init__(len(kv), num_blocks, code_bytes + parameter_bytes)
+        super().__init__(len(kv), num_blocks, code_bytes + _parameter_bytes(kv))
         self._kv = kv
         memory = _host_memory(num_blocks * self.block_bytes, kv.device)
-        split = num_blocks * code_bytes
-        self._codes = memory[:split].view(torch.int8).view(num_blocks, *kv.shape[1:])
-        self._parameters = memory[split:].view(torch.float16).view(num_blocks, *parameter_shape)
+        self._blocks = memory.view(num_blocks, self.block_bytes)
+        self._codes, self._parameters = _int8_parts(self._blocks, kv)
 
     def copy_out(
         self, device_blocks: Sequence[int], host_blocks: Sequence[int], num_last_tokens: int
@@ -97,16 +96,78 @@ class Int8Store(HostStore):
                 self._kv[list(device_blocks[part])], num_last_tokens if has_last else block_size
             )
             for index, host in enumerate(host_blocks[part]):
-                self._codes[host].copy_(codes[index], non_blocking=True)
-                self._parameters[host].copy_(parameters[index], non_blocking=True)
+                self._codes[host].copy_(codes[index])
+                self._parameters[host].copy_(parameters[index])
 
     def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
-        device = self._kv.device
-        for device_block, host_block in zip(device_blocks, host_blocks, strict=True):
-            codes = self._codes[host_block].to(device, non_blocking=True)
-            parameters = self._parameters[host_block].to(device, non_blocking=True)
-            block = dequantize(codes[None], parameters[None], self._kv.dtype)
-            self._kv[device_block].copy_(block[0])
+        for device, host in zip(device_blocks, host_blocks, strict=True):
+            codes, parameters = self._codes[host, None], self._parameters[host, None]
+            self._kv[device] = dequantize(codes, parameters, self._kv.dtype)[0]
+
+
+class StagedInt8Store(Int8Store):
+    """The same of a cache on a GPU: its kernels quantize into a staging buffer, whose blocks go to
+    the host by DMA, and the other way around. Nothing here waits for the device."""
+
+    def __init__(self, kv: Tensor, num_blocks: int) -> None:
+        super().__init__(kv, num_blocks)
+        # Triton is not there for a CPU's torch.
+        from fastserve_kernels.gpu import kv_int8
+
+        self._kernels = kv_int8
+        self._at_once = max(1, min(num_blocks, _STAGING_BYTES // self.block_bytes))
+        # One for each direction, whose thread's stream orders what is done with it.
+        shape = (2, self._at_once, self.block_bytes)
+        self._staging = torch.empty(shape, dtype=torch.uint8, device=kv.device)
+
+    def copy_out(
+        self, device_blocks: Sequence[int], host_blocks: Sequence[int], num_last_tokens: int
+    ) -> None:
+        staging = self._staging[0]
+        block_ids = self._on_device(device_blocks)
+        for part in self._parts(len(device_blocks)):
+            is_last = part.stop == len(device_blocks)
+            self._kernels.quantize_blocks(
+                self._kv,
+                block_ids[part],
+                num_last_tokens if is_last else self._kv.shape[4],
+                out=_int8_parts(staging[: part.stop - part.start], self._kv),
+            )
+            for staged, host in _runs(range(part.stop - part.start), host_blocks[part]):
+                self._blocks[host].copy_(staging[staged], non_blocking=True)
+
+    def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        staging = self._staging[1]
+        block_ids = self._on_device(device_blocks)
+        for part in self._parts(len(device_blocks)):
+            for staged, host in _runs(range(part.stop - part.start), host_blocks[part]):
+                staging[staged].copy_(self._blocks[host], non_blocking=True)
+            codes, parameters = _int8_parts(staging[: part.stop - part.start], self._kv)
+            self._kernels.dequantize_blocks(codes, parameters, self._kv, block_ids[part])
+
+    def _parts(self, count: int) -> Iterator[slice]:
+        """As many blocks as the staging buffer holds."""
+        for start in range(0, count, self._at_once):
+            yield slice(start, min(start + self._at_once, count))
+
+    def _on_device(self, blocks: Sequence[int]) -> Tensor:
+        on_host = torch.tensor(blocks, dtype=torch.int32, pin_memory=self._kv.is_cuda)
+        return on_host.to(self._kv.device, non_blocking=True)
+
+
+def _parameter_bytes(kv: Tensor) -> int:
+    """Of a block's scales and offsets, in float16."""
+    return kv[0].numel() // kv.shape[4] * 2 * torch.float16.itemsize
+
+
+def _int8_parts(blocks: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and parameters in the bytes [n, block_bytes] of blocks: a block's lie together, so that
+    one copy takes both."""
+    count, code_bytes = len(blocks), kv[0].numel()
+    codes = blocks[:, :code_bytes].view(torch.int8)
+    parameters = blocks[:, code_bytes:].view(torch.float16)
+    shape = (count, *kv.shape[1:4])
+    return codes.view(*shape, *kv.shape[4:]), parameters.view(*shape, 2, kv.shape[5])
 
 
 def make_host_store(
@@ -131,7 +192,9 @@ def make_host_store(
             f"{limit / 2**30:.1f} GiB{' a rank' if num_local_ranks > 1 else ''}, lower it"
         )
     num_blocks = wanted // config.host_kv_bytes_per_block(kv.shape[4], host_dtype)
-    return (PlainStore if host_dtype == "same" else Int8Store)(kv, num_blocks)
+    if host_dtype == "same":
+        return PlainStore(kv, num_blocks)
+    return (StagedInt8Store if kv.is_cuda else Int8Store)(kv, num_blocks)
 
 
 def _host_memory(num_bytes: int, device: torch.device) -> Tensor:

@@ -1,0 +1,101 @@
+"""Residual addition and normalisation of a row in one pass over memory.
+
+A program has a row, whole, in its registers: 16 elements a thread, so that four loads of 16 bytes
+are under way at once. Rows of up to 16384 elements have a thread for so few; wider ones have more
+elements a thread, in the same code.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ELEMENTS_OF_A_WARP = 32 * 16
+_MOST_WARPS = 32
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """See `ops.add_layer_norm`. Grid: (T,)."""
+    total, normed = _results(x)
+    if len(x):
+        # A pointer that is not read stands for the parameters that are absent.
+        _add_layer_norm[(len(x),)](
+            x, residual, x if weight is None else weight, x if bias is None else bias,
+            total, normed, x.stride(0), residual.stride(0), x.shape[1], eps,
+            HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+            **_launch_parameters(x.shape[1]),
+        )  # fmt: skip
+    return total, normed
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `ops.add_rms_norm`. Grid: (T,)."""
+    total, normed = _results(x)
+    if len(x):
+        _add_rms_norm[(len(x),)](
+            x, residual, weight, total, normed, x.stride(0), residual.stride(0), x.shape[1], eps,
+            **_launch_parameters(x.shape[1]),
+        )  # fmt: skip
+    return total, normed
+
+
+def _results(x: Tensor) -> tuple[Tensor, Tensor]:
+    # empty_like(x) could keep the order of x's strides.
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return total, torch.empty_like(total)
+
+
+def _launch_parameters(size: int) -> dict[str, int]:
+    block = triton.next_power_of_2(size)
+    return {"BLOCK": block, "num_warps": min(max(block // _ELEMENTS_OF_A_WARP, 1), _MOST_WARPS)}
+
+
+@triton.jit
+def _add(x, residual, total, x_stride, residual_stride, size, columns, inside):
+    """The row's sum, rounded to its dtype, written, and again in fp32; zeros past its end."""
+    row = tl.program_id(0).to(tl.int64)
+    first = tl.load(x + row * x_stride + columns, inside, other=0.0)
+    second = tl.load(residual + row * residual_stride + columns, inside, other=0.0)
+    rounded = (first.to(tl.float32) + second.to(tl.float32)).to(first.dtype)
+    tl.store(total + row * size + columns, rounded, inside)
+    return rounded.to(tl.float32)
+
+
+@triton.jit
+def _add_layer_norm(
+    x, residual, weight, bias, total, normed, x_stride, residual_stride, size, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    # The parameters are asked for before the sums are waited for.
+    if HAS_WEIGHT:
+        scale = tl.load(weight + columns, inside)
+    if HAS_BIAS:
+        shift = tl.load(bias + columns, inside)
+    values = _add(x, residual, total, x_stride, residual_stride, size, columns, inside)
+    # The mean is taken off before squaring: a difference of large sums would cancel.
+    centred = tl.where(inside, values - tl.sum(values, 0) / size, 0.0)
+    result = centred * tl.rsqrt(tl.sum(centred * centred, 0) / size + eps)
+    if HAS_WEIGHT:
+        result *= scale.to(tl.float32)
+    if HAS_BIAS:
+        result += shift.to(tl.float32)
+    tl.store(normed + tl.program_id(0).to(tl.int64) * size + columns, result, inside)
+
+
+@triton.jit
+def _add_rms_norm(
+    x, residual, weight, total, normed, x_stride, residual_stride, size, eps, BLOCK: tl.constexpr
+):
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    scale = tl.load(weight + columns, inside)
+    values = _add(x, residual, total, x_stride, residual_stride, size, columns, inside)
+    inverse = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
+    result = values * inverse * scale.to(tl.float32)
+    tl.store(normed + tl.program_id(0).to(tl.int64) * size + columns, result, inside)

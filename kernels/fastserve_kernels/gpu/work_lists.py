@@ -69,4 +69,5 @@ def prefill_work(
     last_rows = np.minimum((tile_of_job + 1) * tile, lengths[jobs])
     attended = contexts[jobs] - lengths[jobs] + last_rows
     order = np.argsort(-attended, kind="stable")
-    return np.stack([jobs[order], tile_of_job[order]], axis=1).astype(np.int32)
+    work: NDArray[np.int32] = np.stack([jobs[order], tile_of_job[order]], axis=1).astype(np.int32)
+    return work

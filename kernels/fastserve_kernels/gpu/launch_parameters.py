@@ -2,12 +2,13 @@
 
 A group is the number of query heads that share a KV head. Architectures are those of compute
 capability 8.0 (the A100's) and 9.0 (the H100's); others from 8.0 on use the newest row not newer
-than they are. Rows for 8.0 keep within the 99 KiB of shared memory that 8.6 and 8.9 have.
+than they are. A program of a row for 8.0 keeps within the 99 KiB of shared memory of 8.6 and 8.9.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 MIN_PADDED_HEAD_DIM = 64
 
@@ -25,7 +26,7 @@ class DecodeParameters:
     """Tokens of K and V that a program loads at a time."""
     num_warps: int
     num_stages: int
-    """Tiles in flight, the one worked on included."""
+    """Depth of the loop's pipeline: loads of block table, then of K and V, then the sums."""
     programs_per_multiprocessor: int
 
 
@@ -40,34 +41,55 @@ class PrefillParameters:
     num_stages: int
 
 
-# (padded head dim, bytes of an element)
+# Keys are (padded head dim, bytes of an element, 10 * major + minor of the architecture). What the
+# rows rest on is the machine code, of which tests/kernels/gpu/test_ahead_of_time.py keeps watch;
+# they were not timed.
+#
+# Decode waits for memory. The 3 TB/s of an H100 want some 16 to 32 KiB under way on each of its 132
+# multiprocessors; tiles of 4 KiB of K and as much of V, four or five deep, give one program alone
+# as much, which counts when there are few, and leave room for four or five programs, whose starts
+# and ends then hide behind each other. All programs of a grid must fit on the device at a time, for
+# each has its share of the work from the outset.
 DECODE_HEADS = {
-    (64, 2): DecodeParameters(64, 4, 3, 4),
-    (128, 2): DecodeParameters(32, 4, 3, 4),
-    (256, 2): DecodeParameters(16, 4, 3, 4),
-    (64, 4): DecodeParameters(32, 4, 3, 4),
-    (128, 4): DecodeParameters(16, 4, 3, 4),
-    (256, 4): DecodeParameters(16, 4, 2, 3),
+    (64, 2, 80): DecodeParameters(32, 4, 5, 4),
+    (128, 2, 80): DecodeParameters(16, 4, 5, 4),
+    (256, 2, 80): DecodeParameters(8, 4, 5, 4),
+    (64, 4, 80): DecodeParameters(16, 4, 5, 4),
+    (128, 4, 80): DecodeParameters(8, 4, 5, 4),
+    (256, 4, 80): DecodeParameters(8, 4, 3, 4),
+    (64, 2, 90): DecodeParameters(32, 4, 6, 4),
+    (128, 2, 90): DecodeParameters(16, 4, 6, 5),
+    (256, 2, 90): DecodeParameters(8, 4, 6, 5),
 }
+# Groups need larger tiles, as the warps meet in each for its maximum. Of the stages, half are the
+# block table's: K and V wait for it.
 DECODE_GROUPS = {
-    (64, 2): DecodeParameters(64, 4, 3, 4),
-    (128, 2): DecodeParameters(64, 4, 3, 2),
-    (256, 2): DecodeParameters(32, 4, 2, 2),
-    (64, 4): DecodeParameters(32, 4, 2, 2),
-    (128, 4): DecodeParameters(16, 4, 2, 2),
-    (256, 4): DecodeParameters(16, 4, 2, 1),
+    (64, 2, 80): DecodeParameters(64, 4, 5, 4),
+    (128, 2, 80): DecodeParameters(32, 4, 5, 4),
+    (256, 2, 80): DecodeParameters(32, 4, 3, 3),
+    (64, 4, 80): DecodeParameters(32, 4, 5, 4),
+    (128, 4, 80): DecodeParameters(16, 4, 5, 3),
+    (256, 4, 80): DecodeParameters(16, 4, 3, 2),
+    (64, 2, 90): DecodeParameters(64, 4, 7, 4),
+    (128, 2, 90): DecodeParameters(32, 4, 7, 4),
+    (256, 2, 90): DecodeParameters(32, 4, 5, 2),
 }
+# Prefill waits for the tensor cores. Two warpgroups of 64 rows each share the tiles of K and V on
+# 9.0, without which the L2 cache would have to deliver more than it can. With head dimension 64
+# there is room for two programs, one of which multiplies while the other takes exponentials.
 PREFILL = {
-    (64, 2, 80): PrefillParameters(128, 64, 4, 3),
-    (128, 2, 80): PrefillParameters(128, 64, 8, 2),
-    (256, 2, 80): PrefillParameters(64, 32, 4, 2),
-    (64, 2, 90): PrefillParameters(128, 128, 8, 3),
-    (128, 2, 90): PrefillParameters(128, 64, 8, 3),
-    (256, 2, 90): PrefillParameters(64, 64, 4, 2),
-    (64, 4, 80): PrefillParameters(32, 32, 4, 1),
-    (128, 4, 80): PrefillParameters(32, 32, 4, 1),
-    (256, 4, 80): PrefillParameters(16, 16, 4, 1),
+    (64, 2, 80): PrefillParameters(64, 64, 4, 3),
+    (128, 2, 80): PrefillParameters(128, 64, 8, 3),
+    (256, 2, 80): PrefillParameters(64, 32, 8, 2),
+    (64, 4, 80): PrefillParameters(32, 32, 8, 1),
+    (128, 4, 80): PrefillParameters(32, 16, 8, 1),
+    (256, 4, 80): PrefillParameters(16, 16, 8, 1),
+    (64, 2, 90): PrefillParameters(128, 64, 8, 5),
+    (128, 2, 90): PrefillParameters(128, 64, 8, 5),
+    (256, 2, 90): PrefillParameters(128, 32, 8, 2),
 }
+
+Parameters = TypeVar("Parameters")
 
 
 def decode(
@@ -75,14 +97,20 @@ def decode(
 ) -> DecodeParameters:
     """Parameters of `paged_decode`. capability: compute capability (major, minor)."""
     table = DECODE_HEADS if group == 1 else DECODE_GROUPS
-    return table[padded_head_dim(head_dim), element_bytes]
+    return _row(table, head_dim, element_bytes, capability)
 
 
-def prefill(
-    head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]
-) -> PrefillParameters:
+def prefill(head_dim: int, element_bytes: int, capability: tuple[int, int]) -> PrefillParameters:
     """Parameters of `paged_prefill`. capability: compute capability (major, minor)."""
+    return _row(PREFILL, head_dim, element_bytes, capability)
+
+
+def _row(
+    table: dict[tuple[int, int, int], Parameters],
+    head_dim: int,
+    element_bytes: int,
+    capability: tuple[int, int],
+) -> Parameters:
     padded = padded_head_dim(head_dim)
-    if capability >= (9, 0) and (padded, element_bytes, 90) in PREFILL:
-        return PREFILL[padded, element_bytes, 90]
-    return PREFILL[padded, element_bytes, 80]
+    hopper = (padded, element_bytes, 90)
+    return table[hopper if capability >= (9, 0) and hopper in table else (*hopper[:2], 80)]

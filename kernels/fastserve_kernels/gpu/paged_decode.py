@@ -199,11 +199,11 @@ def _attend_group(
         offsets = offsets[:, None] + dims[None, :]
         used = within[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(keys + offsets, mask=used, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where(within[None, :], scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale)
         correction = tl.exp2(maximum - new_maximum)
-        weights = tl.exp2(scores - new_maximum[:, None])
+        weights = tl.exp2(scores * scale - new_maximum[:, None])
         total = total * correction[:, None] + weights
         v = tl.load(values + offsets, mask=used, other=0.0)
         result = tl.dot(

@@ -12,14 +12,9 @@ from fastserve_kernels.gpu.device import capability
 from fastserve_kernels.gpu.paged_cache import LOG2_E, NO_SCORE, token_offsets
 
 
-def query_tile(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> int:
+def query_tile(head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
     """Rows of a tile of `paged_prefill`, which `work_lists.prefill_work` asks for."""
-    parameters = launch_parameters.prefill(
-        head_dim, dtype.itemsize, heads // kv_heads, capability(device)
-    )
-    return parameters.query_tile
+    return launch_parameters.prefill(head_dim, dtype.itemsize, capability(device)).query_tile
 
 
 def paged_prefill(
@@ -50,12 +45,9 @@ def paged_prefill(
     """
     heads, head_dim = query.shape[1:]
     kv_heads, block_size = kv.shape[3:5]
-    group = heads // kv_heads
-    parameters = launch_parameters.prefill(
-        head_dim, query.element_size(), group, capability(query.device)
-    )
     if not work.shape[0]:
         return
+    parameters = launch_parameters.prefill(head_dim, query.element_size(), capability(query.device))
     _attend_tiles[(work.shape[0] * heads,)](
         query, kv, block_tables, context_lens, query_starts, work, out,
         layer, scale * LOG2_E,
@@ -144,12 +136,12 @@ def _attend_keys(
         else:
             used = (dims < HEAD_DIM)[None, :]
         k = tl.load(keys + offsets, mask=used, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             scores = tl.where(key_positions[None, :] <= positions[:, None], scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale)
         correction = tl.exp2(maximum - new_maximum)
-        weights = tl.exp2(scores - new_maximum[:, None])
+        weights = tl.exp2(scores * scale - new_maximum[:, None])
         total = total * correction + tl.sum(weights, axis=1)
         v = tl.load(values + offsets, mask=used, other=0.0)
         result = tl.dot(

@@ -16,7 +16,8 @@ in which a job's sums are added, and so its last bits, would depend on the jobs 
 
 def num_splits(context_lens: ArrayLike) -> NDArray[np.int64]:
     """Items of decode work that rows of these context lengths make, one number a row."""
-    return -(-np.asarray(context_lens, dtype=np.int64) // SPLIT_TOKENS)
+    lengths: NDArray[np.int64] = np.asarray(context_lens, dtype=np.int64)
+    return -(-lengths // SPLIT_TOKENS)
 
 
 def decode_work(context_lens: ArrayLike, capacity: int) -> NDArray[np.int32]:

@@ -1,0 +1,99 @@
+"""What attention's machine code needs of a GPU, for sm_80 (A100) and sm_90 (H100, H200): all that
+its launch parameters were chosen for."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from ahead_of_time import Arguments, CompiledKernel, Launch, compile_launches
+from fastserve_kernels.gpu import launch_parameters
+
+REGISTERS = 64 * 1024
+REGISTER_UNIT = 8
+"""Registers of a multiprocessor, and in which number a thread gets them."""
+SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024}
+RESERVED_SHARED_BYTES = 1024
+"""Of a multiprocessor, and what the system takes of it for each program."""
+MATRIX_INSTRUCTION = {80: "HMMA", 90: "HGMMA"}
+"""Feeds the tensor cores at full rate."""
+
+# dtype, heads, KV heads, head dimension
+DECODE = [
+    ("bfloat16", 12, 12, 64), ("float16", 32, 32, 80), ("bfloat16", 40, 40, 128),
+    ("float16", 32, 8, 64), ("bfloat16", 32, 8, 128), ("bfloat16", 8, 4, 256),
+]  # fmt: skip
+PREFILL = [("bfloat16", 12, 12, 64), ("float16", 32, 32, 80), ("bfloat16", 32, 8, 128)]
+ARCHITECTURES = (80, 90)
+
+
+def launch(function: str, architecture: int, shape: tuple[str, int, int, int]) -> Launch:
+    names = ("dtype", "heads", "kv_heads", "head_dim")
+    arguments: Arguments = dict(zip(names, shape, strict=True))
+    return Launch(f"attention_launches:{function}", architecture, arguments)
+
+
+def resident_programs(kernel: CompiledKernel, architecture: int) -> int:
+    """Programs that a multiprocessor holds at a time."""
+    registers = -(-kernel.registers // REGISTER_UNIT) * REGISTER_UNIT
+    shared = kernel.shared_bytes + RESERVED_SHARED_BYTES
+    return min(
+        REGISTERS // (registers * 32 * kernel.num_warps), SHARED_BYTES[architecture] // shared
+    )
+
+
+def check_memory(kernel: CompiledKernel) -> None:
+    """No spills; vectors of 16 bytes, and single numbers of 4 from lists and tables."""
+    assert kernel.stack_bytes == 0, kernel
+    assert kernel.count("LDL", "STL") == 0, kernel
+    loads = kernel.count("LDG.32", "LDG.128", "LDGSTS.32", "LDGSTS.128")
+    assert loads == kernel.count("LDG", "LDGSTS"), kernel
+    assert kernel.count("LDG.128", "LDGSTS.128") > 0, kernel
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[CompiledKernel]]:
+    launches = [
+        launch(function, architecture, shape)
+        for function, shapes in (("decode", DECODE), ("prefill", PREFILL))
+        for architecture, shape in product(ARCHITECTURES, shapes)
+    ]
+    kernels = compile_launches(launches)
+    return {str(one): found for one, found in zip(launches, kernels, strict=True)}
+
+
+@pytest.mark.parametrize("shape", DECODE, ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_decode(
+    compiled: dict[str, list[CompiledKernel]],
+    architecture: int,
+    shape: tuple[str, int, int, int],
+) -> None:
+    attend, merge = compiled[str(launch("decode", architecture, shape))]
+    _, heads, kv_heads, head_dim = shape
+    parameters = launch_parameters.decode(head_dim, 2, heads // kv_heads, divmod(architecture, 10))
+    check_memory(attend)
+    check_memory(merge)
+    # Each has its share of the work from the outset: one that waited for a place would be late.
+    resident = resident_programs(attend, architecture)
+    assert resident >= parameters.programs_per_multiprocessor, attend
+    # Tiles of both K and V are copied ahead, before the loop and in it.
+    assert attend.count("LDGSTS.128") >= 4, attend
+    assert resident_programs(merge, architecture) >= 12, merge
+    if heads > kv_heads:
+        assert attend.count("HMMA") > 0, attend
+
+
+@pytest.mark.parametrize("shape", PREFILL, ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prefill(
+    compiled: dict[str, list[CompiledKernel]],
+    architecture: int,
+    shape: tuple[str, int, int, int],
+) -> None:
+    (kernel,) = compiled[str(launch("prefill", architecture, shape))]
+    check_memory(kernel)
+    assert resident_programs(kernel, architecture) >= (2 if shape[3] == 64 else 1), kernel
+    assert kernel.count("STG") == kernel.count("STG.128") > 0, kernel
+    assert kernel.count(MATRIX_INSTRUCTION[architecture]) > 0, kernel
+    assert kernel.count("LDGSTS.128") >= 4, kernel

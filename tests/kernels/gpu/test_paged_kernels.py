@@ -1,0 +1,89 @@
+"""Paged attention against its reference: on a GPU, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernel_cases import LAYER, Cache, Case, Shape, cases, queries, run_decode, run_prefill
+from triton import knobs
+
+DOTS = [torch.float32, torch.float16]
+
+
+@pytest.mark.parametrize("case", list(cases(interpreted=knobs.runtime.interpret)), ids=str)
+def test_case(case: Case, kernel_device: torch.device) -> None:
+    for comparison in case.run(kernel_device):
+        assert comparison.error <= comparison.limit, comparison.what
+
+
+@pytest.mark.parametrize("shape", [Shape(2, 2, 64), Shape(4, 1, 64)], ids=str)
+@pytest.mark.parametrize("dtype", DOTS)
+def test_decode_does_not_depend_on_the_batch(
+    shape: Shape, dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    contexts = [300, 256, 0, 31]
+    cache = Cache.filled(contexts, shape, dtype)
+    query = queries(len(contexts), shape, dtype)
+    together = run_decode(cache, query, contexts, 0.1, kernel_device)
+    for row, context in enumerate(contexts):
+        alone = Cache(cache.kv, cache.block_tables[row : row + 1])
+        result = run_decode(alone, query[row : row + 1], [context], 0.1, kernel_device)
+        assert torch.equal(result[0], together[row])
+
+
+def test_prefill_does_not_depend_on_the_batch(kernel_device: torch.device) -> None:
+    torch.manual_seed(0)
+    jobs, shape = [(90, 300), (17, 17)], Shape(2, 1, 64)
+    cache = Cache.filled([300, 17], shape, torch.float16)
+    query = queries(107, shape, torch.float16)
+    together = run_prefill(cache, query, jobs, 0.1, kernel_device)
+    first = Cache(cache.kv, cache.block_tables[:1])
+    second = Cache(cache.kv, cache.block_tables[1:])
+    alone = [
+        run_prefill(first, query[:90], jobs[:1], 0.1, kernel_device),
+        run_prefill(second, query[90:], jobs[1:], 0.1, kernel_device),
+    ]
+    assert torch.equal(torch.cat(alone), together)
+
+
+@pytest.mark.parametrize("dtype", DOTS)
+def test_no_number_of_another_layer_or_token_counts(
+    dtype: torch.dtype, kernel_device: torch.device
+) -> None:
+    """What the cases poison with NaN, of a size at which a weight of zero would hide it."""
+    torch.manual_seed(0)
+    shape, contexts = Shape(2, 1, 64), [20, 260]
+    cache = Cache.filled(contexts, shape, dtype)
+    query = queries(2, shape, dtype)
+    poisoned = cache.kv.isnan()
+    runs: list[Callable[[Cache], torch.Tensor]] = [
+        lambda filled: run_decode(filled, query, contexts, 0.1, kernel_device),
+        lambda filled: run_prefill(filled, query, [(1, 20), (1, 260)], 0.1, kernel_device),
+    ]
+    for run in runs:
+        small, large = (
+            run(Cache(cache.kv.masked_fill(poisoned, value), cache.block_tables))
+            for value in (0.0, 1000.0)
+        )
+        assert torch.equal(small, large)
+    assert not poisoned[:, LAYER].all()
+
+
+@pytest.mark.parametrize("dtype", DOTS)
+def test_scores_of_any_size(dtype: torch.dtype, kernel_device: torch.device) -> None:
+    """Maxima that rise and fall from tile to tile, and scores far below them."""
+    torch.manual_seed(0)
+    shape, length = Shape(2, 1, 64), 600
+    cache = Cache.filled([length], shape, dtype)
+    query = queries(1, shape, dtype)
+    lengths = torch.tensor([length], dtype=torch.int32)
+    expected = cache.attention(query, torch.zeros(1, dtype=torch.int32), lengths, 3.0)
+    limit = 1e-4 if dtype == torch.float32 else 2e-3
+    for result in (
+        run_decode(cache, query, [length], 3.0, kernel_device),
+        run_prefill(cache, query, [(1, length)], 3.0, kernel_device),
+    ):
+        assert (result - expected).abs().max() <= limit * expected.abs().max()

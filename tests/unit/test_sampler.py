@@ -9,6 +9,7 @@ import pytest
 import torch
 from fastserve_backend.worker.messages import Penalties, Sampling
 from fastserve_backend.worker.sampler import sample
+from torch.utils._python_dispatch import TorchDispatchMode
 
 EOS = (2,)
 
@@ -128,3 +129,75 @@ def test_logprobs_are_of_the_unmodified_distribution() -> None:
     (top,) = result.top_logprobs
     assert top.row == 1
     assert np.frombuffer(top.token_ids, np.int32).tolist() == reference[1].topk(5).indices.tolist()
+
+
+def everything_at_once() -> Sampling:
+    """Twelve rows that want different things."""
+    penalties = [
+        Penalties(1, 1.7, 0.5, 0.25, ids(0, 3, 3), ids(1, 1)),
+        Penalties(4, 1.0, 1.0, 0.0, ids(), ids(7)),
+        Penalties(7, 0.6, 0.0, -0.5, ids(9), ids()),
+        Penalties(11, 2.0, 0.3, 0.1, ids(499), ids(0, 499)),
+    ]
+    return sampling(
+        12, penalties,
+        temperature=[0, 0.7, 1, 1.3] * 3, top_k=[0, 0, 40, 3] * 3, top_p=[1, 0.9, 0.5, 1] * 3,
+        uniform=np.linspace(0.01, 0.99, 12), no_eos=[True, False, False] * 4,
+        num_logprobs=[-1, 0, 3, 5, 3, -1] * 2,
+    )  # fmt: skip
+
+
+def one_row(how: Sampling, row: int) -> Sampling:
+    columns = {
+        name: np.frombuffer(getattr(how, name), dtype)[row]
+        for name, dtype in [
+            ("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("uniform", "f8"),
+            ("no_eos", "?"), ("num_logprobs", "i4"),
+        ]
+    }  # fmt: skip
+    of_row = [penalties for penalties in how.penalties if penalties.row == row]
+    for penalties in of_row:
+        penalties.row = 0
+    return sampling(1, of_row, **columns)
+
+
+def test_rows_that_want_different_things_do_not_mix() -> None:
+    logits = torch.randn(12, 500, generator=torch.Generator().manual_seed(2)) * 3
+    together = sample(logits, everything_at_once(), EOS)
+    own = np.frombuffer(together.logprobs, np.float32)
+    top = {entry.row: entry for entry in together.top_logprobs}
+    assert [entry.row for entry in together.top_logprobs] == [2, 3, 4, 8, 9, 10]
+    for row in range(12):
+        alone = sample(logits[row : row + 1], one_row(everything_at_once(), row), EOS)
+        assert together.token_ids[row] == alone.token_ids[0]
+        wants_logprobs = row % 6 not in (0, 5)
+        assert bool(alone.logprobs) == wants_logprobs
+        if wants_logprobs:
+            assert own[row] == np.frombuffer(alone.logprobs, np.float32)[0]
+        for entry in alone.top_logprobs:
+            assert top[row].token_ids == entry.token_ids
+            assert top[row].logprobs == entry.logprobs
+
+
+class ReadsOfTensors(TorchDispatchMode):
+    """Operations whose results' values or shapes the host needs: with them it waits for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = operation.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "masked_select") or "unique" in name:
+            self.found.add(name)
+        return operation(*args, **(kwargs or {}))
+
+
+def test_the_host_reads_no_tensor_before_the_tokens() -> None:
+    logits = torch.randn(12, 500, generator=torch.Generator().manual_seed(3))
+    with ReadsOfTensors() as reads:
+        sample(logits, everything_at_once(), EOS)
+        sample(logits[:1], sampling(1, top_k=5), EOS)
+    assert reads.found == set()

@@ -2,11 +2,16 @@
 
 Randomness is one uniform number a token, made by the engine from the job's seed and the token's
 index; inverting the distribution with it gives the same token whatever else is in the batch.
+
+What the engine has said is known on the host, so the host decides with it which rows need what: a
+device is not waited for before the one copy of the results.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +20,8 @@ from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.worker.messages import Penalties, Sampling, TopLogprobs
+
+Array = npt.NDArray[Any]
 
 
 class SampledTokens:
@@ -36,37 +43,43 @@ def sample(
     if sampling is None:
         return SampledTokens(ops.argmax_rows(logits).cpu())
     raw = logits.float()
-    scores = raw.clone()
-    no_eos = np.frombuffer(sampling.no_eos, dtype=np.bool_)
-    if no_eos.any() and eos_token_ids:
-        rows = torch.from_numpy(np.flatnonzero(no_eos)).to(scores.device)
-        ends = torch.tensor(eos_token_ids, device=scores.device)
-        scores[rows[:, None], ends] = -math.inf
-    for penalties in sampling.penalties:
-        _penalise(scores[penalties.row], penalties)
-    chosen = SampledTokens(_choose(scores, sampling).cpu())
+    without_eos = np.flatnonzero(np.frombuffer(sampling.no_eos, dtype=np.bool_))
+    bans_eos = len(without_eos) > 0 and len(eos_token_ids) > 0
+    scores = raw
+    if bans_eos or sampling.penalties:
+        scores = raw.clone(memory_format=torch.contiguous_format)
+    if bans_eos:
+        ends = without_eos[:, None] * scores.shape[1] + np.array(eos_token_ids)
+        scores.view(-1).index_fill_(0, _on_device(ends.ravel(), scores.device), -math.inf)
+    if sampling.penalties:
+        _penalise(scores, sampling.penalties)
+    token_ids = _choose(scores, sampling)
     num_logprobs = np.frombuffer(sampling.num_logprobs, dtype=np.int32)
     if (num_logprobs >= 0).any():
-        _add_logprobs(chosen, raw, num_logprobs)
-    return chosen
+        return _with_logprobs(token_ids, raw, num_logprobs)
+    return SampledTokens(token_ids.cpu())
 
 
 def _choose(scores: Tensor, sampling: Sampling) -> Tensor:
-    device = scores.device
-    temperature = _tensor(sampling.temperature, np.float32, device)
-    top_k = _tensor(sampling.top_k, np.int32, device)
-    top_p = _tensor(sampling.top_p, np.float32, device)
-    uniform = _tensor(sampling.uniform, np.float64, device)
-    token_ids = ops.argmax_rows(scores)
+    temperature = np.frombuffer(sampling.temperature, dtype=np.float32)
+    top_k = np.frombuffer(sampling.top_k, dtype=np.int32)
+    top_p = np.frombuffer(sampling.top_p, dtype=np.float32)
+    uniform = np.frombuffer(sampling.uniform, dtype=np.float64)
     random = temperature > 0
     filtered = random & ((top_k > 0) | (top_p < 1))
+    token_ids = ops.argmax_rows(scores)
     # Filtering sorts the vocabulary, so rows that need none are kept out of it.
-    if len(rows := (random & ~filtered).nonzero()[:, 0]):
-        probabilities = torch.softmax(scores[rows] / temperature[rows, None], dim=-1)
-        token_ids[rows] = _invert(probabilities, uniform[rows])
-    if len(rows := filtered.nonzero()[:, 0]):
-        probabilities = torch.softmax(scores[rows] / temperature[rows, None], dim=-1)
-        token_ids[rows] = _invert_filtered(probabilities, uniform[rows], top_k[rows], top_p[rows])
+    for rows in (np.flatnonzero(random & ~filtered), np.flatnonzero(filtered)):
+        if len(rows) == 0:
+            continue
+        index = _on_device(rows, scores.device)
+        heat = _on_device(temperature[rows, None], scores.device)
+        probabilities = torch.softmax(scores[index] / heat, dim=-1)
+        if filtered[rows[0]]:
+            chosen = _invert_filtered(probabilities, uniform[rows], top_k[rows], top_p[rows])
+        else:
+            chosen = _invert(probabilities, _on_device(uniform[rows], scores.device))
+        token_ids[index] = chosen
     return token_ids
 
 
@@ -78,55 +91,91 @@ def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return index.clamp_(max=probabilities.shape[-1] - 1)
 
 
-def _invert_filtered(
-    probabilities: Tensor, uniform: Tensor, top_k: Tensor, top_p: Tensor
-) -> Tensor:
-    vocab = probabilities.shape[-1]
-    if bool((top_k > 0).all()):
+def _invert_filtered(probabilities: Tensor, uniform: Array, top_k: Array, top_p: Array) -> Tensor:
+    vocab, device = probabilities.shape[-1], probabilities.device
+    if (top_k > 0).all():
         # Sorting the vocabulary costs milliseconds; with a top_k the few largest do.
         count = min(vocab, int(top_k.max()))
         ordered, ids = torch.topk(probabilities, count, dim=-1, sorted=True)
     else:
         ordered, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
-    rank = torch.arange(ordered.shape[-1], device=ordered.device)[None, :]
-    limit = torch.where(top_k > 0, top_k, vocab)[:, None]
+    rank = torch.arange(ordered.shape[-1], device=device)[None, :]
+    limit = _on_device(np.where(top_k > 0, top_k, vocab)[:, None], device)
     kept = ordered.masked_fill(rank >= limit, 0.0)
     # top_p counts what top_k has left; a token stays while those above it have not reached top_p.
     before = kept.cumsum(dim=-1) - kept
-    kept = kept.masked_fill(before >= top_p[:, None] * kept.sum(dim=-1, keepdim=True), 0.0)
-    return ids.gather(1, _invert(kept, uniform)[:, None])[:, 0]
+    share = _on_device(top_p[:, None], device) * kept.sum(dim=-1, keepdim=True)
+    kept = kept.masked_fill(before >= share, 0.0)
+    return ids.gather(1, _invert(kept, _on_device(uniform, device))[:, None])[:, 0]
 
 
-def _penalise(scores: Tensor, penalties: Penalties) -> None:
-    """In place on one row. ``repetition`` counts prompt and output, the others the output alone."""
-    output = _tensor(penalties.output_ids, np.int32, scores.device).long()
-    prompt = _tensor(penalties.prompt_ids, np.int32, scores.device).long()
-    if penalties.repetition != 1.0:
-        seen = torch.unique(torch.cat([prompt, output]))
-        values = scores[seen]
-        scores[seen] = torch.where(
-            values > 0, values / penalties.repetition, values * penalties.repetition
-        )
-    ids, counts = torch.unique(output, return_counts=True)
-    scores[ids] -= penalties.presence + penalties.frequency * counts
+def _penalise(scores: Tensor, penalties: Sequence[Penalties]) -> None:
+    """In place. ``repetition`` counts prompt and output, the others the output alone."""
+    vocab, flat = scores.shape[1], scores.view(-1)
+    repeated: list[tuple[Array, Array]] = []  # places in flat, factors
+    counted: list[tuple[Array, Array]] = []  # places in flat, what is taken off
+    for row in penalties:
+        output = np.frombuffer(row.output_ids, dtype=np.int32)
+        prompt = np.frombuffer(row.prompt_ids, dtype=np.int32)
+        first = row.row * vocab
+        if row.repetition != 1.0:
+            seen = np.unique(np.concatenate([prompt, output]))
+            repeated.append((first + seen.astype(np.int64), np.full(len(seen), row.repetition)))
+        ids, counts = np.unique(output, return_counts=True)
+        frequency = np.float32(row.frequency) * counts.astype(np.float32)
+        counted.append((first + ids.astype(np.int64), np.float32(row.presence) + frequency))
+    if repeated:
+        places, factors = _joined(repeated, scores.device)
+        values = flat[places]
+        flat[places] = torch.where(values > 0, values / factors, values * factors)
+    if counted:
+        places, amounts = _joined(counted, scores.device)
+        flat[places] -= amounts
 
 
-def _add_logprobs(chosen: SampledTokens, raw: Tensor, num_logprobs: npt.NDArray[np.int32]) -> None:
+def _joined(pairs: Sequence[tuple[Array, Array]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Places, int64, and numbers, float32, of all rows."""
+    places, numbers = (np.concatenate(column) for column in zip(*pairs, strict=True))
+    return _on_device(places, device), _on_device(numbers.astype(np.float32), device)
+
+
+def _with_logprobs(token_ids: Tensor, raw: Tensor, num_logprobs: Array) -> SampledTokens:
     rows = np.flatnonzero(num_logprobs >= 0)
-    index = torch.from_numpy(rows).to(raw.device)
+    index = _on_device(rows, raw.device)
     logprobs = torch.log_softmax(raw[index], dim=-1)
-    own = logprobs.gather(1, chosen.token_ids.to(raw.device)[index][:, None])[:, 0]
-    values = np.zeros(len(num_logprobs), dtype=np.float32)
-    values[rows] = own.cpu().numpy()
-    chosen.logprobs = values.tobytes()
-    for position, row in enumerate(rows.tolist()):
-        count = int(num_logprobs[row])
-        if count:
-            top, ids = torch.topk(logprobs[position], count)
-            chosen.top_logprobs.append(
-                TopLogprobs(row, ids.int().cpu().numpy().tobytes(), top.cpu().numpy().tobytes())
-            )
+    own = logprobs.gather(1, token_ids[index][:, None])[:, 0]
+    wanted = num_logprobs[rows]
+    # Rows that want as many together.
+    groups = [np.flatnonzero(wanted == count) for count in np.unique(wanted[wanted > 0])]
+    results = [token_ids, own]
+    for group in groups:
+        values, ids = torch.topk(logprobs[_on_device(group, raw.device)], int(wanted[group[0]]))
+        results += [ids.int(), values]
+    on_host = _fetch(results)
+    chosen = SampledTokens(on_host[0])
+    of_all = np.zeros(len(num_logprobs), dtype=np.float32)
+    of_all[rows] = on_host[1].numpy()
+    chosen.logprobs = of_all.tobytes()
+    for group, ids, values in zip(groups, on_host[2::2], on_host[3::2], strict=True):
+        chosen.top_logprobs += [
+            TopLogprobs(int(rows[position]), top.numpy().tobytes(), of_top.numpy().tobytes())
+            for position, top, of_top in zip(group, ids, values, strict=True)
+        ]
+    chosen.top_logprobs.sort(key=lambda top: top.row)
+    return chosen
 
 
-def _tensor(data: bytes, dtype: type[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.frombuffer(data, dtype=dtype).copy()).to(device)
+def _on_device(values: Array, device: torch.device) -> Tensor:
+    """Without waiting for what the device has been given before."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """On the CPU, by one copy; those of wider types first, for their alignment."""
+    parts = [tensor.contiguous().view(torch.uint8).flatten() for tensor in tensors]
+    on_host = torch.split(torch.cat(parts).cpu(), [len(part) for part in parts])
+    return [
+        part.view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(on_host, tensors, strict=True)
+    ]

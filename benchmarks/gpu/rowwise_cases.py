@@ -177,7 +177,8 @@ def _norm_cases(dtype: torch.dtype) -> Iterator[Case]:
             def layer_norm(
                 device: torch.device, rows: int = rows, size: int = size, affine: str = affine
             ) -> Iterator[Comparison]:
-                x = _strided(rows, size, dtype, device) + 3  # a variance of differences must hold
+                x = _strided(rows, size, dtype, device)
+                x += 3  # far from zero: the variance must not cancel
                 residual = _strided(rows, size, dtype, device)
                 weight = torch.randn(size).to(dtype) if affine in ("both", "weight") else None
                 bias = torch.randn(size).to(dtype) if affine in ("both", "bias") else None

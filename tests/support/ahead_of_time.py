@@ -107,7 +107,7 @@ def _start(launches: Sequence[Launch]) -> subprocess.Popen[str]:
         "architecture": launches[0].architecture,
         "launches": [(launch.function, launch.arguments) for launch in launches],
     }
-    # A file, since nobody would read from a pipe while another process is waited for.
+    # A file, so that a process has all of it although another one is waited for first.
     with tempfile.TemporaryFile("w+") as description:
         json.dump(job, description)
         description.seek(0)

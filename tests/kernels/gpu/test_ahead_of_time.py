@@ -1,4 +1,4 @@
-"""What the kernels' machine code needs of a GPU, for sm_80 (A100) and sm_90 (H100, H200)."""
+"""Machine code of the row-wise, cache and INT8 kernels, for sm_80 (A100) and sm_90 (H100, H200)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from itertools import product
 
 import pytest
 from ahead_of_time import Arguments, CompiledKernel, Launch, compile_launches
-
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-"""What one program may have at most."""
-MATRIX_INSTRUCTION = {80: "HMMA", 90: "HGMMA"}
-"""Feeds the tensor cores at full rate."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +20,6 @@ class Expected:
     """The most that a thread may have: more would let fewer programs run at a time."""
     narrow_loads: int = 0
     narrow_stores: int = 0
-    matrix: bool = False
-    """Whether tensor cores must be used."""
 
 
 def rowwise() -> list[Expected]:
@@ -110,12 +103,8 @@ def test_machine_code(
         assert kernel.stack_bytes == 0, what
         assert kernel.count("LDL", "STL") == 0, what
         assert kernel.registers <= expected.registers, what
-        assert kernel.shared_bytes <= SHARED_BYTES[launch.architecture], what
-        assert kernel.count("LDG.128", "LDGSTS.128") > 0, what
-        assert kernel.count("STG.128") > 0, what
-        narrow_loads = kernel.count("LDG", "LDGSTS") - kernel.count("LDG.128", "LDGSTS.128")
-        assert narrow_loads <= expected.narrow_loads, what
-        narrow_stores = kernel.count("STG") - kernel.count("STG.128")
-        assert narrow_stores <= expected.narrow_stores, what
-        if expected.matrix:
-            assert kernel.count(MATRIX_INSTRUCTION[launch.architecture]) > 0, what
+        wide_loads, wide_stores = kernel.count("LDG.128"), kernel.count("STG.128")
+        assert wide_loads > 0, what
+        assert wide_stores > 0, what
+        assert kernel.count("LDG") - wide_loads <= expected.narrow_loads, what
+        assert kernel.count("STG") - wide_stores <= expected.narrow_stores, what

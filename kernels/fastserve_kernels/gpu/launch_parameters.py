@@ -42,14 +42,14 @@ class PrefillParameters:
 
 
 # Keys are (padded head dim, bytes of an element, 10 * major + minor of the architecture). What the
-# rows rest on is the machine code, of which tests/kernels/gpu/test_ahead_of_time.py keeps watch;
-# they were not timed.
+# rows rest on is the machine code, over which tests/kernels/gpu/test_attention_machine_code.py
+# keeps watch; they were not timed.
 #
-# Decode waits for memory. The 3 TB/s of an H100 want some 16 to 32 KiB under way on each of its 132
-# multiprocessors; tiles of 4 KiB of K and as much of V, four or five deep, give one program alone
-# as much, which counts when there are few, and leave room for four or five programs, whose starts
-# and ends then hide behind each other. All programs of a grid must fit on the device at a time, for
-# each has its share of the work from the outset.
+# Decode waits for memory. Some 3 TB/s at 700 ns, an H100's, take 16 to 32 KiB under way on each of
+# its 132 multiprocessors. Tiles of 4 KiB of K and as much of V, four or five deep, give one program
+# alone as much, which counts when there are few, and leave room for four or five programs, whose
+# starts and ends then hide behind each other. All programs of a grid must fit on the device at a
+# time, for each has its share of the work from the outset.
 DECODE_HEADS = {
     (64, 2, 80): DecodeParameters(32, 4, 5, 4),
     (128, 2, 80): DecodeParameters(16, 4, 5, 4),

@@ -42,6 +42,7 @@ def paged_decode(
 
     query: [B, heads, head_dim] of the cache's dtype, only the last dimension need be contiguous;
     heads is a multiple of kv_heads. kv: see `fastserve_kernels.ops`, block_size a power of two.
+    scale: of the scores, positive.
     block_tables: int32 [B, max_blocks], rows contiguous. context_lens: int32 [B], 0 = padding,
     whose row of out is zeros. work: of `work_lists.decode_work` for these lengths. out: [B, heads,
     head_dim] of query's dtype, only the last dimension need be contiguous. scratch: of

@@ -35,6 +35,7 @@ def paged_prefill(
 
     query: [T, heads, head_dim] of the cache's dtype, only the last dimension need be contiguous;
     heads is a multiple of kv_heads. kv: see `fastserve_kernels.ops`, block_size a power of two.
+    scale: of the scores, positive.
     block_tables: int32 [S, max_blocks], rows contiguous. context_lens: int32 [S]. query_starts:
     int32 [S + 1]. work: int32 [n, 2] of `work_lists.prefill_work` with tiles of `query_tile` rows.
     out: [T, heads, head_dim] of query's dtype, only the last dimension need be contiguous; rows of

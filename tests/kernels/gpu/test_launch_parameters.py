@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from fastserve_kernels.gpu import launch_parameters
+from fastserve_kernels.gpu.work_lists import SPLIT_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "padded"), [(8, 64), (64, 64), (80, 128), (96, 128), (256, 256)]
+)
+def test_padded_head_dim(head_dim: int, padded: int) -> None:
+    assert launch_parameters.padded_head_dim(head_dim) == padded
+
+
+def test_every_head_has_parameters() -> None:
+    for head_dim, size, capability in product((64, 80, 128, 256), (2, 4), [(8, 0), (9, 0)]):
+        for group in (1, 4):
+            parameters = launch_parameters.decode(head_dim, size, group, capability)
+            # All of a split's tiles but the last of a context are full.
+            assert SPLIT_TOKENS % parameters.key_tile == 0
+        launch_parameters.prefill(head_dim, size, capability)
+
+
+@pytest.mark.parametrize(
+    ("capability", "served_by"), [((8, 6), (8, 0)), ((8, 9), (8, 0)), ((10, 0), (9, 0))]
+)
+def test_other_architectures_use_the_newest_row_not_newer(
+    capability: tuple[int, int], served_by: tuple[int, int]
+) -> None:
+    older, newer = ((launch_parameters.prefill(64, 2, c)) for c in ((8, 0), (9, 0)))
+    assert older != newer
+    assert launch_parameters.prefill(64, 2, capability) == launch_parameters.prefill(
+        64, 2, served_by
+    )

@@ -192,11 +192,11 @@ def paged_prefill(
     )
 
 
-def prefill_tile(heads: int, kv: Tensor) -> int:
+def prefill_tile(kv: Tensor) -> int:
     """Rows of a tile in the work lists of `paged_prefill`."""
     from fastserve_kernels.gpu import kernels
 
-    return kernels.query_tile(heads, kv.shape[3], kv.shape[5], kv.dtype, kv.device)
+    return kernels.query_tile(kv.shape[5], kv.dtype, kv.device)
 
 
 def add_layer_norm(

@@ -85,7 +85,7 @@ class WorkListInputs:
         # has tokens for, but for one a job that begins a split.
         self._splits_a_job = int(work_lists.num_splits(limits.max_model_len))
         self._splits_in_cache = int(work_lists.num_splits(num_blocks * block_size))
-        self._tile = ops.prefill_tile(heads, kv)
+        self._tile = ops.prefill_tile(kv)
         self._scratch = ops.decode_scratch(self._capacity(limits.max_jobs), heads, kv)
         self._staging = Staging(self._most_bytes(limits), kv.device)
         self._places: dict[int, Places] = {}  # of padded steps, by their number of jobs

@@ -136,7 +136,7 @@ def generate(config: Any, longest_prompt: int) -> list[list[int]]:
 
 
 # The longest is over one split of the context; the interpreter takes its time for it.
-@pytest.mark.parametrize(("name", "longest"), zip(MODELS, (258, 35, 35), strict=True))
+@pytest.mark.parametrize(("name", "longest"), list(zip(MODELS, (258, 35, 35), strict=True)))
 def test_tokens_are_those_of_the_cpu_kernels(name: str, longest: int, tmp_path: Path) -> None:
     config = model_config(tmp_path, MODELS[name])
     expected = generate(config, longest)

@@ -134,7 +134,13 @@ def _set_up(
         hardware=_hardware(device),
         dtype=config.dtype,
     )
-    runner = ModelRunner(model, config, kv, device, limits, place)
+    try:
+        runner = ModelRunner(model, config, kv, device, limits, place)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"kv_cache.device_memory_utilization: got {setup.device_memory_utilization:g}, which "
+            "leaves too little for the CUDA graphs of decode steps; lower it"
+        ) from None
     return runner, SwapEngine(store, device, connect), ready
 
 

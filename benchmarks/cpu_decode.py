@@ -217,13 +217,15 @@ def step(repeats: int) -> None:
     from fastserve_backend.models.loader import load_model
     from fastserve_backend.worker.kv_store import allocate_kv
     from fastserve_backend.worker.model_runner import ModelRunner
+    from fastserve_backend.worker.step_inputs import StepLimits
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     device = torch.device("cpu")
     config = load_model_config(MODEL, load_format="dummy", dtype="bfloat16")
     kv = allocate_kv(config, device, 16, max(BATCHES) * 8, 0.9)
     kv.zero_()
-    runner = ModelRunner(load_model(config, device), config, kv, device)
+    limits = StepLimits(max(BATCHES), max(BATCHES), config.max_model_len)
+    runner = ModelRunner(load_model(config, device), config, kv, device, limits)
     table = Table(title=f"One decode step in the rank, context {CONTEXT}, ms", title_justify="left")
     table.add_column("")
     columns = []

@@ -44,13 +44,16 @@ def read_profile(path: Path) -> list[Request]:
 
     The inputs must have ``sampling_parameters`` with ``max_tokens`` and
     ``return_num_output_tokens``: perf_analyzer writes into the file whatever its memory holds for
-    outputs that a request did not ask for.
+    outputs that a request did not ask for, and nothing at all if that is a float but no number.
 
     Raises:
         ValueError: the file is no such profile.
     """
+    text = path.read_text(encoding="utf-8")
+    if not text:
+        raise ValueError(f"{path}: empty; let every request ask for return_cumulative_logprob")
     try:
-        experiments = json.loads(path.read_text(encoding="utf-8"))["experiments"]
+        experiments = json.loads(text)["experiments"]
         requests = [_request(entry) for one in experiments for entry in one["requests"]]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a profile of these configurations ({error!r})") from error

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastserve_kernels.cpu.backend import compiled_for
+from fastserve_kernels.implementation import uses_triton
 
 ONEDNN_ROWS_HINT = 16
 """Rows that oneDNN lays the weight out for. Measured in fp32 for 1 to 2048 rows: a layout for 16
@@ -25,7 +26,7 @@ class PackedLinear:
       float32 on a CPU without compiled kernels.
     - "compiled": this package's kernel, float32 and bfloat16 on every other CPU. Results do not
       depend on the number of rows in a call, bit for bit.
-    - "torch": `torch.nn.functional.linear`, for all else.
+    - "torch": `torch.nn.functional.linear`, for all else; on a GPU a ReLU is fused with the bias.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> None:
@@ -43,6 +44,8 @@ class PackedLinear:
 def _choose(
     weight: Tensor, bias: Tensor | None, relu: bool
 ) -> tuple[str, Callable[[Tensor], Tensor]]:
+    if uses_triton(weight.device):
+        return "torch", _on_gpu(weight, bias) if relu else _plain(weight, bias, relu=False)
     kernels = compiled_for(weight)
     if weight.is_cpu and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         native = weight.dtype == torch.bfloat16 and _multiplies_bfloat16()
@@ -77,6 +80,20 @@ def _onednn(weight: Tensor, bias: Tensor | None, relu: bool) -> Callable[[Tensor
         if x.shape[0] == 0:
             return x.new_empty((0, out_features))
         y: Tensor = operation(x, packed, bias, attribute, [], "")
+        return y
+
+    return apply
+
+
+def _on_gpu(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """With a ReLU."""
+    from fastserve_kernels.gpu.kernels import bias_relu
+
+    weight = weight.contiguous()
+
+    def apply(x: Tensor) -> Tensor:
+        y = F.linear(x, weight)
+        bias_relu(y, bias)
         return y
 
     return apply

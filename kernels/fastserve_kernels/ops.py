@@ -1,9 +1,14 @@
 """Operations of a model step, token-major: T tokens of all jobs, flattened.
 
-Each runs on the device of its tensors. On a CPU, float32 and bfloat16 run in C++ that is compiled
-on first use (see `cpu.builder`); every other case, and a machine without a compiler, runs in plain
-torch with the same results up to rounding. Shapes and dtypes are the caller's contract and are not
-checked on every call.
+Each runs on the device of its tensors. On a GPU it is a kernel in the Triton language (`gpu`). On a
+CPU, float32 and bfloat16 run in C++ that is compiled on first use (see `cpu.builder`); every other
+case, and a machine without a compiler, runs in plain torch with the same results up to rounding.
+Shapes and dtypes are the caller's contract and are not checked on every call.
+
+Attention comes in two pairs. `paged_attention` and `prefill_attention` take each row by itself and
+run anywhere. `paged_decode` and `paged_prefill` are the GPU's: they take work lists that the host
+has made (`gpu.work_lists`), never wait for the device, and `paged_decode` can be captured in a CUDA
+graph.
 
 KV cache: one contiguous tensor [num_blocks, layers, 2, kv_heads, block_size, head_dim], where
 index 2 is (K, V) and slot = block_id * block_size + offset.
@@ -18,6 +23,7 @@ from torch import Tensor
 
 from fastserve_kernels.cpu import plain_torch
 from fastserve_kernels.cpu.backend import compiled_for, cpu_backend, set_cpu_backend
+from fastserve_kernels.implementation import kernels_for, uses_triton
 from fastserve_kernels.linear import PackedLinear
 
 __all__ = [
@@ -26,12 +32,18 @@ __all__ = [
     "add_rms_norm",
     "argmax_rows",
     "cpu_backend",
+    "decode_scratch",
     "kv_write",
     "paged_attention",
+    "paged_decode",
+    "paged_prefill",
     "prefill_attention",
+    "prefill_tile",
+    "rope_kv_write",
     "rotate",
     "silu_mul",
     "set_cpu_backend",
+    "uses_triton",
 ]
 
 SDPA_MIN_TOKENS = 1024
@@ -44,11 +56,27 @@ def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) 
     key, value: [T, kv_heads, head_dim] of the cache's dtype, only the last dimension need be
     contiguous. slots: int64 [T], contiguous; -1 skips the token.
     """
-    kernels = compiled_for(kv)
-    if kernels is None:
-        plain_torch.kv_write(kv, layer, key, value, slots)
-    else:
-        kernels.kv_write(kv, layer, key, value, slots)
+    kernels_for(kv).kv_write(kv, layer, key, value, slots)
+
+
+def rope_kv_write(
+    qkv: Tensor, heads: int, cos_sin: Tensor, kv: Tensor, layer: int, slots: Tensor
+) -> None:
+    """Rotates the queries in place, and writes the rotated keys and the values to the cache.
+
+    qkv: [T, heads + 2 * kv_heads, head_dim] of the cache's dtype: query, key and value heads; only
+    the last dimension need be contiguous. Whether its keys are rotated too is left open.
+    cos_sin: as in `rotate`. slots: as in `kv_write`.
+    """
+    kv_heads = kv.shape[3]
+    key, value = qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    if uses_triton(kv.device):
+        from fastserve_kernels.gpu import kernels
+
+        kernels.rope_kv_write(qkv[:, :heads], key, value, cos_sin, kv, layer, slots)
+        return
+    rotate(qkv[:, : heads + kv_heads], cos_sin)
+    kv_write(kv, layer, key, value, slots)
 
 
 def paged_attention(
@@ -120,6 +148,57 @@ def prefill_attention(
     return out
 
 
+def paged_decode(
+    query: Tensor,
+    kv: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    work: Tensor,
+    scale: float,
+    out: Tensor,
+    scratch: Tensor,
+) -> None:
+    """A GPU's attention of one query a job over the paged cache; see `gpu.paged_decode`."""
+    from fastserve_kernels.gpu import kernels
+
+    kernels.paged_decode(query, kv, layer, block_tables, context_lens, work, scale, out, scratch)
+
+
+def decode_scratch(capacity: int, heads: int, kv: Tensor) -> Tensor:
+    """Scratch for `paged_decode` with work lists of up to ``capacity`` items, of one layer."""
+    from fastserve_kernels.gpu import kernels
+
+    return kernels.decode_scratch(capacity, heads, kv.shape[5], kv.device)
+
+
+def paged_prefill(
+    query: Tensor,
+    kv: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_starts: Tensor,
+    work: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """A GPU's causal attention of prompts and their chunks over the paged cache; see
+    `gpu.paged_prefill`."""
+    from fastserve_kernels.gpu import kernels
+
+    kernels.paged_prefill(
+        query, kv, layer, block_tables, context_lens, query_starts, work, scale, out
+    )
+
+
+def prefill_tile(kv: Tensor) -> int:
+    """Rows of a tile in the work lists of `paged_prefill`."""
+    from fastserve_kernels.gpu import kernels
+
+    return kernels.query_tile(kv.shape[5], kv.dtype, kv.device)
+
+
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -129,10 +208,7 @@ def add_layer_norm(
     or None. The sum is rounded to the dtype before it is normalised, in fp32.
     Returns two new contiguous tensors [T, hidden].
     """
-    kernels = compiled_for(x)
-    if kernels is None:
-        return plain_torch.add_layer_norm(x, residual, weight, bias, eps)
-    return kernels.add_layer_norm(x, residual, weight, bias, eps)
+    return kernels_for(x).add_layer_norm(x, residual, weight, bias, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -142,10 +218,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     is rounded to the dtype before it is normalised, in fp32.
     Returns two new contiguous tensors [T, hidden].
     """
-    kernels = compiled_for(x)
-    if kernels is None:
-        return plain_torch.add_rms_norm(x, residual, weight, eps)
-    return kernels.add_rms_norm(x, residual, weight, eps)
+    return kernels_for(x).add_rms_norm(x, residual, weight, eps)
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> None:
@@ -167,8 +240,7 @@ def silu_mul(x: Tensor) -> Tensor:
 
     Rows contiguous. Returns a new contiguous tensor of x's dtype.
     """
-    kernels = compiled_for(x)
-    return plain_torch.silu_mul(x) if kernels is None else kernels.silu_mul(x)
+    return kernels_for(x).silu_mul(x)
 
 
 def argmax_rows(logits: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def test_environment_forces_the_fallback() -> None:
 
 
 def test_unknown_choice_is_refused() -> None:
-    with pytest.raises(ValueError, match="'auto', 'compiled' or 'torch'"):
+    with pytest.raises(ValueError, match="'auto', 'compiled', 'torch' or 'triton'"):
         ops.set_cpu_backend("numba")  # type: ignore[arg-type]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from fastserve_backend.models import load_model_config
-from fastserve_backend.models.layers import AttentionBatch
+from fastserve_backend.models.attention_batch import RowwiseBatch
 from fastserve_backend.models.loader import CausalLM, load_model
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -88,14 +88,13 @@ class PagedExecutor:
                     job.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
                 )
                 rows.append(row)
-        batch = AttentionBatch(
+        batch = RowwiseBatch(
             slots=torch.tensor(slots + [-1] * padding),
             block_tables=torch.tensor([self.jobs[i].blocks for i, _ in work], dtype=torch.int32),
             table_rows=torch.tensor(rows + [0] * padding, dtype=torch.int32),
             context_lens=torch.tensor(
                 [p + 1 for p in positions] + [0] * padding, dtype=torch.int32
             ),
-            num_decode_tokens=sum(count == 1 for _, count in work),
             fresh_prefills=fresh,
         )
         hidden = self._model.forward(

@@ -9,8 +9,8 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from fastserve_backend.models.attention_batch import AttentionBatch
 from fastserve_backend.models.config import ModelConfig
-from fastserve_backend.models.layers import AttentionBatch
 from fastserve_backend.models.loader import CausalLM, load_model
 from fastserve_backend.models.partition import layers_of_stages, span
 from fastserve_backend.models.tensor_group import TensorGroup

@@ -155,6 +155,7 @@ def test_request_parameters_of_each_type(chat_endpoints: Endpoints, tmp_path: Pa
         *("--profile-export-file", str(tmp_path / "profile.json")),
         *("--request-parameter", "ignore_eos:true:bool"),
         *("--request-parameter", "return_num_output_tokens:true:string"),
+        *("--request-parameter", "return_cumulative_logprob:true:string"),
         *("--request-parameter", "temperature:0.5:string"),
     ]
     for max_tokens, kind in ((5, "int"), (6, "string")):

@@ -6,13 +6,14 @@ import random
 
 from fastserve_backend.job import FinishReason, JobState
 from fastserve_backend.scheduler.base import BatchLimits
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jobs import make_job
 from loop_driver import BLOCK_SIZE, Rig
 from policies import POLICIES, make
 
 
+@example(seed=2**32, name="gittins", num_stages=1, chunk=True)  # turns that end within prefills
 @settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**32),

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .attention_batch import AttentionBatch
 from .gpt_neox_config import GPTNeoXConfig
 from .layers import (
     Attention,
-    AttentionBatch,
     ColumnLinear,
     LayerNorm,
     RowLinear,
@@ -24,7 +24,7 @@ from .layers import (
 )
 from .lm_head import LMHead
 from .model_part import ModelPart
-from .rotary import RotaryEmbedding, rotate
+from .rotary import RotaryEmbedding
 from .rotary_lm import RotaryLM
 from .weights import Parameter
 
@@ -82,8 +82,7 @@ class GPTNeoXLayer:
         """See `RotaryLayer`."""
         total, normed = self._attention_norm(update, residual)
         qkv = self._qkv(normed)
-        rotate(qkv, 2 * self._heads, self._head_dim, cos_sin)
-        attended = self._out(self._attend(qkv, batch, kv))
+        attended = self._out(self._attend(qkv, batch, kv, cos_sin))
         if self._parallel:  # both sub-layers see the same input
             _, normed = self._feed_forward_norm(update, residual)
             return self._tensor.sum(attended + self._feed_forward(normed)), total

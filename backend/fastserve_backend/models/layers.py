@@ -7,49 +7,18 @@ all. Inference only: the caller runs everything under `torch.inference_mode`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from fastserve_kernels import ops
 from torch import Tensor
 
+from .attention_batch import AttentionBatch
 from .config import ModelConfig
 from .model_part import ModelPart
 from .weights import Parameter
-
-
-@dataclass(frozen=True)
-class AttentionBatch:
-    """Where the T tokens of a step live in the KV cache and what each of them attends to.
-
-    slots: int64 [T], `block_id * block_size + offset` to write a token's key and value to, -1 for
-    padding.
-    block_tables: int32 [S, max_blocks], one row a job. table_rows: int32 [T], a token's row in it.
-    context_lens: int32 [T], a token attends to positions [0, context_lens[t]); 0 for padding.
-    num_decode_tokens: rows [0, n) are decode rows, one a job.
-    fresh_prefills: ascending (start, end) row ranges, each the beginning of a prompt, with nothing
-    in the cache yet.
-    """
-
-    slots: Tensor
-    block_tables: Tensor
-    table_rows: Tensor
-    context_lens: Tensor
-    num_decode_tokens: int
-    fresh_prefills: Sequence[tuple[int, int]] = ()
-    paged_ranges: tuple[tuple[int, int], ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Derive the row ranges between the fresh prefills: they attend to the cache."""
-        ranges: list[tuple[int, int]] = []
-        start = 0
-        for fresh_start, fresh_end in (*self.fresh_prefills, (len(self.slots), len(self.slots))):
-            if fresh_start > start:
-                ranges.append((start, fresh_start))
-            start = fresh_end
-        object.__setattr__(self, "paged_ranges", tuple(ranges))
 
 
 @dataclass(frozen=True)
@@ -73,30 +42,23 @@ class Attention:
         heads, kv_heads = config.num_heads // size, config.num_kv_heads // size
         return cls(layer, heads, kv_heads, config.head_dim, config.head_dim**-0.5)
 
-    def __call__(self, qkv: Tensor, batch: AttentionBatch, kv: Tensor) -> Tensor:
+    def __call__(
+        self, qkv: Tensor, batch: AttentionBatch, kv: Tensor, cos_sin: Tensor | None = None
+    ) -> Tensor:
         """qkv [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim].
 
-        Writes the step's keys and values to the cache `kv` first.
+        Writes the step's keys and values to the cache `kv` first. With cos_sin, float32 [T, dim],
+        queries and keys are rotated by it (`ops.rotate`); that changes qkv.
         """
         by_head = qkv.view(len(qkv), -1, self.head_dim)
         query = by_head[:, : self.heads]
         key = by_head[:, self.heads : self.heads + self.kv_heads]
         value = by_head[:, self.heads + self.kv_heads :]
-        ops.kv_write(kv, self.layer, key, value, batch.slots)
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for start, end in batch.paged_ranges:
-            ops.paged_attention(
-                query[start:end],
-                kv,
-                self.layer,
-                batch.block_tables,
-                batch.table_rows[start:end],
-                batch.context_lens[start:end],
-                self.scale,
-                out=out[start:end],
-            )
-        if batch.fresh_prefills:
-            ops.prefill_attention(query, key, value, batch.fresh_prefills, self.scale, out=out)
+        if cos_sin is None:
+            ops.kv_write(kv, self.layer, key, value, batch.slots)
+        else:
+            ops.rope_kv_write(by_head, self.heads, cos_sin, kv, self.layer, batch.slots)
+        out = batch.attend(query, key, value, kv, self.layer, self.scale)
         return out.view(len(qkv), -1)
 
 

@@ -10,9 +10,9 @@ from functools import partial
 from fastserve_kernels import ops
 from torch import Tensor
 
+from .attention_batch import AttentionBatch
 from .layers import (
     Attention,
-    AttentionBatch,
     ColumnLinear,
     RMSNorm,
     RowLinear,
@@ -22,7 +22,7 @@ from .layers import (
 from .llama_config import LlamaConfig
 from .lm_head import LMHead
 from .model_part import ModelPart
-from .rotary import RotaryEmbedding, rotate
+from .rotary import RotaryEmbedding
 from .rotary_lm import RotaryLM
 from .weights import Parameter
 
@@ -35,8 +35,6 @@ class LlamaLayer:
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         column, row = partial(ColumnLinear, part=part), partial(RowLinear, part=part)
         self._attend = Attention.of(config, layer, part)
-        self._num_rotated = self._attend.heads + self._attend.kv_heads
-        self._head_dim = config.head_dim
         self._qkv = column(
             hidden, {"q_proj": q, "k_proj": kv, "v_proj": kv}, bias=config.attention_bias
         )
@@ -61,8 +59,7 @@ class LlamaLayer:
         """See `RotaryLayer`."""
         residual, normed = self._attention_norm(update, residual)
         qkv = self._qkv(normed)
-        rotate(qkv, self._num_rotated, self._head_dim, cos_sin)
-        attended = self._out(self._attend(qkv, batch, kv))
+        attended = self._out(self._attend(qkv, batch, kv, cos_sin))
         residual, normed = self._feed_forward_norm(attended, residual)
         return self._down(ops.silu_mul(self._gate_up(normed))), residual
 

@@ -9,8 +9,8 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from .attention_batch import AttentionBatch
 from .config import ModelConfig
-from .layers import AttentionBatch
 from .model_part import ModelPart
 from .registry import ARCHITECTURES
 from .tensor_group import ALONE, TensorGroup

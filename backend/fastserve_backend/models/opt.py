@@ -13,9 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from .attention_batch import AttentionBatch
 from .layers import (
     Attention,
-    AttentionBatch,
     ColumnLinear,
     Embedding,
     LayerNorm,

@@ -1,9 +1,8 @@
-"""Rotate queries and keys by their positions."""
+"""By which angles queries and keys are rotated at their positions."""
 
 from __future__ import annotations
 
 import torch
-from fastserve_kernels import ops
 from torch import Tensor
 
 from .rotary_config import Rotary
@@ -21,8 +20,3 @@ class RotaryEmbedding:
     def __call__(self, positions: Tensor) -> Tensor:
         """positions int64 [T] -> float32 [T, dim]: dim / 2 cosines, then as many sines."""
         return self._table[positions]
-
-
-def rotate(qkv: Tensor, heads: int, head_dim: int, cos_sin: Tensor) -> None:
-    """Rotate the first ``heads`` heads of each row of qkv [T, all heads · head_dim], in place."""
-    ops.rotate(qkv.view(len(qkv), -1, head_dim)[:, :heads], cos_sin)

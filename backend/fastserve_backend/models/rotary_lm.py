@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .layers import AttentionBatch, LayerNorm, RMSNorm, VocabEmbedding, prefixed
+from .attention_batch import AttentionBatch
+from .layers import LayerNorm, RMSNorm, VocabEmbedding, prefixed
 from .lm_head import LMHead
 from .model_part import ModelPart
 from .rotary import RotaryEmbedding

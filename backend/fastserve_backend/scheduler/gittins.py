@@ -95,6 +95,7 @@ class Gittins(FixedPriority):
         self._waiting = WaitingJobs(starvation_s)
         self._promoted: Job | None = None
         self._turn_s = 0.0  # that it may still run
+        self._turn_tokens = 0  # that it had when its turn began
         self.num_promotions = 0
 
     @property
@@ -145,7 +146,9 @@ class Gittins(FixedPriority):
                 self._pass(self._entries[job.number], job)
             if job is self._promoted:
                 self._turn_s -= elapsed_s
-                if self._turn_s <= 0 and job.num_uncomputed == 1:
+                # Never without a token: when KV memory is short, jobs whose turns end within their
+                # prefills could take each other's KV for ever.
+                if self._turn_s <= 0 and len(job.output_ids) > self._turn_tokens:
                     self._promoted = None
             self._jobs.move(job, self.key(job))
 
@@ -181,6 +184,7 @@ class Gittins(FixedPriority):
             if job.number not in self._in_flight:
                 self._promoted = job
                 self._turn_s = self._waiting.starvation_s / _TURNS
+                self._turn_tokens = len(job.output_ids)
                 self._jobs.move(job, _PROMOTED_KEY)
                 self.num_promotions += 1
                 return

@@ -21,10 +21,13 @@ from fastserve_backend.models.tensor_group import ALONE, TensorGroup
 # peers as long as they live, and they may compute as long as they must; this only ends a wait that
 # the engine has forgotten.
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
+LEAST_CAPABILITY = (8, 0)
+"""Of a GPU: the first with bfloat16 and with copies that run ahead."""
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Raises ConfigError if ``cuda`` is asked for and there is none, or none for this rank."""
+    """Raises ConfigError if ``cuda`` is asked for and there is none, or none for this rank, or the
+    GPU is too old."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -36,6 +39,13 @@ def choose_device(wanted: str) -> torch.device:
         raise ConfigError(
             f"parallel: got {os.environ['LOCAL_WORLD_SIZE']} ranks, one CUDA device each; this "
             f"host has {count}, lower tensor_parallel_size or pipeline_parallel_size"
+        )
+    capability = torch.cuda.get_device_capability(index)
+    if capability < LEAST_CAPABILITY:
+        raise ConfigError(
+            f"model.device: {torch.cuda.get_device_name(index)} has compute capability "
+            f"{capability[0]}.{capability[1]}; the kernels need {LEAST_CAPABILITY[0]}."
+            f"{LEAST_CAPABILITY[1]} (A100, RTX 30 series) or newer, use cpu"
         )
     return torch.device("cuda", index)
 

@@ -23,26 +23,28 @@ def allocate_kv(
     num_blocks: int | None,
     device_memory_utilization: float,
     num_local_ranks: int = 1,
+    step_bytes: int = 0,
 ) -> Tensor:
     """``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, uninitialised.
 
     One block of all layers is one contiguous run of memory, so that one copy moves it. Call after
-    the weights are loaded: the automatic size is what they left. On a CPU the ranks of a host share
-    its memory.
+    the weights are loaded: the automatic size is what they left, less the ``step_bytes`` that a
+    step takes on a GPU (`step_memory.step_bytes`). On a CPU the ranks of a host share its memory.
 
     Raises:
         ConfigError: the memory does not hold ``num_blocks``, or not one job of ``max_model_len``.
     """
     bytes_per_block = config.kv_bytes_per_block(block_size)
-    available = _available_bytes(device, device_memory_utilization, num_local_ranks)
+    available = _available_bytes(device, device_memory_utilization, num_local_ranks) - step_bytes
     if num_blocks is None:
-        num_blocks = available // bytes_per_block
+        num_blocks = max(0, available) // bytes_per_block
         needed = -(-config.max_model_len // block_size)
         if num_blocks < needed:
             raise ConfigError(
-                f"kv_cache: {available / 2**30:.2f} GiB are left for KV, but one job of "
-                f"{config.max_model_len} tokens needs {needed * bytes_per_block / 2**30:.2f} GiB; "
-                "lower model.max_model_len or raise kv_cache.device_memory_utilization"
+                f"kv_cache: {available / 2**30:.2f} GiB are left for KV{_beside(step_bytes)}, but "
+                f"one job of {config.max_model_len} tokens needs "
+                f"{needed * bytes_per_block / 2**30:.2f} GiB; lower model.max_model_len or raise "
+                "kv_cache.device_memory_utilization"
             )
     shape = (
         num_blocks,
@@ -58,8 +60,12 @@ def allocate_kv(
         raise ConfigError(
             f"kv_cache.device_blocks: got {num_blocks}, which is "
             f"{num_blocks * bytes_per_block / 2**30:.1f} GiB; about "
-            f"{available // bytes_per_block} fit"
+            f"{max(0, available) // bytes_per_block} fit"
         ) from None
+
+
+def _beside(step_bytes: int) -> str:
+    return f" beside the {step_bytes / 2**30:.2f} GiB that a step takes" if step_bytes else ""
 
 
 def _available_bytes(device: torch.device, utilization: float, num_local_ranks: int) -> int:

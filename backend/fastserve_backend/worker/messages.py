@@ -37,6 +37,8 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
     device_blocks: int | None
     swap_space_gib: float
     host_dtype: Literal["same", "int8"]
+    max_num_seqs: int
+    max_num_batched_tokens: int
     start_id: str = ""
     """On several hosts: names this start of the ranks where they meet."""
 
@@ -56,6 +58,8 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
             device_blocks=kv.device_blocks,
             swap_space_gib=kv.swap_space_gib if kv.strategy in SWAPPING else 0.0,
             host_dtype=kv.host_dtype,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
 
 

@@ -1,49 +1,76 @@
-"""Turn a ``Step`` into tensors, run the model, choose the tokens."""
+"""Run the model's part of each step, and choose the tokens."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
+from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.models.config import ModelConfig
-from fastserve_backend.models.layers import AttentionBatch
 from fastserve_backend.models.loader import CausalLM, torch_dtype
 from fastserve_backend.models.partition import RankPlace
+from fastserve_backend.worker.decode_graphs import DecodeGraphs
 from fastserve_backend.worker.messages import StageDone, Step, StepResult
 from fastserve_backend.worker.pipeline import Pipeline
 from fastserve_backend.worker.sampler import sample
+from fastserve_backend.worker.step_inputs import (
+    RowwiseInputs,
+    StepInputs,
+    StepLimits,
+    StepTensors,
+    WorkListInputs,
+)
+from fastserve_backend.worker.step_layout import StepLayout
 
-IntArray = npt.NDArray[Any]
 ONLY_RANK = RankPlace()
 
 
 class ModelRunner:
     """Runs one rank's part of the steps, on one device.
 
+    On a GPU the host waits for the device once a step, for its tokens: inputs are copied without a
+    wait, the attention kernels get work lists, and steps of decodes alone are CUDA graphs, which
+    are captured here.
+
     Args:
         kv: the rank's cache, ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``.
+        limits: of the steps that will come.
     """
 
+    @torch.inference_mode()
     def __init__(
         self,
         model: CausalLM,
         config: ModelConfig,
         kv: Tensor,
         device: torch.device,
+        limits: StepLimits,
         place: RankPlace = ONLY_RANK,
     ) -> None:
         self._model = model
         self._place = place
-        self._pipeline = Pipeline(place, config.hidden_size, torch_dtype(config), device)
+        width, dtype = config.hidden_size, torch_dtype(config)
+        self._pipeline = Pipeline(place, width, dtype, device)
         self._eos_token_ids = config.eos_token_ids
         self._kv = kv
         self._block_size = kv.shape[4]
         self._device = device
+        self._inputs: StepInputs = RowwiseInputs()
+        self._graphs: DecodeGraphs | None = None
+        if ops.uses_triton(device):
+            inputs = WorkListInputs(kv, config.num_heads // place.tensor_size, limits)
+            self._inputs = inputs
+            self._graphs = DecodeGraphs(
+                self._forward,
+                inputs,
+                limits.max_jobs,
+                receives=self.waits_for_others,
+                width=width,
+                dtype=dtype,
+                device=device,
+            )
 
     @property
     def waits_for_others(self) -> bool:
@@ -57,17 +84,12 @@ class ModelRunner:
         Only the first rank of a stage answers, and only that of the last stage with tokens.
         """
         started = time.perf_counter()
-        query_lens = np.frombuffer(step.query_lens, dtype=np.int32)
-        ends = np.cumsum(query_lens)
-        positions, batch = self._lay_out(step, query_lens, ends)
-        token_ids = np.frombuffer(step.token_ids, dtype=np.int32).astype(np.int64)
+        layout = StepLayout.of(step, self._block_size)
         received = None
         if self.waits_for_others:
-            received = self._pipeline.receive(len(token_ids))
+            received = self._pipeline.receive(layout.num_tokens)
             started = time.perf_counter()
-        hidden = self._model.forward(
-            self._tensor(token_ids), self._tensor(positions), batch, self._kv, received
-        )
+        hidden = self._hidden(layout, received)
         answers = self._place.tensor_rank == 0
         if not self._place.is_last_stage:
             self._pipeline.send(hidden)
@@ -75,16 +97,13 @@ class ModelRunner:
                 return None
             self._wait()
             return StageDone(step.step_id, time.perf_counter() - started)
-        sampled = ends[: len(ends) - step.num_partial] - 1
-        if len(sampled) == 0:
+        if len(layout.sampled) == 0:
             if not answers:
                 return None
             # No token is fetched, which would wait. The result says that the keys and values are
             # written: the engine may order a copy of them.
             self._wait()
             return StepResult(step.step_id, b"", time.perf_counter() - started, b"", [])
-        if len(hidden) != len(sampled):
-            hidden = hidden[self._tensor(sampled)]  # only the last token of a prefill needs logits
         logits = self._model.logits(hidden)
         if logits is None:
             return None
@@ -97,39 +116,25 @@ class ModelRunner:
             top_logprobs=tokens.top_logprobs,
         )
 
-    def _lay_out(
-        self, step: Step, query_lens: IntArray, ends: IntArray
-    ) -> tuple[IntArray, AttentionBatch]:
-        num_jobs, num_tokens = len(query_lens), int(ends[-1])
-        starts = np.frombuffer(step.starts, dtype=np.int32)
-        counts = np.frombuffer(step.block_counts, dtype=np.int32)
-        tables = np.zeros((num_jobs, int(counts.max())), dtype=np.int32)
-        tables[np.arange(tables.shape[1])[None, :] < counts[:, None]] = np.frombuffer(
-            step.block_ids, dtype=np.int32
+    def _hidden(self, layout: StepLayout, received: Tensor | None) -> Tensor:
+        """What the next stage gets, [T, width], or on the last the rows of which logits are wanted,
+        [R, width]."""
+        if self._graphs is not None and layout.only_decodes:
+            hidden = self._graphs.run(layout, received)
+            # The next run of a graph may come before this one's result has been sent.
+            return hidden if self._place.is_last_stage else hidden.clone()
+        tensors = self._inputs.bring(layout)
+        hidden = self._forward(tensors, received)
+        if self._place.is_last_stage and len(layout.sampled) != layout.num_tokens:
+            hidden = hidden[tensors.sampled]  # of a prefill only the last token's
+        return hidden
+
+    def _forward(self, tensors: StepTensors, received: Tensor | None) -> Tensor:
+        return self._model.forward(
+            tensors.token_ids, tensors.positions, tensors.batch, self._kv, received
         )
-        rows = np.repeat(np.arange(num_jobs, dtype=np.int32), query_lens)
-        first_rows = ends - query_lens
-        positions = np.arange(num_tokens) + np.repeat(starts - first_rows, query_lens)
-        blocks = tables[rows, positions // self._block_size].astype(np.int64)
-        fresh = [
-            (int(first_rows[job]), int(ends[job]))
-            for job in range(step.num_decodes, num_jobs)
-            if starts[job] == 0
-        ]
-        batch = AttentionBatch(
-            slots=self._tensor(blocks * self._block_size + positions % self._block_size),
-            block_tables=self._tensor(tables),
-            table_rows=self._tensor(rows),
-            context_lens=self._tensor((positions + 1).astype(np.int32)),
-            num_decode_tokens=step.num_decodes,
-            fresh_prefills=fresh,
-        )
-        return positions, batch
 
     def _wait(self) -> None:
         """Until the device has done what it was given."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-
-    def _tensor(self, values: IntArray) -> Tensor:
-        return torch.from_numpy(values).to(self._device)

@@ -15,7 +15,7 @@ import torch
 from fastserve_kernels import ops
 
 from fastserve_backend.errors import ConfigError, FastServeError
-from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.config import DTYPE_BYTES, ModelConfig, load_model_config
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.models.partition import RankPlace, layers_of_stages
 from fastserve_backend.worker.engine_link import EngineLink, Send, sender
@@ -33,6 +33,8 @@ from fastserve_backend.worker.messages import (
     Stop,
 )
 from fastserve_backend.worker.model_runner import ModelRunner
+from fastserve_backend.worker.step_inputs import StepLimits
+from fastserve_backend.worker.step_memory import step_bytes
 from fastserve_backend.worker.swap_engine import SwapEngine, measure_link
 
 HEARTBEAT_S = 1.0
@@ -99,11 +101,19 @@ def _set_up(
         max_model_len=setup.max_model_len,
     )
     layers = layers_of_stages(config, place.num_stages)[place.stage]
-    model = load_model(config, device, layers=layers, tensor=make_tensor_group(place))
     # The rank's KV is that of a model that has no more than its layers and its heads.
     kv_config = replace(
         config, num_layers=len(layers), num_kv_heads=config.num_kv_heads // place.tensor_size
     )
+    limits = StepLimits(setup.max_num_seqs, setup.max_num_batched_tokens, config.max_model_len)
+    try:
+        model = load_model(config, device, layers=layers, tensor=make_tensor_group(place))
+        taken = 0
+        if device.type == "cuda":
+            one_block = allocate_kv(kv_config, device, setup.block_size, 1, 1.0)
+            taken = step_bytes(model, config, one_block, limits, place)
+    except torch.OutOfMemoryError:
+        raise _does_not_fit(setup, config, device) from None
     kv = allocate_kv(
         kv_config,
         device,
@@ -111,6 +121,7 @@ def _set_up(
         setup.device_blocks,
         setup.device_memory_utilization,
         num_local_ranks,
+        taken,
     )
     store = make_host_store(kv_config, kv, setup.swap_space_gib, setup.host_dtype, num_local_ranks)
     block_out_s, block_in_s = measure_link(store, len(kv), setup.block_size, device)
@@ -123,8 +134,27 @@ def _set_up(
         hardware=_hardware(device),
         dtype=config.dtype,
     )
-    runner = ModelRunner(model, config, kv, device, place)
+    try:
+        runner = ModelRunner(model, config, kv, device, limits, place)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"kv_cache.device_memory_utilization: got {setup.device_memory_utilization:g}, which "
+            "leaves too little for the CUDA graphs of decode steps; lower it"
+        ) from None
     return runner, SwapEngine(store, device, connect), ready
+
+
+def _does_not_fit(setup: Setup, config: ModelConfig, device: torch.device) -> ConfigError:
+    total = torch.cuda.get_device_properties(device).total_memory
+    ranks = setup.tensor_parallel_size * setup.pipeline_parallel_size
+    weights = config.num_parameters * DTYPE_BYTES[config.dtype] / ranks
+    return ConfigError(
+        f"model.model: got {setup.model!r}, whose weights are {weights / 2**30:.1f} GiB a rank in "
+        f"{config.dtype}; with a step of scheduler.max_num_batched_tokens "
+        f"{setup.max_num_batched_tokens} they do not fit the {total / 2**30:.1f} GiB of "
+        f"{torch.cuda.get_device_name(device)}; raise tensor_parallel_size or "
+        "pipeline_parallel_size, or lower max_num_batched_tokens"
+    )
 
 
 def _hardware(device: torch.device) -> str:

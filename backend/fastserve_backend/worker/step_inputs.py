@@ -1,0 +1,160 @@
+"""A step's tensors: what the model's forward pass is given, made for the device that runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from fastserve_kernels import ops
+from fastserve_kernels.gpu import work_lists
+from torch import Tensor
+
+from fastserve_backend.models.attention_batch import AttentionBatch, RowwiseBatch, WorkListBatch
+from fastserve_backend.worker.staging import Array, Places, Staging
+from fastserve_backend.worker.step_layout import StepLayout
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """No step exceeds them."""
+
+    max_jobs: int
+    max_tokens: int
+    max_model_len: int
+
+    def max_blocks(self, block_size: int) -> int:
+        """Blocks of the longest job."""
+        return -(-self.max_model_len // block_size)
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """token_ids, positions: int64 [T]. sampled: int64 [R], the rows that get a token."""
+
+    token_ids: Tensor
+    positions: Tensor
+    sampled: Tensor
+    batch: AttentionBatch
+
+
+class StepInputs(Protocol):
+    def bring(self, layout: StepLayout) -> StepTensors:
+        """The tensors of a step; good until the next call."""
+        ...
+
+
+class RowwiseInputs:
+    """For attention row by row: on a CPU, where the arrays are where they are needed."""
+
+    def bring(self, layout: StepLayout) -> StepTensors:
+        starts = layout.query_starts
+        fresh = np.flatnonzero(layout.context_lens == layout.query_lens)
+        rows = np.repeat(np.arange(layout.num_jobs, dtype=np.int32), layout.query_lens)
+        batch = RowwiseBatch(
+            slots=torch.from_numpy(layout.slots),
+            block_tables=torch.from_numpy(layout.block_tables),
+            table_rows=torch.from_numpy(rows),
+            context_lens=torch.from_numpy((layout.positions + 1).astype(np.int32)),
+            fresh_prefills=[
+                (int(starts[job]), int(starts[job + 1]))
+                for job in fresh
+                if job >= layout.num_decodes
+            ],
+        )
+        return StepTensors(
+            torch.from_numpy(layout.token_ids),
+            torch.from_numpy(layout.positions),
+            torch.from_numpy(layout.sampled),
+            batch,
+        )
+
+
+class WorkListInputs:
+    """For the GPU's attention kernels: work lists, and all arrays by one copy.
+
+    Args:
+        kv: the rank's cache. heads: the rank's query heads.
+    """
+
+    def __init__(self, kv: Tensor, heads: int, limits: StepLimits) -> None:
+        num_blocks, block_size = len(kv), kv.shape[4]
+        self._max_blocks = limits.max_blocks(block_size)
+        # The items of decode work: no more than the longest jobs make, and no more than the cache
+        # has tokens for, but for one a job that begins a split.
+        self._splits_a_job = int(work_lists.num_splits(limits.max_model_len))
+        self._splits_in_cache = int(work_lists.num_splits(num_blocks * block_size))
+        self._tile = ops.prefill_tile(kv)
+        self._scratch = ops.decode_scratch(self._capacity(limits.max_jobs), heads, kv)
+        self._staging = Staging(self._most_bytes(limits), kv.device)
+        self._places: dict[int, Places] = {}  # of padded steps, by their number of jobs
+
+    def bring(self, layout: StepLayout) -> StepTensors:
+        n = layout.num_decodes
+        capacity = int(work_lists.num_splits(layout.context_lens[:n]).sum())
+        decode_work = work_lists.decode_work(layout.context_lens[:n], capacity)
+        prefill_work = work_lists.prefill_work(
+            layout.query_lens[n:], self._tile, layout.context_lens[n:]
+        )
+        arrays = [
+            *_by_token(layout),
+            *(layout.block_tables, layout.context_lens, decode_work),
+            *(prefill_work, layout.query_starts[n:] - n, layout.sampled),
+        ]
+        return _step_tensors(
+            n, self._staging.bring(arrays, self._staging.places(arrays)), self._scratch
+        )
+
+    def bring_padded(self, layout: StepLayout, num_jobs: int) -> StepTensors:
+        """The tensors of a step of decodes alone, in the shapes and at the addresses that all steps
+        padded to so many jobs have. All rows are sampled, so ``sampled`` is empty."""
+        padded = layout.padded(num_jobs, self._max_blocks)
+        decode_work = work_lists.decode_work(padded.context_lens, self._capacity(num_jobs))
+        arrays = [
+            *_by_token(padded),
+            *(padded.block_tables, padded.context_lens, decode_work),
+            *(_NO_TILES, _NO_ROWS, _NO_SAMPLED),
+        ]
+        if num_jobs not in self._places:
+            self._places[num_jobs] = self._staging.places(arrays)
+        return _step_tensors(
+            num_jobs, self._staging.bring(arrays, self._places[num_jobs]), self._scratch
+        )
+
+    def _capacity(self, num_jobs: int) -> int:
+        return min(num_jobs * self._splits_a_job, num_jobs + self._splits_in_cache)
+
+    def _most_bytes(self, limits: StepLimits) -> int:
+        jobs, tokens = limits.max_jobs, limits.max_tokens
+        decode_work = work_lists.decode_work(np.zeros(jobs), self._capacity(jobs))
+        tiles = np.zeros((jobs + tokens // self._tile, 2), dtype=np.int32)
+        by_token = [np.zeros(tokens, dtype=np.int64)] * 3
+        by_job = [np.zeros(jobs, dtype=np.int64)] * 2 + [np.zeros(jobs + 1, dtype=np.int32)]
+        tables = np.zeros((jobs, self._max_blocks), dtype=np.int32)
+        return Staging.size_of([*by_token, *by_job, tables, decode_work, tiles])
+
+
+# What a step has of those that it has none of.
+_NO_TILES = np.zeros((0, 2), dtype=np.int32)
+_NO_ROWS = np.zeros(1, dtype=np.int32)
+_NO_SAMPLED = np.zeros(0, dtype=np.int64)
+
+
+def _by_token(layout: StepLayout) -> tuple[Array, Array, Array]:
+    return layout.token_ids, layout.positions, layout.slots
+
+
+def _step_tensors(num_decodes: int, tensors: list[Tensor], scratch: Tensor) -> StepTensors:
+    token_ids, positions, slots, tables, context_lens, *work, query_starts, sampled = tensors
+    batch = WorkListBatch(
+        num_decodes=num_decodes,
+        slots=slots,
+        block_tables=tables,
+        context_lens=context_lens,
+        decode_work=work[0],
+        prefill_work=work[1],
+        query_starts=query_starts,
+        decode_scratch=scratch,
+    )
+    return StepTensors(token_ids, positions, sampled, batch)

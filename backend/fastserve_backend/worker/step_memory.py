@@ -1,0 +1,89 @@
+"""Find out, before there is a KV cache, how much memory of a GPU a step takes beside it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.loader import CausalLM, torch_dtype
+from fastserve_backend.models.partition import RankPlace
+from fastserve_backend.worker.messages import Sampling
+from fastserve_backend.worker.sampler import sample
+from fastserve_backend.worker.step_inputs import StepLimits, WorkListInputs
+from fastserve_backend.worker.step_layout import StepLayout
+
+
+def step_bytes(
+    model: CausalLM, config: ModelConfig, kv: Tensor, limits: StepLimits, place: RankPlace
+) -> int:
+    """Most memory that a step within the limits holds at any moment, without weights and KV.
+
+    Runs the largest one. Every rank must call this: they add up their parts.
+
+    Args:
+        kv: a cache of one block, which serves for all: what the step computes means nothing.
+    """
+    device = kv.device
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run_largest_step(model, config, kv, limits, place)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    return peak - before
+
+
+@torch.inference_mode()
+def run_largest_step(
+    model: CausalLM, config: ModelConfig, kv: Tensor, limits: StepLimits, place: RankPlace
+) -> None:
+    """As many prompts as give the most tokens, and a token chosen by top-p for each of the most
+    jobs, with log-probabilities."""
+    layout = _largest_layout(limits, kv.shape[4])
+    inputs = WorkListInputs(kv, config.num_heads // place.tensor_size, limits)
+    tensors = inputs.bring(layout)
+    shape = (layout.num_tokens, config.hidden_size)
+    received = None
+    if not place.is_first_stage:
+        received = torch.zeros(shape, dtype=torch_dtype(config), device=kv.device)
+    hidden = model.forward(tensors.token_ids, tensors.positions, tensors.batch, kv, received)
+    if not place.is_last_stage:
+        return
+    logits = model.logits(hidden[tensors.sampled])
+    if logits is not None:
+        sample(logits, _costliest_sampling(limits.max_jobs), config.eos_token_ids)
+
+
+def _largest_layout(limits: StepLimits, block_size: int) -> StepLayout:
+    longest = min(limits.max_model_len, limits.max_tokens)
+    lengths = [longest] * min(limits.max_jobs, limits.max_tokens // longest)
+    rest = limits.max_tokens - sum(lengths)
+    if rest and len(lengths) < limits.max_jobs:
+        lengths.append(rest)
+    num_tokens, num_prompts = sum(lengths), len(lengths)
+    query_lens = np.array(lengths, dtype=np.int32)
+    return StepLayout(
+        token_ids=np.zeros(num_tokens, dtype=np.int64),
+        positions=np.concatenate([np.arange(length) for length in lengths]),
+        slots=np.full(num_tokens, -1, dtype=np.int64),
+        query_lens=query_lens,
+        context_lens=query_lens,
+        block_tables=np.zeros((num_prompts, limits.max_blocks(block_size)), dtype=np.int32),
+        sampled=np.zeros(limits.max_jobs, dtype=np.int64),
+        num_decodes=0,
+    )
+
+
+def _costliest_sampling(num_rows: int) -> Sampling:
+    return Sampling(
+        temperature=np.ones(num_rows, dtype=np.float32).tobytes(),
+        top_k=np.zeros(num_rows, dtype=np.int32).tobytes(),
+        top_p=np.full(num_rows, 0.9, dtype=np.float32).tobytes(),
+        uniform=np.full(num_rows, 0.5).tobytes(),
+        no_eos=np.zeros(num_rows, dtype=np.bool_).tobytes(),
+        num_logprobs=np.zeros(num_rows, dtype=np.int32).tobytes(),
+        penalties=[],
+    )

@@ -1,0 +1,220 @@
+"""Whole steps as a GPU runs them, in Triton's interpreter: kernels, work lists, padded decodes."""
+
+from __future__ import annotations
+
+import json
+import random
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.loader import load_model
+from fastserve_backend.models.partition import RankPlace
+from fastserve_backend.worker.decode_graphs import batch_sizes
+from fastserve_backend.worker.messages import Step, StepResult
+from fastserve_backend.worker.model_runner import ModelRunner
+from fastserve_backend.worker.staging import Staging
+from fastserve_backend.worker.step_inputs import StepLimits, WorkListInputs
+from fastserve_backend.worker.step_layout import StepLayout
+from fastserve_backend.worker.step_memory import run_largest_step
+from fastserve_kernels import ops
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, NUM_BLOCKS, BLOCKS_A_JOB = 16, 80, 18
+LIMITS = StepLimits(max_jobs=5, max_tokens=288, max_model_len=BLOCKS_A_JOB * BLOCK_SIZE)
+COMMON = {"num_hidden_layers": 2, "vocab_size": 512, "max_position_embeddings": 288}
+MODELS: dict[str, dict[str, Any]] = {
+    "opt": COMMON
+    | {
+        "model_type": "opt",
+        "architectures": ["OPTForCausalLM"],
+        "hidden_size": 128,
+        "word_embed_proj_dim": 128,
+        "num_attention_heads": 2,
+        "ffn_dim": 256,
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+    },
+    "llama, grouped heads": COMMON
+    | {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "intermediate_size": 256,
+    },
+    "gpt-neox, partly rotated": COMMON
+    | {
+        "model_type": "gpt_neox",
+        "architectures": ["GPTNeoXForCausalLM"],
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "intermediate_size": 256,
+        "rotary_pct": 0.25,
+    },
+}
+
+
+@pytest.fixture
+def gpu_kernels() -> Iterator[None]:
+    ops.set_cpu_backend("triton")
+    yield
+    ops.set_cpu_backend("auto")
+
+
+def model_config(directory: Path, values: dict[str, Any]) -> Any:
+    (directory / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return load_model_config(str(directory), load_format="dummy", dtype="float32")
+
+
+def empty_cache(config: Any, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
+    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    return torch.full(shape, float("nan"))
+
+
+def make_step(parts: list[tuple[list[int], int, list[int]]], *, num_partial: int = 0) -> Step:
+    """(blocks of the job, position, tokens to run), in the order of a step."""
+    num_decodes = sum(len(tokens) == 1 and start > 0 for _, start, tokens in parts)
+    counts = [-(-(start + len(tokens)) // BLOCK_SIZE) for _, start, tokens in parts]
+    ids = [block for (table, _, _), n in zip(parts, counts, strict=True) for block in table[:n]]
+
+    def ints(values: Any) -> bytes:
+        return array("i", values).tobytes()
+
+    return Step(
+        step_id=0,
+        num_decodes=num_decodes,
+        num_partial=num_partial,
+        token_ids=ints(token for _, _, tokens in parts for token in tokens),
+        query_lens=ints(len(tokens) for _, _, tokens in parts),
+        starts=ints(start for _, start, _ in parts),
+        block_counts=ints(counts),
+        block_ids=ints(ids),
+        sampling=None,
+    )
+
+
+def generate(config: Any, longest_prompt: int) -> list[list[int]]:
+    """Greedy tokens of four jobs: whole prompts, a prompt in chunks beside decodes, and decodes of
+    three and four jobs."""
+    runner = ModelRunner(load_model(config, CPU), config, empty_cache(config), CPU, LIMITS)
+    rng = random.Random(0)
+    order = rng.sample(range(NUM_BLOCKS), 4 * BLOCKS_A_JOB)
+    tables = [order[BLOCKS_A_JOB * job : BLOCKS_A_JOB * (job + 1)] for job in range(4)]
+    prompts = [[rng.randrange(4, 500) for _ in range(n)] for n in (5, longest_prompt, 17, 20)]
+    done, outputs = [0] * 4, [[] for _ in prompts]  # type: ignore[var-annotated]
+
+    def run(*jobs: int, chunk: tuple[int, int] | None = None) -> None:
+        """``chunk``: a job and how many tokens of its prompt run, without its first token."""
+        parts = [
+            (tables[job], done[job], outputs[job][-1:] or prompts[job][done[job] :]) for job in jobs
+        ]
+        if chunk is not None:
+            job, count = chunk
+            parts.append((tables[job], done[job], prompts[job][done[job] : done[job] + count]))
+        step = make_step(parts, num_partial=chunk is not None)
+        result = runner.run(step)
+        assert isinstance(result, StepResult)
+        for job, token in zip(jobs, np.frombuffer(result.token_ids, dtype=np.int32), strict=True):
+            outputs[job].append(int(token))
+        if chunk is not None:
+            jobs = (*jobs, chunk[0])
+        for job, (_, _, tokens) in zip(jobs, parts, strict=True):
+            done[job] += len(tokens)
+
+    run(0, 1)
+    run(0, 1, chunk=(3, 15))
+    run(0, 1, 2, 3)
+    run(1, 3, 2)
+    return outputs
+
+
+# The longest is over one split of the context; the interpreter takes its time for it.
+@pytest.mark.parametrize(("name", "longest"), list(zip(MODELS, (258, 35, 35), strict=True)))
+def test_tokens_are_those_of_the_cpu_kernels(name: str, longest: int, tmp_path: Path) -> None:
+    config = model_config(tmp_path, MODELS[name])
+    expected = generate(config, longest)
+    ops.set_cpu_backend("triton")
+    try:
+        assert generate(config, longest) == expected
+    finally:
+        ops.set_cpu_backend("auto")
+    assert len({tuple(tokens) for tokens in expected}) == 4
+
+
+@pytest.mark.usefixtures("gpu_kernels")
+def test_padding_does_not_change_a_decode(tmp_path: Path) -> None:
+    config = model_config(tmp_path, MODELS["opt"])
+    model, cache = load_model(config, CPU), empty_cache(config)
+    cache[:3] = torch.randn(cache[:3].shape)
+    inputs = WorkListInputs(cache, config.num_heads, LIMITS)
+    step = make_step([([job], 9, [7 + job]) for job in range(3)])
+    layout = StepLayout.of(step, BLOCK_SIZE)
+    results = []
+    for bring in (inputs.bring, lambda layout: inputs.bring_padded(layout, 5)):
+        tensors = bring(layout)
+        hidden = model.forward(
+            tensors.token_ids, tensors.positions, tensors.batch, cache.clone(), None
+        )
+        results.append(hidden[:3].clone())
+        assert torch.isfinite(hidden).all()
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("gpu_kernels")
+def test_padded_steps_have_the_same_addresses(tmp_path: Path) -> None:
+    config = model_config(tmp_path, MODELS["opt"])
+    inputs = WorkListInputs(empty_cache(config), config.num_heads, LIMITS)
+    of_two = make_step([([0], 9, [7]), ([1, 2], 20, [8])])
+    of_one = make_step([(list(range(18)), 280, [9])])
+    addresses = []
+    for step in (of_two, of_one):
+        tensors = inputs.bring_padded(StepLayout.of(step, BLOCK_SIZE), 4)
+        batch: Any = tensors.batch
+        named = [tensors.token_ids, tensors.positions, batch.slots, batch.block_tables]
+        named += [batch.context_lens, batch.decode_work]
+        addresses.append([(tensor.data_ptr(), tensor.shape) for tensor in named])
+    assert addresses[0] == addresses[1]
+    assert tensors.token_ids.tolist() == [9, 0, 0, 0]
+    assert batch.slots.tolist() == [17 * BLOCK_SIZE + 8, -1, -1, -1]
+    assert batch.context_lens.tolist() == [281, 0, 0, 0]
+
+
+@pytest.mark.usefixtures("gpu_kernels")
+@pytest.mark.parametrize("stage", [0, 1])
+def test_largest_step_fits_the_inputs(stage: int, tmp_path: Path) -> None:
+    """What finds out how much memory a step takes, on either stage of a pipeline."""
+    config = model_config(tmp_path, MODELS["llama, grouped heads"])
+    model = load_model(config, CPU, layers=range(stage, stage + 1))
+    limits = StepLimits(max_jobs=3, max_tokens=40, max_model_len=32)
+    cache = empty_cache(config, num_blocks=1).zero_()
+    run_largest_step(model, config, cache, limits, RankPlace(stage=stage, num_stages=2))
+    assert not cache.any()  # it leaves nothing behind
+
+
+def test_arrays_come_whole_and_aligned_and_have_room_or_raise() -> None:
+    arrays = [np.arange(5, dtype=np.int64), np.arange(3, dtype=np.int32)]
+    staging = Staging(Staging.size_of(arrays), CPU)
+    first = staging.bring(arrays, staging.places(arrays))
+    assert [tensor.tolist() for tensor in first] == [[0, 1, 2, 3, 4], [0, 1, 2]]
+    assert [tensor.dtype for tensor in first] == [torch.int64, torch.int32]
+    assert all(tensor.data_ptr() % 64 == first[0].data_ptr() % 64 for tensor in first)
+    with pytest.raises(ValueError, match="size"):
+        staging.places([np.arange(500, dtype=np.int64)])
+
+
+@pytest.mark.parametrize("max_jobs", [1, 2, 5, 8, 16, 17, 100, 128, 512])
+def test_batch_sizes_waste_at_most_a_fourth(max_jobs: int) -> None:
+    sizes = batch_sizes(max_jobs)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == max_jobs
+    for num_jobs in range(1, max_jobs + 1):
+        size = next(size for size in sizes if size >= num_jobs)
+        assert size - num_jobs <= num_jobs / 4
+    assert len(sizes) <= 4 * max(2, max_jobs.bit_length())

@@ -10,6 +10,7 @@ from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.models.loader import load_model, torch_dtype
 from fastserve_backend.worker.messages import Step
 from fastserve_backend.worker.model_runner import ModelRunner
+from fastserve_backend.worker.step_inputs import StepLimits
 from phase_context import Context
 from random_models import DTYPE, model_of
 from torch import Tensor
@@ -40,8 +41,8 @@ def block_bytes(name: str) -> int:
     return config.kv_bytes_per_block(BLOCK_SIZE)
 
 
-def load(context: Context, name: str, num_blocks: int) -> LoadedModel:
-    """With ``num_blocks`` of KV."""
+def load(context: Context, name: str, num_blocks: int, max_batch: int) -> LoadedModel:
+    """With ``num_blocks`` of KV, for decode steps of up to ``max_batch`` jobs."""
     device = context.device.torch_device
     config = load_model_config(
         model_of(context, name), load_format="dummy", dtype=DTYPE, device=device.type
@@ -52,7 +53,8 @@ def load(context: Context, name: str, num_blocks: int) -> LoadedModel:
         kv = torch.empty(shape, dtype=torch_dtype(config), device=device)
         for block in kv:  # one at a time: the generator needs memory of its own
             block.normal_()
-    return LoadedModel(config, kv, ModelRunner(model, config, kv, device))
+    limits = StepLimits(max_batch, max_batch, config.max_model_len)
+    return LoadedModel(config, kv, ModelRunner(model, config, kv, device, limits))
 
 
 def blocks_of(tokens: int) -> int:

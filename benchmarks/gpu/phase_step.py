@@ -36,7 +36,7 @@ def run(context: Context) -> None:
 
 def _steps(context: Context, name: str, copy_bytes_s: float) -> None:
     tokens, batches = (32, (1, 2)) if context.tiny else (CONTEXT, BATCHES)
-    model = load(context, name, max(batches) * blocks_of(tokens))
+    model = load(context, name, max(batches) * blocks_of(tokens), max(batches))
     for number, batch in enumerate(batches):
         step = decode_step(number, batch, tokens)
         timing = context.device.wall_time(partial(model.runner.run, step), REPEATS)

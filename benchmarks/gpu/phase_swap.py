@@ -86,7 +86,7 @@ def run(context: Context) -> None:
     name = largest_model(context)
     in_use = batch * blocks_of(tokens)
     count = 4 if context.tiny else -(-SWAPPED_BYTES // block_bytes(name))
-    model = load(context, name, in_use + 2 * count)
+    model = load(context, name, in_use + 2 * count, batch)
     swaps = _Swaps(context, model, 2 * count)
     free = range(in_use, in_use + 2 * count)
     rates = link_rates(context.device)

@@ -18,9 +18,12 @@ import re
 import subprocess
 import sys
 import tempfile
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 Arguments = dict[str, "str | int | bool"]
@@ -150,8 +153,8 @@ def _compile(architecture: int, launches: Sequence[tuple[str, Arguments]]) -> li
         launched.append(run(kernel, *args, **{**options, "warmup": True}))
 
     JITFunction.run = compile_only
-    described: dict[str, dict] = {}  # by the hash of what was compiled
-    results = []
+    compiled: dict[str, Any] = {}  # by the hash of what was compiled
+    hashes = []
     for path, arguments in launches:
         module, _, name = path.partition(":")
         values = {
@@ -162,36 +165,57 @@ def _compile(architecture: int, launches: Sequence[tuple[str, Arguments]]) -> li
         getattr(importlib.import_module(module), name)(**values)
         if not launched:
             raise RuntimeError(f"{path} launched nothing")
-        for kernel in launched:
-            if kernel.hash not in described:
-                described[kernel.hash] = _describe(kernel)
-        results.append([described[kernel.hash] for kernel in launched])
-    return results
+        compiled |= {kernel.hash: kernel for kernel in launched}
+        hashes.append([kernel.hash for kernel in launched])
+    described = dict(zip(compiled, _describe(list(compiled.values()), architecture), strict=True))
+    return [[described[one] for one in group] for group in hashes]
 
 
-def _describe(kernel: Any) -> dict[str, Any]:
+def _describe(kernels: Sequence[Any], architecture: int) -> list[dict[str, Any]]:
+    usages, codes = [], []
+    with tempfile.TemporaryDirectory() as directory:
+        for number, kernel in enumerate(kernels):
+            cubin = Path(directory, f"{number}.cubin")
+            cubin.write_bytes(kernel.asm["cubin"])
+            usage = _run("cuobjdump", "--dump-resource-usage", cubin)
+            usages.append(dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)))
+            into = Path(directory, str(number))
+            into.mkdir()
+            _run("cuobjdump", "--extract-text", "all", cubin, cwd=into)
+            (text,) = into.iterdir()
+            codes.append(text.read_bytes())
+        instructions = _disassemble(codes, architecture, Path(directory, "code"))
+    return [
+        {
+            "name": kernel.metadata.name,
+            "num_warps": kernel.metadata.num_warps,
+            "registers": int(usage["REG"]),
+            "stack_bytes": int(usage["STACK"]) + int(usage["LOCAL"]),
+            "shared_bytes": kernel.metadata.shared,
+            "instructions": Counter(_instructions(lines)),
+        }
+        for kernel, usage, lines in zip(kernels, usages, instructions, strict=True)
+    ]
+
+
+def _disassemble(codes: Sequence[bytes], architecture: int, file: Path) -> list[str]:
+    """Of each kernel's code, its instructions. One after the other in one file: the disassembler
+    takes half a second to start."""
+    file.write_bytes(b"".join(codes))
+    lines = _run("nvdisasm", "--binary", {80: "SM80", 90: "SM90a"}[architecture], file)
+    ends = list(accumulate(map(len, codes)))
+    found = [""] * len(codes)
+    for address, instruction in re.findall(r"/\*([0-9a-f]+)\*/(.*\n)", lines):
+        found[bisect_right(ends, int(address, 16))] += instruction
+    return found
+
+
+def _run(program: str, *arguments: str | Path, cwd: Path | None = None) -> str:
+    """What a program of the CUDA toolkit prints; Triton brings it along."""
     from triton import knobs
 
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        usage = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
-            check=True, capture_output=True, text=True,
-        ).stdout  # fmt: skip
-        code = subprocess.run(
-            [knobs.nvidia.nvdisasm.path, "-c", file.name],
-            check=True, capture_output=True, text=True,
-        ).stdout  # fmt: skip
-    found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage))
-    return {
-        "name": kernel.metadata.name,
-        "num_warps": kernel.metadata.num_warps,
-        "registers": int(found["REG"]),
-        "stack_bytes": int(found["STACK"]) + int(found["LOCAL"]),
-        "shared_bytes": kernel.metadata.shared,
-        "instructions": Counter(_instructions(code)),
-    }
+    command = [getattr(knobs.nvidia, program).path, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=cwd).stdout
 
 
 def _instructions(code: str) -> Iterator[str]:

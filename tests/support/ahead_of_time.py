@@ -49,6 +49,7 @@ class Launch:
 class CompiledKernel:
     """Machine code of one kernel of a launch.
 
+    ``variant`` tells what the JIT has specialised from what else it has made of the same kernel.
     ``registers`` are of a thread; ``stack_bytes`` too: it holds spilled registers as well.
     ``shared_bytes`` are of a program. ``instructions`` counts those in the code, memory accesses
     with their width in bits: "LDG.128", "STG.64", "LDGSTS.128", "LDL.32" and "STL.32" (the stack),
@@ -56,6 +57,7 @@ class CompiledKernel:
     """
 
     name: str
+    variant: str
     num_warps: int
     registers: int
     stack_bytes: int
@@ -188,6 +190,7 @@ def _describe(kernels: Sequence[Any], architecture: int) -> list[dict[str, Any]]
     return [
         {
             "name": kernel.metadata.name,
+            "variant": kernel.hash,
             "num_warps": kernel.metadata.num_warps,
             "registers": int(usage["REG"]),
             "stack_bytes": int(usage["STACK"]) + int(usage["LOCAL"]),

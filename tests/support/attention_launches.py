@@ -27,6 +27,25 @@ def prefill(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> Non
     )  # fmt: skip
 
 
+def step(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int, width: int
+) -> None:
+    """Decodes and prefills, the second behind the first in the same tensors; ``width`` blocks of
+    the longest job."""
+    query, kv, out = _tensors(dtype, heads, kv_heads, head_dim)
+    tables, context_lens = _integers(JOBS, width), _integers(JOBS)
+    n, scale = num_decodes, head_dim**-0.5
+    scratch = paged_decode.decode_scratch(ITEMS, heads, head_dim, query.device)
+    paged_decode.paged_decode(
+        query[:n], kv, 3, tables[:n], context_lens[:n], _integers(1 + n + 2 * (n + 1)), scale,
+        out[:n], scratch,
+    )  # fmt: skip
+    paged_prefill.paged_prefill(
+        query[n:], kv, 3, tables[n:], context_lens[n:], _integers(JOBS - n + 1),
+        _integers(ITEMS, 2), scale, out[n:],
+    )  # fmt: skip
+
+
 def _tensors(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:

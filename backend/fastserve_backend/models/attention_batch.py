@@ -110,19 +110,30 @@ class WorkListBatch:
         """See `AttentionBatch.attend`."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         n = self.num_decodes
+        if n:
+            self._decode(query[:n], kv, layer, scale, out[:n])
+        if n < len(query):
+            self._prefill(query[n:], kv, layer, scale, out[n:])
+        return out
+
+    def _decode(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+        n = self.num_decodes
         ops.paged_decode(
-            query[:n],
+            query,
             kv,
             layer,
             self.block_tables[:n],
             self.context_lens[:n],
             self.decode_work,
             scale,
-            out[:n],
+            out,
             self.decode_scratch,
         )
+
+    def _prefill(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+        n = self.num_decodes
         ops.paged_prefill(
-            query[n:],
+            query,
             kv,
             layer,
             self.block_tables[n:],
@@ -130,6 +141,5 @@ class WorkListBatch:
             self.query_starts,
             self.prefill_work,
             scale,
-            out[n:],
+            out,
         )
-        return out

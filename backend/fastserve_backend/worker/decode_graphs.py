@@ -53,6 +53,7 @@ class DecodeGraphs:
             torch.zeros((max_jobs, width), dtype=dtype, device=device) if receives else None
         )
         self._replays: dict[int, Callable[[], Tensor]] = {}
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self._device = device
         if device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
@@ -73,6 +74,12 @@ class DecodeGraphs:
             self._received[: len(received)].copy_(received)
         return self._replays[size]()[: layout.num_jobs]
 
+    def close(self) -> None:
+        """Free the graphs. NCCL ends no group that a graph still holds sums of."""
+        for graph in self._graphs:
+            graph.reset()
+        self._replays.clear()
+
     def _capture(self, size: int) -> Callable[[], Tensor]:
         tensors = self._inputs.bring_padded(StepLayout.empty(), size)
         received = None if self._received is None else self._received[:size]
@@ -92,6 +99,7 @@ class DecodeGraphs:
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
             hidden = forward()
+        self._graphs.append(graph)
 
         def replay() -> Tensor:
             graph.replay()

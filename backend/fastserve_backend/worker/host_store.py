@@ -207,7 +207,13 @@ def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
     memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     if device.type == "cuda":
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        try:
+            torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+        except torch.cuda.CudaError as error:
+            raise ConfigError(
+                f"kv_cache.swap_space_gib: {num_bytes / 2**30:.1f} GiB of host memory could not be "
+                f"pinned ({error}); lower it, or raise the container's limits"
+            ) from None
     return memory
 
 

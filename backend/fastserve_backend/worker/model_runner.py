@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from fastserve_kernels import ops
 from torch import Tensor
@@ -23,6 +21,7 @@ from fastserve_backend.worker.step_inputs import (
     WorkListInputs,
 )
 from fastserve_backend.worker.step_layout import StepLayout
+from fastserve_backend.worker.stopwatch import Stopwatch
 
 ONLY_RANK = RankPlace()
 
@@ -77,18 +76,23 @@ class ModelRunner:
         """Whether a step begins with what an earlier stage sends."""
         return not self._place.is_first_stage
 
+    def close(self) -> None:
+        """Free what the process group waits for when it is destroyed; nothing runs after it."""
+        if self._graphs is not None:
+            self._graphs.close()
+
     @torch.inference_mode()
     def run(self, step: Step) -> StepResult | StageDone | None:
         """One iteration; the result has one token for each job that is not a partial prefill.
 
         Only the first rank of a stage answers, and only that of the last stage with tokens.
         """
-        started = time.perf_counter()
+        watch = Stopwatch()
         layout = StepLayout.of(step, self._block_size)
         received = None
         if self.waits_for_others:
             received = self._pipeline.receive(layout.num_tokens)
-            started = time.perf_counter()
+            watch = Stopwatch(self._device)
         hidden = self._hidden(layout, received)
         answers = self._place.tensor_rank == 0
         if not self._place.is_last_stage:
@@ -96,14 +100,14 @@ class ModelRunner:
             if not answers:
                 return None
             self._wait()
-            return StageDone(step.step_id, time.perf_counter() - started)
+            return StageDone(step.step_id, watch.seconds())
         if len(layout.sampled) == 0:
             if not answers:
                 return None
             # No token is fetched, which would wait. The result says that the keys and values are
             # written: the engine may order a copy of them.
             self._wait()
-            return StepResult(step.step_id, b"", time.perf_counter() - started, b"", [])
+            return StepResult(step.step_id, b"", watch.seconds(), b"", [])
         logits = self._model.logits(hidden)
         if logits is None:
             return None
@@ -111,7 +115,7 @@ class ModelRunner:
         return StepResult(
             step_id=step.step_id,
             token_ids=tokens.token_ids.to(torch.int32).numpy().tobytes(),
-            compute_s=time.perf_counter() - started,
+            compute_s=watch.seconds(),
             logprobs=tokens.logprobs,
             top_logprobs=tokens.top_logprobs,
         )

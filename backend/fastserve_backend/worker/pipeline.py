@@ -28,6 +28,11 @@ class Pipeline:
         self._num_stages = place.num_stages
         self._width, self._dtype, self._device = width, dtype, device
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
+        # The first exchange makes the connections: now, not in the first step that is served.
+        if not place.is_first_stage:
+            self.receive(1)
+        if not place.is_last_stage:
+            self.send(torch.zeros((1, width), dtype=dtype, device=device))
 
     def receive(self, num_tokens: int) -> Tensor:
         """Activations [num_tokens, width] of this step; waits for the stage before."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from fastserve_backend.models.config import ModelConfig
 from fastserve_backend.models.loader import CausalLM, torch_dtype
 from fastserve_backend.models.partition import RankPlace
 from fastserve_backend.worker.messages import Sampling
+from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.sampler import sample
 from fastserve_backend.worker.step_inputs import StepLimits, WorkListInputs
 from fastserve_backend.worker.step_layout import StepLayout
@@ -18,9 +21,10 @@ from fastserve_backend.worker.step_layout import StepLayout
 def step_bytes(
     model: CausalLM, config: ModelConfig, kv: Tensor, limits: StepLimits, place: RankPlace
 ) -> int:
-    """Most memory that a step within the limits holds at any moment, without weights and KV.
+    """Most memory that steps within the limits hold at any moment, without weights and KV: the
+    largest step's, and what a runner keeps (CUDA graphs, inputs, workspaces).
 
-    Runs the largest one. Every rank must call this: they add up their parts.
+    Runs and makes both. Every rank must call this: they add up their parts.
 
     Args:
         kv: a cache of one block, which serves for all: what the step computes means nothing.
@@ -33,7 +37,16 @@ def step_bytes(
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
-    return peak - before
+    free_before, _ = torch.cuda.mem_get_info(device)
+    runner = ModelRunner(model, config, kv, device, limits, place)
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free_after, _ = torch.cuda.mem_get_info(device)
+    runner.close()
+    del runner
+    gc.collect()  # it and its graphs refer to each other
+    torch.cuda.empty_cache()
+    return peak - before + free_before - free_after
 
 
 @torch.inference_mode()
@@ -83,7 +96,7 @@ def _costliest_sampling(num_rows: int) -> Sampling:
         top_k=np.zeros(num_rows, dtype=np.int32).tobytes(),
         top_p=np.full(num_rows, 0.9, dtype=np.float32).tobytes(),
         uniform=np.full(num_rows, 0.5).tobytes(),
-        no_eos=np.zeros(num_rows, dtype=np.bool_).tobytes(),
+        no_eos=np.ones(num_rows, dtype=np.bool_).tobytes(),
         num_logprobs=np.zeros(num_rows, dtype=np.int32).tobytes(),
         penalties=[],
     )

@@ -68,6 +68,8 @@ def run(engine_address: str, rendezvous: Path | None) -> int:
             answer = runner.run(step)
             if answer is not None:
                 send(answer)
+        runner.close()
+        torch.distributed.destroy_process_group()
         return 0
     except FastServeError as error:
         send(Failed(reason=str(error), user_error=True))
@@ -76,9 +78,6 @@ def run(engine_address: str, rendezvous: Path | None) -> int:
         _log.exception("rank %d failed", rank)
         send(Failed(reason=f"rank {rank}: {type(error).__name__}: {error}", user_error=False))
         return 1
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 def _set_up(
@@ -123,7 +122,16 @@ def _set_up(
         num_local_ranks,
         taken,
     )
-    store = make_host_store(kv_config, kv, setup.swap_space_gib, setup.host_dtype, num_local_ranks)
+    try:
+        runner = ModelRunner(model, config, kv, device, limits, place)
+        store = make_host_store(
+            kv_config, kv, setup.swap_space_gib, setup.host_dtype, num_local_ranks
+        )
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"kv_cache.device_memory_utilization: got {setup.device_memory_utilization:g}, which "
+            "leaves too little beside weights, steps and KV; lower it"
+        ) from None
     block_out_s, block_in_s = measure_link(store, len(kv), setup.block_size, device)
     ready = Ready(
         num_blocks=len(kv),
@@ -134,13 +142,6 @@ def _set_up(
         hardware=_hardware(device),
         dtype=config.dtype,
     )
-    try:
-        runner = ModelRunner(model, config, kv, device, limits, place)
-    except torch.OutOfMemoryError:
-        raise ConfigError(
-            f"kv_cache.device_memory_utilization: got {setup.device_memory_utilization:g}, which "
-            "leaves too little for the CUDA graphs of decode steps; lower it"
-        ) from None
     return runner, SwapEngine(store, device, connect), ready
 
 

@@ -79,7 +79,7 @@ def _launch_parameters(kv: Tensor) -> dict[str, int]:
     }
 
 
-@triton.jit(do_not_specialize=["num_last_tokens"])
+@triton.jit(do_not_specialize=["num_last_tokens"], do_not_specialize_on_alignment=["block_ids"])
 def _quantize_blocks(
     kv, block_ids, codes, parameters, kv_stride, codes_stride, parameters_stride, num_last_tokens,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
@@ -109,7 +109,7 @@ def _quantize_blocks(
     tl.store(code_tile + token * HEAD_DIM + dim, code, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["block_ids"])
 def _dequantize_blocks(
     kv, block_ids, codes, parameters, kv_stride, codes_stride, parameters_stride,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,

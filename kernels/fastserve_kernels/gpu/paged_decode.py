@@ -86,7 +86,8 @@ def query_rows(group: int) -> int:
     return 1 if group == 1 else max(MIN_DOT_ROWS, triton.next_power_of_2(group))
 
 
-@triton.jit(do_not_specialize=["layer", "rows", "capacity"])
+# Nothing that differs from step to step is specialised: serving must not wait for a compiler.
+@triton.jit(do_not_specialize=["layer", "rows", "capacity", "table_stride"])
 def _attend_splits(
     query, kv, block_tables, context_lens, work, out, scratch,
     layer, scale, rows, capacity,

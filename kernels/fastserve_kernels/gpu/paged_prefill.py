@@ -61,7 +61,11 @@ def paged_prefill(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["layer"])
+# Nothing that differs from step to step is specialised: serving must not wait for a compiler.
+@triton.jit(
+    do_not_specialize=["layer", "table_stride"],
+    do_not_specialize_on_alignment=["block_tables", "context_lens"],
+)
 def _attend_tiles(
     query, kv, block_tables, context_lens, query_starts, work, out,
     layer, scale,

@@ -62,6 +62,18 @@ def compiled() -> dict[str, list[CompiledKernel]]:
     return {str(one): found for one, found in zip(launches, kernels, strict=True)}
 
 
+def test_no_step_waits_for_the_compiler() -> None:
+    """One variant of each kernel serves steps of all shapes."""
+    shape = {"dtype": "bfloat16", "heads": 12, "kv_heads": 12, "head_dim": 64}
+    steps = [(1, 1), (3, 7), (4, 16), (15, 128)]
+    launches = [
+        Launch("attention_launches:step", 90, {**shape, "num_decodes": decodes, "width": width})
+        for decodes, width in steps
+    ]
+    variants = {tuple(one.variant for one in found) for found in compile_launches(launches)}
+    assert len(variants) == 1, variants
+
+
 @pytest.mark.parametrize("shape", DECODE, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_decode(

@@ -312,9 +312,11 @@ class DistributedExecutor:
         if failed.user_error:
             self._is_broken = True
             raise ConfigError(failed.reason)
+        # Now: after the wait for one that a signal ended, those that failed with it are gone too.
+        lost = None if self._lost is None else self._lost.find()
         killed = self._ranks.find_killed()
         if killed is None and self._lost is not None:
-            killed = self._lost.find()
+            killed = lost or self._lost.find()
         self._break(killed or failed.reason)
 
     def _break(self, reason: str) -> NoReturn:

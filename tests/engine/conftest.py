@@ -56,7 +56,7 @@ def llm(checkpoint: Path, tokenizer: Path) -> Iterator[LLM]:
         tokenizer=str(tokenizer),
         max_num_seqs=10,
         device_blocks=600,
-        swap_space_gib=0.1,  # checking the tables takes time with each block
+        swap_space_gib=0.02,  # checking the tables takes time with each block
         check_integrity=True,
     ) as shared:
         yield shared

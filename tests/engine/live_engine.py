@@ -46,7 +46,8 @@ class Collector:
 
 @contextmanager
 def small_engine(checkpoint: Path, tokenizer: Path, **options: object) -> Iterator[LLM]:
-    keys = {"max_num_seqs": 4, "device_blocks": 60} | options
+    # Checking the tables takes time with each block, the host's too.
+    keys = {"max_num_seqs": 4, "device_blocks": 60, "swap_space_gib": 0.02} | options
     with LLM(str(checkpoint), tokenizer=str(tokenizer), check_integrity=True, **keys) as llm:
         yield llm
 

@@ -25,7 +25,7 @@ OUTPUT = 100
 # 40% of what the jobs need; quanta so short that they preempt each other at each token.
 UNDER_PRESSURE = {
     "device_blocks": 80,
-    "swap_space_gib": 0.1,
+    "swap_space_gib": 0.02,
     "max_num_seqs": 6,
     "base_quantum_ms": 0.01,
 }

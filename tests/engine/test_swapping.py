@@ -22,7 +22,7 @@ OUTPUT = 32
 GREEDY = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)
 # No copy of a model this small costs as much as computing again, so nothing but the host's room
 # makes a job compute again.
-SWAPPING = {"max_num_seqs": 10, "swap_space_gib": 0.1}
+SWAPPING = {"max_num_seqs": 10, "swap_space_gib": 0.02}
 STRATEGIES = ("defer", "recompute", "reactive", "proactive")
 # Each starts an engine: every strategy with and without preemption, the other policies with one.
 CASES = [(strategy, policy) for strategy in STRATEGIES for policy in ("fcfs", "skip_join_mlfq")]

@@ -129,19 +129,26 @@ class Cluster:
 
 
 class LostRanks:
-    """Finds ranks whose connection has closed. No descriptor tells of a process on another host,
-    but ZeroMQ refuses a message to one that is gone."""
+    """Finds ranks of other hosts whose connection has closed. No descriptor tells of a process
+    there, but ZeroMQ refuses a message to one that is gone."""
 
-    def __init__(self, engine_socket: zmq.Socket[bytes], identities: Mapping[int, bytes]) -> None:
-        """``identities`` are those of the ranks that have come, by their numbers."""
+    def __init__(
+        self,
+        engine_socket: zmq.Socket[bytes],
+        identities: Mapping[int, bytes],
+        num_local_ranks: int,
+    ) -> None:
+        """``identities`` are those of the ranks that have come, by their numbers; the first
+        ``num_local_ranks`` are of this host."""
         self._socket = engine_socket
         self._identities = identities
+        self._num_local_ranks = num_local_ranks
         self._next_probe_s = 0.0
 
-    def check(self) -> None:
-        """Raises EngineError if one is lost; looks each ``PROBE_S``."""
+    def check(self, *, at_once: bool) -> None:
+        """Raises EngineError if one is lost; looks each ``PROBE_S``, or ``at_once``."""
         now = time.monotonic()
-        if now < self._next_probe_s:
+        if now < self._next_probe_s and not at_once:
             return
         self._next_probe_s = now + PROBE_S
         lost = self.find()
@@ -151,6 +158,8 @@ class LostRanks:
     def find(self) -> str | None:
         """Says which rank is lost, if one is."""
         for rank, identity in self._identities.items():
+            if rank < self._num_local_ranks:
+                continue
             try:
                 self._socket.send_multipart([identity, b""], zmq.NOBLOCK)
             except (

@@ -82,7 +82,7 @@ class DistributedExecutor:
             except BaseException:
                 self._context.destroy(linger=0)
                 raise
-            self._lost = LostRanks(self._socket, self._identities)
+            self._lost = LostRanks(self._socket, self._identities, cluster.num_local_ranks)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._ranks = RankProcesses(self._poller)
@@ -255,7 +255,8 @@ class DistributedExecutor:
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
-                self._break(connection_closed(rank))
+                lost = None if self._lost is None else self._lost.find()
+                self._break(lost or connection_closed(rank))
 
     def _receive(self, deadline: float | None) -> tuple[int, FromRank] | None:
         """The next message and the rank it is from; None once ``deadline`` (monotonic seconds) has
@@ -300,10 +301,11 @@ class DistributedExecutor:
 
     def _watch(self, readable: Collection[object]) -> None:
         try:
+            if self._lost is not None:
+                # First: a rank of this host may have ended because one of another is lost.
+                self._lost.check(at_once=bool(readable))
             self._ranks.check_alive(readable)
             self._ranks.check_heard()
-            if self._lost is not None:
-                self._lost.check()
         except EngineError:
             self._is_broken = True
             raise
@@ -312,11 +314,9 @@ class DistributedExecutor:
         if failed.user_error:
             self._is_broken = True
             raise ConfigError(failed.reason)
-        # Now: after the wait for one that a signal ended, those that failed with it are gone too.
-        lost = None if self._lost is None else self._lost.find()
         killed = self._ranks.find_killed()
         if killed is None and self._lost is not None:
-            killed = lost or self._lost.find()
+            killed = self._lost.find()
         self._break(killed or failed.reason)
 
     def _break(self, reason: str) -> NoReturn:

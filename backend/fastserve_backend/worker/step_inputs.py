@@ -15,6 +15,11 @@ from fastserve_backend.models.attention_batch import AttentionBatch, RowwiseBatc
 from fastserve_backend.worker.staging import Array, Places, Staging
 from fastserve_backend.worker.step_layout import StepLayout
 
+# What a step of decodes alone has of the others.
+_NO_TILES = np.zeros((0, 2), dtype=np.int32)
+_NO_STARTS = np.zeros(1, dtype=np.int32)
+_NO_SAMPLED = np.zeros(0, dtype=np.int64)
+
 
 @dataclass(frozen=True)
 class StepLimits:
@@ -98,13 +103,17 @@ class WorkListInputs:
             layout.query_lens[n:], self._tile, layout.context_lens[n:]
         )
         arrays = [
-            *_by_token(layout),
-            *(layout.block_tables, layout.context_lens, decode_work),
-            *(prefill_work, layout.query_starts[n:] - n, layout.sampled),
+            layout.token_ids,
+            layout.positions,
+            layout.slots,
+            layout.block_tables,
+            layout.context_lens,
+            decode_work,
+            prefill_work,
+            layout.query_starts[n:] - n,
+            layout.sampled,
         ]
-        return _step_tensors(
-            n, self._staging.bring(arrays, self._staging.places(arrays)), self._scratch
-        )
+        return self._tensors(n, arrays, self._staging.places(arrays))
 
     def bring_padded(self, layout: StepLayout, num_jobs: int) -> StepTensors:
         """The tensors of a step of decodes alone, in the shapes and at the addresses that all steps
@@ -112,15 +121,34 @@ class WorkListInputs:
         padded = layout.padded(num_jobs, self._max_blocks)
         decode_work = work_lists.decode_work(padded.context_lens, self._capacity(num_jobs))
         arrays = [
-            *_by_token(padded),
-            *(padded.block_tables, padded.context_lens, decode_work),
-            *(_NO_TILES, _NO_ROWS, _NO_SAMPLED),
+            padded.token_ids,
+            padded.positions,
+            padded.slots,
+            padded.block_tables,
+            padded.context_lens,
+            decode_work,
+            _NO_TILES,
+            _NO_STARTS,
+            _NO_SAMPLED,
         ]
         if num_jobs not in self._places:
             self._places[num_jobs] = self._staging.places(arrays)
-        return _step_tensors(
-            num_jobs, self._staging.bring(arrays, self._places[num_jobs]), self._scratch
+        return self._tensors(num_jobs, arrays, self._places[num_jobs])
+
+    def _tensors(self, num_decodes: int, arrays: list[Array], places: Places) -> StepTensors:
+        token_ids, positions, *of_batch, sampled = self._staging.bring(arrays, places)
+        slots, tables, context_lens, decode_work, prefill_work, query_starts = of_batch
+        batch = WorkListBatch(
+            num_decodes=num_decodes,
+            slots=slots,
+            block_tables=tables,
+            context_lens=context_lens,
+            decode_work=decode_work,
+            prefill_work=prefill_work,
+            query_starts=query_starts,
+            decode_scratch=self._scratch,
         )
+        return StepTensors(token_ids, positions, sampled, batch)
 
     def _capacity(self, num_jobs: int) -> int:
         return min(num_jobs * self._splits_a_job, num_jobs + self._splits_in_cache)
@@ -133,28 +161,3 @@ class WorkListInputs:
         by_job = [np.zeros(jobs, dtype=np.int64)] * 2 + [np.zeros(jobs + 1, dtype=np.int32)]
         tables = np.zeros((jobs, self._max_blocks), dtype=np.int32)
         return Staging.size_of([*by_token, *by_job, tables, decode_work, tiles])
-
-
-# What a step has of those that it has none of.
-_NO_TILES = np.zeros((0, 2), dtype=np.int32)
-_NO_ROWS = np.zeros(1, dtype=np.int32)
-_NO_SAMPLED = np.zeros(0, dtype=np.int64)
-
-
-def _by_token(layout: StepLayout) -> tuple[Array, Array, Array]:
-    return layout.token_ids, layout.positions, layout.slots
-
-
-def _step_tensors(num_decodes: int, tensors: list[Tensor], scratch: Tensor) -> StepTensors:
-    token_ids, positions, slots, tables, context_lens, *work, query_starts, sampled = tensors
-    batch = WorkListBatch(
-        num_decodes=num_decodes,
-        slots=slots,
-        block_tables=tables,
-        context_lens=context_lens,
-        decode_work=work[0],
-        prefill_work=work[1],
-        query_starts=query_starts,
-        decode_scratch=scratch,
-    )
-    return StepTensors(token_ids, positions, sampled, batch)

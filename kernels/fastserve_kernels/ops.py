@@ -5,9 +5,9 @@ CPU, float32 and bfloat16 run in C++ that is compiled on first use (see `cpu.bui
 case, and a machine without a compiler, runs in plain torch with the same results up to rounding.
 Shapes and dtypes are the caller's contract and are not checked on every call.
 
-Attention comes in two pairs. `paged_attention` and `prefill_attention` take each row by itself and
-run anywhere. `paged_decode` and `paged_prefill` are the GPU's: they take work lists that the host
-has made (`gpu.work_lists`), never wait for the device, and `paged_decode` can be captured in a CUDA
+`paged_attention` and `prefill_attention` take each row by itself and run anywhere. A GPU's
+attention is not among these: `gpu.paged_decode` and `gpu.paged_prefill` take work lists that the
+host has made (`gpu.work_lists`), never wait for the device, and the first can be captured in a CUDA
 graph.
 
 KV cache: one contiguous tensor [num_blocks, layers, 2, kv_heads, block_size, head_dim], where
@@ -32,13 +32,9 @@ __all__ = [
     "add_rms_norm",
     "argmax_rows",
     "cpu_backend",
-    "decode_scratch",
     "kv_write",
     "paged_attention",
-    "paged_decode",
-    "paged_prefill",
     "prefill_attention",
-    "prefill_tile",
     "rope_kv_write",
     "rotate",
     "silu_mul",
@@ -146,57 +142,6 @@ def prefill_attention(
     if ranges:
         kernels.prefill_attention(query, key, value, ranges, scale, out)
     return out
-
-
-def paged_decode(
-    query: Tensor,
-    kv: Tensor,
-    layer: int,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    work: Tensor,
-    scale: float,
-    out: Tensor,
-    scratch: Tensor,
-) -> None:
-    """A GPU's attention of one query a job over the paged cache; see `gpu.paged_decode`."""
-    from fastserve_kernels.gpu import kernels
-
-    kernels.paged_decode(query, kv, layer, block_tables, context_lens, work, scale, out, scratch)
-
-
-def decode_scratch(capacity: int, heads: int, kv: Tensor) -> Tensor:
-    """Scratch for `paged_decode` with work lists of up to ``capacity`` items, of one layer."""
-    from fastserve_kernels.gpu import kernels
-
-    return kernels.decode_scratch(capacity, heads, kv.shape[5], kv.device)
-
-
-def paged_prefill(
-    query: Tensor,
-    kv: Tensor,
-    layer: int,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    query_starts: Tensor,
-    work: Tensor,
-    scale: float,
-    out: Tensor,
-) -> None:
-    """A GPU's causal attention of prompts and their chunks over the paged cache; see
-    `gpu.paged_prefill`."""
-    from fastserve_kernels.gpu import kernels
-
-    kernels.paged_prefill(
-        query, kv, layer, block_tables, context_lens, query_starts, work, scale, out
-    )
-
-
-def prefill_tile(kv: Tensor) -> int:
-    """Rows of a tile in the work lists of `paged_prefill`."""
-    from fastserve_kernels.gpu import kernels
-
-    return kernels.query_tile(kv.shape[5], kv.dtype, kv.device)
 
 
 def add_layer_norm(

@@ -255,8 +255,7 @@ class DistributedExecutor:
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
-                lost = None if self._lost is None else self._lost.find()
-                self._break(lost or connection_closed(rank))
+                self._break(self._find_lost() or connection_closed(rank))
 
     def _receive(self, deadline: float | None) -> tuple[int, FromRank] | None:
         """The next message and the rank it is from; None once ``deadline`` (monotonic seconds) has
@@ -314,10 +313,11 @@ class DistributedExecutor:
         if failed.user_error:
             self._is_broken = True
             raise ConfigError(failed.reason)
-        killed = self._ranks.find_killed()
-        if killed is None and self._lost is not None:
-            killed = self._lost.find()
-        self._break(killed or failed.reason)
+        self._break(self._ranks.find_killed() or self._find_lost() or failed.reason)
+
+    def _find_lost(self) -> str | None:
+        """Says which rank of another host is lost, if one is."""
+        return None if self._lost is None else self._lost.find()
 
     def _break(self, reason: str) -> NoReturn:
         self._is_broken = True

@@ -82,7 +82,8 @@ class RowwiseBatch:
 
 @dataclass(frozen=True)
 class WorkListBatch:
-    """Work lists that the host has made, for a GPU: its kernels never wait for the host.
+    """Work lists that the host has made, for a GPU: its kernels never wait for the host. They are
+    imported when they are called, as they need Triton, which only a GPU needs.
 
     num_decodes: D, the first so many jobs decode, with one token each.
     slots: see `AttentionBatch`.
@@ -92,7 +93,7 @@ class WorkListBatch:
     `fastserve_kernels.gpu.work_lists`.
     query_starts: int32 [S - D + 1], the first row of each job that does not decode, counted from
     row D, and the number of such rows.
-    decode_scratch: float32, see `ops.paged_decode`.
+    decode_scratch: float32, see `gpu.paged_decode`.
     """
 
     num_decodes: int
@@ -117,8 +118,10 @@ class WorkListBatch:
         return out
 
     def _decode(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+        from fastserve_kernels.gpu.paged_decode import paged_decode
+
         n = self.num_decodes
-        ops.paged_decode(
+        paged_decode(
             query,
             kv,
             layer,
@@ -131,8 +134,10 @@ class WorkListBatch:
         )
 
     def _prefill(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+        from fastserve_kernels.gpu.paged_prefill import paged_prefill
+
         n = self.num_decodes
-        ops.paged_prefill(
+        paged_prefill(
             query,
             kv,
             layer,

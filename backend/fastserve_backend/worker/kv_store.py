@@ -35,9 +35,10 @@ def allocate_kv(
         ConfigError: the memory does not hold ``num_blocks``, or not one job of ``max_model_len``.
     """
     bytes_per_block = config.kv_bytes_per_block(block_size)
-    available = _available_bytes(device, device_memory_utilization, num_local_ranks) - step_bytes
+    memory = _available_bytes(device, device_memory_utilization, num_local_ranks)
+    available = max(0, memory - step_bytes)
     if num_blocks is None:
-        num_blocks = max(0, available) // bytes_per_block
+        num_blocks = available // bytes_per_block
         needed = -(-config.max_model_len // block_size)
         if num_blocks < needed:
             raise ConfigError(
@@ -60,7 +61,7 @@ def allocate_kv(
         raise ConfigError(
             f"kv_cache.device_blocks: got {num_blocks}, which is "
             f"{num_blocks * bytes_per_block / 2**30:.1f} GiB; about "
-            f"{max(0, available) // bytes_per_block} fit"
+            f"{available // bytes_per_block} fit"
         ) from None
 
 
@@ -71,6 +72,6 @@ def _beside(step_bytes: int) -> str:
 def _available_bytes(device: torch.device, utilization: float, num_local_ranks: int) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(total * utilization) - (total - free))
+        return int(total * utilization) - (total - free)
     free = psutil.virtual_memory().available
     return min(CPU_MAX_BYTES, int(free * CPU_SHARE_OF_FREE_MEMORY)) // num_local_ranks

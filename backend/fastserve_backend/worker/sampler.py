@@ -69,13 +69,14 @@ def _choose(scores: Tensor, sampling: Sampling) -> Tensor:
     filtered = random & ((top_k > 0) | (top_p < 1))
     token_ids = ops.argmax_rows(scores)
     # Filtering sorts the vocabulary, so rows that need none are kept out of it.
-    for rows in (np.flatnonzero(random & ~filtered), np.flatnonzero(filtered)):
+    for is_filtered in (False, True):
+        rows = np.flatnonzero(random & (filtered == is_filtered))
         if len(rows) == 0:
             continue
         index = _on_device(rows, scores.device)
         heat = _on_device(temperature[rows, None], scores.device)
         probabilities = torch.softmax(scores[index] / heat, dim=-1)
-        if filtered[rows[0]]:
+        if is_filtered:
             chosen = _invert_filtered(probabilities, uniform[rows], top_k[rows], top_p[rows])
         else:
             chosen = _invert(probabilities, _on_device(uniform[rows], scores.device))

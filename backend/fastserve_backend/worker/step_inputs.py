@@ -7,7 +7,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from fastserve_kernels import ops
 from fastserve_kernels.gpu import work_lists
 from torch import Tensor
 
@@ -84,14 +83,18 @@ class WorkListInputs:
     """
 
     def __init__(self, kv: Tensor, heads: int, limits: StepLimits) -> None:
-        num_blocks, block_size = len(kv), kv.shape[4]
+        # They need Triton, which only a GPU needs.
+        from fastserve_kernels.gpu.paged_decode import decode_scratch
+        from fastserve_kernels.gpu.paged_prefill import query_tile
+
+        num_blocks, block_size, head_dim = len(kv), *kv.shape[4:]
         self._max_blocks = limits.max_blocks(block_size)
         # The items of decode work: no more than the longest jobs make, and no more than the cache
         # has tokens for, but for one a job that begins a split.
         self._splits_a_job = int(work_lists.num_splits(limits.max_model_len))
         self._splits_in_cache = int(work_lists.num_splits(num_blocks * block_size))
-        self._tile = ops.prefill_tile(kv)
-        self._scratch = ops.decode_scratch(self._capacity(limits.max_jobs), heads, kv)
+        self._tile = query_tile(head_dim, kv.dtype, kv.device)
+        self._scratch = decode_scratch(self._capacity(limits.max_jobs), heads, head_dim, kv.device)
         self._staging = Staging(self._most_bytes(limits), kv.device)
         self._places: dict[int, Places] = {}  # of padded steps, by their number of jobs
 

@@ -1,8 +1,8 @@
 """Typed messages between the engine and its ranks, as MessagePack.
 
-Arrays travel as little-endian bytes, so that encoding a step costs microseconds. Every ``Step`` is
-complete in itself: a rank keeps no state of a job but its KV blocks, so a job can be dropped,
-recomputed or moved to a fresh rank without a word to the old one.
+Arrays travel as little-endian bytes, so that encoding a step costs microseconds. A rank keeps no
+state of a job but its KV blocks, and of all steps only the last one's tokens, so a job can be
+dropped, recomputed or moved to a fresh rank without a word to the old one.
 """
 
 from __future__ import annotations
@@ -131,6 +131,10 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     block_ids: bytes  # int32 [sum(block_counts)]
     sampling: Sampling | None
     """None: every new token is chosen greedily, nothing else is asked."""
+    previous_rows: bytes = b""  # int32 [num_decodes], or empty
+    """Where the step was sent before the tokens of the one before it were known: for each job in
+    the decode phase the row of that step's tokens that it runs, or -1 if ``token_ids`` has its
+    token. Empty: ``token_ids`` has all."""
 
 
 class StageDone(msgspec.Struct, tag="stage", array_like=True):

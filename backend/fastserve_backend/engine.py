@@ -160,6 +160,7 @@ class Engine:
             self.clock,
             eos_token_ids=self.model_config.eos_token_ids,
             counters=self.counters,
+            predict_s=lambda step: self.profile.iteration_s(load_of(step)),
             on_end=self._count_end,
             on_iteration=self._observe,
             check_integrity=self._check_integrity,

@@ -98,8 +98,10 @@ class Job:
     finish_reason: FinishReason | None = None
     """Set when ``state`` is FINISHED."""
     output_ids: array[int] = field(default_factory=lambda: array("i"))
+    num_pending: int = 0
+    """Tokens after those of ``output_ids`` that unfinished steps give it: at most one a step."""
     num_computed: int = 0
-    """Tokens, from the first on, whose K and V are in the cache."""
+    """Tokens, from the first on, whose K and V are in the cache when its unfinished steps end."""
     queue_level: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -113,8 +115,13 @@ class Job:
     cumulative_logprob: float = 0.0
 
     @property
+    def num_outputs(self) -> int:
+        """Output tokens, pending ones too."""
+        return len(self.output_ids) + self.num_pending
+
+    @property
     def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.output_ids)
+        return len(self.prompt_ids) + self.num_outputs
 
     @property
     def num_uncomputed(self) -> int:
@@ -130,7 +137,14 @@ class Job:
             self.finish_reason is FinishReason.LENGTH and self.params.ignore_eos
         )
 
+    def sent(self, num_tokens: int) -> None:
+        """So many of its uncomputed tokens are in a step from now on."""
+        gets_token = num_tokens == self.num_uncomputed
+        self.num_computed += num_tokens
+        self.num_pending += gets_token
+
     def uncomputed_ids(self) -> array[int]:
+        """Only while no token is pending."""
         prompt_len = len(self.prompt_ids)
         if self.num_computed >= prompt_len:
             return self.output_ids[self.num_computed - prompt_len :]

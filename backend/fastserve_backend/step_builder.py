@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from fastserve_backend.kv_cache.tiers import Transfer
 from fastserve_backend.worker.messages import CopyBlocks, Penalties, Sampling, Step
 
 _MASK = 2**64 - 1
+_UNKNOWN = array("i", [0])  # a pending token
 
 
 def in_step_order(scheduled: Iterable[tuple[Job, int]]) -> list[tuple[Job, int]]:
@@ -29,14 +30,32 @@ def in_step_order(scheduled: Iterable[tuple[Job, int]]) -> list[tuple[Job, int]]
     return decodes + last_chunks + partial
 
 
-def build_step(step_id: int, scheduled: Sequence[tuple[Job, int]], pool: BlockPool) -> Step:
-    """``scheduled``, in the step's order: jobs and how many of their uncomputed tokens to run."""
+def build_step(
+    step_id: int,
+    scheduled: Sequence[tuple[Job, int]],
+    pool: BlockPool,
+    previous_rows: Mapping[int, int] | None = None,
+) -> Step:
+    """A step that runs these jobs.
+
+    Args:
+        scheduled: in the step's order, jobs and how many of their uncomputed tokens to run.
+        previous_rows: where each job with a pending token, by its number, is among the tokens of
+            the step before.
+    """
     num_decodes = num_partial = 0
     token_ids, query_lens, starts = array("i"), array("i"), array("i")
     block_counts, block_ids = array("i"), array("i")
+    rows = array("i")
     for job, num_tokens in scheduled:
-        ids = job.uncomputed_ids()
-        num_decodes += len(ids) == 1
+        if job.num_pending:
+            assert previous_rows is not None
+            ids, row = _UNKNOWN, previous_rows[job.number]
+        else:
+            ids, row = job.uncomputed_ids(), -1
+        if len(ids) == 1:
+            num_decodes += 1
+            rows.append(row)
         num_partial += len(ids) > num_tokens
         ids = ids[:num_tokens]
         token_ids.extend(ids)
@@ -55,6 +74,7 @@ def build_step(step_id: int, scheduled: Sequence[tuple[Job, int]], pool: BlockPo
         block_counts=block_counts.tobytes(),
         block_ids=block_ids.tobytes(),
         sampling=_sampling([job for job, _ in scheduled[: len(scheduled) - num_partial]]),
+        previous_rows=b"" if previous_rows is None else rows.tobytes(),
     )
 
 
@@ -77,7 +97,7 @@ def _sampling(jobs: Sequence[Job]) -> Sampling | None:
         temperature=np.array([0 if p.greedy else p.temperature for p in params], "f4").tobytes(),
         top_k=np.array([max(0, p.top_k) for p in params], "i4").tobytes(),
         top_p=np.array([p.top_p for p in params], "f4").tobytes(),
-        uniform=np.array([uniform(job.seed, len(job.output_ids)) for job in jobs], "f8").tobytes(),
+        uniform=np.array([uniform(job.seed, job.num_outputs) for job in jobs], "f8").tobytes(),
         no_eos=np.array([_must_not_end(job) for job in jobs], "?").tobytes(),
         num_logprobs=np.array(
             [-1 if p.logprobs is None else p.logprobs for p in params], "i4"
@@ -108,7 +128,7 @@ def _is_plain_greedy(job: Job) -> bool:
 
 
 def _must_not_end(job: Job) -> bool:
-    return len(job.output_ids) < job.params.min_tokens and not job.params.ignore_eos
+    return job.num_outputs < job.params.min_tokens and not job.params.ignore_eos
 
 
 def uniform(seed: int, index: int) -> float:

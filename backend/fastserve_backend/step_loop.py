@@ -3,6 +3,12 @@
 One turn is ``select jobs and their KV blocks → send copies and the step → deliver the tokens of the
 step before while the ranks work → receive tokens → update jobs``. The engine runs it on a thread
 against real ranks, the simulator on a virtual clock against modelled ones.
+
+Real ranks would be idle from one step's tokens to the arrival of the next step. So the next one is
+chosen and sent a moment before the running one ends, as if that had ended: its jobs count with the
+tokens that it gives them, which the ranks know first. A job that an end-of-sequence token ends runs
+one token too many then, which is ignored. Where the choice needs to know how the step ends, it
+waits for that.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from fastserve_backend.clock import Clock
@@ -25,6 +31,10 @@ from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.step_builder import build_copy, build_step, in_step_order
 from fastserve_backend.worker.messages import CopyResult, Step, StepResult
 
+# The next step is chosen so long before the predicted end of the running one: for choosing, sending
+# and waking up, and a share of its predicted time, since predictions err.
+_LEAD_S = 0.002
+_LEAD_SHARE = 0.1
 _log = logging.getLogger(__name__)
 
 
@@ -43,13 +53,31 @@ class Delivery(Protocol):
     def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flight:
     """A step that the ranks have not finished."""
 
-    batch: list[tuple[Job, int]]
+    rows: dict[int, Job]
+    """By number, in the step's order: those that get a token first."""
     step: Step
     started_s: float
+    """When it was sent, or when the step that it was sent behind ended."""
+    predicted_s: float | None = None
+    """How long it takes, if that was asked."""
+    next_is_chosen: bool = False
+    """Whether the step after it was chosen, or it was found that this takes its tokens."""
+    going_on: set[int] = field(default_factory=set)
+    """The jobs for which it counted as ended when the step after it was chosen."""
+
+    @property
+    def num_sampling(self) -> int:
+        return len(self.rows) - self.step.num_partial
+
+    def goes_on(self, job: Job) -> bool:
+        """Whether ``job``, one of its own, may have a next token, as far as can be known now."""
+        if job.state is JobState.FINISHED:
+            return False
+        return not job.num_pending or job.num_outputs < job.params.max_tokens
 
 
 class StepLoop:
@@ -57,7 +85,9 @@ class StepLoop:
 
     Args:
         on_end: called once a job, when it has ended; its last token may not be delivered yet.
-        on_iteration: called with each finished step and its seconds from submission to result.
+        predict_s: how long a step takes; not asked if the ranks take no step ahead.
+        on_iteration: called with each finished step and its seconds, from submission, or from the
+            end of the step that it was sent behind, to its result.
         check_integrity: verify the block tables after every step, for tests.
     """
 
@@ -71,6 +101,7 @@ class StepLoop:
         *,
         eos_token_ids: Sequence[int],
         counters: EngineCounters,
+        predict_s: Callable[[Step], float],
         on_end: Callable[[Job, FinishReason], None],
         on_iteration: Callable[[Step, float], None],
         check_integrity: bool = False,
@@ -82,6 +113,7 @@ class StepLoop:
         self._clock = clock
         self._eos_token_ids = frozenset(eos_token_ids)
         self._counters = counters
+        self._predict_s = predict_s
         self._on_end = on_end
         self._on_iteration = on_iteration
         self._check_integrity = check_integrity
@@ -89,8 +121,7 @@ class StepLoop:
         """Jobs of the unfinished steps, or of the last one."""
         self._jobs: dict[int, Job] = {}
         self._flights: deque[_Flight] = deque()
-        self._in_flight: set[int] = set()  # numbers of the jobs in ``_flights``
-        self._returned: list[Job] = []  # jobs of the steps that ended since the last was sent
+        self._returned: list[Job] = []  # jobs for which a step ended since the last was sent
         self._step_ids = itertools.count()
         self._last_result_s: float | None = None
         self._copies: dict[int, Transfer] = {}  # unfinished
@@ -175,17 +206,15 @@ class StepLoop:
         self.num_running = 0
         # All, not those of the flights alone: a batch may have been lost before it was one.
         self.policy.not_run(list(self._jobs.values()))
-        for flight in self._flights:
-            for job, _ in flight.batch:
-                if job.state is JobState.FINISHED:  # while the step ran
-                    self.policy.remove(job)
+        for job in self._jobs_in_flight().values():
+            if job.state is JobState.FINISHED:  # while the step ran
+                self.policy.remove(job)
         self._flights.clear()
-        self._in_flight.clear()
         self._returned.clear()
         self._copies.clear()
         self.kv = kv
         for job in self._jobs.values():
-            job.num_computed = 0
+            job.num_computed = job.num_pending = 0
             if job.state is JobState.RUNNING:
                 job.state = JobState.PREEMPTED
         self._flush()
@@ -209,6 +238,8 @@ class StepLoop:
         """
         if self._executor.can_submit:
             self._schedule()
+        elif self._ahead_in_s() == 0:
+            self._schedule_ahead()
         # The host's work for the last step, while the ranks compute this one. A job that a stop
         # word ends here may be part of this step: its blocks are freed after it, its new token
         # ignored.
@@ -227,7 +258,7 @@ class StepLoop:
 
     def _collect(self) -> StepResult | CopyResult | None:
         if self._flights:
-            return self._executor.collect()
+            return self._executor.collect(self._ahead_in_s())
         started_s = self._clock.now()
         self._last_result_s = None
         result = self._executor.collect()
@@ -246,46 +277,91 @@ class StepLoop:
             time_s = min(time_s, self._suspended_s)
         return time_s - self._no_ranks_s
 
-    def _schedule(self) -> None:
-        """Choose the next batch, allocate its blocks and send it, if there is a job to run."""
+    def _ahead_in_s(self) -> float | None:
+        """Seconds until the step after the running one is to be chosen; None: not before the
+        running one has ended."""
+        if not self._executor.can_submit_ahead or self.kv.holds_steps:
+            return None
+        flight = self._flights[0]
+        sampling = flight.step.sampling
+        if flight.next_is_chosen or (sampling is not None and sampling.penalties):
+            return None  # penalties take the tokens themselves, not their number
+        if flight.predicted_s is None:
+            flight.predicted_s = self._predict_s(flight.step)
+        time_s = (1 - _LEAD_SHARE) * flight.predicted_s - _LEAD_S
+        return max(0.0, flight.started_s + time_s - self._clock.now())
+
+    def _schedule_ahead(self) -> None:
+        """Choose and send the step after the running one as if that had ended."""
+        flight = self._flights[0]
+        flight.next_is_chosen = True
+        flight.going_on = {number for number, job in flight.rows.items() if flight.goes_on(job)}
         now = self._clock.now()
-        batch = self._allocate(self._serving_time(now)) if self._jobs else []
-        if self.kv.holds_steps:
-            self.policy.not_run([job for job, _ in batch])
+        assert flight.predicted_s is not None
+        elapsed_s = max(now - flight.started_s, flight.predicted_s)
+        self._step_ended([flight.rows[number] for number in flight.going_on], elapsed_s, now)
+        self._schedule(behind=flight)
+
+    def _schedule(self, behind: _Flight | None = None) -> None:
+        """Choose the next batch, allocate its blocks and send it, if there is a job to run.
+
+        Args:
+            behind: the step that runs, whose tokens it may run.
+        """
+        now = self._clock.now()
+        batch = self._allocate(self._serving_time(now), behind)
+        if batch is None or (behind is not None and not batch):
             return
         for job, _ in batch:
             job.state = JobState.RUNNING
             if job.first_scheduled_s is None:
                 job.first_scheduled_s = now
-        numbers = [job.number for job, _ in batch]
-        self._in_flight.update(numbers)
+        chosen = {job.number for job, _ in batch}
         for job in self._returned:
-            if job.state is JobState.RUNNING and job.number not in self._in_flight:
+            if job.state is JobState.RUNNING and job.number not in chosen:
                 job.state = JobState.PREEMPTED
                 job.num_preemptions += 1
                 self._counters.preemptions += 1
         self._returned.clear()
-        self.num_running = len(self._in_flight)
-        if not batch:
-            return
-        batch = in_step_order(batch)
-        step = build_step(next(self._step_ids), batch, self.kv.tiers.device)
-        started_s = self._clock.now()
-        if self._last_result_s is not None and not self._flights:
-            self._counters.between_s += started_s - self._last_result_s
-        self._flights.append(_Flight(batch, step, started_s))
-        self._executor.submit(step)
+        if batch:
+            self._send(in_step_order(batch), behind)
+        self.num_running = len(self._jobs_in_flight())
 
-    def _allocate(self, now: float) -> list[tuple[Job, int]]:
-        """The next batch, all its KV on the device; sends the copies that others need."""
-        if self.kv.holds_steps:
+    def _allocate(self, now: float, behind: _Flight | None) -> list[tuple[Job, int]] | None:
+        """The next batch, all its KV on the device; sends the copies that others need.
+
+        None: nobody may run before copies, or the running step, have ended.
+        """
+        if not self._jobs:
             return []
-        self.kv.begin(now, self._in_flight)
+        if self.kv.holds_steps:
+            return None
+        in_flight = self._jobs_in_flight().keys()
+        self.kv.begin(now, in_flight, None if behind is None else behind.going_on)
         batch = self.policy.select(now, self.kv)
         for transfer in self.kv.transfers():
             self._copies[transfer.id] = transfer
             self._executor.copy(build_copy(transfer, self.kv.tiers.device.block_size))
+        if self.kv.holds_steps or self.kv.is_too_early:
+            self.policy.not_run([job for job, _ in batch])
+            return None
         return list(batch)
+
+    def _send(self, batch: list[tuple[Job, int]], behind: _Flight | None) -> None:
+        """``batch``, in the step's order."""
+        previous = None if behind is None else {n: row for row, n in enumerate(behind.rows)}
+        step = build_step(next(self._step_ids), batch, self.kv.tiers.device, previous)
+        for job, num_tokens in batch:
+            job.sent(num_tokens)
+        started_s = self._clock.now()
+        if self._last_result_s is not None and not self._flights:
+            self._counters.between_s += started_s - self._last_result_s
+        self._flights.append(_Flight({job.number: job for job, _ in batch}, step, started_s))
+        self._executor.submit(step)
+
+    def _jobs_in_flight(self) -> dict[int, Job]:
+        """The jobs of all unfinished steps, by number."""
+        return {number: job for flight in self._flights for number, job in flight.rows.items()}
 
     def _finish_copy(self, result: CopyResult) -> None:
         transfer = self._copies.pop(result.transfer_id)
@@ -303,33 +379,42 @@ class StepLoop:
         counters.compute_s += result.compute_s
         counters.iteration_s += elapsed_s
         self._last_result_s = now
+        behind = self._flights[0] if flight.next_is_chosen and self._flights else None
+        if behind is not None:
+            behind.started_s = now
         ended = self._apply(flight, result, now, elapsed_s)
-        jobs = [job for job, _ in flight.batch]
-        self.policy.iteration_done(jobs, elapsed_s, self._serving_time(now))
-        for job in jobs:
-            if job.state is JobState.FINISHED:  # while the step ran
+        # Those that ended before are only forgotten.
+        rest = [
+            job
+            for number, job in flight.rows.items()
+            if number not in flight.going_on and job.state is not JobState.FINISHED
+        ]
+        self._step_ended(rest, elapsed_s, now)
+        in_flight = self._jobs_in_flight()
+        for number, job in flight.rows.items():
+            if job.state is JobState.FINISHED and number not in in_flight:
                 self._release(job)
         for job, reason in ended:
             self._end(job, reason)
         self._on_iteration(flight.step, elapsed_s)
 
+    def _step_ended(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
+        """For these of its jobs a step has ended, or counts as ended."""
+        self._returned += jobs
+        self.policy.iteration_done(jobs, elapsed_s, self._serving_time(now))
+
     def _apply(
         self, flight: _Flight, result: StepResult, now: float, elapsed_s: float
     ) -> list[tuple[Job, FinishReason]]:
         """Update the jobs of the step; returns those that end with it."""
-        ended = []
-        tokens = iter(NewToken.from_result(result))
-        for job, num_tokens in flight.batch:
-            self._in_flight.discard(job.number)
-            self._returned.append(job)
+        for job in flight.rows.values():
             job.executed_s += elapsed_s
-            is_partial = num_tokens < job.num_uncomputed
-            token = None if is_partial else next(tokens)
-            if job.state is not JobState.RUNNING:
-                continue  # ended while this iteration ran
-            job.num_computed += num_tokens
-            if token is None:
-                continue
+        ended = []
+        sampling = itertools.islice(flight.rows.values(), flight.num_sampling)
+        for job, token in zip(sampling, NewToken.from_result(result), strict=True):
+            if job.state is JobState.FINISHED:
+                continue  # while this iteration ran
+            job.num_pending -= 1
             job.output_ids.append(token.token_id)
             job.cumulative_logprob += token.logprob
             self._counters.latencies.new_token(job, now)
@@ -367,9 +452,10 @@ class StepLoop:
         del self._jobs[job.number]
         job.state = JobState.FINISHED
         job.finish_reason = reason
+        job.num_pending = 0
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._counters.latencies.completed(job)
-        if job.number not in self._in_flight:
+        if not any(job.number in flight.rows for flight in self._flights):
             self._release(job)
         self._on_end(job, reason)
 

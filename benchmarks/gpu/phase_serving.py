@@ -78,6 +78,10 @@ class LastingRanks:
     def can_submit(self) -> bool:
         return self._executor.can_submit
 
+    @property
+    def can_submit_ahead(self) -> bool:
+        return self._executor.can_submit_ahead
+
     def submit(self, step: Step) -> None:
         self._num_steps += 1
         self._executor.submit(step)
@@ -86,8 +90,8 @@ class LastingRanks:
         self._num_copies += 1
         self._executor.copy(blocks)
 
-    def collect(self) -> StepResult | CopyResult | None:
-        result = self._executor.collect()
+    def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
+        result = self._executor.collect(timeout_s)
         self._num_steps -= isinstance(result, StepResult)
         self._num_copies -= isinstance(result, CopyResult)
         return result

@@ -64,17 +64,19 @@ class _TimedExecutor(DistributedExecutor):
         self.periods: list[tuple[float, float]] = []
         """(seconds since the result before, seconds computed) of each decode of the full batch."""
         self._last_s = 0.0
-        self._is_full = False
+        self._full: set[int] = set()  # unfinished decodes of the full batch
 
     def submit(self, step: Step) -> None:
-        self._is_full = step.num_decodes == GAP_BATCH and len(step.query_lens) == 4 * GAP_BATCH
+        if step.num_decodes == GAP_BATCH and len(step.query_lens) == 4 * GAP_BATCH:
+            self._full.add(step.step_id)
         super().submit(step)
 
-    def collect(self) -> StepResult | CopyResult | None:
-        result = super().collect()
+    def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
+        result = super().collect(timeout_s)
         if isinstance(result, StepResult):
             now = time.perf_counter()
-            if self._is_full:
+            if result.step_id in self._full:
+                self._full.remove(result.step_id)
                 self.periods.append((now - self._last_s, result.compute_s))
             self._last_s = now
         return result

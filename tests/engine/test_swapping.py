@@ -185,13 +185,13 @@ class SlowLink(DistributedExecutor):
         self._held: list[tuple[int, CopyResult]] = []  # (step at which it comes, result)
         self._num_steps = 0
 
-    def collect(self) -> StepResult | CopyResult | None:
+    def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
         if self._held and (self._held[0][0] <= self._num_steps or self._num_unfinished == 0):
             return self._held.pop(0)[1]
-        result = super().collect()
+        result = super().collect(timeout_s)
         if isinstance(result, CopyResult):
             self._held.append((self._num_steps + 5, result))
-            return self.collect()
+            return self.collect(timeout_s)
         if result is not None:
             self._num_steps += 1
         return result

@@ -5,12 +5,13 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain, islice
 
 from fastserve_backend.clock import VirtualClock
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.counters import EngineCounters
 from fastserve_backend.delivery import NewToken
-from fastserve_backend.executor.simulated import SimulatedExecutor
+from fastserve_backend.executor.simulated import SimulatedExecutor, load_of
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
@@ -38,29 +39,59 @@ class SimpleModel(LatencyModel):
 
 
 class WatchedExecutor(SimulatedExecutor):
-    """Checks that no block is used by two unfinished steps, and notes what was submitted."""
+    """Checks that no block is used by two unfinished steps, but for a job's own in a step ahead,
+    and notes what was submitted.
 
-    def __init__(self, model: LatencyModel, clock: VirtualClock, link: Link) -> None:
+    Args:
+        ahead: take a step while another runs.
+    """
+
+    def __init__(self, model: LatencyModel, clock: VirtualClock, link: Link, ahead: bool) -> None:
         super().__init__(model, clock, link)
-        self.blocks_in_use: dict[int, set[int]] = {}  # step → its blocks
+        self.blocks_in_use: dict[int, list[tuple[int, ...]]] = {}  # step → its jobs' block tables
         self.most_unfinished = 0
         self.num_partial = 0
+        self.num_ahead = 0
+        self._takes_ahead = ahead
+
+    @property
+    def can_submit_ahead(self) -> bool:  # type: ignore[override]
+        is_alone = len(self._stage_free_s) == 1
+        return self._takes_ahead and is_alone and len(self._unfinished) == 1
 
     def submit(self, step: Step) -> None:
-        assert self.can_submit
-        blocks = array("i", step.block_ids).tolist()
-        assert len(set(blocks)) == len(blocks)
-        assert all(used.isdisjoint(blocks) for used in self.blocks_in_use.values())
-        self.blocks_in_use[step.step_id] = set(blocks)
+        assert self.can_submit or self.can_submit_ahead
+        tables = _tables(step)
+        blocks = set(chain.from_iterable(tables))
+        assert len(blocks) == sum(map(len, tables))
+        running = list(chain.from_iterable(self.blocks_in_use.values()))
+        if not self.can_submit:
+            self.num_ahead += 1
+            tables_by_row = array("i", step.previous_rows)
+            for table, row in zip(tables, tables_by_row, strict=False):
+                if row >= 0:
+                    assert table[: len(running[row])] == running[row]
+            running = [used for used in running if not any(_begins(t, used) for t in tables)]
+        assert blocks.isdisjoint(chain.from_iterable(running))
+        self.blocks_in_use[step.step_id] = tables
         self.most_unfinished = max(self.most_unfinished, len(self.blocks_in_use))
         self.num_partial += step.num_partial
         super().submit(step)
 
-    def collect(self) -> StepResult | CopyResult | None:
-        result = super().collect()
+    def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
+        result = super().collect(timeout_s)
         if isinstance(result, StepResult):
             del self.blocks_in_use[result.step_id]
         return result
+
+
+def _tables(step: Step) -> list[tuple[int, ...]]:
+    ids = iter(array("i", step.block_ids))
+    return [tuple(islice(ids, count)) for count in array("i", step.block_counts)]
+
+
+def _begins(table: tuple[int, ...], with_table: tuple[int, ...]) -> bool:
+    return table[: len(with_table)] == with_table
 
 
 class CountingDelivery:
@@ -109,8 +140,10 @@ class Rig:
         num_stages: int = 1,
         kv_cache: KVCacheSection = RECOMPUTE,
         eos_token_ids: tuple[int, ...] = (),
+        ahead: bool = False,
     ) -> None:
         self.clock = VirtualClock()
+        self.ahead = ahead
         model = SimpleModel(num_stages)
         self.executor = self.make_executor(model, link)
         self.delivery = self.make_delivery()
@@ -129,13 +162,14 @@ class Rig:
             self.clock,
             eos_token_ids=eos_token_ids,
             counters=self.counters,
+            predict_s=lambda step: model.iteration_s(load_of(step)),
             on_end=lambda job, reason: self.ends.append((job.number, reason)),
             on_iteration=lambda step, elapsed_s: self.iterations_s.append(elapsed_s),
             check_integrity=True,
         )
 
     def make_executor(self, model: LatencyModel, link: Link) -> WatchedExecutor:
-        return WatchedExecutor(model, self.clock, link)
+        return WatchedExecutor(model, self.clock, link, self.ahead)
 
     def make_delivery(self) -> CountingDelivery:
         return CountingDelivery()

@@ -23,10 +23,15 @@ class RememberedKV:
     def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
         self._device = np.full((num_blocks, block_size), -1, np.int32)
         self._host = np.full((num_host_blocks, block_size), -1, np.int32)
+        self._last_tokens = np.zeros(0, np.int32)
 
     def run(self, step: Step) -> bytes:
         """The new token of each job that samples, int32."""
-        ids = np.frombuffer(step.token_ids, np.int32)
+        ids = np.array(np.frombuffer(step.token_ids, np.int32))
+        rows = np.frombuffer(step.previous_rows, np.int32)
+        assert len(rows) in (0, step.num_decodes)
+        taken = np.flatnonzero(rows >= 0)
+        ids[taken] = self._last_tokens[rows[taken]]
         counts, starts = array("i", step.query_lens), array("i", step.starts)
         blocks = np.frombuffer(step.block_ids, np.int32)
         tables = np.split(blocks, np.cumsum(array("i", step.block_counts))[:-1])
@@ -40,6 +45,7 @@ class RememberedKV:
             self._device[table] = kv.reshape(len(table), -1)
             if row < num_sampling:
                 tokens.append(_token(kv[: start + count], step.sampling, row))
+        self._last_tokens = np.array(tokens, np.int32)
         return tokens.tobytes()
 
     def copy(self, blocks: CopyBlocks) -> None:

@@ -49,11 +49,16 @@ class Desk:
         return lambda job: (job.number, 0.0)
 
     def offer(
-        self, *jobs: Job, in_flight: Sequence[Job] = (), tokens: int | None = None
+        self,
+        *jobs: Job,
+        in_flight: Sequence[Job] = (),
+        going_on: Sequence[Job] | None = None,
+        tokens: int | None = None,
     ) -> list[Job]:
         """A round that offers the jobs in this order; returns those that were taken."""
         self.now += 1.0
-        self.manager.begin(self.now, {job.number for job in in_flight})
+        numbers = None if going_on is None else {job.number for job in going_on}
+        self.manager.begin(self.now, {job.number for job in in_flight}, numbers)
         taken = [job for job in jobs if self.manager.take(job, tokens or job.num_uncomputed)]
         self.begun = self.manager.transfers()
         self.tiers.check_integrity()
@@ -137,6 +142,53 @@ def test_a_released_job_leaves_nothing_behind(strategy: str) -> None:
     assert desk.manager.num_swapped_out == 0
     again = make_job(9, 90, max_tokens=2)
     assert desk.offer(again) == [again]
+
+
+# --- While a step runs, for the one after it --------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "reactive", "proactive"])
+def test_a_running_job_is_not_made_to_leave_but_it_is_said_that_it_has_to(strategy: str) -> None:
+    desk = Desk(4, strategy=strategy)
+    urgent, middle, least = jobs_of(32, 31, 31)
+    desk.run(middle, least)
+    running = [middle, least]
+    assert desk.offer(urgent, in_flight=running, going_on=running) == []
+    assert (desk.manager.is_too_early, desk.manager.is_exhausted) == (True, True)
+    assert (desk.held(middle, least), desk.begun) == ([2, 2], [])
+    # Its step has ended.
+    desk.offer(urgent, middle, least)
+    assert not desk.manager.is_too_early
+    assert desk.held(least) == [0] or desk.kinds() == [(2, "swap_out")]
+
+
+def test_an_idle_job_leaves_while_a_more_urgent_one_runs() -> None:
+    desk = Desk(4, strategy="recompute")
+    urgent, middle, least = jobs_of(32, 31, 31)
+    desk.run(middle, least)
+    assert desk.offer(urgent, middle, in_flight=[middle], going_on=[middle]) == [urgent, middle]
+    assert not desk.manager.is_too_early
+    assert desk.held(middle, least) == [2, 0]
+
+
+def test_a_running_job_that_was_offered_before_is_no_victim() -> None:
+    desk = Desk(4, strategy="recompute")
+    first, second, last = jobs_of(31, 31, 16)
+    desk.run(first, second)
+    running = [first, second]
+    assert desk.offer(first, second, last, in_flight=running, going_on=running) == running
+    assert not desk.manager.is_too_early
+
+
+def test_nobody_leaves_for_what_a_job_that_ends_with_its_step_will_free() -> None:
+    desk = Desk(6, strategy="recompute")
+    urgent, idle, ending = jobs_of(32, 31, 31)
+    desk.run(idle, ending)
+    running = make_job(3, 32)
+    desk.run(running)
+    assert desk.offer(urgent, in_flight=[ending, running], going_on=[running]) == []
+    assert not desk.manager.is_too_early
+    assert desk.held(idle, ending, running) == [2, 2, 2]
 
 
 # --- recompute --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Ranks that are lost at random moments: nobody sees it in a job's tokens."""
+"""Ranks that are lost at random moments, and steps sent ahead: nobody sees it in a job's tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from hypothesis import strategies as st
 from jobs import make_job
 from loop_driver import BLOCK_BYTES, BLOCK_SIZE, Rig, WatchedExecutor
 from policies import POLICIES, make, skip_join
-from remembering_ranks import RememberedKV
+from remembering_ranks import FIRST_TOKEN, NUM_TOKENS, RememberedKV
 
 LINK = Link(0.4, 0.3)
 NUM_JOBS = 16
 LONGEST = 16 + 12  # tokens of a job
 STRATEGIES = ("defer", "recompute", "reactive", "proactive")
+END_TOKEN = FIRST_TOKEN + NUM_TOKENS - 1
 FOR_EVER = 10**9
 DOWN_S = 50.0  # more than it takes to starve
 
@@ -37,9 +38,14 @@ class MortalRanks(WatchedExecutor):
     """Ranks that are lost at the call with a certain number."""
 
     def __init__(
-        self, model: LatencyModel, clock: VirtualClock, kv: RememberedKV, calls_to_live: int
+        self,
+        model: LatencyModel,
+        clock: VirtualClock,
+        kv: RememberedKV,
+        calls_to_live: int,
+        ahead: bool,
     ) -> None:
-        super().__init__(model, clock, LINK)
+        super().__init__(model, clock, LINK, ahead)
         self._kv = kv
         self._calls_to_live = calls_to_live
         self._sent: dict[int, CopyBlocks] = {}
@@ -54,9 +60,9 @@ class MortalRanks(WatchedExecutor):
         super().copy(blocks)
         self._sent[blocks.transfer_id] = blocks
 
-    def collect(self) -> StepResult | CopyResult | None:
+    def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
         self._live()
-        result = super().collect()
+        result = super().collect(timeout_s)
         if isinstance(result, CopyResult):
             self._kv.copy(self._sent.pop(result.transfer_id))
         return result
@@ -98,6 +104,7 @@ class RecoveringRig(Rig):
         num_host_blocks: int,
         kv_cache: KVCacheSection,
         num_stages: int,
+        ahead: bool = False,
     ) -> None:
         self.lives = lives
         self.sizes = (num_blocks, num_host_blocks)
@@ -109,6 +116,8 @@ class RecoveringRig(Rig):
             link=LINK,
             num_stages=num_stages,
             kv_cache=kv_cache,
+            eos_token_ids=(END_TOKEN,),
+            ahead=ahead,
         )
 
     def make_delivery(self) -> Delivery:
@@ -117,7 +126,8 @@ class RecoveringRig(Rig):
     def make_executor(self, model: LatencyModel, link: Link) -> MortalRanks:
         self.model = model
         life = self.lives.pop(0) if self.lives else FOR_EVER
-        return MortalRanks(model, self.clock, RememberedKV(*self.sizes, BLOCK_SIZE), life)
+        kv = RememberedKV(*self.sizes, BLOCK_SIZE)
+        return MortalRanks(model, self.clock, kv, life, self.ahead)
 
     def new_kv(self) -> KVManager:
         tiers = TwoTierKV(*self.sizes, BLOCK_SIZE, incremental=self.kv_cache.incremental)
@@ -149,10 +159,11 @@ def rig_of(policy: Policy, num_blocks: int = 100, num_stages: int = 1) -> Recove
     name=st.sampled_from(POLICIES),
     strategy=st.sampled_from(STRATEGIES),
     num_stages=st.integers(1, 2),
-    lives=st.lists(st.integers(0, 60), min_size=1, max_size=6),
+    ahead=st.booleans(),
+    lives=st.lists(st.integers(0, 60), max_size=6),
 )
 def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
-    seed: int, name: str, strategy: str, num_stages: int, lives: list[int]
+    seed: int, name: str, strategy: str, num_stages: int, ahead: bool, lives: list[int]
 ) -> None:
     rng = random.Random(seed)
     limits = BatchLimits(
@@ -163,16 +174,16 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
     cancellations = {number: rng.uniform(0, 60) for number in range(0, NUM_JOBS, 6)}
     job_seed = rng.randint(0, 2**32)
 
-    def serve(lives: list[int], *sizes: int) -> tuple[RecoveringRig, list[Client]]:
+    def serve(lives: list[int], *sizes: int, ahead: bool) -> tuple[RecoveringRig, list[Client]]:
         policy = make(name, limits, starvation_s=20.0, longest=16.0)
         kv_cache = KVCacheSection(strategy=strategy)
-        rig = RecoveringRig(policy, lives, *sizes, kv_cache, num_stages)
+        rig = RecoveringRig(policy, lives, *sizes, kv_cache, num_stages, ahead)
         jobs = random_jobs(job_seed)
         rig.run(jobs, cancellations)
         return rig, [job.sink for job in jobs]
 
-    _, expected = serve([], 200, 0)
-    rig, clients = serve(list(lives), num_blocks, num_host_blocks)
+    _, expected = serve([], 200, 0, ahead=False)
+    rig, clients = serve(list(lives), num_blocks, num_host_blocks, ahead=ahead)
     assert Counter(number for number, _ in rig.ends) == Counter(range(NUM_JOBS))
     for number, (client, undisturbed) in enumerate(zip(clients, expected, strict=True)):
         if number in cancellations:  # at another token, as the run took longer
@@ -196,7 +207,7 @@ def random_jobs(seed: int) -> list[Job]:
         job.params = SamplingParams(
             max_tokens=rng.randint(1, 12),
             temperature=rng.choice([0.0, 0.9]),
-            presence_penalty=rng.choice([0.0, 0.5]),
+            presence_penalty=rng.choice([0.0] * 7 + [0.5]),
             stop=rng.choice([(), ("a", "bc")]),
         )
         job.sink = Client()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.step_builder import build_step, in_step_order, uniform
 from fastserve_backend.worker.messages import Step, encoder, to_rank_decoder
 from jobs import make_job
@@ -89,6 +90,36 @@ def test_a_chunk_of_a_dropped_job_crosses_the_end_of_its_prompt() -> None:
     assert ints(step.token_ids) == [0, 1, 2, 7, 8]
     assert (step.num_decodes, step.num_partial) == (0, 1)
     assert step.sampling is None  # nothing is sampled
+
+
+def test_a_pending_token_is_named_by_its_row_in_the_step_before() -> None:
+    pool = BlockPool(8, 4)
+    known, pending, ending = make_job(0, 3, computed=True), make_job(1, 5), make_job(2, 2)
+    pending.params = SamplingParams(min_tokens=2, max_tokens=9)
+    pending.seed = 5
+    pending.sent(5)
+    assert (pending.num_tokens, pending.num_outputs, pending.num_uncomputed) == (6, 1, 1)
+    scheduled = held(pool, known, pending, ending)
+    step = build_step(0, in_step_order(scheduled), pool, {1: 3, 7: 0})
+    assert ints(step.previous_rows) == [-1, 3]
+    assert ints(step.token_ids) == [7, 0, 0, 1]
+    assert ints(step.starts) == [3, 5, 0]
+    assert step.sampling is not None
+    # Of its second token: one of at least two is there, or will be.
+    assert np.frombuffer(step.sampling.uniform, "f8")[1] == uniform(5, 1)
+    assert np.frombuffer(step.sampling.no_eos, "?").tolist() == [False, True, False]
+    pending.sent(1)
+    assert (pending.num_pending, pending.num_computed, pending.num_uncomputed) == (2, 6, 1)
+    pending.output_ids.append(8)
+    pending.num_pending -= 1
+    assert pending.num_outputs == 2
+
+
+def test_steps_that_take_nothing_from_others_do_not_say_so() -> None:
+    pool = BlockPool(8, 4)
+    job = make_job(0, 3, computed=True)
+    assert build_step(0, held(pool, job), pool).previous_rows == b""
+    assert ints(build_step(0, [(job, 1)], pool, {}).previous_rows) == [-1]
 
 
 def test_uniform_numbers_are_reproducible_spread_out_and_unrelated_between_seeds() -> None:

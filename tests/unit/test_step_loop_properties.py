@@ -1,4 +1,5 @@
-"""Random histories of the step loop: short memory, chunks, stages, cancellations, stop words."""
+"""Random histories of the step loop: short memory, chunks, stages or steps sent ahead,
+cancellations, stop words."""
 
 from __future__ import annotations
 
@@ -13,16 +14,18 @@ from loop_driver import BLOCK_SIZE, Rig
 from policies import POLICIES, make
 
 
-@example(seed=2**32, name="gittins", num_stages=1, chunk=True)  # turns that end within prefills
+# Turns that end within prefills.
+@example(seed=2**32, name="gittins", num_stages=1, ahead=False, chunk=True)
 @settings(max_examples=120)
 @given(
     seed=st.integers(0, 2**32),
     name=st.sampled_from(POLICIES),
     num_stages=st.integers(1, 3),
+    ahead=st.booleans(),
     chunk=st.booleans(),
 )
 def test_every_job_ends_once_and_everything_is_freed(
-    seed: int, name: str, num_stages: int, chunk: bool
+    seed: int, name: str, num_stages: int, ahead: bool, chunk: bool
 ) -> None:
     rng = random.Random(seed)
     longest = 16 + 12
@@ -31,7 +34,7 @@ def test_every_job_ends_once_and_everything_is_freed(
         limits = BatchLimits(rng.randint(1, 6), longest + rng.randint(0, 20))
     policy = make(name, limits, starvation_s=rng.choice([20.0, 200.0]), longest=16.0)
     num_blocks = longest // BLOCK_SIZE + rng.randint(0, 8)
-    rig = Rig(policy, num_blocks=num_blocks, num_stages=num_stages)
+    rig = Rig(policy, num_blocks=num_blocks, num_stages=num_stages, ahead=ahead)
     jobs = [
         make_job(
             number,

@@ -105,7 +105,11 @@ class FakeRanks:
         self._kv.copy(blocks)
         self._results.append(CopyResult(blocks.transfer_id, 1e-4, None))
 
-    def collect(self) -> StepResult | CopyResult | None:
+    @property
+    def can_submit_ahead(self) -> bool:
+        return not self.can_submit and sum(isinstance(r, StepResult) for r in self._results) == 1
+
+    def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
         self.check()
         return self._results.popleft()
 

@@ -15,16 +15,23 @@ class Executor(Protocol):
         """Whether the first pipeline stage is free. With one stage: no step is unfinished."""
         ...
 
+    @property
+    def can_submit_ahead(self) -> bool:
+        """Whether the ranks run a single step and take one more, which begins when that one has
+        ended and may run its tokens (``Step.previous_rows``)."""
+        ...
+
     def submit(self, step: Step) -> None:
-        """Begin a step; only if ``can_submit``."""
+        """Begin a step; only if ``can_submit`` or ``can_submit_ahead``."""
         ...
 
     def copy(self, blocks: CopyBlocks) -> None:
         """Begin a copy of KV blocks, at any time; it goes on while steps run."""
         ...
 
-    def collect(self) -> StepResult | CopyResult | None:
-        """Wait until the oldest unfinished step ends, any copy ends, or the first stage is free.
+    def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
+        """Wait until the oldest unfinished step ends, any copy ends, the first stage is free, or
+        ``timeout_s`` have passed.
 
         There must be an unfinished step or copy. None: nothing ended, and it may be worth
         submitting another step.

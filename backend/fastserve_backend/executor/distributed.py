@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import shutil
 import tempfile
 import time
@@ -155,6 +156,11 @@ class DistributedExecutor:
         return self._in_first_stage is None and self._num_unfinished < len(self.busy_s)
 
     @property
+    def can_submit_ahead(self) -> bool:
+        # With several stages the last one has the tokens, and the first runs another batch.
+        return len(self.busy_s) == 1 and self._num_unfinished == 1
+
+    @property
     def _num_unfinished(self) -> int:
         return len(self._flights)
 
@@ -167,26 +173,28 @@ class DistributedExecutor:
         self._send(blocks)
         self._copies[blocks.transfer_id] = _Copy(time.monotonic(), len(self._ranks))
 
-    def collect(self) -> StepResult | CopyResult | None:
+    def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
+        return_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             oldest = next(iter(self._copies.values()), None)
             deadline = None if oldest is None else oldest.sent_s + COPY_TIMEOUT_S
-            may_submit = self.can_submit
-            received = self._receive(time.monotonic() + ARRIVAL_POLL_S if may_submit else deadline)
-            if received is None and may_submit:
-                return None
-            if received is not None:
-                rank, message = received
-                if isinstance(message, CopyResult):
-                    result = self._end_copy(rank, message)
-                    if result is not None:
-                        return result
-                if isinstance(message, StepResult):
-                    return self._end_step(message)
-                if isinstance(message, StageDone) and self._end_stage(rank, message):
-                    return None
             if deadline is not None and time.monotonic() >= deadline:
                 self._break(f"a copy of KV blocks has not ended in {COPY_TIMEOUT_S:.0f} s")
+            wake_s = time.monotonic() + ARRIVAL_POLL_S if self.can_submit else return_s
+            received = self._receive(deadline if wake_s is None else wake_s)
+            if received is None and wake_s is not None:
+                return None
+            if received is None:
+                continue
+            rank, message = received
+            if isinstance(message, CopyResult):
+                result = self._end_copy(rank, message)
+                if result is not None:
+                    return result
+            if isinstance(message, StepResult):
+                return self._end_step(message)
+            if isinstance(message, StageDone) and self._end_stage(rank, message):
+                return None
 
     def check(self) -> None:
         while (received := self._receive(time.monotonic())) is not None:
@@ -263,7 +271,7 @@ class DistributedExecutor:
         while True:
             now = time.monotonic()
             wait_s = 1.0 if deadline is None else min(1.0, max(0.0, deadline - now))
-            readable = dict(self._poller.poll(int(wait_s * 1000)))
+            readable = dict(self._poller.poll(math.ceil(wait_s * 1000)))
             if self._socket in readable:
                 identity, data = self._socket.recv_multipart()
                 message: FromRank = from_rank_decoder.decode(data)

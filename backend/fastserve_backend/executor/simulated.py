@@ -25,6 +25,8 @@ class SimulatedExecutor:
     their parts of a block at the same time, in both directions at once, one copy in each.
     """
 
+    can_submit_ahead = False
+    """Nothing passes between two steps that it would help to hide."""
     wake_s: float = math.inf
     """``collect`` returns at this time if the first stage is free: the next arrival."""
 
@@ -66,7 +68,7 @@ class SimulatedExecutor:
         begin_s = max(now, copies[-1][0]) if copies else now
         copies.append((begin_s + seconds, CopyResult(blocks.transfer_id, seconds, None)))
 
-    def collect(self) -> StepResult | CopyResult | None:
+    def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
         step_s = self._unfinished[0][0] if self._unfinished else math.inf
         copies = min(self._copies.values(), key=lambda copies: copies[0][0] if copies else math.inf)
         copy_s = copies[0][0] if copies else math.inf
@@ -76,6 +78,8 @@ class SimulatedExecutor:
             next_s = math.inf
         else:
             next_s = self._stage_free_s[0]
+        if timeout_s is not None:
+            next_s = min(next_s, self._clock.now() + timeout_s)
         end_s = min(step_s, copy_s)
         if next_s < end_s:
             self._clock.advance_to(next_s)

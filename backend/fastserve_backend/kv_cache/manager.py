@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
+from itertools import chain
 from typing import Protocol
 
 from fastserve_backend.config import KVCacheSection
@@ -79,7 +80,10 @@ class KVManager:
         self._now = 0.0
         self._busy: set[int] = set()  # jobs in flight or taken
         self._offered: set[int] = set()
+        self._running: set[int] = set()  # in flight, and may be offered for the step after
         self._num_unoffered = 0  # holders that the policy may still offer
+        self._ending_blocks = 0  # of jobs in flight that are not offered again
+        self._is_too_early = False
         self._promised = 0  # blocks that more urgent jobs wait for
         self._refuses_new = False
         self._has_no_victims = False
@@ -103,15 +107,29 @@ class KVManager:
         self._reserve.add(self.tiers.device.blocks_for(len(job.prompt_ids)), now)
         self._rounds_to_look = 0
 
-    def begin(self, now: float, in_flight: Collection[int]) -> None:
-        """A new round. ``in_flight``: the jobs of unfinished steps, which keep what they have."""
+    def begin(
+        self, now: float, in_flight: Collection[int], going_on: Collection[int] | None = None
+    ) -> None:
+        """A new round.
+
+        Args:
+            in_flight: the jobs of unfinished steps, which keep what they have.
+            going_on: while a step runs, for the one after it: those of ``in_flight`` that may be in
+                that too. The others end with theirs.
+        """
         for job in self._stalled:
             job.swap_stall_s += now - self._now
         self._stalled = []
         self._now = now
         self._busy = set(in_flight)
+        self._running = set(going_on or ())
         self._offered = set()
-        self._num_unoffered = len(self._holders) - len(self._busy)
+        self._num_unoffered = len(self._holders) - len(self._busy) + len(self._running)
+        self._ending_blocks = 0
+        if going_on is not None:
+            ending = self._busy - self._running
+            self._ending_blocks = sum(self.tiers.device.num_held(number) for number in ending)
+        self._is_too_early = False
         self._promised = 0
         self._refuses_new = False
         self._has_no_victims = False
@@ -120,8 +138,14 @@ class KVManager:
         self._urgency = None
 
     @property
+    def is_too_early(self) -> bool:
+        """Whether a job that runs would have to leave for a more urgent one, which takes the end of
+        its step: what was taken in this round must not be sent."""
+        return self._is_too_early
+
+    @property
     def is_exhausted(self) -> bool:
-        return self._refuses_new and self._num_unoffered <= 0
+        return self._is_too_early or (self._refuses_new and self._num_unoffered <= 0)
 
     def take(self, job: Job, num_tokens: int) -> bool:
         """Give the job blocks for its next ``num_tokens`` tokens, if need be from less urgent jobs.
@@ -161,6 +185,8 @@ class KVManager:
 
     def transfers(self) -> list[Transfer]:
         """The copies to begin, in this order. Ends the round."""
+        if self._is_too_early:
+            return self._begun
         self._holds_steps = self._strategy == "reactive" or self._is_worth_waiting()
         if self.holds_steps:
             self._stalled += self._taken  # they wait with the others
@@ -228,9 +254,13 @@ class KVManager:
         device = self.tiers.device
         if num_blocks == 0:
             return True
-        shortage = num_blocks + self._promised - device.num_free - self.tiers.num_leaving
+        coming = self.tiers.num_leaving + self._ending_blocks
+        shortage = num_blocks + self._promised - device.num_free - coming
         if shortage > 0 and not self._has_no_victims:
             victims = self._victims(shortage)
+            if not self._running.isdisjoint(victim.number for victim in victims):
+                self._is_too_early = True
+                return False
             # Later in the round more is promised and fewer jobs are idle.
             self._has_no_victims = not victims
             for victim in victims:
@@ -249,7 +279,9 @@ class KVManager:
         """Jobs that have to go for ``num_blocks`` blocks, the last to run first; none if even all
         have fewer."""
         victims = []
-        for job in sorted(self._idle_on_device(), key=self._key, reverse=True):
+        running = (self._holders[number] for number in self._running - self._offered)
+        jobs = chain(self._idle_on_device(), running)
+        for job in sorted(jobs, key=self._key, reverse=True):
             victims.append(job)
             num_blocks -= self.tiers.device.num_held(job.number)
             if num_blocks <= 0:

@@ -101,7 +101,7 @@ class Policy(Protocol):
         ...
 
     def remove(self, job: Job) -> None:
-        """The job ended, for whatever reason; it must be known."""
+        """The job ended, for whatever reason; it must be known, and may be selected."""
         ...
 
     def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
@@ -115,8 +115,9 @@ class Policy(Protocol):
         ...
 
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        """The iteration of these jobs took ``elapsed_s``; they have its tokens already. Called
-        before ``remove`` of those that ended in it."""
+        """The iteration of these jobs took ``elapsed_s``; they have its tokens already, or will
+        have had them when the next iteration begins. Called before ``remove`` of those that ended
+        in it."""
         ...
 
     def not_run(self, jobs: Sequence[Job]) -> None:

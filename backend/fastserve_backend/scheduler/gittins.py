@@ -113,7 +113,7 @@ class Gittins(FixedPriority):
             decode_s = self._times.decode_s(job.num_tokens)
             extra = self._limits.max_seqs * (prefill_s - decode_s) / decode_s
         index = self._entries[job.number].learned[-1].index
-        return -index.of(extra, len(job.output_ids), self._most_tokens(job))
+        return -index.of(extra, job.num_outputs, self._most_tokens(job))
 
     def add(self, job: Job, now: float) -> None:
         self._entries[job.number] = _Entry(job, self._learned_of(job))
@@ -126,7 +126,7 @@ class Gittins(FixedPriority):
         if job is self._promoted:
             self._promoted = None
         entry = self._entries.pop(job.number)
-        if job.output_ids:
+        if job.num_outputs:
             self._pass(entry, job)
             if job.ended_by_itself:
                 for learned in entry.learned:
@@ -148,7 +148,7 @@ class Gittins(FixedPriority):
                 self._turn_s -= elapsed_s
                 # Never without a token: when KV memory is short, jobs whose turns end within their
                 # prefills could take each other's KV for ever.
-                if self._turn_s <= 0 and len(job.output_ids) > self._turn_tokens:
+                if self._turn_s <= 0 and job.num_outputs > self._turn_tokens:
                     self._promoted = None
             self._jobs.move(job, self.key(job))
 
@@ -184,7 +184,7 @@ class Gittins(FixedPriority):
             if job.number not in self._in_flight:
                 self._promoted = job
                 self._turn_s = self._waiting.starvation_s / _TURNS
-                self._turn_tokens = len(job.output_ids)
+                self._turn_tokens = job.num_outputs
                 self._jobs.move(job, _PROMOTED_KEY)
                 self.num_promotions += 1
                 return
@@ -196,7 +196,7 @@ class Gittins(FixedPriority):
 
     def _pass(self, entry: _Entry, job: Job) -> None:
         """The job's length is at least what it has now."""
-        reached = self._of_all.lengths.bin_of(len(job.output_ids))
+        reached = self._of_all.lengths.bin_of(job.num_outputs)
         for learned in entry.learned:
             learned.lengths.passed(entry.bin, reached)
         entry.bin = reached

@@ -131,7 +131,7 @@ class Speculative:
             entry = self._entries[job.number]
             entry.in_flight = False
             if entry.num_tokens is not None:
-                self._num_outlived += len(job.output_ids) > entry.num_tokens
+                self._num_outlived += job.num_outputs > entry.num_tokens
                 self._order.move(job, self._key_if(job, entry.num_tokens))
 
     def not_run(self, jobs: Sequence[Job]) -> None:
@@ -215,7 +215,7 @@ class Speculative:
         has more already; returns the key that follows."""
         entry = self._entries[job.number]
         num_tokens = max(1, num_tokens)
-        while num_tokens < len(job.output_ids):
+        while num_tokens < job.num_outputs:
             num_tokens *= 2
         if not job.params.ignore_eos:  # there max_tokens is a length that nobody is to know
             num_tokens = min(num_tokens, job.params.max_tokens)
@@ -229,6 +229,6 @@ class Speculative:
     def _remaining_s(self, job: Job, num_tokens: int) -> float:
         """ALISE's T_pre + T_dec: what is left of the prefill, and the decodes after that, each as
         long as the middle one of them."""
-        num_decodes = max(0, num_tokens - len(job.output_ids) - 1)
+        num_decodes = max(0, num_tokens - job.num_outputs - 1)
         decode_s = self._times.decode_s(job.num_tokens + 1 + num_decodes // 2)
         return time_to_next_token(job, self._times) + num_decodes * decode_s

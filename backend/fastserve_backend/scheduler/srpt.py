@@ -23,7 +23,7 @@ class SRPT(FixedPriority):
         self._times = times
 
     def key(self, job: Job) -> float:
-        tokens_after_next = job.params.max_tokens - len(job.output_ids) - 1
+        tokens_after_next = job.params.max_tokens - job.num_outputs - 1
         return time_to_next_token(job, self._times) + tokens_after_next * self._times.decode_s(
             job.num_tokens
         )

@@ -15,7 +15,7 @@ from fastserve_backend.clock import VirtualClock
 from fastserve_backend.config import SWAPPING, KVCacheSection, SchedulerSection
 from fastserve_backend.counters import EngineCounters
 from fastserve_backend.delivery import NewToken
-from fastserve_backend.executor.simulated import SimulatedExecutor
+from fastserve_backend.executor.simulated import SimulatedExecutor, load_of
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
@@ -85,6 +85,7 @@ def simulate(
         clock,
         eos_token_ids=(),
         counters=counters,
+        predict_s=lambda step: latency.iteration_s(load_of(step)),
         on_end=_ignore_end,
         on_iteration=_ignore_iteration,
         check_integrity=check_integrity,

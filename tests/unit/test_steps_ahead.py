@@ -1,0 +1,191 @@
+"""The step loop sends the next step before the running one has ended: who is in it, and when."""
+
+from __future__ import annotations
+
+import pytest
+from fastserve_backend.job import FinishReason, JobState
+from fastserve_backend.sampling_params import SamplingParams
+from fastserve_backend.scheduler.base import BatchLimits
+from fastserve_backend.step_loop import _LEAD_S, _LEAD_SHARE
+from jobs import make_job
+from loop_driver import Rig
+from policies import make, one_job, skip_join
+
+# An iteration of 1 s decides the next one so long before its end.
+LEAD_S = _LEAD_S + _LEAD_SHARE
+
+
+def fcfs(rig_limits: BatchLimits | None = None, *, num_blocks: int = 100, **options: object) -> Rig:
+    policy = make("fcfs", rig_limits or BatchLimits(4, 100))
+    return Rig(policy, num_blocks=num_blocks, ahead=True, **options)  # type: ignore[arg-type]
+
+
+def turn_until(rig: Rig, time_s: float) -> None:
+    while rig.clock.now() < time_s:
+        rig.turn()
+
+
+def test_a_job_is_sent_its_next_step_before_its_token_is_known() -> None:
+    rig = fcfs()
+    job = make_job(0, 3, max_tokens=4)
+    rig.loop.add(job)
+    assert rig.turn() == pytest.approx(3 - _LEAD_S - 3 * _LEAD_SHARE)  # time to choose
+    assert (job.num_pending, job.num_computed, len(job.output_ids)) == (1, 3, 0)
+    assert rig.turn() == 3.0
+    assert (job.num_pending, job.num_computed, len(job.output_ids)) == (1, 4, 1)
+    assert len(rig.executor.blocks_in_use) == 1
+    assert rig.turn() == pytest.approx(4 - LEAD_S)
+    assert rig.turn() == 4.0
+    rig.run()
+    assert rig.clock.now() == 6.0
+    assert rig.ends == [(0, FinishReason.LENGTH)]
+    assert rig.delivery.num_tokens == {0: 4}
+    assert rig.iterations_s == [3.0, 1.0, 1.0, 1.0]
+    assert (rig.executor.num_ahead, rig.counters.iterations, job.executed_s) == (3, 4, 6.0)
+    assert (rig.counters.between_s, rig.counters.iteration_s) == (0.0, 6.0)
+    assert job.num_preemptions == 0
+
+
+def test_the_place_of_a_job_that_is_to_end_goes_to_the_next_at_once() -> None:
+    rig = fcfs(one_job())
+    ending, waiting = make_job(0, 2, max_tokens=2), make_job(1, 2, max_tokens=1)
+    rig.run([ending, waiting])
+    assert (ending.last_token_s, waiting.last_token_s) == (3.0, 5.0)
+    assert waiting.first_scheduled_s == pytest.approx(3.0 - LEAD_S)
+    assert (rig.counters.iterations, rig.executor.num_ahead) == (3, 2)
+
+
+@pytest.mark.parametrize("name", ["fcfs", "skip_join_mlfq", "gittins", "speculative"])
+def test_a_job_that_ends_by_itself_runs_one_token_too_many_that_nobody_sees(name: str) -> None:
+    rig = Rig(make(name, BatchLimits(4, 100)), ahead=True, eos_token_ids=(0,))
+    job = make_job(0, 4, max_tokens=9)
+    rig.loop.add(job)
+    turn_until(rig, 4.0)
+    assert rig.ends == [(0, FinishReason.STOP)]
+    assert (len(job.output_ids), rig.pool.num_held(0)) == (1, 2)  # a step still writes there
+    rig.run()
+    assert (rig.clock.now(), rig.counters.generation_tokens) == (5.0, 1)
+    assert rig.delivery.num_tokens == {0: 1}
+    assert rig.pool.num_used == 0
+    assert sum(rig.loop.policy.level_sizes()) == 0
+
+
+def test_who_arrives_before_the_choice_is_in_the_next_step_who_comes_later_in_the_one_after() -> (
+    None
+):
+    for arrival_s, first_s in ((8 - _LEAD_S - 0.9, 8.0), (8 - _LEAD_S - 0.7, 9.0)):
+        rig = Rig(skip_join(BatchLimits(1, 100)), ahead=True)
+        long, short = make_job(0, 8, max_tokens=3), make_job(1, 1, max_tokens=2)
+        short.arrival_s = arrival_s
+        rig.run([long, short])
+        assert short.first_token_s == first_s + 1
+        assert (long.num_preemptions, rig.counters.preemptions) == (1, 1)
+
+
+def test_a_preempted_job_waits_though_its_last_step_has_not_ended() -> None:
+    rig = Rig(skip_join(BatchLimits(1, 100)), ahead=True)
+    long, short = make_job(0, 8, max_tokens=3), make_job(1, 1, max_tokens=3)
+    rig.loop.add(long)
+    rig.turn()
+    rig.loop.add(short)
+    rig.turn()  # chooses
+    assert rig.clock.now() == 8.0
+    assert (long.state, short.state) == (JobState.PREEMPTED, JobState.RUNNING)
+    assert (long.num_pending, len(long.output_ids)) == (0, 1)
+    rig.run()
+    assert [number for number, _ in rig.ends] == [1, 0]
+    assert (long.executed_s, long.last_token_s) == (10.0, 13.0)
+
+
+def test_chunks_of_a_prefill_follow_each_other() -> None:
+    rig = fcfs(BatchLimits(4, 100, prefill_chunk_tokens=4))
+    job, other = make_job(0, 10, max_tokens=2), make_job(1, 1, max_tokens=6)
+    rig.run([job, other])
+    assert (job.first_token_s, job.last_token_s) == (10.0, 11.0)
+    assert rig.delivery.num_tokens == {0: 2, 1: 6}
+    assert rig.executor.num_ahead == rig.counters.iterations - 1
+    assert rig.executor.num_partial == 2
+
+
+def test_steps_with_penalties_wait_for_the_tokens_that_those_count() -> None:
+    rig = fcfs()
+    job, other = make_job(0, 2, max_tokens=3), make_job(1, 2, max_tokens=6)
+    job.params = SamplingParams(max_tokens=3, presence_penalty=0.5)
+    rig.run([job, other])
+    assert rig.delivery.num_tokens == {0: 3, 1: 6}
+    # The step that ends the job with penalties is known to be its last.
+    assert (rig.counters.iterations, rig.executor.num_ahead) == (6, 2)
+
+
+def test_a_step_that_ends_before_it_was_expected_to_is_followed_as_ever() -> None:
+    rig = fcfs()
+    rig.loop._predict_s = lambda step: 100.0
+    rig.run([make_job(0, 3, max_tokens=4)])
+    assert (rig.clock.now(), rig.executor.num_ahead) == (6.0, 0)
+    assert rig.delivery.num_tokens == {0: 4}
+
+
+# --- Memory -----------------------------------------------------------------------------------
+
+
+def test_a_running_job_makes_room_for_a_more_urgent_one_when_its_step_has_ended() -> None:
+    rig = Rig(skip_join(), num_blocks=3, ahead=True)
+    long, short = make_job(0, 8, max_tokens=3), make_job(1, 5, max_tokens=1)
+    rig.loop.add(long)
+    rig.turn()
+    rig.loop.add(short)
+    assert rig.turn() == 8.0
+    assert rig.executor.num_ahead == 0
+    rig.turn()
+    assert (rig.pool.num_held(0), long.num_computed, long.state) == (0, 0, JobState.PREEMPTED)
+    rig.run()
+    assert (short.last_token_s, long.last_token_s) == (13.0, 23.0)
+    assert rig.counters.recomputed_jobs == 1
+    assert rig.loop.num_running == 0
+
+
+def test_the_blocks_of_a_job_that_is_to_end_are_waited_for() -> None:
+    rig = fcfs(num_blocks=4)
+    jobs = [
+        make_job(0, 8, max_tokens=1),
+        make_job(1, 3, max_tokens=5),
+        make_job(2, 8, max_tokens=1),
+    ]
+    rig.run(jobs)
+    assert rig.counters.recomputed_jobs == 0
+    # It is chosen beside the decode that was sent when its blocks were still in use.
+    assert (jobs[0].last_token_s, jobs[2].last_token_s) == (11.0, 20.0)
+    assert rig.executor.num_ahead == rig.counters.iterations - 1
+
+
+# --- Ends -------------------------------------------------------------------------------------
+
+
+def test_a_job_cancelled_with_two_steps_under_way_keeps_its_blocks_until_both_end() -> None:
+    rig = fcfs()
+    job = make_job(0, 4, max_tokens=9)
+    rig.loop.add(job)
+    rig.turn()
+    rig.loop._schedule_ahead()
+    rig.loop.cancel(0)
+    assert rig.ends == [(0, FinishReason.CANCELLED)]
+    assert rig.turn() == 4.0
+    assert rig.pool.num_held(0) == 2
+    turn_until(rig, 5.0)
+    assert (rig.pool.num_used, len(job.output_ids), sum(rig.loop.policy.level_sizes())) == (0, 0, 0)
+    assert rig.loop.is_idle
+
+
+def test_when_the_ranks_are_lost_both_steps_are() -> None:
+    rig = fcfs()
+    jobs = [make_job(n, 4, max_tokens=3) for n in range(2)]
+    for job in jobs:
+        rig.loop.add(job)
+    rig.turn()
+    assert [job.num_pending for job in jobs] == [1, 1]
+    rig.loop._schedule_ahead()
+    assert [job.num_pending for job in jobs] == [2, 2]
+    rig.loop.cancel(1)
+    rig.loop.suspend(Rig(make("fcfs", one_job())).loop.kv)
+    assert (jobs[0].num_pending, jobs[0].num_computed, jobs[0].state) == (0, 0, JobState.PREEMPTED)
+    assert sum(rig.loop.policy.level_sizes()) == 1

@@ -65,19 +65,13 @@ class _Flight:
     predicted_s: float | None = None
     """How long it takes, if that was asked."""
     next_is_chosen: bool = False
-    """Whether the step after it was chosen, or it was found that this takes its tokens."""
+    """Whether the step after it has been chosen, be it in vain."""
     going_on: set[int] = field(default_factory=set)
     """The jobs for which it counted as ended when the step after it was chosen."""
 
     @property
     def num_sampling(self) -> int:
         return len(self.rows) - self.step.num_partial
-
-    def goes_on(self, job: Job) -> bool:
-        """Whether ``job``, one of its own, may have a next token, as far as can be known now."""
-        if job.state is JobState.FINISHED:
-            return False
-        return not job.num_pending or job.num_outputs < job.params.max_tokens
 
 
 class StepLoop:
@@ -295,11 +289,12 @@ class StepLoop:
         """Choose and send the step after the running one as if that had ended."""
         flight = self._flights[0]
         flight.next_is_chosen = True
-        flight.going_on = {number for number, job in flight.rows.items() if flight.goes_on(job)}
+        going_on = [job for job in flight.rows.values() if not _is_ending(job)]
+        flight.going_on = {job.number for job in going_on}
         now = self._clock.now()
         assert flight.predicted_s is not None
         elapsed_s = max(now - flight.started_s, flight.predicted_s)
-        self._step_ended([flight.rows[number] for number in flight.going_on], elapsed_s, now)
+        self._step_ended(going_on, elapsed_s, now)
         self._schedule(behind=flight)
 
     def _schedule(self, behind: _Flight | None = None) -> None:
@@ -462,3 +457,8 @@ class StepLoop:
     def _release(self, job: Job) -> None:
         self.policy.remove(job)
         self.kv.release(job)
+
+
+def _is_ending(job: Job) -> bool:
+    """Whether the job has ended, or will with its pending token whatever that is."""
+    return job.state is JobState.FINISHED or job.num_outputs >= job.params.max_tokens

@@ -158,6 +158,24 @@ def test_the_second_start_reads_what_the_first_has_measured(tmp_path: Path) -> N
     assert len(executor.steps) == num_steps
 
 
+def test_a_profile_of_smaller_batches_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    clock = VirtualClock()
+    executor = CountingExecutor(known_profile(), clock)
+
+    def steps_for(max_seqs: int) -> int:
+        num_steps = len(executor.steps)
+        limits = replace(LIMITS, max_seqs=max_seqs)
+        profile = load_or_measure(path, identity(), executor, clock.now, limits, LINK)
+        assert LatencyProfile.load(path) == profile
+        return len(executor.steps) - num_steps
+
+    assert steps_for(8) > 0
+    assert steps_for(4) == 0
+    assert steps_for(16) > 0
+    assert steps_for(8) == 0
+
+
 @pytest.mark.parametrize("content", ["damaged", "foreign"])
 def test_a_damaged_or_foreign_cache_is_measured_again(tmp_path: Path, content: str) -> None:
     path = tmp_path / "profile.json"

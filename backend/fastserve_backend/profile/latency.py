@@ -23,7 +23,7 @@ from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 # Times of a real machine are positive; a fit through noise may not be, and a zero quantum breaks
 # the queues.
 MIN_ITERATION_S = 1e-6
-_FORMAT = 3
+_FORMAT = 4
 NOT_PARALLEL = ParallelSection()
 
 # What a model's configuration says that its iteration times do not depend on, or that a profile
@@ -144,6 +144,8 @@ class LatencyProfile(LatencyModel):
     """For each pair of a prompt's token and a position before it."""
     chunk_pair_s: float
     """The same where the prefill continues, and reads the positions from KV blocks."""
+    max_seqs: int = 0
+    """No batch of more jobs was measured; beyond, the curves go on as they end."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for coefficients that no fit gives."""

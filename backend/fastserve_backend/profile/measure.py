@@ -71,14 +71,17 @@ def load_or_measure(
     limits: Limits,
     link: Link,
 ) -> LatencyProfile:
-    """The profile in ``path``, or a brief measurement that is kept there for the next start."""
+    """The profile in ``path``, or a brief measurement that is kept there for the next start.
+
+    One that was measured with smaller batches than ``limits`` allow is measured again.
+    """
     if path.exists():
         try:
             profile = LatencyProfile.load(path)
         except ConfigError as error:
             _log.warning("%s", error)
         else:
-            if profile.identity.key == identity.key:
+            if profile.identity.key == identity.key and profile.max_seqs >= limits.max_seqs:
                 return _with_link(profile, link, path)
     _log.info("measuring the latency profile of %s on %s", identity.model, identity.hardware)
     profile = measure_briefly(identity, executor, now, limits, link)
@@ -108,7 +111,8 @@ def measure_briefly(
     mixes = brief_grid(limits) + random_mixes(limits, _BRIEF_MIXES, random.Random(_SEED))
     bench = _Bench(executor, now, limits)
     times = bench.times(mixes, BRIEF_BUDGET_S, lambda share: None)
-    return fit(identity, limits.num_blocks, link, _samples(mixes, times))
+    profile = fit(identity, limits.num_blocks, link, _samples(mixes, times))
+    return replace(profile, max_seqs=limits.max_seqs)
 
 
 def measure_fully(
@@ -128,7 +132,7 @@ def measure_fully(
     profile = fit(identity, limits.num_blocks, link, _samples(training, times))
     tests = _samples(held_out, times[len(training) :])
     error = mean_error(profile, tests) if tests else None
-    return Measurement(replace(profile, held_out_error=error), tests)
+    return Measurement(replace(profile, held_out_error=error, max_seqs=limits.max_seqs), tests)
 
 
 def _samples(mixes: Sequence[Mix], times: Sequence[float | None]) -> list[Sample]:

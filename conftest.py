@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from fastserve_backend.lasting_imports import lasting_imports
 from hypothesis import settings
 
 # How long an example takes says more of the machine than of the code.
@@ -15,3 +18,10 @@ settings.load_profile("no deadline")
 # it is first imported, which may be by a library that has nothing to do with the kernels.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Test modules import torch and transformers, which stay as long as the session."""
+    with lasting_imports():
+        return (yield)

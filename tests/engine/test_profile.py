@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.profile.latency import LatencyProfile
+from fastserve_kernels.cpu import builder
 
 COMMAND_TIMEOUT_S = 170.0
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and where profiles lie in it."""
+    """Where profiles lie in a cache folder that has none, but the compiled kernels."""
+    (tmp_path / "fastserve").mkdir()
+    (tmp_path / "fastserve" / "kernels").symlink_to(builder.cache_dir())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "fastserve" / "profiles"
 

@@ -16,8 +16,8 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from running_gateway import COMMAND, RunningGateway, running_gateway
+from running_server import running_server
 from serving_client import metric, used_blocks, wait_for
-from tiny_model import START_TIMEOUT_S
 
 BENCH = [*COMMAND[:-1], "bench"]
 DEADLINE_S = 120.0
@@ -43,10 +43,8 @@ def fragile(
     """A server with a short queue, to be overloaded and killed."""
     config = tiny_config.with_keys(max_queued_requests=4)
     log_path = tmp_path_factory.mktemp("bench-fragile") / "server.log"
-    triton = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
-    triton.start(START_TIMEOUT_S)
-    yield triton
-    triton.stop()
+    with running_server(config, log_path) as triton:
+        yield triton
 
 
 def test_both_protocols_agree_with_what_the_server_counts(

@@ -18,7 +18,7 @@ from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.serving.launch import TritonServer
 from openai import OpenAI
 from running_gateway import COMMAND, RunningGateway, running_gateway
-from tiny_model import START_TIMEOUT_S
+from running_server import running_server
 
 CAPITAL = "What is the capital of France? Answer in one word."
 MAX_MODEL_LEN = 128  # an answer that takes all of it is soon there
@@ -34,13 +34,8 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     config = EngineConfig().with_keys(
         model=EMBEDDED_MODEL, dtype="float32", max_model_len=MAX_MODEL_LEN, swap_space_gib=0.1
     )
-    directory = tmp_path_factory.mktemp("chat")
-    triton = TritonServer(
-        config, http_port=0, grpc_port=0, metrics_port=0, log_path=directory / "server.log"
-    )
-    triton.start(START_TIMEOUT_S)
-    yield triton
-    triton.stop()
+    with running_server(config, tmp_path_factory.mktemp("chat") / "server.log") as triton:
+        yield triton
 
 
 @pytest.fixture(scope="module")

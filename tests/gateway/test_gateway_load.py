@@ -16,8 +16,8 @@ from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
+from running_server import running_server
 from serving_client import metric, used_blocks, wait_for
-from tiny_model import START_TIMEOUT_S
 
 DEADLINE_S = 60.0
 LONG = {
@@ -32,10 +32,8 @@ def fragile(
     """A server with a short queue, to be killed and stopped."""
     config = tiny_config.with_keys(max_queued_requests=2)
     log_path = tmp_path_factory.mktemp("fragile") / "server.log"
-    triton = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
-    triton.start(START_TIMEOUT_S)
-    yield triton
-    triton.stop()
+    with running_server(config, log_path) as triton:
+        yield triton
 
 
 @pytest.fixture(scope="module")

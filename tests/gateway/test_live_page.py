@@ -15,15 +15,14 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.serving.endpoints import Endpoints
-from fastserve_backend.serving.launch import TritonServer
 from PIL import Image
 from running_gateway import RunningGateway, running_gateway
+from running_server import running_server
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from serving_client import metric, used_blocks, wait_for
-from tiny_model import START_TIMEOUT_S
 
 DEADLINE_S = 60.0
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
@@ -192,28 +191,24 @@ def test_chat_and_a_server_that_is_restarted(page: Page, tmp_path: Path) -> None
     config = EngineConfig().with_keys(
         model=EMBEDDED_MODEL, dtype="float32", max_model_len=512, swap_space_gib=0.1
     )
-    server = TritonServer(
-        config, http_port=0, grpc_port=0, metrics_port=0, log_path=tmp_path / "server.log"
-    )
-    server.start(START_TIMEOUT_S)
-    try:
-        with running_gateway(server.endpoints.grpc_url, tmp_path / "gateway.log") as gateway:
-            page.open(gateway)
-            page.until_live()
-            page.say("What is the capital of France?", 24)
-            page.until(lambda: page.answers() and not page.is_writing())
-            assert len(page.answers()[0]) > 3
-            assert page.text("chat-note") == ""
-            assert page.errors() == []
-            pid = server.runtime.stub_pid()
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
-            page.until(lambda: page.text("status").startswith("the model server"))
-            page.until_live()  # restarted, and found again
-            page.say("And of Spain?", 8)
-            page.until(lambda: len(page.answers()) == 2 and not page.is_writing())
-    finally:
-        server.stop()
+    with (
+        running_server(config, tmp_path / "server.log") as server,
+        running_gateway(server.endpoints.grpc_url, tmp_path / "gateway.log") as gateway,
+    ):
+        page.open(gateway)
+        page.until_live()
+        page.say("What is the capital of France?", 24)
+        page.until(lambda: page.answers() and not page.is_writing())
+        assert len(page.answers()[0]) > 3
+        assert page.text("chat-note") == ""
+        assert page.errors() == []
+        pid = server.runtime.stub_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        page.until(lambda: page.text("status").startswith("the model server"))
+        page.until_live()  # restarted, and found again
+        page.say("And of Spain?", 8)
+        page.until(lambda: len(page.answers()) == 2 and not page.is_writing())
 
 
 def test_a_phone_has_all_of_it_in_one_column(page: Page, gateway: RunningGateway) -> None:

@@ -8,7 +8,8 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
 from metric_traffic import BLOCK_SIZE, DEVICE_BLOCKS, MAX_NUM_SEQS, Traffic, drive
-from tiny_model import START_TIMEOUT_S, TINY_OPT, engine_options
+from running_server import running_server
+from tiny_model import TINY_OPT, engine_options
 
 
 @pytest.fixture(scope="session")
@@ -34,10 +35,8 @@ def server(log_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         "length_prediction_dir": str(tmp_path_factory.mktemp("lengths")),
     }
     config = EngineConfig().with_keys(**options)
-    triton = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
-    triton.start(START_TIMEOUT_S)
-    yield triton
-    triton.stop()
+    with running_server(config, log_path) as triton:
+        yield triton
 
 
 @pytest.fixture(scope="session")

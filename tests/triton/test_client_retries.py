@@ -22,8 +22,8 @@ from fastserve_client import (
     ServerUnavailable,
 )
 from relay import Relay
+from running_server import running_server
 from serving_client import used_blocks, wait_for
-from tiny_model import START_TIMEOUT_S
 
 DEADLINE_S = 60.0
 LONG = 3000  # tokens; takes far longer than any of these tests waits
@@ -113,10 +113,8 @@ def fragile(
 ) -> Iterator[TritonServer]:
     config = tiny_config.with_keys(max_queued_requests=1)
     log_path = tmp_path_factory.mktemp("fragile") / "server.log"
-    triton = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
-    triton.start(START_TIMEOUT_S)
-    yield triton
-    triton.stop()
+    with running_server(config, log_path) as triton:
+        yield triton
 
 
 @pytest.fixture(params=SCHEMES)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
-from fastserve_backend.serving.launch import TritonServer
+from running_server import running_server
 from serving_client import GrpcStream, metric, used_blocks, wait_for
-from tiny_model import START_TIMEOUT_S, engine_options
+from tiny_model import engine_options
 
 GREEDY = {"stream": True, "max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
 
@@ -22,10 +22,8 @@ def parallel(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         **engine_options(tiny_model), tensor_parallel_size=2, pipeline_parallel_size=2
     )
     log_path = tmp_path_factory.mktemp("parallel") / "server.log"
-    triton = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
-    triton.start(START_TIMEOUT_S)
-    yield triton.endpoints
-    triton.stop()
+    with running_server(config, log_path) as triton:
+        yield triton.endpoints
 
 
 def test_streams_are_those_of_one_rank(parallel: Endpoints, endpoints: Endpoints) -> None:

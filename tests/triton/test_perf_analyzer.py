@@ -15,9 +15,8 @@ import pytest
 from byte_tokenizer import save_byte_tokenizer
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
-from fastserve_backend.serving.launch import TritonServer
+from running_server import running_server
 from serving_client import metric, wait_for
-from tiny_model import START_TIMEOUT_S
 
 CONFIGS = Path(__file__).parents[2] / "perf_analyzer_configs"
 # Where `make perf-analyzer` puts it.
@@ -37,10 +36,8 @@ def chat_endpoints(
     (tokenizer / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     log_path = tmp_path_factory.mktemp("perf_analyzer") / "server.log"
     config = tiny_config.with_keys(tokenizer=str(tokenizer))
-    triton = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
-    triton.start(START_TIMEOUT_S)
-    yield triton.endpoints
-    triton.stop()
+    with running_server(config, log_path) as triton:
+        yield triton.endpoints
 
 
 def run(name: str, results: Path, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -13,6 +13,8 @@ import socket
 import sys
 from pathlib import Path
 
+from fastserve_backend.lasting_imports import lasting_imports
+
 # The ranks and the engine come first wherever cores are short.
 NICENESS = 10
 
@@ -35,11 +37,12 @@ def main() -> int:
 
 def _serve(directory: Path | None, capacity: int) -> None:
     # Not before this process is the last that gets a core: importing torch takes seconds.
-    import torch
+    with lasting_imports():
+        import torch
 
-    from fastserve_backend.length_prediction.encoder import Encoder
-    from fastserve_backend.length_prediction.predictor import LengthPredictor
-    from fastserve_backend.length_prediction.process import PredictorLoop
+        from fastserve_backend.length_prediction.encoder import Encoder
+        from fastserve_backend.length_prediction.predictor import LengthPredictor
+        from fastserve_backend.length_prediction.process import PredictorLoop
 
     torch.set_num_threads(1)
     engine = socket.socket(fileno=os.dup(sys.stdin.fileno()))

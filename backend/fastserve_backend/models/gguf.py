@@ -1,6 +1,6 @@
 """GGUF files, llama.cpp's format: converted once to a directory in Hugging Face's format.
 
-Without torch: the conversion has a process of its own, `gguf_conversion`.
+Without torch: the conversion has a process of its own, `gguf_process`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _make(file: Path, directory: Path) -> None:
 
 
 def _convert(file: Path, target: Path) -> None:
-    command = [python_executable(), "-m", "fastserve_backend.models.gguf_conversion"]
+    command = [python_executable(), "-m", "fastserve_backend.models.gguf_process"]
     try:
         subprocess.run(
             [*command, str(file), str(target)],

@@ -1,8 +1,7 @@
-"""``python -m fastserve_backend.models.gguf_conversion FILE DIRECTORY``: GGUF to safetensors.
+"""GGUF to safetensors. Needs torch, so that the server runs it as `gguf_process`.
 
-A process of its own, because it needs torch. The format is read and dequantised by the `gguf`
-library, tensor by tensor, so that the model is never in memory as a whole; the tokenizer is read by
-transformers. What is wrong with the file goes to stdout in one line, with exit code 2.
+The format is read and dequantised by the `gguf` library, tensor by tensor, so that the model is
+never in memory as a whole; the tokenizer is read by transformers.
 
 transformers can load GGUF files itself, but only whole, and without the rotary scaling of LLaMA
 models, which changes their answers.
@@ -13,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +23,6 @@ from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import save_file
 from torch import Tensor
-
-from fastserve_backend.errors import FastServeError
 
 from .config import HFConfig
 from .errors import ModelError
@@ -292,17 +288,3 @@ def convert(path: Path, directory: Path) -> None:
     _write_json(directory / "config.json", config)
     save_tokenizer(path, file, directory, config["vocab_size"])
     _save_tensors(file, directory)
-
-
-def main() -> int:
-    path, directory = (Path(argument) for argument in sys.argv[1:])
-    try:
-        convert(path, directory)
-    except FastServeError as error:
-        print(error)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

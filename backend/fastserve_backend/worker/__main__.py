@@ -6,13 +6,13 @@ The engine starts those of its own host, torchrun those of the others.
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import signal
 import sys
 from pathlib import Path
 
 from fastserve_backend.errors import ConfigError
+from fastserve_backend.lasting_imports import lasting_imports
 
 
 def main() -> int:
@@ -31,13 +31,8 @@ def main() -> int:
         help="file where ranks of one host meet; left out: at torchrun's MASTER_ADDR:MASTER_PORT",
     )
     arguments = parser.parse_args()
-    # What the import makes, 300,000 objects, lives as long as the process. To look through them for
-    # garbage takes time of the start, of steps, and half a second when the rank ends.
-    gc.disable()
-    from fastserve_backend.worker.worker import run
-
-    gc.freeze()
-    gc.enable()
+    with lasting_imports():
+        from fastserve_backend.worker.worker import run
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     # Ctrl-C reaches the whole process group; the engine decides when its ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -10,6 +10,10 @@ import pytest
 from fastserve_backend.lasting_imports import lasting_imports
 from hypothesis import settings
 
+# Not a conftest.py in tests/: that would put tests/ on the path, where tests/triton is found for the
+# package triton if there is none.
+pytest_plugins = ("shared_server",)
+
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")

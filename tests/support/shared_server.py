@@ -1,4 +1,4 @@
-"""The server that the tests of several folders share."""
+"""Fixtures: the server that the tests of several folders share."""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from fastserve_kernels import ops
 from torch import Tensor
@@ -12,7 +15,7 @@ from fastserve_backend.models.partition import RankPlace
 from fastserve_backend.worker.decode_graphs import DecodeGraphs
 from fastserve_backend.worker.messages import StageDone, Step, StepResult
 from fastserve_backend.worker.pipeline import Pipeline
-from fastserve_backend.worker.sampler import sample
+from fastserve_backend.worker.sampler import SampledTokens, sample
 from fastserve_backend.worker.step_inputs import (
     RowwiseInputs,
     StepInputs,
@@ -24,14 +27,18 @@ from fastserve_backend.worker.step_layout import StepLayout
 from fastserve_backend.worker.stopwatch import Stopwatch
 
 ONLY_RANK = RankPlace()
+Answer = Callable[[], StepResult | StageDone]
+"""To a step that was launched: waits until the device has done it. Any thread may call it."""
 
 
 class ModelRunner:
     """Runs one rank's part of the steps, on one device.
 
-    On a GPU the host waits for the device once a step, for its tokens: inputs are copied without a
-    wait, the attention kernels get work lists, and steps of decodes alone are CUDA graphs, which
-    are captured here.
+    To launch a step on a GPU the host waits for nothing, so that the next can be launched while it
+    runs: inputs are copied without a wait, the attention kernels get work lists, and steps of
+    decodes alone are CUDA graphs, which are captured here. All is put on the launching thread's
+    current stream, whose order keeps steps from what they share: the device's inputs, scratch, the
+    memory of graphs. On a CPU a step is done when it is launched.
 
     Args:
         kv: the rank's cache, ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``.
@@ -55,7 +62,7 @@ class ModelRunner:
         self._eos_token_ids = config.eos_token_ids
         self._kv = kv
         self._block_size = kv.shape[4]
-        self._device = device
+        self.device = device
         self._inputs: StepInputs = RowwiseInputs()
         self._graphs: DecodeGraphs | None = None
         if ops.uses_triton(device):
@@ -76,49 +83,47 @@ class ModelRunner:
         """Whether a step begins with what an earlier stage sends."""
         return not self._place.is_first_stage
 
+    @property
+    def runs_behind(self) -> bool:
+        """Whether a step may still run when it is launched."""
+        return self.device.type == "cuda"
+
     def close(self) -> None:
         """Free what the process group waits for when it is destroyed; nothing runs after it."""
         if self._graphs is not None:
             self._graphs.close()
 
-    @torch.inference_mode()
     def run(self, step: Step) -> StepResult | StageDone | None:
-        """One iteration; the result has one token for each job that is not a partial prefill.
+        """One iteration from its launch to its answer."""
+        answer = self.launch(step)
+        return None if answer is None else answer()
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Answer | None:
+        """Begin one iteration; the result will have one token for each job that is not a partial
+        prefill.
 
         Only the first rank of a stage answers, and only that of the last stage with tokens.
         """
-        watch = Stopwatch()
+        watch = Stopwatch(self.device)
         layout = StepLayout.of(step, self._block_size)
         received = None
         if self.waits_for_others:
             received = self._pipeline.receive(layout.num_tokens)
-            watch = Stopwatch(self._device)
+            watch = Stopwatch(self.device)
         hidden = self._hidden(layout, received)
-        answers = self._place.tensor_rank == 0
         if not self._place.is_last_stage:
             self._pipeline.send(hidden)
-            if not answers:
-                return None
-            self._wait()
-            return StageDone(step.step_id, watch.seconds())
-        if len(layout.sampled) == 0:
-            if not answers:
-                return None
-            # No token is fetched, which would wait. The result says that the keys and values are
-            # written: the engine may order a copy of them.
-            self._wait()
-            return StepResult(step.step_id, b"", watch.seconds(), b"", [])
+            watch.stop()
+            return partial(_stage_done, step, watch) if self._place.tensor_rank == 0 else None
+        tokens = self._sample(hidden, step) if len(layout.sampled) > 0 else None
+        watch.stop()
+        return partial(_result, step, tokens, watch) if self._place.tensor_rank == 0 else None
+
+    def _sample(self, hidden: Tensor, step: Step) -> SampledTokens | None:
+        """None but on the first rank of the stage."""
         logits = self._model.logits(hidden)
-        if logits is None:
-            return None
-        tokens = sample(logits, step.sampling, self._eos_token_ids)
-        return StepResult(
-            step_id=step.step_id,
-            token_ids=tokens.token_ids.to(torch.int32).numpy().tobytes(),
-            compute_s=watch.seconds(),
-            logprobs=tokens.logprobs,
-            top_logprobs=tokens.top_logprobs,
-        )
+        return None if logits is None else sample(logits, step.sampling, self._eos_token_ids)
 
     def _hidden(self, layout: StepLayout, received: Tensor | None) -> Tensor:
         """What the next stage gets, [T, width], or on the last the rows of which logits are wanted,
@@ -138,7 +143,22 @@ class ModelRunner:
             tensors.token_ids, tensors.positions, tensors.batch, self._kv, received
         )
 
-    def _wait(self) -> None:
-        """Until the device has done what it was given."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+
+def _stage_done(step: Step, watch: Stopwatch) -> StageDone:
+    return StageDone(step.step_id, watch.seconds())
+
+
+def _result(step: Step, tokens: SampledTokens | None, watch: Stopwatch) -> StepResult:
+    """``tokens`` None: no job got one. The result says that the keys and values are written: the
+    engine may order a copy of them."""
+    compute_s = watch.seconds()
+    if tokens is None:
+        return StepResult(step.step_id, b"", compute_s, b"", [])
+    chosen = tokens.on_host()
+    return StepResult(
+        step_id=step.step_id,
+        token_ids=chosen.token_ids.to(torch.int32).numpy().tobytes(),
+        compute_s=compute_s,
+        logprobs=chosen.logprobs,
+        top_logprobs=chosen.top_logprobs,
+    )

@@ -12,7 +12,9 @@ from torch import Tensor
 from fastserve_backend.models.config import ModelConfig
 from fastserve_backend.models.loader import CausalLM, torch_dtype
 from fastserve_backend.models.partition import RankPlace
+from fastserve_backend.models.tensor_group import ALONE, TensorGroup
 from fastserve_backend.worker.decode_graphs import DecodeGraphs
+from fastserve_backend.worker.last_tokens import LastTokens
 from fastserve_backend.worker.messages import StageDone, Step, StepResult
 from fastserve_backend.worker.pipeline import Pipeline
 from fastserve_backend.worker.sampler import SampledTokens, sample
@@ -38,11 +40,12 @@ class ModelRunner:
     runs: inputs are copied without a wait, the attention kernels get work lists, and steps of
     decodes alone are CUDA graphs, which are captured here. All is put on the launching thread's
     current stream, whose order keeps steps from what they share: the device's inputs, scratch, the
-    memory of graphs. On a CPU a step is done when it is launched.
+    memory of graphs, the last tokens. On a CPU a step is done when it is launched.
 
     Args:
         kv: the rank's cache, ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``.
         limits: of the steps that will come.
+        tensor: the ranks of this one's stage.
     """
 
     @torch.inference_mode()
@@ -54,12 +57,15 @@ class ModelRunner:
         device: torch.device,
         limits: StepLimits,
         place: RankPlace = ONLY_RANK,
+        tensor: TensorGroup = ALONE,
     ) -> None:
+        assert place.tensor_size == tensor.size
         self._model = model
         self._place = place
         width, dtype = config.hidden_size, torch_dtype(config)
         self._pipeline = Pipeline(place, width, dtype, device)
         self._eos_token_ids = config.eos_token_ids
+        self._last_tokens = LastTokens(tensor)
         self._kv = kv
         self._block_size = kv.shape[4]
         self.device = device
@@ -104,20 +110,24 @@ class ModelRunner:
         prefill.
 
         Only the first rank of a stage answers, and only that of the last stage with tokens.
+
+        Raises:
+            IndexError: the step takes a token that the one before did not choose.
         """
         watch = Stopwatch(self.device)
-        layout = StepLayout.of(step, self._block_size)
+        layout = StepLayout.of(step, self._block_size, self._last_tokens.count)
         received = None
         if self.waits_for_others:
             received = self._pipeline.receive(layout.num_tokens)
             watch = Stopwatch(self.device)
-        hidden = self._hidden(layout, received)
+        hidden = self._hidden(layout, received, bool(step.previous_rows))
         if not self._place.is_last_stage:
             self._pipeline.send(hidden)
             watch.stop()
             return partial(_stage_done, step, watch) if self._place.tensor_rank == 0 else None
         tokens = self._sample(hidden, step) if len(layout.sampled) > 0 else None
         watch.stop()
+        self._last_tokens.keep(len(layout.sampled), None if tokens is None else tokens.token_ids)
         return partial(_result, step, tokens, watch) if self._place.tensor_rank == 0 else None
 
     def _sample(self, hidden: Tensor, step: Step) -> SampledTokens | None:
@@ -125,14 +135,17 @@ class ModelRunner:
         logits = self._model.logits(hidden)
         return None if logits is None else sample(logits, step.sampling, self._eos_token_ids)
 
-    def _hidden(self, layout: StepLayout, received: Tensor | None) -> Tensor:
+    def _hidden(self, layout: StepLayout, received: Tensor | None, takes_previous: bool) -> Tensor:
         """What the next stage gets, [T, width], or on the last the rows of which logits are wanted,
         [R, width]."""
-        if self._graphs is not None and layout.only_decodes:
-            hidden = self._graphs.run(layout, received)
+        graphs = self._graphs if layout.only_decodes else None
+        tensors = self._inputs.bring(layout) if graphs is None else graphs.bring(layout)
+        if takes_previous and self._last_tokens.count > 0:
+            self._last_tokens.fill_in(tensors.token_ids[: layout.num_decodes])
+        if graphs is not None:
+            hidden = graphs.run(layout.num_jobs, received)
             # The next run of a graph may come before this one's result has been sent.
             return hidden if self._place.is_last_stage else hidden.clone()
-        tensors = self._inputs.bring(layout)
         hidden = self._forward(tensors, received)
         if self._place.is_last_stage and len(layout.sampled) != layout.num_tokens:
             hidden = hidden[tensors.sampled]  # of a prefill only the last token's

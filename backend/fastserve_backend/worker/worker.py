@@ -123,11 +123,12 @@ def _set_up(
     )
     limits = StepLimits(setup.max_num_seqs, setup.max_num_batched_tokens, config.max_model_len)
     try:
-        model = load_model(config, device, layers=layers, tensor=make_tensor_group(place))
+        tensor = make_tensor_group(place)
+        model = load_model(config, device, layers=layers, tensor=tensor)
         taken = 0
         if device.type == "cuda":
             one_block = allocate_kv(kv_config, device, setup.block_size, 1, 1.0)
-            taken = step_bytes(model, config, one_block, limits, place)
+            taken = step_bytes(model, config, one_block, limits, place, tensor)
     except torch.OutOfMemoryError:
         raise _does_not_fit(setup, config, device) from None
     kv = allocate_kv(
@@ -140,7 +141,7 @@ def _set_up(
         taken,
     )
     try:
-        runner = ModelRunner(model, config, kv, device, limits, place)
+        runner = ModelRunner(model, config, kv, device, limits, place, tensor)
         store = make_host_store(
             kv_config, kv, setup.swap_space_gib, setup.host_dtype, num_local_ranks
         )

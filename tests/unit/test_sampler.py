@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from fastserve_backend.worker.messages import Penalties, Sampling
-from fastserve_backend.worker.sampler import sample
-from torch.utils._python_dispatch import TorchDispatchMode
+from fastserve_backend.worker.sampler import ChosenTokens
+from fastserve_backend.worker.sampler import sample as begin_to_sample
+from tensor_reads import ReadsOfTensors
 
 EOS = (2,)
 
@@ -29,8 +30,12 @@ def sampling(rows: int, penalties: list[Penalties] | None = None, **values: Any)
     )
 
 
+def sample(logits: torch.Tensor, how: Sampling | None) -> ChosenTokens:
+    return begin_to_sample(logits, how, EOS).on_host()
+
+
 def choose(logits: torch.Tensor, how: Sampling | None) -> list[int]:
-    return sample(logits, how, EOS).token_ids.tolist()
+    return sample(logits, how).token_ids.tolist()
 
 
 LOGITS = torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.4]]))
@@ -120,7 +125,7 @@ def test_logprobs_are_of_the_unmodified_distribution() -> None:
         3, [Penalties(1, 3.0, 1.0, 1.0, ids(1), ids(2))],
         temperature=[0, 2.0, 1.0], num_logprobs=[0, 5, -1],
     )  # fmt: skip
-    result = sample(logits, how, EOS)
+    result = sample(logits, how)
     reference = torch.log_softmax(logits, -1)
     own = np.frombuffer(result.logprobs, np.float32)
     for row in (0, 1):
@@ -163,12 +168,12 @@ def one_row(how: Sampling, row: int) -> Sampling:
 
 def test_rows_that_want_different_things_do_not_mix() -> None:
     logits = torch.randn(12, 500, generator=torch.Generator().manual_seed(2)) * 3
-    together = sample(logits, everything_at_once(), EOS)
+    together = sample(logits, everything_at_once())
     own = np.frombuffer(together.logprobs, np.float32)
     top = {entry.row: entry for entry in together.top_logprobs}
     assert [entry.row for entry in together.top_logprobs] == [2, 3, 4, 8, 9, 10]
     for row in range(12):
-        alone = sample(logits[row : row + 1], one_row(everything_at_once(), row), EOS)
+        alone = sample(logits[row : row + 1], one_row(everything_at_once(), row))
         assert together.token_ids[row] == alone.token_ids[0]
         wants_logprobs = row % 6 not in (0, 5)
         assert bool(alone.logprobs) == wants_logprobs
@@ -179,25 +184,9 @@ def test_rows_that_want_different_things_do_not_mix() -> None:
             assert top[row].logprobs == entry.logprobs
 
 
-class ReadsOfTensors(TorchDispatchMode):
-    """Operations whose results' values or shapes the host needs: with them it waits for a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: set[str] = set()
-
-    def __torch_dispatch__(
-        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = operation.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "nonzero", "masked_select") or "unique" in name:
-            self.found.add(name)
-        return operation(*args, **(kwargs or {}))
-
-
 def test_the_host_reads_no_tensor_before_the_tokens() -> None:
     logits = torch.randn(12, 500, generator=torch.Generator().manual_seed(3))
     with ReadsOfTensors() as reads:
-        sample(logits, everything_at_once(), EOS)
-        sample(logits[:1], sampling(1, top_k=5), EOS)
+        begin_to_sample(logits, everything_at_once(), EOS)
+        begin_to_sample(logits[:1], sampling(1, top_k=5), EOS)
     assert reads.found == set()

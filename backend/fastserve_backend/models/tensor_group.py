@@ -39,6 +39,12 @@ class TensorGroup:
             dist.all_reduce(x, group=self._process_group)
         return x
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """The first rank's ``x``, in the place of every rank's."""
+        if self.size > 1:
+            dist.broadcast(x, group=self._process_group, group_src=0)
+        return x
+
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor | None:
         """Each rank's part of the columns, [R, part], to all of them, [R, num_columns], on the
         first rank; None on the others."""

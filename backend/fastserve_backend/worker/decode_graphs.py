@@ -62,23 +62,29 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             self._replays[size] = self._capture(size)
 
-    def run(self, layout: StepLayout, received: Tensor | None) -> Tensor:
-        """The step's hidden states, [S, width], which the next run overwrites.
+    def bring(self, layout: StepLayout) -> StepTensors:
+        """The tensors that the next run of as many jobs reads, with padding.
 
         For steps of decodes alone, of at most ``max_jobs`` jobs.
         """
-        size = next(size for size in self._sizes if size >= layout.num_jobs)
-        self._inputs.bring_padded(layout, size)
+        return self._inputs.bring_padded(layout, self._size(layout.num_jobs))
+
+    def run(self, num_jobs: int, received: Tensor | None) -> Tensor:
+        """The hidden states of what was brought last, [num_jobs, width]; the next run overwrites
+        them."""
         if self._received is not None:
             assert received is not None
             self._received[: len(received)].copy_(received)
-        return self._replays[size]()[: layout.num_jobs]
+        return self._replays[self._size(num_jobs)]()[:num_jobs]
 
     def close(self) -> None:
         """Free the graphs. NCCL ends no group that a graph still holds sums of."""
         for graph in self._graphs:
             graph.reset()
         self._replays.clear()
+
+    def _size(self, num_jobs: int) -> int:
+        return next(size for size in self._sizes if size >= num_jobs)
 
     def _capture(self, size: int) -> Callable[[], Tensor]:
         tensors = self._inputs.bring_padded(StepLayout.empty(), size)

@@ -44,13 +44,30 @@ class EngineLink:
         else:
             end_with_connection(self.main, address, self.stopped)
         self.main.connect(address)
+        self._error: Exception | None = None
+        self._failed = os.eventfd(0, os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._poller.register(self.main, zmq.POLLIN)
+        self._poller.register(self._failed, zmq.POLLIN)
 
     def receive(self) -> ToRank:
-        """The engine's next message."""
-        while not (data := self.main.recv()):
-            pass  # empty: the engine looked whether this rank is there
-        message: ToRank = to_rank_decoder.decode(data)
-        return message
+        """The engine's next message.
+
+        Raises:
+            Exception: what another thread has reported to `fail`.
+        """
+        while True:
+            self._poller.poll()
+            if self._error is not None:
+                raise self._error
+            if data := self.main.recv():  # empty: the engine looked whether this rank is there
+                message: ToRank = to_rank_decoder.decode(data)
+                return message
+
+    def fail(self, error: Exception) -> None:
+        """Have `receive` raise ``error``, at once if it waits; from any thread."""
+        self._error = error
+        os.eventfd_write(self._failed, 1)
 
     def sender(self, name: str) -> Send:
         """For the thread that calls this."""

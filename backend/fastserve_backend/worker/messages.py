@@ -142,14 +142,15 @@ class StageDone(msgspec.Struct, tag="stage", array_like=True):
 
     step_id: int
     busy_s: float
-    """From the arrival of the step, or of its activations, until they were on their way."""
+    """Until its activations were on their way; from when ``StepResult.compute_s`` counts too."""
 
 
 class StepResult(msgspec.Struct, tag="result", array_like=True):
     step_id: int
     token_ids: bytes  # int32 [R]
     compute_s: float
-    """From the step's arrival at the rank, or that of its activations, to its tokens."""
+    """To its tokens, from when the step, or its activations, had arrived at the rank and the device
+    had ended the step before: of all steps together no more than the time that passed."""
     logprobs: bytes  # float32 [R], empty if no job asked
     top_logprobs: list[TopLogprobs]
 

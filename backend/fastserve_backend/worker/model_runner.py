@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from fastserve_kernels import ops
 from torch import Tensor
@@ -9,10 +12,12 @@ from torch import Tensor
 from fastserve_backend.models.config import ModelConfig
 from fastserve_backend.models.loader import CausalLM, torch_dtype
 from fastserve_backend.models.partition import RankPlace
+from fastserve_backend.models.tensor_group import ALONE, TensorGroup
 from fastserve_backend.worker.decode_graphs import DecodeGraphs
+from fastserve_backend.worker.last_tokens import LastTokens
 from fastserve_backend.worker.messages import StageDone, Step, StepResult
 from fastserve_backend.worker.pipeline import Pipeline
-from fastserve_backend.worker.sampler import sample
+from fastserve_backend.worker.sampler import SampledTokens, sample
 from fastserve_backend.worker.step_inputs import (
     RowwiseInputs,
     StepInputs,
@@ -24,18 +29,23 @@ from fastserve_backend.worker.step_layout import StepLayout
 from fastserve_backend.worker.stopwatch import Stopwatch
 
 ONLY_RANK = RankPlace()
+Answer = Callable[[], StepResult | StageDone]
+"""To a step that was launched: waits until the device has done it. Any thread may call it."""
 
 
 class ModelRunner:
     """Runs one rank's part of the steps, on one device.
 
-    On a GPU the host waits for the device once a step, for its tokens: inputs are copied without a
-    wait, the attention kernels get work lists, and steps of decodes alone are CUDA graphs, which
-    are captured here.
+    To launch a step on a GPU the host waits for nothing, so that the next can be launched while it
+    runs: inputs are copied without a wait, the attention kernels get work lists, and steps of
+    decodes alone are CUDA graphs, which are captured here. All is put on the launching thread's
+    current stream, whose order keeps steps from what they share: the device's inputs, scratch, the
+    memory of graphs, the last tokens. On a CPU a step is done when it is launched.
 
     Args:
         kv: the rank's cache, ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``.
         limits: of the steps that will come.
+        tensor: the ranks of this one's stage.
     """
 
     @torch.inference_mode()
@@ -47,15 +57,18 @@ class ModelRunner:
         device: torch.device,
         limits: StepLimits,
         place: RankPlace = ONLY_RANK,
+        tensor: TensorGroup = ALONE,
     ) -> None:
+        assert place.tensor_size == tensor.size
         self._model = model
         self._place = place
         width, dtype = config.hidden_size, torch_dtype(config)
         self._pipeline = Pipeline(place, width, dtype, device)
         self._eos_token_ids = config.eos_token_ids
+        self._last_tokens = LastTokens(tensor)
         self._kv = kv
         self._block_size = kv.shape[4]
-        self._device = device
+        self.device = device
         self._inputs: StepInputs = RowwiseInputs()
         self._graphs: DecodeGraphs | None = None
         if ops.uses_triton(device):
@@ -76,58 +89,63 @@ class ModelRunner:
         """Whether a step begins with what an earlier stage sends."""
         return not self._place.is_first_stage
 
+    @property
+    def runs_behind(self) -> bool:
+        """Whether a step may still run when it is launched."""
+        return self.device.type == "cuda"
+
     def close(self) -> None:
         """Free what the process group waits for when it is destroyed; nothing runs after it."""
         if self._graphs is not None:
             self._graphs.close()
 
-    @torch.inference_mode()
     def run(self, step: Step) -> StepResult | StageDone | None:
-        """One iteration; the result has one token for each job that is not a partial prefill.
+        """One iteration from its launch to its answer."""
+        answer = self.launch(step)
+        return None if answer is None else answer()
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Answer | None:
+        """Begin one iteration; the result will have one token for each job that is not a partial
+        prefill.
 
         Only the first rank of a stage answers, and only that of the last stage with tokens.
+
+        Raises:
+            IndexError: the step takes a token that the one before did not choose.
         """
-        watch = Stopwatch()
-        layout = StepLayout.of(step, self._block_size)
+        watch = Stopwatch(self.device)
+        layout = StepLayout.of(step, self._block_size, self._last_tokens.count)
         received = None
         if self.waits_for_others:
             received = self._pipeline.receive(layout.num_tokens)
-            watch = Stopwatch(self._device)
-        hidden = self._hidden(layout, received)
-        answers = self._place.tensor_rank == 0
+            watch = Stopwatch(self.device)
+        hidden = self._hidden(layout, received, bool(step.previous_rows))
         if not self._place.is_last_stage:
             self._pipeline.send(hidden)
-            if not answers:
-                return None
-            self._wait()
-            return StageDone(step.step_id, watch.seconds())
-        if len(layout.sampled) == 0:
-            if not answers:
-                return None
-            # No token is fetched, which would wait. The result says that the keys and values are
-            # written: the engine may order a copy of them.
-            self._wait()
-            return StepResult(step.step_id, b"", watch.seconds(), b"", [])
-        logits = self._model.logits(hidden)
-        if logits is None:
-            return None
-        tokens = sample(logits, step.sampling, self._eos_token_ids)
-        return StepResult(
-            step_id=step.step_id,
-            token_ids=tokens.token_ids.to(torch.int32).numpy().tobytes(),
-            compute_s=watch.seconds(),
-            logprobs=tokens.logprobs,
-            top_logprobs=tokens.top_logprobs,
-        )
+            watch.stop()
+            return partial(_stage_done, step, watch) if self._place.tensor_rank == 0 else None
+        tokens = self._sample(hidden, step) if len(layout.sampled) > 0 else None
+        watch.stop()
+        self._last_tokens.keep(len(layout.sampled), None if tokens is None else tokens.token_ids)
+        return partial(_result, step, tokens, watch) if self._place.tensor_rank == 0 else None
 
-    def _hidden(self, layout: StepLayout, received: Tensor | None) -> Tensor:
+    def _sample(self, hidden: Tensor, step: Step) -> SampledTokens | None:
+        """None but on the first rank of the stage."""
+        logits = self._model.logits(hidden)
+        return None if logits is None else sample(logits, step.sampling, self._eos_token_ids)
+
+    def _hidden(self, layout: StepLayout, received: Tensor | None, takes_previous: bool) -> Tensor:
         """What the next stage gets, [T, width], or on the last the rows of which logits are wanted,
         [R, width]."""
-        if self._graphs is not None and layout.only_decodes:
-            hidden = self._graphs.run(layout, received)
+        graphs = self._graphs if layout.only_decodes else None
+        tensors = self._inputs.bring(layout) if graphs is None else graphs.bring(layout)
+        if takes_previous and self._last_tokens.count > 0:
+            self._last_tokens.fill_in(tensors.token_ids[: layout.num_decodes])
+        if graphs is not None:
+            hidden = graphs.run(layout.num_jobs, received)
             # The next run of a graph may come before this one's result has been sent.
             return hidden if self._place.is_last_stage else hidden.clone()
-        tensors = self._inputs.bring(layout)
         hidden = self._forward(tensors, received)
         if self._place.is_last_stage and len(layout.sampled) != layout.num_tokens:
             hidden = hidden[tensors.sampled]  # of a prefill only the last token's
@@ -138,7 +156,22 @@ class ModelRunner:
             tensors.token_ids, tensors.positions, tensors.batch, self._kv, received
         )
 
-    def _wait(self) -> None:
-        """Until the device has done what it was given."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+
+def _stage_done(step: Step, watch: Stopwatch) -> StageDone:
+    return StageDone(step.step_id, watch.seconds())
+
+
+def _result(step: Step, tokens: SampledTokens | None, watch: Stopwatch) -> StepResult:
+    """``tokens`` None: no job got one. The result says that the keys and values are written: the
+    engine may order a copy of them."""
+    compute_s = watch.seconds()
+    if tokens is None:
+        return StepResult(step.step_id, b"", compute_s, b"", [])
+    chosen = tokens.on_host()
+    return StepResult(
+        step_id=step.step_id,
+        token_ids=chosen.token_ids.to(torch.int32).numpy().tobytes(),
+        compute_s=compute_s,
+        logprobs=chosen.logprobs,
+        top_logprobs=chosen.top_logprobs,
+    )

@@ -3,14 +3,15 @@
 Randomness is one uniform number a token, made by the engine from the job's seed and the token's
 index; inverting the distribution with it gives the same token whatever else is in the batch.
 
-What the engine has said is known on the host, so the host decides with it which rows need what: a
-device is not waited for before the one copy of the results.
+What the engine has said is known on the host, so the host decides with it which rows need what. It
+does not wait for a device: the copy of the results is begun, and read when the device has ended it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,55 @@ from torch import Tensor
 from fastserve_backend.worker.messages import Penalties, Sampling, TopLogprobs
 
 Array = npt.NDArray[Any]
+_NO_ROWS: Array = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class ChosenTokens:
+    """``token_ids`` int64 [R] on the CPU, and what ``StepResult`` says of log-probabilities."""
+
+    token_ids: Tensor
+    logprobs: bytes
+    top_logprobs: list[TopLogprobs]
 
 
 class SampledTokens:
-    """``token_ids`` int64 [R] on the CPU, and what ``StepResult`` says of log-probabilities."""
+    """What was chosen, on the device and on its way to the host."""
 
-    def __init__(self, token_ids: Tensor) -> None:
+    def __init__(
+        self,
+        token_ids: Tensor,
+        logprob_rows: Array = _NO_ROWS,
+        logprobs: Sequence[Tensor] = (),
+        groups: Sequence[Array] = (),
+    ) -> None:
+        """
+        Args:
+            logprob_rows: those of which log-probabilities are wanted.
+            logprobs: of their tokens, float32; then for each of the groups the most likely tokens,
+                int32 [rows of the group, n], with theirs, float32.
+            groups: indices into ``logprob_rows``.
+        """
         self.token_ids = token_ids
-        self.logprobs = b""
-        self.top_logprobs: list[TopLogprobs] = []
+        """int64 [R], on the device."""
+        self._logprob_rows = logprob_rows
+        self._groups = groups
+        self._on_host = _begin_copy([token_ids, *logprobs])
+
+    def on_host(self) -> ChosenTokens:
+        """To be called when the device has done what it was given until this was made."""
+        token_ids, *logprobs = self._on_host
+        if not logprobs:
+            return ChosenTokens(token_ids, b"", [])
+        rows = self._logprob_rows
+        of_all = np.zeros(len(token_ids), dtype=np.float32)
+        of_all[rows] = logprobs[0].numpy()
+        tops = [
+            TopLogprobs(int(rows[position]), top.numpy().tobytes(), of_top.numpy().tobytes())
+            for group, ids, values in zip(self._groups, logprobs[1::2], logprobs[2::2], strict=True)
+            for position, top, of_top in zip(group, ids, values, strict=True)
+        ]
+        return ChosenTokens(token_ids, of_all.tobytes(), sorted(tops, key=lambda top: top.row))
 
 
 def sample(
@@ -41,7 +82,7 @@ def sample(
     ``sampling`` None chooses every row greedily. Log-probabilities are of the unmodified logits.
     """
     if sampling is None:
-        return SampledTokens(ops.argmax_rows(logits).cpu())
+        return SampledTokens(ops.argmax_rows(logits))
     raw = logits.float()
     without_eos = np.flatnonzero(np.frombuffer(sampling.no_eos, dtype=np.bool_))
     bans_eos = len(without_eos) > 0 and len(eos_token_ids) > 0
@@ -57,7 +98,7 @@ def sample(
     num_logprobs = np.frombuffer(sampling.num_logprobs, dtype=np.int32)
     if (num_logprobs >= 0).any():
         return _with_logprobs(token_ids, raw, num_logprobs)
-    return SampledTokens(token_ids.cpu())
+    return SampledTokens(token_ids)
 
 
 def _choose(scores: Tensor, sampling: Sampling) -> Tensor:
@@ -148,22 +189,11 @@ def _with_logprobs(token_ids: Tensor, raw: Tensor, num_logprobs: Array) -> Sampl
     wanted = num_logprobs[rows]
     # Rows that want as many together.
     groups = [np.flatnonzero(wanted == count) for count in np.unique(wanted[wanted > 0])]
-    results = [token_ids, own]
+    results = [own]
     for group in groups:
         values, ids = torch.topk(logprobs[_on_device(group, raw.device)], int(wanted[group[0]]))
         results += [ids.int(), values]
-    on_host = _fetch(results)
-    chosen = SampledTokens(on_host[0])
-    of_all = np.zeros(len(num_logprobs), dtype=np.float32)
-    of_all[rows] = on_host[1].numpy()
-    chosen.logprobs = of_all.tobytes()
-    for group, ids, values in zip(groups, on_host[2::2], on_host[3::2], strict=True):
-        chosen.top_logprobs += [
-            TopLogprobs(int(rows[position]), top.numpy().tobytes(), of_top.numpy().tobytes())
-            for position, top, of_top in zip(group, ids, values, strict=True)
-        ]
-    chosen.top_logprobs.sort(key=lambda top: top.row)
-    return chosen
+    return SampledTokens(token_ids, rows, results, groups)
 
 
 def _on_device(values: Array, device: torch.device) -> Tensor:
@@ -172,10 +202,14 @@ def _on_device(values: Array, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
-def _fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """On the CPU, by one copy; those of wider types first, for their alignment."""
+def _begin_copy(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """On the CPU, by one copy, which a device makes when it gets there, to pinned memory; those of
+    wider types first, for their alignment."""
+    if len(tensors) == 1:
+        return [tensors[0].to("cpu", non_blocking=True)]
     parts = [tensor.contiguous().view(torch.uint8).flatten() for tensor in tensors]
-    on_host = torch.split(torch.cat(parts).cpu(), [len(part) for part in parts])
+    joined = torch.cat(parts).to("cpu", non_blocking=True)
+    on_host = torch.split(joined, [len(part) for part in parts])
     return [
         part.view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(on_host, tensors, strict=True)

@@ -17,8 +17,9 @@ IntArray = npt.NDArray[Any]
 class StepLayout:
     """S jobs with T tokens, job after job; those that decode come first.
 
-    token_ids, positions, slots: int64 [T]. slots: block · block size + offset, where a token's key
-    and value go; -1 for padding.
+    token_ids, positions, slots: int64 [T]. token_ids: of one that the step before chose the index
+    from the end of that step's tokens, which is negative. slots: block · block size + offset, where
+    a token's key and value go; -1 for padding.
     query_lens, context_lens: int32 [S], tokens of each job in this step, and in the cache after it.
     block_tables: int32 [S, blocks of the longest], zeros past a job's own.
     sampled: int64 [R], the last row of each job that gets a token.
@@ -34,7 +35,14 @@ class StepLayout:
     num_decodes: int
 
     @classmethod
-    def of(cls, step: Step, block_size: int) -> StepLayout:
+    def of(cls, step: Step, block_size: int, num_previous: int = 0) -> StepLayout:
+        """
+        Args:
+            num_previous: tokens that the step before chose.
+
+        Raises:
+            IndexError: the step takes a token that the one before did not choose.
+        """
         query_lens = np.frombuffer(step.query_lens, dtype=np.int32)
         starts = np.frombuffer(step.starts, dtype=np.int32)
         counts = np.frombuffer(step.block_counts, dtype=np.int32)
@@ -48,7 +56,7 @@ class StepLayout:
         positions = np.arange(int(ends[-1])) + np.repeat(starts - (ends - query_lens), query_lens)
         blocks = tables[rows, positions // block_size].astype(np.int64)
         return cls(
-            token_ids=np.frombuffer(step.token_ids, dtype=np.int32).astype(np.int64),
+            token_ids=_token_ids(step, num_previous),
             positions=positions,
             slots=blocks * block_size + positions % block_size,
             query_lens=query_lens,
@@ -98,6 +106,20 @@ class StepLayout:
             sampled=self.sampled,
             num_decodes=num_jobs,
         )
+
+
+def _token_ids(step: Step, num_previous: int) -> IntArray:
+    token_ids = np.frombuffer(step.token_ids, dtype=np.int32).astype(np.int64)
+    if step.previous_rows:
+        rows = np.frombuffer(step.previous_rows, dtype=np.int32)
+        if rows.max() >= num_previous:
+            raise IndexError(
+                f"step {step.step_id} takes token {rows.max()} of the step before it, which chose "
+                f"{num_previous}"
+            )
+        decoded = token_ids[: step.num_decodes]
+        decoded[:] = np.where(rows >= 0, rows - num_previous, decoded)
+    return token_ids
 
 
 def _padded(array: IntArray, size: int, value: int) -> IntArray:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fastserve_backend.models.config import ModelConfig
 from fastserve_backend.models.loader import CausalLM, torch_dtype
 from fastserve_backend.models.partition import RankPlace
+from fastserve_backend.models.tensor_group import TensorGroup
 from fastserve_backend.worker.messages import Sampling
 from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.sampler import sample
@@ -19,7 +20,12 @@ from fastserve_backend.worker.step_layout import StepLayout
 
 
 def step_bytes(
-    model: CausalLM, config: ModelConfig, kv: Tensor, limits: StepLimits, place: RankPlace
+    model: CausalLM,
+    config: ModelConfig,
+    kv: Tensor,
+    limits: StepLimits,
+    place: RankPlace,
+    tensor: TensorGroup,
 ) -> int:
     """Most memory that steps within the limits hold at any moment, without weights and KV: the
     largest step's, and what a runner keeps (CUDA graphs, inputs, workspaces).
@@ -38,7 +44,7 @@ def step_bytes(
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.empty_cache()
     free_before, _ = torch.cuda.mem_get_info(device)
-    runner = ModelRunner(model, config, kv, device, limits, place)
+    runner = ModelRunner(model, config, kv, device, limits, place, tensor)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free_after, _ = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""How long a rank works on a step."""
+"""How long a rank's device works on a step."""
 
 from __future__ import annotations
 
@@ -6,27 +6,41 @@ import time
 
 import torch
 
-_CPU = torch.device("cpu")
+_Instant = float | torch.cuda.Event
 
 
 class Stopwatch:
-    """Seconds since it was made; with a GPU, since the GPU had done what it was given before, such
-    as to receive activations, which the host does not wait for."""
+    """Runs from when it is made until it is stopped.
 
-    def __init__(self, device: torch.device = _CPU) -> None:
-        self._started_s = time.perf_counter()
-        self._started = _recorded() if device.type == "cuda" else None
+    With a GPU both are commands to it, for which the host does not wait: the watch starts when the
+    GPU has done what it was given before, such as an earlier step or the receiving of activations,
+    and stops when it has done what it was given until then. So the watches of steps that were
+    launched one after another never run at the same time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._started = self._now()
+        self._stopped = self._started
+
+    def stop(self) -> None:
+        """By the thread that made it, on the same stream."""
+        self._stopped = self._now()
 
     def seconds(self) -> float:
-        """Until now; with a GPU, until it has done what it was given."""
-        if self._started is None:
-            return time.perf_counter() - self._started_s
-        ended = _recorded()
-        ended.synchronize()
-        return float(self._started.elapsed_time(ended)) / 1e3
+        """Between the two, for any thread. With a GPU it waits until that has stopped the watch, so
+        that what it was given before is done."""
+        started, stopped = self._started, self._stopped
+        if isinstance(started, float):
+            assert isinstance(stopped, float)
+            return stopped - started
+        assert isinstance(stopped, torch.cuda.Event)
+        stopped.synchronize()
+        return float(started.elapsed_time(stopped)) / 1e3
 
-
-def _recorded() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+    def _now(self) -> _Instant:
+        if not self._is_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event

@@ -1,4 +1,4 @@
-"""The main loop of a rank: take a message, run it, answer."""
+"""The main loop of a rank: take a message, launch it, answer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from fastserve_backend.errors import ConfigError, FastServeError
 from fastserve_backend.models.config import DTYPE_BYTES, ModelConfig, load_model_config
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.models.partition import RankPlace, layers_of_stages
+from fastserve_backend.worker.answering import AnsweringThread
 from fastserve_backend.worker.engine_link import EngineLink, Send, sender
 from fastserve_backend.worker.groups import choose_device, join_process_group, make_tensor_group
 from fastserve_backend.worker.host_store import make_host_store
@@ -32,7 +34,7 @@ from fastserve_backend.worker.messages import (
     Step,
     Stop,
 )
-from fastserve_backend.worker.model_runner import ModelRunner
+from fastserve_backend.worker.model_runner import Answer, ModelRunner
 from fastserve_backend.worker.step_inputs import StepLimits
 from fastserve_backend.worker.step_memory import step_bytes
 from fastserve_backend.worker.swap_engine import SwapEngine, measure_link
@@ -63,11 +65,13 @@ def run(engine_address: str, rendezvous: Path | None) -> int:
         steps = _steps(link, swaps)
         if runner.waits_for_others:
             # Copies begin while this rank waits for activations. The socket goes to a thread.
-            send, steps = link.sender("answer"), _ahead(steps)
-        for step in steps:
-            answer = runner.run(step)
-            if answer is not None:
-                send(answer)
+            send, steps = link.sender("runner"), _ahead(steps)
+        if runner.runs_behind:
+            answers = AnsweringThread(partial(_answer_sender, link, runner.device), link.fail)
+            _launch(runner, steps, answers.put)
+            answers.close()
+        else:
+            _launch(runner, steps, lambda answer: send(answer()))
         runner.close()
         torch.distributed.destroy_process_group()
         return 0
@@ -78,6 +82,19 @@ def run(engine_address: str, rendezvous: Path | None) -> int:
         _log.exception("rank %d failed", rank)
         send(Failed(reason=f"rank {rank}: {type(error).__name__}: {error}", user_error=False))
         return 1
+
+
+def _launch(runner: ModelRunner, steps: Iterator[Step], give: Callable[[Answer], None]) -> None:
+    for step in steps:
+        answer = runner.launch(step)
+        if answer is not None:
+            give(answer)
+
+
+def _answer_sender(link: EngineLink, device: torch.device) -> Send:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # each thread has its own, at first GPU 0
+    return link.sender("answer")
 
 
 def _set_up(
@@ -106,11 +123,12 @@ def _set_up(
     )
     limits = StepLimits(setup.max_num_seqs, setup.max_num_batched_tokens, config.max_model_len)
     try:
-        model = load_model(config, device, layers=layers, tensor=make_tensor_group(place))
+        tensor = make_tensor_group(place)
+        model = load_model(config, device, layers=layers, tensor=tensor)
         taken = 0
         if device.type == "cuda":
             one_block = allocate_kv(kv_config, device, setup.block_size, 1, 1.0)
-            taken = step_bytes(model, config, one_block, limits, place)
+            taken = step_bytes(model, config, one_block, limits, place, tensor)
     except torch.OutOfMemoryError:
         raise _does_not_fit(setup, config, device) from None
     kv = allocate_kv(
@@ -123,7 +141,7 @@ def _set_up(
         taken,
     )
     try:
-        runner = ModelRunner(model, config, kv, device, limits, place)
+        runner = ModelRunner(model, config, kv, device, limits, place, tensor)
         store = make_host_store(
             kv_config, kv, setup.swap_space_gib, setup.host_dtype, num_local_ranks
         )

@@ -1,0 +1,174 @@
+"""Steps that a rank launches before the tokens of the step before have left it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import job_steps
+import numpy as np
+import pytest
+import torch
+from fastserve_backend.models.loader import load_model
+from fastserve_backend.models.tensor_group import ALONE
+from fastserve_backend.worker.answering import AnsweringThread
+from fastserve_backend.worker.last_tokens import LastTokens
+from fastserve_backend.worker.messages import FromRank, StageDone, Step, StepResult
+from fastserve_backend.worker.model_runner import ModelRunner
+from fastserve_backend.worker.step_inputs import StepLimits
+from fastserve_kernels import ops
+from job_steps import TURNS, run_turns
+from tensor_reads import ReadsOfTensors
+from test_gpu_steps import MODELS, make_step, model_config
+
+CPU = torch.device("cpu")
+DEADLINE_S = 20.0
+ONE_LAYER = MODELS["opt"] | {"num_hidden_layers": 1}
+
+
+@pytest.fixture
+def make_runner(tmp_path: Path) -> Iterator[Callable[[str], ModelRunner]]:
+    config = model_config(tmp_path, ONE_LAYER)
+    shape = (job_steps.NUM_BLOCKS, 1, 2, config.num_kv_heads, job_steps.BLOCK_SIZE, config.head_dim)
+    limits = StepLimits(max_jobs=5, max_tokens=32, max_model_len=32)
+
+    def make(kernels: str) -> ModelRunner:
+        ops.set_cpu_backend(kernels)
+        cache = torch.full(shape, float("nan"))
+        return ModelRunner(load_model(config, CPU), config, cache, CPU, limits)
+
+    yield make
+    ops.set_cpu_backend("auto")
+
+
+def generate(runner: ModelRunner, **how: Any) -> list[tuple[bytes, bytes, Any]]:
+    def launch(step: Step) -> Callable[[], StepResult]:
+        answer: Any = runner.launch(step)
+        assert answer is not None
+        return answer
+
+    results = run_turns(launch, **how)
+    assert [result.step_id for result in results] == list(range(len(TURNS)))
+    return [(one.token_ids, one.logprobs, one.top_logprobs) for one in results]
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_tokens_are_those_of_steps_that_waited(
+    make_runner: Callable[[str], ModelRunner], sampled: bool
+) -> None:
+    expected = generate(make_runner("auto"), ahead=False, sampled=sampled)
+    assert generate(make_runner("auto"), ahead=True, sampled=sampled) == expected
+    assert any(logprobs for _, logprobs, _ in expected) == sampled
+
+
+def test_tokens_of_a_gpus_kernels_too(make_runner: Callable[[str], ModelRunner]) -> None:
+    """Interpreted, with decodes padded as for CUDA graphs."""
+    expected = generate(make_runner("auto"), ahead=False)
+    found = generate(make_runner("triton"), ahead=True)
+    assert [token_ids for token_ids, _, _ in found] == [token_ids for token_ids, _, _ in expected]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "triton"])
+def test_a_token_that_no_step_chose_is_refused(
+    make_runner: Callable[[str], ModelRunner], kernels: str
+) -> None:
+    runner = make_runner(kernels)
+
+    def ahead(*rows: int) -> Step:
+        step = make_step([([row], 5, [9]) for row in range(len(rows))])
+        step.previous_rows = np.array(rows, dtype=np.int32).tobytes()
+        return step
+
+    with pytest.raises(IndexError, match="token 0 of the step before it, which chose 0"):
+        runner.launch(ahead(0))
+    for length in (1, 2):
+        runner.run(make_step([([row], 0, [5] * 5) for row in range(length)]))
+    runner.run(ahead(1, -1))
+    with pytest.raises(IndexError, match="token 2 of the step before it, which chose 2"):
+        runner.launch(ahead(0, 2))
+    runner.run(make_step([([0], 0, [5] * 5)], num_partial=1))
+    with pytest.raises(IndexError, match="which chose 0"):
+        runner.launch(ahead(0))
+    assert isinstance(runner.run(ahead(-1)), StepResult)
+
+
+def test_the_host_reads_no_token_to_put_it_into_a_step() -> None:
+    last = LastTokens(ALONE)
+    last.keep(3, torch.tensor([7, 8, 9]))
+    token_ids = torch.tensor([5, -1, 0, -3])
+    with ReadsOfTensors() as reads:
+        last.fill_in(token_ids)
+    assert token_ids.tolist() == [5, 9, 0, 7]
+    assert reads.found == set()
+
+
+class Device:
+    """Ends the steps it is given when it is told to, in any order."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.ended = [threading.Event() for _ in range(num_steps)]
+
+    def answer(self, step_id: int) -> StageDone:
+        assert self.ended[step_id].wait(DEADLINE_S)
+        return StageDone(step_id, 0.0)
+
+
+class Failures:
+    def __init__(self) -> None:
+        self.first: Exception | None = None
+        self.came = threading.Event()
+
+    def __call__(self, error: Exception) -> None:
+        self.first = error
+        self.came.set()
+
+
+def test_answers_are_sent_in_order_and_all_before_it_closes() -> None:
+    device, failures, senders = Device(3), Failures(), set()
+    sent: list[FromRank] = []
+
+    def send(message: FromRank) -> None:
+        senders.add(threading.current_thread())
+        sent.append(message)
+
+    answers = AnsweringThread(lambda: send, failures)
+    for step_id in range(3):
+        answers.put(lambda step_id=step_id: device.answer(step_id))  # type: ignore[misc]
+    device.ended[1].set()
+    assert not sent
+    for event in device.ended:
+        event.set()
+    answers.close()
+    assert sent == [StageDone(step_id, 0.0) for step_id in range(3)]
+    assert threading.current_thread() not in senders
+    assert failures.first is None
+
+
+def test_an_error_in_an_answer_is_reported_and_nothing_is_sent_after_it() -> None:
+    failures = Failures()
+    sent: list[FromRank] = []
+
+    def fail() -> StageDone:
+        raise RuntimeError("the device has failed")
+
+    answers = AnsweringThread(lambda: sent.append, failures)
+    answers.put(lambda: StageDone(0, 0.0))
+    answers.put(fail)
+    answers.put(lambda: StageDone(2, 0.0))
+    assert failures.came.wait(DEADLINE_S)
+    assert sent == [StageDone(0, 0.0)]
+    with pytest.raises(RuntimeError, match="has failed") as raised:
+        answers.close()
+    assert raised.value is failures.first
+
+
+def test_a_device_that_never_ends_does_not_stop_the_rank_from_ending() -> None:
+    device = Device(1)
+    answers = AnsweringThread(lambda: lambda message: None, Failures())
+    answers.put(lambda: device.answer(0))
+    with pytest.raises(TimeoutError, match="last steps"):
+        answers.close(timeout_s=0.01)
+    device.ended[0].set()
+    answers.close()

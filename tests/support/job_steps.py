@@ -1,0 +1,131 @@
+"""Steps of a few jobs, sent one by one or each ahead of the tokens of the one before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from fastserve_backend.worker.messages import Sampling, Step, StepResult
+
+BLOCK_SIZE = 16
+PROMPTS = [[17 + 3 * job + 5 * place for place in range(n)] for job, n in enumerate((5, 9, 20, 18))]
+BLOCKS = [[4, 7], [1, 0], [6, 2], [5, 3]]
+"""Of each job."""
+NUM_BLOCKS = 8
+NOT_KNOWN = 3
+"""Stands in a step for a token that the rank itself has."""
+Launch = Callable[[Step], Callable[[], StepResult]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The jobs of a step, in its order."""
+
+    decoding: tuple[int, ...] = ()
+    ending: tuple[int, ...] = ()
+    """Their prefill ends."""
+    chunk: tuple[int, int] | None = None
+    """A job whose prefill goes on later, and how many tokens of it run."""
+
+
+TURNS = [
+    Turn(ending=(0, 1)),
+    Turn(decoding=(1, 0), chunk=(2, 7)),
+    Turn(chunk=(2, 9)),
+    Turn(decoding=(0, 1), ending=(2,), chunk=(3, 16)),
+    Turn(decoding=(2, 0), ending=(3,)),
+    Turn(decoding=(3, 1, 2)),  # 1 had no token in the step before, 0 leaves
+    Turn(decoding=(2, 3)),
+    Turn(decoding=(0, 3, 2, 1)),
+    Turn(decoding=(1, 2, 0)),
+]
+
+
+def run_turns(launch: Launch, *, ahead: bool, sampled: bool = True) -> list[StepResult]:
+    """
+    Args:
+        launch: begins a step, and returns what waits for its result.
+        ahead: each step is launched before the result of the one before is waited for.
+        sampled: half of the jobs at random, some with log-probabilities; False: all greedily.
+    """
+    done = [0] * len(PROMPTS)
+    outputs: list[list[int]] = [[] for _ in PROMPTS]
+    chosen: list[int] = []  # the jobs of the step before that get a token
+    results: list[StepResult] = []
+    unanswered: list[Callable[[], StepResult]] = []
+
+    def take(jobs: Sequence[int], answer: Callable[[], StepResult]) -> None:
+        results.append(answer())
+        for job, token in zip(jobs, np.frombuffer(results[-1].token_ids, np.int32), strict=True):
+            outputs[job][-1] = int(token)
+
+    for step_id, turn in enumerate(TURNS):
+        parts = [(job, outputs[job][-1:]) for job in turn.decoding]
+        parts += [(job, PROMPTS[job][done[job] :]) for job in turn.ending]
+        if turn.chunk is not None:
+            job, count = turn.chunk
+            parts.append((job, PROMPTS[job][done[job] : done[job] + count]))
+        step = _step(step_id, turn, parts, done)
+        if ahead and step_id > 0:
+            rows = [chosen.index(job) if job in chosen else -1 for job in turn.decoding]
+            step.previous_rows = _ints(rows)
+        jobs = [*turn.decoding, *turn.ending]
+        if sampled and jobs:
+            step.sampling = _sampling([(job, len(outputs[job])) for job in jobs])
+        unanswered.append(launch(step))
+        if ahead and step_id > 0:
+            take(chosen, unanswered.pop(0))
+        for job, tokens in parts:
+            done[job] += len(tokens)
+        chosen = jobs
+        for job in jobs:
+            outputs[job].append(NOT_KNOWN)
+        if not ahead:
+            take(chosen, unanswered.pop(0))
+    if ahead:
+        take(chosen, unanswered.pop(0))
+    assert len({tuple(tokens) for tokens in outputs}) == len(outputs)
+    return results
+
+
+def _step(
+    step_id: int, turn: Turn, parts: Sequence[tuple[int, list[int]]], done: Sequence[int]
+) -> Step:
+    counts = [-(-(done[job] + len(tokens)) // BLOCK_SIZE) for job, tokens in parts]
+    tables = [BLOCKS[job][:count] for (job, _), count in zip(parts, counts, strict=True)]
+    return Step(
+        step_id=step_id,
+        num_decodes=len(turn.decoding),
+        num_partial=int(turn.chunk is not None),
+        token_ids=_ints([token for _, tokens in parts for token in tokens]),
+        query_lens=_ints([len(tokens) for _, tokens in parts]),
+        starts=_ints([done[job] for job, _ in parts]),
+        block_counts=_ints(counts),
+        block_ids=_ints([block for table in tables for block in table]),
+        sampling=None,
+    )
+
+
+def _sampling(rows: Sequence[tuple[int, int]]) -> Sampling:
+    """Rows are (job, index of the token)."""
+
+    def column(dtype: Any, of_jobs: Sequence[Any]) -> bytes:
+        return np.array([of_jobs[job] for job, _ in rows], dtype).tobytes()
+
+    uniform = [random.Random(100 * job + index).random() for job, index in rows]
+    return Sampling(
+        temperature=column(np.float32, [0.0, 1.0, 0.0, 1.5]),
+        top_k=column(np.int32, [0, 0, 0, 40]),
+        top_p=column(np.float32, [1.0, 1.0, 1.0, 0.9]),
+        uniform=np.array(uniform).tobytes(),
+        no_eos=column(np.bool_, [False] * 4),
+        num_logprobs=column(np.int32, [-1, 0, 2, 3]),
+        penalties=[],
+    )
+
+
+def _ints(values: Sequence[int]) -> bytes:
+    return np.array(values, dtype=np.int32).tobytes()

@@ -10,8 +10,8 @@ import pytest
 from fastserve_backend.lasting_imports import lasting_imports
 from hypothesis import settings
 
-# Not a conftest.py in tests/: that would put tests/ on the path, and tests/triton is found there for
-# the package triton where that is missing.
+# Not a conftest.py in tests/: that would put tests/ on the path, where tests/triton passes for the
+# package triton if that is missing.
 pytest_plugins = ("shared_server",)
 
 # How long an example takes says more of the machine than of the code.

@@ -1,7 +1,7 @@
 """What it brings to send each step before the one before it has ended.
 
-    python benchmarks/steps_ahead.py                  # several minutes
-    python benchmarks/steps_ahead.py --repeats 9 --device cuda
+    python benchmarks/steps_ahead.py                  # a quarter of an hour
+    python benchmarks/steps_ahead.py --device cuda
 
 Two engines of OPT-125M with random weights take turns: one whose ranks are sent the next step while
 one runs, and one that waits for each step's tokens. First decodes of a few batch sizes, then jobs
@@ -99,7 +99,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="opt-125m")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--rate", type=float, default=3.0, help="jobs/s of the trace")
     parser.add_argument("--jobs", type=int, default=60, help="of the trace")
     arguments = parser.parse_args()
@@ -122,11 +122,12 @@ def main() -> None:
             decode_rate(served, 1)  # warm
         ranks["ahead"].num_steps = ranks["ahead"].num_ahead = 0
         for repeat in range(arguments.repeats):
-            for side, served in sides.items():
-                for batch in BATCHES:
-                    figures[f"decode, batch {batch}, tokens/s"][side].append(
-                        decode_rate(served, batch)
-                    )
+            order = list(sides.items())[:: 1 if repeat % 2 else -1]
+            for batch in BATCHES:
+                for side, served in order:
+                    rate = decode_rate(served, batch)
+                    figures[f"decode, batch {batch}, tokens/s"][side].append(rate)
+            for side, served in order:
                 first, normalized = latencies_ms(served, arguments.rate, arguments.jobs, repeat)
                 figures["trace, mean ms to the first token"][side].append(first)
                 figures["trace, mean ms a token"][side].append(normalized)

@@ -69,7 +69,8 @@ def test_the_command_writes_what_the_engine_then_uses(
     assert profile.held_out_error is not None
     assert f"{profile.held_out_error * 100:.1f}" == shown.group(1)
     assert profile.num_blocks == 60
-    with LLM(str(checkpoint), tokenizer=str(tokenizer), device_blocks=60) as llm:
+    keys = {"tokenizer": str(tokenizer), "device_blocks": 60, "max_num_seqs": 4}
+    with LLM(str(checkpoint), **keys) as llm:
         assert llm.engine.profile.model == profile
 
 

@@ -46,7 +46,7 @@ class Ranks(DistributedExecutor):
 
     def submit(self, step: Step) -> None:
         self.num_steps += 1
-        self.num_ahead += bool(step.previous_rows)
+        self.num_ahead += self._num_unfinished > 0
         super().submit(step)
 
 

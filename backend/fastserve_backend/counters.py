@@ -19,7 +19,8 @@ class EngineCounters:
     compute_s: float = 0.0
     """Seconds that the ranks computed."""
     iteration_s: float = 0.0
-    """Seconds from sending a step to having its tokens; what exceeds ``compute_s`` is messaging."""
+    """Seconds to having a step's tokens, from sending it, or from the end of the one that it was
+    sent behind; what exceeds ``compute_s`` is messaging."""
     between_s: float = 0.0
     """Seconds from having a step's tokens to sending the next step: the ranks were idle."""
     preemptions: int = 0

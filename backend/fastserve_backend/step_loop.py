@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -68,6 +68,12 @@ class _Flight:
     """Whether the step after it has been chosen, be it in vain."""
     going_on: set[int] = field(default_factory=set)
     """The jobs for which it counted as ended when the step after it was chosen."""
+    set_aside: list[Job] = field(default_factory=list)
+    """Those of them that are not in that step."""
+    counted_s: float = 0.0
+    """What it counted for with them."""
+    owed_s: float = 0.0
+    """What the step before took beyond what that had counted for."""
 
     @property
     def num_sampling(self) -> int:
@@ -235,8 +241,8 @@ class StepLoop:
         elif self._ahead_in_s() == 0:
             self._schedule_ahead()
         # The host's work for the last step, while the ranks compute this one. A job that a stop
-        # word ends here may be part of this step: its blocks are freed after it, its new token
-        # ignored.
+        # word ends here may be part of this step and of one sent behind it: its blocks are freed
+        # after those, their tokens ignored.
         self._flush()
         if not self._flights and not self._copies:
             self._last_result_s = None
@@ -293,8 +299,8 @@ class StepLoop:
         flight.going_on = {job.number for job in going_on}
         now = self._clock.now()
         assert flight.predicted_s is not None
-        elapsed_s = max(now - flight.started_s, flight.predicted_s)
-        self._step_ended(going_on, elapsed_s, now)
+        flight.counted_s = max(now - flight.started_s, flight.predicted_s)
+        self._step_ended(going_on, flight.counted_s + flight.owed_s, now)
         self._schedule(behind=flight)
 
     def _schedule(self, behind: _Flight | None = None) -> None:
@@ -312,15 +318,26 @@ class StepLoop:
             if job.first_scheduled_s is None:
                 job.first_scheduled_s = now
         chosen = {job.number for job, _ in batch}
-        for job in self._returned:
-            if job.state is JobState.RUNNING and job.number not in chosen:
-                job.state = JobState.PREEMPTED
-                job.num_preemptions += 1
-                self._counters.preemptions += 1
+        set_aside = [
+            job
+            for job in self._returned
+            if job.state is JobState.RUNNING and job.number not in chosen
+        ]
         self._returned.clear()
+        for job in set_aside:
+            job.state = JobState.PREEMPTED
+        if behind is None:
+            self._count_preemptions(set_aside)
+        else:
+            behind.set_aside = set_aside  # some may turn out to have ended
         if batch:
             self._send(in_step_order(batch), behind)
-        self.num_running = len(self._jobs_in_flight())
+        self.num_running = len(self._jobs_in_flight()) if behind is None else len(batch)
+
+    def _count_preemptions(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            job.num_preemptions += 1
+            self._counters.preemptions += 1
 
     def _allocate(self, now: float, behind: _Flight | None) -> list[tuple[Job, int]] | None:
         """The next batch, all its KV on the device; sends the copies that others need.
@@ -377,6 +394,7 @@ class StepLoop:
         behind = self._flights[0] if flight.next_is_chosen and self._flights else None
         if behind is not None:
             behind.started_s = now
+            behind.owed_s = elapsed_s - flight.counted_s
         ended = self._apply(flight, result, now, elapsed_s)
         # Those that ended before are only forgotten.
         rest = [
@@ -384,13 +402,16 @@ class StepLoop:
             for number, job in flight.rows.items()
             if number not in flight.going_on and job.state is not JobState.FINISHED
         ]
-        self._step_ended(rest, elapsed_s, now)
+        self._step_ended(rest, elapsed_s + flight.owed_s, now)
         in_flight = self._jobs_in_flight()
         for number, job in flight.rows.items():
             if job.state is JobState.FINISHED and number not in in_flight:
                 self._release(job)
         for job, reason in ended:
             self._end(job, reason)
+        self._count_preemptions(
+            job for job in flight.set_aside if job.state is not JobState.FINISHED
+        )
         self._on_iteration(flight.step, elapsed_s)
 
     def _step_ended(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:

@@ -372,3 +372,33 @@ def test_a_job_in_an_unfinished_iteration_is_not_selected_again() -> None:
     run_iteration(first)
     gittins.iteration_done([first], 1.0, 1.0)
     assert [job for job, _ in gittins.select(1.0)] == [first]
+
+
+def test_a_pending_token_that_a_job_turns_out_not_to_have_is_not_learned() -> None:
+    gittins = policy()
+    for number in range(40):
+        job = make_job(number, 1)
+        gittins.add(job, 0.0)
+        for _ in range(2):
+            iterate(gittins, 0.0)
+        gittins.select(0.0)
+        job.sent(1)
+        gittins.iteration_done([job], 1.0, 0.0)  # the next step is sent before this one's token
+        job.num_pending = 0  # a stop word in the second token
+        finish(gittins, job)
+    seen = learned([2] * 40)
+    of_all = gittins._of_all.lengths
+    assert of_all.goes_on().tolist() == seen.goes_on().tolist()
+
+
+def test_a_prefill_that_has_one_token_left_has_passed_no_length() -> None:
+    gittins = policy()
+    for number in range(10):
+        job = make_job(number, 5)
+        gittins.add(job, 0.0)
+        for num_tokens in (4, 1):
+            gittins.select(0.0)
+            run_iteration(job, num_tokens)
+            gittins.iteration_done([job], 1.0, 0.0)
+        finish(gittins, job)
+    assert gittins._of_all.lengths.goes_on().tolist() == learned([1] * 10).goes_on().tolist()

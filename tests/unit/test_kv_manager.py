@@ -191,6 +191,17 @@ def test_nobody_leaves_for_what_a_job_that_ends_with_its_step_will_free() -> Non
     assert desk.held(idle, ending, running) == [2, 2, 2]
 
 
+def test_only_those_that_were_chosen_would_wait_for_copies() -> None:
+    # As in test_steps_wait_for_copies_if_that_costs_less, where two jobs would.
+    desk = Desk(6, link=Link(0.3, 0.3))
+    urgent, first, second, least = jobs_of(32, 30, 30, 30)
+    desk.run(first, second, least)
+    running = [first, second]
+    assert desk.offer(first, urgent, in_flight=running, going_on=running) == [first]
+    assert desk.kinds() == [(3, "swap_out")]
+    assert desk.manager.holds_steps
+
+
 # --- recompute --------------------------------------------------------------------------------
 
 

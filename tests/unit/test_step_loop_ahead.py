@@ -125,6 +125,47 @@ def test_a_step_that_ends_before_it_was_expected_to_is_followed_as_ever() -> Non
     assert rig.delivery.num_tokens == {0: 4}
 
 
+def test_what_a_step_took_beyond_its_prediction_counts_with_the_next() -> None:
+    def levels(ahead: bool, slower: float) -> list[int]:
+        rig = Rig(skip_join(), ahead=ahead)
+        predict_s = rig.loop._predict_s
+        rig.loop._predict_s = lambda step: predict_s(step) / slower
+        job = make_job(0, 1, max_tokens=30)
+        rig.loop.add(job)
+        seen = []
+        while len(job.output_ids) < 29:
+            rig.turn()
+            if len(seen) < len(job.output_ids):
+                seen.append(job.queue_level)
+        return seen
+
+    # The last step counts only as long as it was predicted to take yet.
+    for slower in (1.0, 4.0):
+        differ = sum(a != b for a, b in zip(levels(False, 1.0), levels(True, slower), strict=True))
+        assert differ <= 4
+
+
+def test_a_job_that_had_ended_was_not_preempted() -> None:
+    rig = Rig(skip_join(BatchLimits(1, 100)), ahead=True, eos_token_ids=(0,))
+    ending, short = make_job(0, 8, max_tokens=9), make_job(1, 1, max_tokens=2)
+    short.arrival_s = 1.0
+    rig.run([ending, short])
+    assert (ending.last_token_s, short.last_token_s) == (8.0, 9.0)
+    assert (ending.num_preemptions, rig.counters.preemptions) == (0, 0)
+
+
+def test_the_jobs_of_the_latest_step_are_said_to_run() -> None:
+    rig = fcfs(BatchLimits(2, 100))
+    for number in range(6):
+        rig.loop.add(make_job(number, 1, max_tokens=1 + number % 2))
+    while not rig.loop.is_idle:
+        rig.turn()
+        assert rig.loop.num_running <= 2
+        if len(rig.ends) < 5:
+            assert rig.loop.num_running == 2
+    assert rig.loop.num_running == 0
+
+
 # --- Memory -----------------------------------------------------------------------------------
 
 
@@ -156,6 +197,16 @@ def test_the_blocks_of_a_job_that_is_to_end_are_waited_for() -> None:
     # It is chosen beside the decode that was sent when its blocks were still in use.
     assert (jobs[0].last_token_s, jobs[2].last_token_s) == (11.0, 20.0)
     assert rig.executor.num_ahead == rig.counters.iterations - 1
+
+
+def test_a_running_job_waits_for_the_blocks_of_an_ending_one_before_others_go_on() -> None:
+    rig = fcfs(num_blocks=4)
+    first, ending, last = (
+        make_job(n, size, max_tokens=m) for n, size, m in ((0, 7, 3), (1, 3, 2), (2, 1, 4))
+    )
+    rig.run([first, ending, last])
+    assert (ending.last_token_s, first.last_token_s, last.last_token_s) == (11.0, 12.0, 13.0)
+    assert rig.counters.preemptions == rig.counters.recomputed_jobs == 0
 
 
 # --- Ends -------------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ class KVManager:
         self._offered: set[int] = set()
         self._running: set[int] = set()  # in flight, and may be offered for the step after
         self._num_unoffered = 0  # holders that the policy may still offer
+        self._is_ahead = False  # of the end of a step
         self._ending_blocks = 0  # of jobs in flight that are not offered again
         self._is_too_early = False
         self._promised = 0  # blocks that more urgent jobs wait for
@@ -125,8 +126,9 @@ class KVManager:
         self._running = set(going_on or ())
         self._offered = set()
         self._num_unoffered = len(self._holders) - len(self._busy) + len(self._running)
+        self._is_ahead = going_on is not None
         self._ending_blocks = 0
-        if going_on is not None:
+        if self._is_ahead:
             ending = self._busy - self._running
             self._ending_blocks = sum(self.tiers.device.num_held(number) for number in ending)
         self._is_too_early = False
@@ -139,8 +141,9 @@ class KVManager:
 
     @property
     def is_too_early(self) -> bool:
-        """Whether a job that runs would have to leave for a more urgent one, which takes the end of
-        its step: what was taken in this round must not be sent."""
+        """Whether a job that runs would have to leave for a more urgent one, or waits for blocks of
+        one that ends with it, which takes the end of its step: what was taken in this round must
+        not be sent."""
         return self._is_too_early
 
     @property
@@ -174,6 +177,8 @@ class KVManager:
             self._refuses_new |= is_new
             if self._room_is_coming():
                 self._stalled.append(job)
+            elif job.number in self._running and self._room_is_coming(self._ending_blocks):
+                self._is_too_early = True  # it would be set aside for less urgent ones
             return False
         self.tiers.device.grow(job.number, room_for)
         self._holders[job.number] = job
@@ -206,10 +211,11 @@ class KVManager:
     def _is_worth_waiting(self) -> bool:
         """Whether all who may run lose less by waiting for all copies than those that they are for
         by waiting for an iteration without them. A small model's copies are that short."""
-        if not self._begun or not self._busy:
+        may_run = self._taken if self._is_ahead else self._busy
+        if not self._begun or not may_run:
             return False
         num_blocks = sum(len(transfer.device_blocks) for transfer in self.tiers.transfers())
-        return self._costs.longest_s(num_blocks) * len(self._busy) <= (
+        return self._costs.longest_s(num_blocks) * len(may_run) <= (
             self._costs.least_iteration_s * len(self._stalled)
         )
 
@@ -270,10 +276,11 @@ class KVManager:
         self._promised += num_blocks
         return False
 
-    def _room_is_coming(self) -> bool:
-        """Whether what was promised up to now is free when the swap-outs under way have ended."""
-        num_leaving = self.tiers.num_leaving
-        return num_leaving > 0 and self._promised <= self.tiers.device.num_free + num_leaving
+    def _room_is_coming(self, ending_blocks: int = 0) -> bool:
+        """Whether what was promised up to now is free when the swap-outs under way have ended, and
+        so many blocks more."""
+        coming = self.tiers.num_leaving + ending_blocks
+        return coming > 0 and self._promised <= self.tiers.device.num_free + coming
 
     def _victims(self, num_blocks: int) -> list[Job]:
         """Jobs that have to go for ``num_blocks`` blocks, the last to run first; none if even all

@@ -126,7 +126,7 @@ class Gittins(FixedPriority):
         if job is self._promoted:
             self._promoted = None
         entry = self._entries.pop(job.number)
-        if job.num_outputs:
+        if job.output_ids:
             self._pass(entry, job)
             if job.ended_by_itself:
                 for learned in entry.learned:
@@ -195,8 +195,11 @@ class Gittins(FixedPriority):
         return self._max_model_len if job.params.ignore_eos else job.params.max_tokens
 
     def _pass(self, entry: _Entry, job: Job) -> None:
-        """The job's length is at least what it has now."""
-        reached = self._of_all.lengths.bin_of(job.num_outputs)
+        """The job's length is at least what it has now, pending tokens left out: it may turn out to
+        have ended before those."""
+        if not job.output_ids:
+            return
+        reached = self._of_all.lengths.bin_of(len(job.output_ids))
         for learned in entry.learned:
             learned.lengths.passed(entry.bin, reached)
         entry.bin = reached

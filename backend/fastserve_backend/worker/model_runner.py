@@ -66,6 +66,8 @@ class ModelRunner:
         self._pipeline = Pipeline(place, width, dtype, device)
         self._eos_token_ids = config.eos_token_ids
         self._last_tokens = LastTokens(tensor)
+        # The first broadcast makes connections and takes memory: now, not while serving.
+        tensor.broadcast(torch.zeros(1, dtype=torch.int64, device=device))
         self._kv = kv
         self._block_size = kv.shape[4]
         self.device = device

@@ -118,7 +118,7 @@ class StepLoop:
         self._on_iteration = on_iteration
         self._check_integrity = check_integrity
         self.num_running = 0
-        """Jobs of the unfinished steps, or of the last one."""
+        """Jobs of the latest step, of each stage's; 0 if none is left."""
         self._jobs: dict[int, Job] = {}
         self._flights: deque[_Flight] = deque()
         self._returned: list[Job] = []  # jobs for which a step ended since the last was sent
@@ -466,6 +466,8 @@ class StepLoop:
     def _end(self, job: Job, reason: FinishReason) -> None:
         """Forget the job. What a running step uses is released when that step has ended."""
         del self._jobs[job.number]
+        if not self._jobs:
+            self.num_running = 0  # whatever steps still run
         job.state = JobState.FINISHED
         job.finish_reason = reason
         job.num_pending = 0

@@ -63,7 +63,9 @@ def test_a_job_that_ends_by_itself_runs_one_token_too_many_that_nobody_sees(name
     turn_until(rig, 4.0)
     assert rig.ends == [(0, FinishReason.STOP)]
     assert (len(job.output_ids), rig.pool.num_held(0)) == (1, 2)  # a step still writes there
+    assert rig.loop.num_running == 0
     rig.run()
+    assert rig.loop.num_running == 0
     assert (rig.clock.now(), rig.counters.generation_tokens) == (5.0, 1)
     assert rig.delivery.num_tokens == {0: 1}
     assert rig.pool.num_used == 0

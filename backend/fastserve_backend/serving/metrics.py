@@ -158,19 +158,19 @@ class MetricsPublisher:
         self._activity.wait(_IDLE_INTERVAL_S)
         while True:
             last = self._closed.is_set()
-            busy = True
+            wait_s = _INTERVAL_S
             try:
-                busy = self._publish()
+                wait_s = self._publish()
             except Exception:
                 logger.exception("publishing metrics failed")
             if last:
                 return
             self._closed.wait(_LEAST_INTERVAL_S)
-            self._activity.wait(_INTERVAL_S if busy else _IDLE_INTERVAL_S)
+            self._activity.wait(wait_s)
             self._activity.clear()
 
-    def _publish(self) -> bool:
-        """Whether jobs are left."""
+    def _publish(self) -> float:
+        """How long it need not be done again, beside the least interval, if nothing is noticed."""
         snapshot = self._engine.snapshot()
         for name, labels, value in self._samples(snapshot):
             key = (name, *labels.values())
@@ -193,7 +193,10 @@ class MetricsPublisher:
             for histogram, published in self._histograms:
                 for call in published.changes(histogram.take()):
                     self._send(call)
-        return busy
+        if busy:
+            return _INTERVAL_S
+        # The last steps of jobs that ended while those ran keep their blocks a moment longer.
+        return _IDLE_INTERVAL_S if snapshot.free_blocks == snapshot.num_blocks else 0.0
 
     def _send(self, call: Call) -> None:
         call()

@@ -30,6 +30,7 @@ from serving_client import (
 DEADLINE_S = 60.0
 CAPITAL = "What is the capital of France? Answer in one word."
 LONG_STORY = "Tell a very long story about a lighthouse."
+_HINT = "Ctrl-D ends"
 
 
 @pytest.fixture
@@ -106,7 +107,20 @@ class Terminal:
         self._unread = ""
 
     def type(self, line: str) -> None:
+        """Returns when the line has appeared: what is read next comes after it."""
         os.write(self._screen, line.encode() + b"\n")
+        self.read_to(line)
+
+    def interrupt_prompt(self) -> None:
+        """Ctrl-C until there is an answer: CPython overlooks one, until the next key, that comes
+        between the prompt and the wait for a key."""
+        deadline = time.monotonic() + DEADLINE_S
+        while _HINT not in self._unread:
+            assert time.monotonic() < deadline, self._unread
+            self.process.send_signal(signal.SIGINT)
+            while _HINT not in self._unread and self._reads_more(5.0):
+                pass
+        self.read_to(_HINT)
 
     def end_of_input(self) -> None:
         os.write(self._screen, b"\x04")  # Ctrl-D
@@ -117,10 +131,15 @@ class Terminal:
         while text not in self._unread:
             left_s = deadline - time.monotonic()
             assert left_s > 0, self._unread
-            if select.select([self._screen], [], [], left_s)[0]:
-                self._unread += os.read(self._screen, 4096).decode(errors="replace")
+            self._reads_more(left_s)
         seen, self._unread = self._unread.split(text, 1)
         return seen
+
+    def _reads_more(self, timeout_s: float) -> bool:
+        if not select.select([self._screen], [], [], timeout_s)[0]:
+            return False
+        self._unread += os.read(self._screen, 4096).decode(errors="replace")
+        return True
 
 
 @contextmanager
@@ -150,14 +169,12 @@ def test_chat_remembers_and_ctrl_c_stops_only_the_answer(
         assert "Rome" in chat.read_to("> ")
 
         chat.type(LONG_STORY)
-        chat.read_to("lighthouse")  # the echo of what was typed
         chat.read_to("lighthouse")
         chat.process.send_signal(signal.SIGINT)
         chat.read_to("(stopped)")
         wait_for(lambda: used_blocks(chat_endpoints.metrics_url) == 0, DEADLINE_S)
         chat.read_to("> ")
-        chat.process.send_signal(signal.SIGINT)  # nothing to stop: a hint, and it goes on
-        chat.read_to("Ctrl-D ends")
+        chat.interrupt_prompt()  # nothing to stop: a hint, and it goes on
         chat.read_to("> ")
 
         chat.type("/clear")
@@ -165,7 +182,7 @@ def test_chat_remembers_and_ctrl_c_stops_only_the_answer(
         chat.type("And of Italy?")
         forgotten = chat.read_to("> ")
         alone = client.generate([user("And of Italy?")], max_tokens=1500, temperature=0)
-        assert alone.text.split()[:8] == forgotten.split()[3:11]  # after the echo
+        assert alone.text.split()[:8] == forgotten.split()[:8]
 
         chat.end_of_input()
         assert chat.process.wait(DEADLINE_S) == ExitCode.OK

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import queue
 import sys
+import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
-from fastserve_client.client import FastServeClient
+from fastserve_client.client import FastServeClient, TokenStream
 from fastserve_client.endpoint import DEFAULT_URL
 from fastserve_client.errors import ClientError, InvalidRequest
+from fastserve_client.results import Chunk
 from fastserve_client.terminal import ExitCode, TextWriter, silence
 
 if TYPE_CHECKING:
@@ -90,8 +94,8 @@ def _answer(
     answer = ""
     code, closing_line = ExitCode.OK, None
     try:
-        with client.stream(messages, timeout_s=timeout_s, **sampling) as chunks:
-            for chunk in chunks:
+        with client.stream(messages, timeout_s=timeout_s, **sampling) as stream:
+            for chunk in _read_by_thread(stream):
                 answer += chunk.text
                 writer.write(chunk.text)
                 if chunk.finish_reason == "length":
@@ -105,6 +109,29 @@ def _answer(
     if closing_line is not None:
         print(closing_line, file=err)
     return code, answer
+
+
+def _read_by_thread(stream: TokenStream) -> Iterator[Chunk]:
+    """The chunks of ``stream``; raises what that raises.
+
+    Ctrl-C interrupts whatever the main thread does, and in the middle of gRPC's code that can leave
+    the connection unusable. So that is not where the main thread waits.
+    """
+    received: queue.SimpleQueue[Chunk | Exception | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            for chunk in stream:
+                received.put(chunk)
+            received.put(None)
+        except Exception as error:
+            received.put(error)
+
+    threading.Thread(target=read, name="answer", daemon=True).start()
+    while (item := received.get()) is not None:
+        if isinstance(item, Exception):
+            raise item
+        yield item
 
 
 def _enable_line_editing() -> None:

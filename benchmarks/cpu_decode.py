@@ -98,9 +98,9 @@ def serving(repeats: int) -> None:
         steps = counters.iterations
         console.print(
             f"engine, mean of {steps} steps: rank {counters.compute_s / steps * 1e3:.2f} ms, "
-            f"scheduling before it {counters.between_s / steps * 1e3:.2f} ms, "
             f"messages {(counters.iteration_s - counters.compute_s) / steps * 1e3:.2f} ms, "
-            "where it was not sent ahead"
+            f"scheduling between steps {counters.between_s / steps * 1e3:.2f} ms; of steps that "
+            "were sent ahead little or nothing counts"
         )
         console.print(f"idle server, stub and rank: {idle_percent(server_pid):.2f}% of a core")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from fastserve_backend import LLM
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
+from fastserve_backend.worker.messages import Ready, Setup
 from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig
 
 VOCAB_SIZE = 381  # an odd number, so that ranks have parts of different sizes
@@ -35,6 +37,18 @@ MODELS = {
     "gpt_neox": GPTNeoXConfig(**SHAPE, intermediate_size=128),
 }
 DEADLINE_S = 30.0
+START_TIMEOUT_S = 120.0
+
+
+@contextmanager
+def started_ranks(model: Path, **keys: Any) -> Iterator[tuple[DistributedExecutor, Ready]]:
+    """Ranks without an engine, and what they say when they are ready."""
+    executor = DistributedExecutor()
+    config = EngineConfig().with_keys(model=str(model), dtype="float32", device="cpu", **keys)
+    try:
+        yield executor, executor.start(Setup.of(config), START_TIMEOUT_S)
+    finally:
+        executor.close()
 
 
 class ParallelLLM(LLM):

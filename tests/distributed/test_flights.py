@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from fastserve_backend import SamplingParams
-from fastserve_backend.config import EngineConfig
 from fastserve_backend.executor.distributed import DistributedExecutor
-from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Setup, Step, StepResult
-from parallel_models import ParallelLLM
+from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step, StepResult
+from parallel_models import ParallelLLM, started_ranks
 
 LONG = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 
@@ -47,19 +46,10 @@ def copy_out(transfer_id: int, host_block: int) -> CopyBlocks:
 
 @pytest.fixture(scope="module")
 def two_stages(small_opt: Path) -> Iterator[DistributedExecutor]:
-    executor = DistributedExecutor()
-    config = EngineConfig().with_keys(
-        model=str(small_opt),
-        dtype="float32",
-        device="cpu",
-        pipeline_parallel_size=2,
-        device_blocks=8,
-        swap_space_gib=0.001,
-    )
-    ready = executor.start(Setup.of(config), 60.0)
-    assert ready.num_blocks == 8
-    yield executor
-    executor.close()
+    keys = {"pipeline_parallel_size": 2, "device_blocks": 8, "swap_space_gib": 0.001}
+    with started_ranks(small_opt, **keys) as (executor, ready):
+        assert ready.num_blocks == 8
+        yield executor
 
 
 def test_as_many_steps_as_stages_are_under_way(two_stages: DistributedExecutor) -> None:

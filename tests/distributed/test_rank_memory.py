@@ -7,10 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from fastserve_backend.config import EngineConfig
-from fastserve_backend.executor.distributed import DistributedExecutor
-from fastserve_backend.worker.messages import Setup
-from parallel_models import ranks_of
+from parallel_models import ranks_of, started_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MIB = 2**20
@@ -41,21 +38,14 @@ def large_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 def peak_bytes(model: Path, tensor_size: int, num_stages: int) -> list[int]:
     """The largest resident memory that each rank ever had while it loaded."""
-    executor = DistributedExecutor()
-    config = EngineConfig().with_keys(
-        model=str(model),
-        dtype="float32",
-        device="cpu",
+    with started_ranks(
+        model,
         tensor_parallel_size=tensor_size,
         pipeline_parallel_size=num_stages,
         device_blocks=8,
         swap_space_gib=0,
-    )
-    try:
-        executor.start(Setup.of(config), 120.0)
+    ) as (executor, _):
         return [_peak_bytes(rank) for rank in ranks_of(executor)]
-    finally:
-        executor.close()
 
 
 def _peak_bytes(rank: psutil.Process) -> int:

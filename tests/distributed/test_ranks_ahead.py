@@ -12,29 +12,19 @@ import behind_rank
 import job_steps
 import numpy as np
 import pytest
-from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import EngineError
 from fastserve_backend.executor import rank_processes
 from fastserve_backend.executor.distributed import DistributedExecutor
-from fastserve_backend.worker.messages import Setup, Step, StepResult
+from fastserve_backend.worker.messages import Step, StepResult
 from job_steps import run_turns
-from parallel_models import DEADLINE_S
+from parallel_models import DEADLINE_S, started_ranks
 from test_flights import prefill
 
-
-def start(model: Path, tensor_size: int) -> DistributedExecutor:
-    executor = DistributedExecutor()
-    config = EngineConfig().with_keys(
-        model=str(model),
-        dtype="float32",
-        device="cpu",
-        tensor_parallel_size=tensor_size,
-        block_size=job_steps.BLOCK_SIZE,
-        device_blocks=job_steps.NUM_BLOCKS,
-        swap_space_gib=0,
-    )
-    executor.start(Setup.of(config), 60.0)
-    return executor
+CACHE = {
+    "block_size": job_steps.BLOCK_SIZE,
+    "device_blocks": job_steps.NUM_BLOCKS,
+    "swap_space_gib": 0,
+}
 
 
 def generate(executor: DistributedExecutor, **how: Any) -> list[tuple[bytes, bytes, Any]]:
@@ -54,9 +44,8 @@ def generate(executor: DistributedExecutor, **how: Any) -> list[tuple[bytes, byt
 
 @pytest.fixture(scope="module")
 def two_ranks(small_opt: Path) -> Iterator[DistributedExecutor]:
-    executor = start(small_opt, 2)
-    yield executor
-    executor.close()
+    with started_ranks(small_opt, tensor_parallel_size=2, **CACHE) as (executor, _):
+        yield executor
 
 
 @pytest.fixture
@@ -69,9 +58,8 @@ def behind(
     script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {behind_rank.__file__} "$@"\n')
     script.chmod(0o700)
     monkeypatch.setattr(rank_processes, "python_executable", lambda: str(script))
-    executor = start(small_opt, 1)
-    yield executor, executor._ranks._processes[0]
-    executor.close()
+    with started_ranks(small_opt, **CACHE) as (executor, _):
+        yield executor, executor._ranks._processes[0]
 
 
 def test_ranks_of_a_stage_get_the_tokens_of_the_first(two_ranks: DistributedExecutor) -> None:

@@ -3,96 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import pytest
-from fastserve_backend.config import KVCacheSection
-from fastserve_backend.counters import EngineCounters
-from fastserve_backend.job import Job
-from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
-from fastserve_backend.kv_cache.tiers import Transfer, TransferKind, TwoTierKV
+from fastserve_backend.kv_cache.tiers import TransferKind
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
+from kv_desk import FAST_LINK, Desk, jobs_of
 from policies import LinearTimes
 
 STRATEGIES = ("defer", "recompute", "reactive", "proactive")
 SLOW_LINK = Link(1000.0, 1000.0)
-FAST_LINK = Link(1e-6, 1e-6)
-LOOK_AHEAD_ROUNDS = 8
-
-
-class Desk:
-    """A manager whose jobs run in order of their numbers: 0 is the most urgent."""
-
-    def __init__(
-        self,
-        num_blocks: int,
-        num_host_blocks: int = 100,
-        *,
-        strategy: str = "proactive",
-        link: Link = FAST_LINK,
-        incremental: bool = True,
-        write_back: bool = False,
-    ) -> None:
-        config = KVCacheSection.model_validate(
-            {"strategy": strategy, "incremental": incremental, "write_back": write_back}
-        )
-        self.counters = EngineCounters()
-        self.tiers = TwoTierKV(num_blocks, num_host_blocks, 16, incremental=incremental)
-        costs = SwapCosts(LinearTimes(), 100, link)
-        self.manager = KVManager(self.tiers, self, config, costs, self.counters)
-        self.now = 0.0
-
-    def urgency(self, now: float):  # type: ignore[no-untyped-def]
-        return lambda job: (job.number, 0.0)
-
-    def offer(
-        self,
-        *jobs: Job,
-        in_flight: Sequence[Job] = (),
-        going_on: Sequence[Job] | None = None,
-        tokens: int | None = None,
-    ) -> list[Job]:
-        """A round that offers the jobs in this order; returns those that were taken."""
-        self.now += 1.0
-        numbers = None if going_on is None else {job.number for job in going_on}
-        self.manager.begin(self.now, {job.number for job in in_flight}, numbers)
-        taken = [job for job in jobs if self.manager.take(job, tokens or job.num_uncomputed)]
-        self.begun = self.manager.transfers()
-        self.tiers.check_integrity()
-        return taken
-
-    def offer_until_copies_begin(self, *jobs: Job) -> None:
-        """Rounds until one begins a copy; nothing else changes meanwhile."""
-        for _ in range(LOOK_AHEAD_ROUNDS):
-            self.offer(*jobs)
-            if self.begun:
-                return
-
-    def run(self, *jobs: Job) -> None:
-        """An iteration of exactly these jobs."""
-        assert self.offer(*jobs) == list(jobs)
-        for job in jobs:
-            run_iteration(job)
-
-    def end_copies(self, *, succeeded: bool = True) -> list[Transfer]:
-        ended = list(self.tiers.transfers())
-        for transfer in ended:
-            self.manager.transfer_ended(transfer.job_number, succeeded=succeeded, seconds=1e-6)
-        self.tiers.check_integrity()
-        return ended
-
-    def held(self, *jobs: Job) -> list[int]:
-        return [self.tiers.device.num_held(job.number) for job in jobs]
-
-    def kinds(self) -> list[tuple[int, str]]:
-        return [(transfer.job_number, transfer.kind.value) for transfer in self.begun]
-
-
-def jobs_of(*sizes: int, max_tokens: int = 1000) -> list[Job]:
-    return [make_job(n, size, max_tokens=max_tokens) for n, size in enumerate(sizes)]
 
 
 # --- Every strategy ---------------------------------------------------------------------------
@@ -142,64 +64,6 @@ def test_a_released_job_leaves_nothing_behind(strategy: str) -> None:
     assert desk.manager.num_swapped_out == 0
     again = make_job(9, 90, max_tokens=2)
     assert desk.offer(again) == [again]
-
-
-# --- While a step runs, for the one after it --------------------------------------------------
-
-
-@pytest.mark.parametrize("strategy", ["recompute", "reactive", "proactive"])
-def test_a_running_job_is_not_made_to_leave_but_it_is_said_that_it_has_to(strategy: str) -> None:
-    desk = Desk(4, strategy=strategy)
-    urgent, middle, least = jobs_of(32, 31, 31)
-    desk.run(middle, least)
-    running = [middle, least]
-    assert desk.offer(urgent, in_flight=running, going_on=running) == []
-    assert (desk.manager.is_too_early, desk.manager.is_exhausted) == (True, True)
-    assert (desk.held(middle, least), desk.begun) == ([2, 2], [])
-    # Its step has ended.
-    desk.offer(urgent, middle, least)
-    assert not desk.manager.is_too_early
-    assert desk.held(least) == [0] or desk.kinds() == [(2, "swap_out")]
-
-
-def test_an_idle_job_leaves_while_a_more_urgent_one_runs() -> None:
-    desk = Desk(4, strategy="recompute")
-    urgent, middle, least = jobs_of(32, 31, 31)
-    desk.run(middle, least)
-    assert desk.offer(urgent, middle, in_flight=[middle], going_on=[middle]) == [urgent, middle]
-    assert not desk.manager.is_too_early
-    assert desk.held(middle, least) == [2, 0]
-
-
-def test_a_running_job_that_was_offered_before_is_no_victim() -> None:
-    desk = Desk(4, strategy="recompute")
-    first, second, last = jobs_of(31, 31, 16)
-    desk.run(first, second)
-    running = [first, second]
-    assert desk.offer(first, second, last, in_flight=running, going_on=running) == running
-    assert not desk.manager.is_too_early
-
-
-def test_nobody_leaves_for_what_a_job_that_ends_with_its_step_will_free() -> None:
-    desk = Desk(6, strategy="recompute")
-    urgent, idle, ending = jobs_of(32, 31, 31)
-    desk.run(idle, ending)
-    running = make_job(3, 32)
-    desk.run(running)
-    assert desk.offer(urgent, in_flight=[ending, running], going_on=[running]) == []
-    assert not desk.manager.is_too_early
-    assert desk.held(idle, ending, running) == [2, 2, 2]
-
-
-def test_only_those_that_were_chosen_would_wait_for_copies() -> None:
-    # As in test_steps_wait_for_copies_if_that_costs_less, where two jobs would.
-    desk = Desk(6, link=Link(0.3, 0.3))
-    urgent, first, second, least = jobs_of(32, 30, 30, 30)
-    desk.run(first, second, least)
-    running = [first, second]
-    assert desk.offer(first, urgent, in_flight=running, going_on=running) == [first]
-    assert desk.kinds() == [(3, "swap_out")]
-    assert desk.manager.holds_steps
 
 
 # --- recompute --------------------------------------------------------------------------------

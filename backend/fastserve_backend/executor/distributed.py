@@ -182,9 +182,9 @@ class DistributedExecutor:
                 self._break(f"a copy of KV blocks has not ended in {COPY_TIMEOUT_S:.0f} s")
             wake_s = time.monotonic() + ARRIVAL_POLL_S if self.can_submit else return_s
             received = self._receive(deadline if wake_s is None else wake_s)
-            if received is None and wake_s is not None:
-                return None
             if received is None:
+                if wake_s is not None:
+                    return None
                 continue
             rank, message = received
             if isinstance(message, CopyResult):

@@ -115,9 +115,8 @@ class Policy(Protocol):
         ...
 
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        """The iteration of these jobs took ``elapsed_s``; they have its tokens already, or will
-        have had them when the next iteration begins. Called before ``remove`` of those that ended
-        in it."""
+        """The iteration of these jobs took ``elapsed_s``, or is predicted to; they have its tokens,
+        be they pending. Called before ``remove`` of those that ended in it."""
         ...
 
     def not_run(self, jobs: Sequence[Job]) -> None:

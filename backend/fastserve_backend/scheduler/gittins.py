@@ -142,7 +142,7 @@ class Gittins(FixedPriority):
         super().iteration_done(jobs, elapsed_s, now)
         for job in jobs:
             self._waiting.begin(job, now)
-            if job.num_uncomputed == 1:
+            if job.output_ids:
                 self._pass(self._entries[job.number], job)
             if job is self._promoted:
                 self._turn_s -= elapsed_s
@@ -197,8 +197,6 @@ class Gittins(FixedPriority):
     def _pass(self, entry: _Entry, job: Job) -> None:
         """The job's length is at least what it has now, pending tokens left out: it may turn out to
         have ended before those."""
-        if not job.output_ids:
-            return
         reached = self._of_all.lengths.bin_of(len(job.output_ids))
         for learned in entry.learned:
             learned.lengths.passed(entry.bin, reached)

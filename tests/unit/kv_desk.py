@@ -1,0 +1,89 @@
+"""A KV manager to offer jobs to, and jobs of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastserve_backend.config import KVCacheSection
+from fastserve_backend.counters import EngineCounters
+from fastserve_backend.job import Job
+from fastserve_backend.kv_cache.manager import KVManager
+from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
+from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
+from jobs import make_job, run_iteration
+from policies import LinearTimes
+
+FAST_LINK = Link(1e-6, 1e-6)
+LOOK_AHEAD_ROUNDS = 8
+
+
+class Desk:
+    """A manager whose jobs run in order of their numbers: 0 is the most urgent."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_host_blocks: int = 100,
+        *,
+        strategy: str = "proactive",
+        link: Link = FAST_LINK,
+        incremental: bool = True,
+        write_back: bool = False,
+    ) -> None:
+        config = KVCacheSection.model_validate(
+            {"strategy": strategy, "incremental": incremental, "write_back": write_back}
+        )
+        self.counters = EngineCounters()
+        self.tiers = TwoTierKV(num_blocks, num_host_blocks, 16, incremental=incremental)
+        costs = SwapCosts(LinearTimes(), 100, link)
+        self.manager = KVManager(self.tiers, self, config, costs, self.counters)
+        self.now = 0.0
+
+    def urgency(self, now: float):  # type: ignore[no-untyped-def]
+        return lambda job: (job.number, 0.0)
+
+    def offer(
+        self,
+        *jobs: Job,
+        in_flight: Sequence[Job] = (),
+        going_on: Sequence[Job] | None = None,
+        tokens: int | None = None,
+    ) -> list[Job]:
+        """A round that offers the jobs in this order; returns those that were taken."""
+        self.now += 1.0
+        numbers = None if going_on is None else {job.number for job in going_on}
+        self.manager.begin(self.now, {job.number for job in in_flight}, numbers)
+        taken = [job for job in jobs if self.manager.take(job, tokens or job.num_uncomputed)]
+        self.begun = self.manager.transfers()
+        self.tiers.check_integrity()
+        return taken
+
+    def offer_until_copies_begin(self, *jobs: Job) -> None:
+        """Rounds until one begins a copy; nothing else changes meanwhile."""
+        for _ in range(LOOK_AHEAD_ROUNDS):
+            self.offer(*jobs)
+            if self.begun:
+                return
+
+    def run(self, *jobs: Job) -> None:
+        """An iteration of exactly these jobs."""
+        assert self.offer(*jobs) == list(jobs)
+        for job in jobs:
+            run_iteration(job)
+
+    def end_copies(self, *, succeeded: bool = True) -> list[Transfer]:
+        ended = list(self.tiers.transfers())
+        for transfer in ended:
+            self.manager.transfer_ended(transfer.job_number, succeeded=succeeded, seconds=1e-6)
+        self.tiers.check_integrity()
+        return ended
+
+    def held(self, *jobs: Job) -> list[int]:
+        return [self.tiers.device.num_held(job.number) for job in jobs]
+
+    def kinds(self) -> list[tuple[int, str]]:
+        return [(transfer.job_number, transfer.kind.value) for transfer in self.begun]
+
+
+def jobs_of(*sizes: int, max_tokens: int = 1000) -> list[Job]:
+    return [make_job(n, size, max_tokens=max_tokens) for n, size in enumerate(sizes)]

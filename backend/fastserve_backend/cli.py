@@ -15,9 +15,10 @@ from fastserve_client.errors import ClientError
 from rich.console import Console
 
 from fastserve_backend.bench_cli import bench, bench_flags
-from fastserve_backend.config import EMBEDDED_MODEL, EngineConfig
+from fastserve_backend.config import EngineConfig
 from fastserve_backend.config_flags import config_flags, register
 from fastserve_backend.errors import FastServeError
+from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.workload_flags import listed, parse_rates, workload_flags
 
 if TYPE_CHECKING:

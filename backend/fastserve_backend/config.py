@@ -13,9 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fastserve_backend.errors import ConfigError
 
-EMBEDDED_MODEL = "smollm2-135m-instruct"
-"""What ``fastserve serve`` runs when no model is named; models/embedded.py finds its file."""
-
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -123,8 +120,6 @@ class ParallelSection(_Section):
 
 
 SwapStrategy = Literal["defer", "recompute", "reactive", "proactive"]
-SWAPPING: tuple[SwapStrategy, ...] = ("reactive", "proactive")
-"""The strategies that use host memory."""
 
 
 class KVCacheSection(_Section):
@@ -156,6 +151,11 @@ class KVCacheSection(_Section):
     host_dtype: Literal["same", "int8"] = Field(
         "same", description="Type of KV on the host; int8 is smaller, but changes outputs a little."
     )
+
+    @property
+    def is_swapping(self) -> bool:
+        """The strategy uses host memory."""
+        return self.strategy in ("reactive", "proactive")
 
 
 PolicyName = Literal[

@@ -33,9 +33,9 @@ from fastserve_backend.length_prediction.predictor import (
     LengthPredictor,
     median_length,
 )
-from fastserve_backend.models import load_tokenizer
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.embedded import EMBEDDED_MODEL
+from fastserve_backend.models.tokenizer import load_tokenizer
 from instructions import FIRST_HELD_OUT, Instruction, part, read_instructions, read_lengths
 from measures import Accuracy, Lengths, accuracy, bin_edges
 from proxy_model import ProxyModel

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastserve_backend.models import load_model_config
 from fastserve_backend.models.attention_batch import RowwiseBatch
+from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.loader import CausalLM, load_model
 from torch import Tensor
 from transformers import PreTrainedModel

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fastserve_backend.models import ModelError, load_model_config
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.loader import load_model
 from opt_checkpoints import FORMATS, random_opt
 from opt_checkpoints import VARIANTS as OPT_VARIANTS

@@ -16,10 +16,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from fastserve_backend.models import ModelError, load_model_config, load_tokenizer
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.gguf import converted
 from fastserve_backend.models.gguf_conversion import convert
 from fastserve_backend.models.llama_config import LlamaConfig as OurConfig
+from fastserve_backend.models.tokenizer import load_tokenizer
 from fastserve_backend.models.weights import checkpoint_tensors
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import (

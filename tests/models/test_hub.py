@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fastserve_backend.models import ModelError, load_model_config
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.errors import ModelError
 from gguf_files import byte_level_bpe, random_llama
 from paged_executor import load
 from transformers import LlamaForCausalLM
@@ -28,7 +29,9 @@ TIMEOUT_S = 60.0
 # Prints where the model came to and a prompt by its tokenizer and chat template.
 PROGRAM = """
 import sys
-from fastserve_backend.models import ModelError, load_model_config, load_tokenizer
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.tokenizer import load_tokenizer
 model, load_format = sys.argv[1:]
 try:
     config = load_model_config(model, load_format=load_format)

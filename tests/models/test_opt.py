@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fastserve_backend.models import ModelError, load_model_config
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.loader import CausalLM, load_model
 from opt_checkpoints import FORMATS, VARIANTS, random_opt, save_bin, save_safetensors
 from paged_executor import PagedExecutor, check, expected_logits, load, prompts

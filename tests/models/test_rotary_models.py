@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fastserve_backend.models import ModelError, load_model_config
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.loader import CausalLM, load_model
 from paged_executor import POSITIONS, PagedExecutor, check, expected_logits, load, prompts
 from safetensors.torch import load_file, save_file

@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastserve_backend.models import (
-    ModelConfig,
-    ModelError,
+from fastserve_backend.models.config import ModelConfig, load_model_config
+from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.hf_tokenizer import HFTokenizer
+from fastserve_backend.models.tokenizer import (
+    ByteTokenizer,
     TokenizationError,
     Tokenizer,
-    load_model_config,
     load_tokenizer,
 )
-from fastserve_backend.models.hf_tokenizer import HFTokenizer
-from fastserve_backend.models.tokenizer import ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import (

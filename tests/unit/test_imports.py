@@ -83,6 +83,13 @@ def test_the_engines_process_is_free_of_torch(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
+def test_a_rank_does_not_wait_for_imports_that_it_has_no_use_for() -> None:
+    unused = ("pydantic", "jinja2", "tokenizers", "transformers", "typer", "rich")
+    code = f"import sys, fastserve_backend.worker.worker; print(*set({unused}) & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "\n", done.stdout + done.stderr
+
+
 # Of the extra "engine"; a machine with the gateway or the client alone has none of them.
 ENGINE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "jinja2",
                    "msgspec", "zmq", "platformdirs", "psutil")  # fmt: skip

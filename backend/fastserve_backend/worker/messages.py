@@ -7,11 +7,12 @@ dropped, recomputed or moved to a fresh rank without a word to the old one.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from fastserve_backend.config import SWAPPING, EngineConfig
+if TYPE_CHECKING:  # pydantic takes a rank a quarter of a second to import
+    from fastserve_backend.config import EngineConfig
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
@@ -56,7 +57,7 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
             block_size=kv.block_size,
             device_memory_utilization=kv.device_memory_utilization,
             device_blocks=kv.device_blocks,
-            swap_space_gib=kv.swap_space_gib if kv.strategy in SWAPPING else 0.0,
+            swap_space_gib=kv.swap_space_gib if kv.is_swapping else 0.0,
             host_dtype=kv.host_dtype,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,

@@ -110,8 +110,8 @@ def page(driver: webdriver.Chrome) -> Iterator[Page]:
     page.errors()  # of what a page leaves unfinished
 
 
-def cancelled_jobs(endpoints: Endpoints) -> float:
-    return metric(endpoints.metrics_url, "fastserve_requests_total", finish_reason="cancelled")
+def ended_jobs(endpoints: Endpoints, reason: str) -> float:
+    return metric(endpoints.metrics_url, "fastserve_requests_total", finish_reason=reason)
 
 
 def test_queues_memory_and_traffic_move_under_load(
@@ -122,6 +122,7 @@ def test_queues_memory_and_traffic_move_under_load(
     assert page.text("policy").startswith("skip_join_mlfq: ")
     assert len(page.driver.find_elements(By.CSS_SELECTOR, ".lane")) >= 8
     page.until(lambda: page.text("running") == "0")
+    before = ended_jobs(endpoints, "length")
     page.find("load").click()
     seen: dict[int, set[int]] = {}
 
@@ -142,7 +143,7 @@ def test_queues_memory_and_traffic_move_under_load(
     assert page.text("load-note") == ""
     page.until(lambda: page.text("running") == "0" and page.lanes_of_jobs() == {})
     page.until(lambda: page.text("device-text").startswith("0 of "))
-    assert len(seen) == 20
+    wait_for(lambda: ended_jobs(endpoints, "length") == before + 20, DEADLINE_S)
     assert page.errors() == []
 
 
@@ -153,7 +154,7 @@ def test_stop_cancels_the_job_on_the_server(
     page.open(gateway)
     page.until_live()
     wait_for(lambda: used_blocks(endpoints.metrics_url) == 0, DEADLINE_S)
-    before = cancelled_jobs(endpoints)
+    before = ended_jobs(endpoints, "cancelled")
     page.say("<b>Hello</b>", 3000)
     page.until(lambda: page.answers() and len(page.answers()[0]) > 20)
     assert "no chat template" in page.text("chat-note")
@@ -161,7 +162,7 @@ def test_stop_cancels_the_job_on_the_server(
     page.find("chat-stop").click()
     page.until(lambda: not page.is_writing())
     assert page.text("chat-note") == "stopped"
-    wait_for(lambda: cancelled_jobs(endpoints) == before + 1, DEADLINE_S)
+    wait_for(lambda: ended_jobs(endpoints, "cancelled") == before + 1, DEADLINE_S)
     wait_for(lambda: used_blocks(endpoints.metrics_url) == 0, DEADLINE_S)
     # The refusal that led to it is the only thing in the console.
     assert all("/v1/chat/completions" in line and "400" in line for line in page.errors())

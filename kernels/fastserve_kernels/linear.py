@@ -22,10 +22,11 @@ class PackedLinear:
     The weight is kept in one packed copy; the given tensor is not kept unless the device wants it
     as it is. `path` says what runs:
 
-    - "onednn": oneDNN's prepacked kernels. bfloat16 on CPUs that multiply it in hardware, and
-      float32 on a CPU without compiled kernels.
-    - "compiled": this package's kernel, float32 and bfloat16 on every other CPU. Results do not
-      depend on the number of rows in a call, bit for bit.
+    - "compiled": this package's kernel, float32 and bfloat16 on a CPU. Results do not depend on the
+      number of rows in a call, bit for bit.
+    - "onednn": oneDNN's prepacked kernels. bfloat16 on CPUs with AMX, a matrix unit that
+      this package does not use; without a C++ compiler float32, and bfloat16 where the CPU has
+      instructions for it.
     - "torch": `torch.nn.functional.linear`, for all else; on a GPU a ReLU is fused with the bias.
     """
 
@@ -47,10 +48,8 @@ def _choose(
     if uses_triton(weight.device):
         return "torch", _on_gpu(weight, bias) if relu else _plain(weight, bias, relu=False)
     kernels = compiled_for(weight)
-    if weight.is_cpu and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        native = weight.dtype == torch.bfloat16 and _multiplies_bfloat16()
-        if native or (weight.dtype == torch.float32 and kernels is None):
-            return "onednn", _onednn(weight, bias, relu)
+    if weight.is_cpu and _suits_onednn(weight.dtype, kernels is not None):
+        return "onednn", _onednn(weight, bias, relu)
     if kernels is None:
         return "torch", _plain(weight, bias, relu)
     panels = kernels.pack_weight(weight if weight.stride(1) == 1 else weight.contiguous())
@@ -64,10 +63,18 @@ def _choose(
     return "compiled", apply
 
 
-def _multiplies_bfloat16() -> bool:
-    """Whether the CPU has bfloat16 instructions; without, oneDNN emulates them, if it runs."""
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, check, bool)() for check in checks)
+def _suits_onednn(dtype: torch.dtype, has_compiled: bool) -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype == torch.bfloat16:
+        has_dot_products = _cpu_has("_is_avx512_bf16_supported")  # else oneDNN emulates them
+        return _cpu_has("_is_amx_tile_supported") or (has_dot_products and not has_compiled)
+    return dtype == torch.float32 and not has_compiled
+
+
+def _cpu_has(check: str) -> bool:
+    """By one of ``torch.cpu``'s checks, which are private and may be gone in another torch."""
+    return bool(getattr(torch.cpu, check, bool)())
 
 
 def _onednn(weight: Tensor, bias: Tensor | None, relu: bool) -> Callable[[Tensor], Tensor]:

@@ -25,7 +25,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_rotate": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5),
     "fs_silu_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_argmax_rows": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
-    "fs_packed_size": (_INT, [_INT] * 2),
+    "fs_packed_size": (_INT, [_INT] * 3),
     "fs_pack_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_linear": (None, [_INT] + [_POINTER] * 4 + [_INT] * 5),
 }
@@ -165,11 +165,9 @@ class CompiledKernels:
     def pack_weight(self, weight: Tensor) -> Tensor:
         """The packed form of weight [out, in], rows contiguous; opaque, for `linear`."""
         out, size = weight.shape
-        panels = torch.empty(self._packed_size(out, size), dtype=weight.dtype)
-        self._pack_weight(
-            _DTYPE_CODES[weight.dtype], weight.data_ptr(), panels.data_ptr(), out, size,
-            weight.stride(0),
-        )  # fmt: skip
+        dtype = _DTYPE_CODES[weight.dtype]
+        panels = torch.empty(self._packed_size(dtype, out, size), dtype=weight.dtype)
+        self._pack_weight(dtype, weight.data_ptr(), panels.data_ptr(), out, size, weight.stride(0))
         return panels
 
     def linear(

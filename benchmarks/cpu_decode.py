@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ import psutil
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
+from fastserve_backend.worker.messages import Step, StepResult
 from fastserve_client import FastServeClient
 from rich.console import Console
 from rich.table import Table
@@ -237,7 +239,7 @@ def step(repeats: int) -> None:
                 runner.run(message)
             spent.clear()
             runs = repeats * 10
-            totals = [runner.run(message).compute_s for _ in range(runs)]
+            totals = [compute_s(runner.run(message)) for _ in range(runs)]
             parts = {name: seconds / runs for name, seconds in spent.items()}
         total = statistics.mean(totals)
         columns.append({"whole step": total, **parts, "the rest": total - sum(parts.values())})
@@ -247,16 +249,18 @@ def step(repeats: int) -> None:
     console.print(table)
 
 
-def decode_step(batch: int) -> Any:
-    from array import array
+def compute_s(answer: object) -> float:
+    assert isinstance(answer, StepResult)
+    return answer.compute_s
 
-    from fastserve_backend.worker.messages import Step
 
+def decode_step(batch: int) -> Step:
     blocks = -(-CONTEXT // 16)
     ids = [block for job in range(batch) for block in range(job * 8, job * 8 + blocks)]
     return Step(
         step_id=0,
         num_decodes=batch,
+        num_partial=0,
         token_ids=array("i", range(1000, 1000 + batch)).tobytes(),
         query_lens=array("i", [1] * batch).tobytes(),
         starts=array("i", [CONTEXT - 1] * batch).tobytes(),

@@ -9,9 +9,15 @@
 
 #include <omp.h>
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
 #include "vec.h"
 
 namespace fastserve {
+
+constexpr float LOG2E = 1.44269504088896340736f;
 
 // Positions that share one softmax update, at most.
 constexpr int CHUNK = 64;
@@ -53,7 +59,7 @@ struct Rows {
 };
 
 struct Query {
-    float* q;    // [pairs() * PAIR], scaled to the log2 domain, in Pair order
+    float* q;    // [pairs()] of QueryPart
     float* acc;  // [pairs() * PAIR], unnormalised output in Pair order
     float max, sum;
     float rescale;          // of acc and sum, by the current chunk
@@ -88,10 +94,49 @@ static inline vf transpose_sum(vf* x) {
     return x[0];
 }
 
+// A query's part of a score: PAIR elements times those of a key.
+template <typename T>
+struct QueryPart {
+    static constexpr int FLOATS = PAIR;  // that it takes
+
+    static void keep(float* part, const T* source, int n) {
+        const Pair x = load_pair_n(source, n);
+        *(vf_mem*)part = x.a;
+        *(vf_mem*)(part + W) = x.b;
+    }
+    static inline Pair load(const float* part) { return load_pair(part); }
+    static inline void add_product(vf& sum, const Pair& q, const T* key, int n) {
+        const Pair k = load_pair_n(key, n);
+        sum += q.a * k.a;
+        sum += q.b * k.b;
+    }
+};
+
+#if defined(__AVX512BF16__)
+// By dot products of bfloat16 pairs, without widening.
+template <>
+struct QueryPart<bf16> {
+    static constexpr int FLOATS = W;
+
+    static void keep(float* part, const bf16* source, int n) {
+        _mm512_storeu_si512(part, read(source, n));
+    }
+    static inline __m512i load(const float* part) { return _mm512_loadu_si512(part); }
+    static inline void add_product(vf& sum, __m512i q, const bf16* key, int n) {
+        sum = (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)q, (__m512bh)read(key, n));
+    }
+    static inline __m512i read(const bf16* p, int n) {
+        return n == PAIR ? _mm512_loadu_si512(p)
+                         : _mm512_maskz_loadu_epi16((__mmask32)((1u << n) - 1), p);
+    }
+};
+#endif
+
 // D > 0: head size known at compile time; D == 0: taken from `dim`.
 template <typename T, int D>
 struct Attend {
     const int dim;
+    const float scale;  // of scores, to the log2 domain
 
     // Functions, not members: with a known D they are constants wherever they are used.
     inline int size() const { return D ? D : dim; }
@@ -103,23 +148,13 @@ struct Attend {
     __attribute__((always_inline)) inline vf dots(const float* q, const T* const* rows,
                                                   int64_t head_offset) const {
         vf acc[W] = {};
-        for (int c = 0; c < full(); ++c) {
-            const vf qa = *(const vf_mem*)(q + c * PAIR), qb = *(const vf_mem*)(q + c * PAIR + W);
-            for (int i = 0; i < W; ++i) {
-                const Pair k = load_pair(rows[i] + head_offset + c * PAIR);
-                acc[i] += qa * k.a;
-                acc[i] += qb * k.b;
-            }
-        }
-        if (tail()) {
-            const int c = full();
-            const vf qa = *(const vf_mem*)(q + c * PAIR), qb = *(const vf_mem*)(q + c * PAIR + W);
-            for (int i = 0; i < W; ++i) {
-                const Pair k = load_pair_n(rows[i] + head_offset + c * PAIR, tail());
-                acc[i] += qa * k.a;
-                acc[i] += qb * k.b;
-            }
-        }
+        const auto add = [&](int c, int n) __attribute__((always_inline)) {
+            const auto part = QueryPart<T>::load(q + c * QueryPart<T>::FLOATS);
+            for (int i = 0; i < W; ++i)
+                QueryPart<T>::add_product(acc[i], part, rows[i] + head_offset + c * PAIR, n);
+        };
+        for (int c = 0; c < full(); ++c) add(c, PAIR);
+        if (tail()) add(full(), tail());
         return transpose_sum(acc);
     }
 
@@ -155,7 +190,7 @@ struct Attend {
 
     void score(Query& query, const T* const* k, int count, int64_t head_offset) const {
         for (int i = 0; i < count; i += W)
-            *(vf_mem*)(query.weights + i) = dots(query.q, k + i, head_offset);
+            *(vf_mem*)(query.weights + i) = dots(query.q, k + i, head_offset) * scale;
     }
 
     void softmax(Query& query, int count) const {
@@ -192,34 +227,58 @@ struct Attend {
     void run(Query* queries, int count, const Rows<T>& rows) const {
         int64_t longest = 0;
         for (int i = 0; i < count; ++i) longest = std::max(longest, queries[i].context);
-        const T *k[CHUNK], *v[CHUNK];
+        const T *places[2][2][CHUNK];  // of keys and values, of this chunk and the next
+        const auto locate = [&](int64_t first) {
+            auto& [k, v] = places[first / rows.chunk % 2];
+            const int count = (int)std::min<int64_t>(rows.chunk, longest - first);
+            rows.locate(first, count, k, v);
+            for (int i = count; i % W; ++i) k[i] = k[count - 1];
+            return count;
+        };
+        int located = locate(0);
         for (int64_t first = 0; first < longest; first += rows.chunk) {
-            const int located = (int)std::min<int64_t>(rows.chunk, longest - first);
-            rows.locate(first, located, k, v);
-            for (int i = located; i % W; ++i) k[i] = k[located - 1];
+            const auto& [k, v] = places[first / rows.chunk % 2];
+            const int64_t next = first + rows.chunk;
+            const int next_located = next < longest ? locate(next) : 0;
+            const T* const* next_k = places[next / rows.chunk % 2][0];
             const auto seen = [&](int i) {
                 return (int)std::min<int64_t>(located, queries[i].context - first);
             };
+            const auto begins_head = [&](int i) {
+                return i == 0 || queries[i].kv_head != queries[i - 1].kv_head;
+            };
             for (int i = 0; i < count; ++i)
-                if (seen(i) > 0)
+                if (seen(i) > 0) {
+                    if (begins_head(i)) fetch(v, located, queries[i].kv_head * rows.head_stride_v);
                     score(queries[i], k, seen(i), queries[i].kv_head * rows.head_stride_k);
+                }
             for (int i = 0; i < count; ++i)
                 if (seen(i) > 0) softmax(queries[i], seen(i));
             for (int i = 0; i < count; ++i)
-                if (seen(i) > 0)
+                if (seen(i) > 0) {
+                    if (begins_head(i))
+                        fetch(next_k, next_located, queries[i].kv_head * rows.head_stride_k);
                     add_values(queries[i], v, seen(i), queries[i].kv_head * rows.head_stride_v);
+                }
+            located = next_located;
         }
     }
 
-    void begin(Query& query, const T* source, float scale, float* memory) const {
+    // Into the caches, ahead of their use. Rows of fp32 are long enough for the hardware to do so.
+    void fetch(const T* const* rows, int count, int64_t head_offset) const {
+        if (sizeof(T) == sizeof(float)) return;
+        for (int i = 0; i < count; ++i)
+            for (int64_t byte = 0; byte < size() * (int64_t)sizeof(T); byte += 64)
+                __builtin_prefetch((const char*)(rows[i] + head_offset) + byte);
+    }
+
+    void begin(Query& query, const T* source, float* memory) const {
         query.q = memory;
         query.acc = memory + pairs() * PAIR;
         query.max = -INFINITY;
         query.sum = 0.f;
         for (int c = 0; c < pairs(); ++c) {
-            Pair x = load_pair_n(source + c * PAIR, width(c));
-            *(vf_mem*)(query.q + c * PAIR) = x.a * scale;
-            *(vf_mem*)(query.q + c * PAIR + W) = x.b * scale;
+            QueryPart<T>::keep(query.q + c * QueryPart<T>::FLOATS, source + c * PAIR, width(c));
             *(vf_mem*)(query.acc + c * PAIR) = vf{};
             *(vf_mem*)(query.acc + c * PAIR + W) = vf{};
         }
@@ -253,11 +312,9 @@ struct PagedArgs {
     float scale;
 };
 
-constexpr float LOG2E = 1.44269504088896340736f;
-
 template <typename T, int D>
 static void paged(const PagedArgs& a) {
-    const Attend<T, D> attend{(int)a.dim};
+    const Attend<T, D> attend{(int)a.dim, a.scale * LOG2E};
     const int64_t group = a.heads / a.kv_heads;
     const int64_t head_stride = a.block_size * a.dim;
     const int64_t part = a.kv_heads * head_stride;  // K (or V) of one layer of one block
@@ -284,7 +341,7 @@ static void paged(const PagedArgs& a) {
                 const int64_t head = first * group + i;
                 queries[i].context = a.context_lens[t];
                 queries[i].kv_head = head / group;
-                attend.begin(queries[i], query + head * a.query_stride_h, a.scale * LOG2E,
+                attend.begin(queries[i], query + head * a.query_stride_h,
                              memory.data() + i * stride);
             }
             attend.run(queries.data(), count, rows);
@@ -309,7 +366,7 @@ constexpr int64_t TILE = 16;
 
 template <typename T, int D>
 static void prefill(const PrefillArgs& a) {
-    const Attend<T, D> attend{(int)a.dim};
+    const Attend<T, D> attend{(int)a.dim, a.scale * LOG2E};
     const int64_t group = a.heads / a.kv_heads;
     struct Tile {
         int64_t start, first, end;
@@ -345,7 +402,7 @@ static void prefill(const PrefillArgs& a) {
                     attend.begin(queries[count],
                                  (const T*)a.query + t * a.query_stride_t +
                                      (kv_head * group + g) * a.query_stride_h,
-                                 a.scale * LOG2E, memory.data() + count * stride);
+                                 memory.data() + count * stride);
                 }
             attend.run(queries.data(), count, rows);
             for (int i = 0; i < count; ++i)

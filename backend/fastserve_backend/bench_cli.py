@@ -20,6 +20,7 @@ def bench(
     concurrency: str | None,
     repeats: int,
     warmup: int,
+    pause: float,
     timeout: float,
     dataset: str,
     num_jobs: int,
@@ -72,6 +73,7 @@ def bench(
         timeout,
         warmup,
         vocab_size,
+        pause,
         max_output_tokens if natural_lengths else None,
         chat,
     )
@@ -162,6 +164,18 @@ def bench_flags() -> dict[str, tuple[Any, Any]]:
         "warmup": (
             Annotated[int, typer.Option(min=0, help="Requests before, which do not count.")],
             4,
+        ),
+        "pause": (
+            Annotated[
+                float,
+                typer.Option(
+                    min=0.0,
+                    max=3600.0,
+                    help="Seconds before each run where several --url take turns: some servers "
+                    "stay busy for a while after their last job.",
+                ),
+            ],
+            2.0,
         ),
         "timeout": (
             Annotated[float, typer.Option(min=0.001, help="Seconds that each request may take.")],

@@ -177,6 +177,7 @@ def _settings(
         "timeout_s": plan.timeout_s,
         "warmup": plan.warmup,
         "vocab_size": plan.vocab_size,
+        "pause_s": plan.pause_s,
         "natural_max_tokens": plan.natural_max_tokens,
         "chat": plan.chat,
         "objectives": asdict(objectives),

@@ -47,6 +47,8 @@ class Plan:
     warmup: int
     """Requests that come before the first run and do not count."""
     vocab_size: int
+    pause_s: float = 0.0
+    """Before each run on one of several servers: the one before may be busy for a while longer."""
     natural_max_tokens: int | None = None
     """Send the data set's texts, and let answers end by themselves or here."""
     chat: bool = False
@@ -116,16 +118,18 @@ class Session:
     async def alternate(self, connections: Mapping[str, Connection]) -> None:
         """Servers that run already, by label: each load goes to all of them before the next one.
 
-        So what the machine does besides meets all alike.
+        So what the machine does besides meets all alike. Before each run there is a pause.
 
         Raises:
             ClientError: a server is not there, or fails the warm-up.
         """
+        pause_s = self.plan.pause_s if len(connections) > 1 else 0.0
         for label, connection in connections.items():
             await self.warm_up(label, connection)
         for repeat in range(self.plan.repeats):
             for load in self.plan.loads:
                 for label, connection in connections.items():
+                    await asyncio.sleep(pause_s)
                     await self.run(label, connection, load, repeat)
 
     async def in_turn(self, servers: Mapping[str, Start]) -> None:

@@ -57,12 +57,13 @@ async def over_gateway(session: aiohttp.ClientSession, number: int, length: int)
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    usage = None
+    usage: dict[str, int] | None = None  # the last chunk alone has it
     async with session.post("/v1/completions", json=body) as response:
         response.raise_for_status()
         async for line in response.content:
             if line.startswith(b"data: {"):
                 usage = json.loads(line[6:])["usage"]
+    assert usage is not None
     assert usage["completion_tokens"] == length
 
 

@@ -237,6 +237,7 @@ def measure(model: Any, name: str, prompt: Sequence[int]) -> PromptResult:
 def load(model: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """(model, tokenizer) of transformers. Raises ModelError if there are no such files."""
     directory = load_model_config(model, load_format="auto").directory
+    assert directory is not None  # as of dummy weights alone
     tokenizer = AutoTokenizer.from_pretrained(directory)
     return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype), tokenizer
 

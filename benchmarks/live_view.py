@@ -22,12 +22,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 from fastserve_backend import LLM, SamplingParams, engine
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.counters import EngineCounters
 from fastserve_backend.engine_picture import take_picture
 from fastserve_backend.serving.launch import TritonServer
+from fastserve_backend.step_loop import StepLoop
 from fastserve_client import FastServeClient
 from fastserve_client.engine_state import EngineState
 from gateway_overhead import start_gateway
@@ -69,9 +72,11 @@ def measure_engine(model: Path) -> None:
     sizes: list[int] = []
     done = threading.Event()
 
-    def timed(*arguments: Any) -> EngineState:
+    def timed(
+        now: float, policy_name: str, loop: StepLoop, counters: EngineCounters
+    ) -> EngineState:
         started = time.thread_time()
-        state = take_picture(*arguments)
+        state = take_picture(now, policy_name, loop, counters)
         making_s.append(time.thread_time() - started)
         return state
 
@@ -84,8 +89,7 @@ def measure_engine(model: Path) -> None:
         if len(sizes) == PICTURES:
             done.set()
 
-    engine.take_picture = timed
-    with LLM(str(model), **KEYS) as llm:
+    with patch.object(engine, "take_picture", timed), LLM(str(model), **KEYS) as llm:
         for number in range(NUM_JOBS):
             params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
             llm.engine.submit(str(number), PROMPT, params, lambda output: None)

@@ -17,6 +17,7 @@ import shutil
 import statistics
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving import repository
@@ -115,7 +116,7 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))]
 
 
-def show(title: str, rows: list[dict]) -> None:
+def show(title: str, rows: list[dict[str, Any]]) -> None:
     print(f"\n{title}, {len(rows)} rounds of {NUM_CALLS} calls")
     for call, paused in dict.fromkeys((row["call"], row["paused"]) for row in rows):
         of_kind = [row for row in rows if (row["call"], row["paused"]) == (call, paused)]

@@ -47,12 +47,12 @@ OPT = {
     "max_position_embeddings": 256,
     "torch_dtype": "float32",
 }
-LIMITS = {"max_num_seqs": BATCH, "policy": "skip_join_mlfq"}
+POLICY = "skip_join_mlfq"
 
 
 def simulated() -> list[float]:
     """Busy share of each stage."""
-    config = EngineConfig().with_keys(**LIMITS)
+    config = EngineConfig().with_keys(max_num_seqs=BATCH, policy=POLICY)
     model = load_model_config("opt-13b", load_format="dummy", device="cuda")
     roofline = Roofline(model, find_hardware("a100-40g"), 1, STAGES)
     result = simulate(
@@ -79,7 +79,8 @@ def real(directory: Path) -> list[float]:
         device="cpu",
         pipeline_parallel_size=STAGES,
         swap_space_gib=0.1,
-        **LIMITS,
+        max_num_seqs=BATCH,
+        policy=POLICY,
     ) as llm:
         executor = llm.engine._executor
         assert isinstance(executor, DistributedExecutor)

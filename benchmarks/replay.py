@@ -82,21 +82,25 @@ def on_the_engine(
             raise TooSlow(f"the mean normalized latency is more than {most_mean_s:.3g} s")
 
     answers = run_jobs(engine, jobs, deadline_s, [job.arrival_s for job in trace], check)
-    return [
-        JobRecord(
-            arrival_s=one.arrival_s,
-            first_scheduled_s=one.first_scheduled_s,
-            first_token_s=one.first_token_s,
-            last_token_s=one.last_token_s,
-            prompt_tokens=one.num_input_tokens,
-            output_tokens=one.num_output_tokens,
-            num_preemptions=one.num_preemptions,
-            executed_s=0.0,
-            swap_stall_s=one.swap_stall_s,
-            alone_s=None,
-        )
-        for one in (answer.stats for answer in answers)
-    ]
+    return [_record(answer.stats) for answer in answers]
+
+
+def _record(stats: JobStats) -> JobRecord:
+    """Of a job that has ended."""
+    assert stats.first_token_s is not None
+    assert stats.last_token_s is not None
+    return JobRecord(
+        arrival_s=stats.arrival_s,
+        first_scheduled_s=stats.first_scheduled_s,
+        first_token_s=stats.first_token_s,
+        last_token_s=stats.last_token_s,
+        prompt_tokens=stats.num_input_tokens,
+        output_tokens=stats.num_output_tokens,
+        num_preemptions=stats.num_preemptions,
+        executed_s=0.0,
+        swap_stall_s=stats.swap_stall_s,
+        alone_s=None,
+    )
 
 
 @dataclass

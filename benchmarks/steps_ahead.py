@@ -46,7 +46,7 @@ class Ranks(DistributedExecutor):
 
 
 class OneAtATime(Ranks):
-    can_submit_ahead = False  # type: ignore[assignment]
+    can_submit_ahead = False
 
 
 @contextmanager

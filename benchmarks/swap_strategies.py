@@ -63,7 +63,7 @@ def main() -> None:
                         summary.normalized_latency_s.mean * 1e3,
                         summary.normalized_latency_s.p95 * 1e3,
                         summary.latency_s.mean,
-                        sum(one.swap_stall_s for one in records)
+                        sum(one.swap_stall_s or 0.0 for one in records)
                         / sum(one.latency_s for one in records),
                         counters.swap_out_bytes / 1e6,
                         counters.swap_in_bytes / 1e6,

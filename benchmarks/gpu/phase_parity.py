@@ -18,6 +18,7 @@ from fastserve_backend.sampling_params import SamplingParams
 from phase_context import CheckFailed, Context
 from replay import run_jobs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     GPTNeoXConfig,
@@ -52,13 +53,14 @@ SEED = 3
 
 
 def run(context: Context) -> None:
+    device = context.device.torch_device
     wrong = []
     for name, config in list(MODELS.items())[: 1 if context.tiny else None]:
         directory = context.scratch / name.split(",")[0]
-        reference = _reference(config, directory).to(context.device.torch_device)
+        reference = _reference(config, directory).to(device)
         prompts, answers, engine = _answers(context, directory)
         differing = sum(
-            _num_differing(reference, prompt, answer)
+            _num_differing(reference, device, prompt, answer)
             for prompt, answer in zip(prompts, answers, strict=True)
         )
         swapped = engine.counters.swap_in_bytes
@@ -83,10 +85,10 @@ def run(context: Context) -> None:
         raise CheckFailed("; ".join(wrong))
 
 
-def _reference(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
+def _reference(config: PreTrainedConfig, directory: Path) -> nn.Module:
     """transformers' model of random weights, saved to ``directory`` with a tokenizer."""
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_scale = "norm" in name and name.endswith("weight")
@@ -136,9 +138,11 @@ def _answers(context: Context, directory: Path) -> tuple[list[list[int]], list[l
 
 
 @torch.inference_mode()
-def _num_differing(reference: PreTrainedModel, prompt: list[int], answer: list[int]) -> int:
+def _num_differing(
+    reference: nn.Module, device: torch.device, prompt: list[int], answer: list[int]
+) -> int:
     """Tokens of the answer that are not the most likely after all that stands before them."""
-    tokens = torch.tensor([prompt + answer], device=reference.device)
+    tokens = torch.tensor([prompt + answer], device=device)
     logits = reference(tokens).logits[0, len(prompt) - 1 : -1]
     chosen = logits.argmax(-1).tolist()
     return sum(one != other for one, other in zip(chosen, answer, strict=True))

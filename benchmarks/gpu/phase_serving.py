@@ -197,8 +197,8 @@ def run(context: Context) -> None:
         return 1.0, partial(_throughput, context, ranks, workload, policy, batch)
 
     few, many = ([search(batch, policy) for policy in POLICIES] for batch in BATCH_LIMITS)
-    strategies = (STRATEGIES_WEIGHT, partial(_strategies, context, ranks, workload))
-    tasks = [*few, strategies, *many]
+    strategies: Task = partial(_strategies, context, ranks, workload)
+    tasks = [*few, (STRATEGIES_WEIGHT, strategies), *many]
     try:
         for index, (weight, task) in enumerate(tasks):
             task(context.left_s() * weight / sum(other for other, _ in tasks[index:]))
@@ -275,13 +275,21 @@ def _record_run(
         {"batch limit": batch, "policy": policy, "jobs/s": rate},
         {
             "load, of capacity": rate / load.capacity,
-            "mean, ms a token": summary and summary.normalized_latency_s.mean * 1e3,
-            "P95, ms a token": summary and summary.normalized_latency_s.p95 * 1e3,
-            "P95 TTFT, s": summary and summary.ttft_s.p95,
-            "output tokens/s": summary and summary.output_tokens_per_s,
+            **_ms_a_token(summary),
+            "P95 TTFT, s": None if summary is None else summary.ttft_s.p95,
+            "output tokens/s": None if summary is None else summary.output_tokens_per_s,
         },
         note,
     )
+
+
+def _ms_a_token(summary: Summary | None) -> dict[str, float | None]:
+    """Figures of the normalized latency."""
+    latency_s = None if summary is None else summary.normalized_latency_s
+    return {
+        "mean, ms a token": None if latency_s is None else latency_s.mean * 1e3,
+        "P95, ms a token": None if latency_s is None else latency_s.p95 * 1e3,
+    }
 
 
 def _strategies(context: Context, ranks: LastingRanks, workload: Workload, budget_s: float) -> None:
@@ -317,9 +325,8 @@ def _record_strategy(
         "strategies for preempted jobs' KV",
         {"strategy": strategy, "load, of capacity": STRATEGY_LOAD},
         {
-            "mean, ms a token": summary and summary.normalized_latency_s.mean * 1e3,
-            "P95, ms a token": summary and summary.normalized_latency_s.p95 * 1e3,
-            "mean JCT, s": summary and summary.latency_s.mean,
+            **_ms_a_token(summary),
+            "mean JCT, s": None if summary is None else summary.latency_s.mean,
             "blocked": stalled_s / sum(one.latency_s for one in records) if records else None,
             "GB out": counters.swap_out_bytes / 1e9,
             "GB in": counters.swap_in_bytes / 1e9,

@@ -34,7 +34,8 @@ class ProxyModel:
         directory = model_directory()
         self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         self._encoder = AutoModel.from_pretrained(directory, local_files_only=True)
-        self._head = nn.Sequential(nn.Linear(EMBEDDING_SIZE, 128), nn.ReLU(), nn.Linear(128, 1))
+        self._output = nn.Linear(128, 1)
+        self._head = nn.Sequential(nn.Linear(EMBEDDING_SIZE, 128), nn.ReLU(), self._output)
         self._optimizer = torch.optim.AdamW(
             [
                 {"params": self._encoder.parameters(), "lr": _ENCODER_LEARNING_RATE},
@@ -45,7 +46,7 @@ class ProxyModel:
     def train(self, prompts: Sequence[str], lengths: Sequence[int], limit_s: float) -> float:
         """Returns the epochs that the time was enough for, at most MAX_EPOCHS."""
         with torch.no_grad():
-            self._head[-1].bias.fill_(sum(map(math.log, lengths)) / len(lengths))
+            self._output.bias.fill_(sum(map(math.log, lengths)) / len(lengths))
         self._encoder.train()
         end_s = time.monotonic() + limit_s
         seen = 0

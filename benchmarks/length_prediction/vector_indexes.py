@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
 import faiss
 import hnswlib
@@ -38,6 +38,7 @@ _NOISE = 0.5
 _CONNECTIVITY, _EXPANSION_ADD, _EXPANSION_SEARCH = 16, 128, 64
 
 Vectors = NDArray[np.float32]
+Keys = NDArray[np.integer[Any]]
 
 
 class Library(Protocol):
@@ -45,7 +46,7 @@ class Library(Protocol):
 
     def add(self, key: int, vector: Vectors) -> None: ...
     def replace(self, key: int, vector: Vectors) -> None: ...
-    def search(self, vector: Vectors) -> NDArray[np.integer]: ...
+    def search(self, vector: Vectors) -> Keys: ...
     def save(self, path: str) -> None: ...
     def load(self, path: str) -> None: ...
 
@@ -68,7 +69,7 @@ class USearchGraph:
         self._index.remove(key)
         self._index.add(key, vector, threads=1)
 
-    def search(self, vector: Vectors) -> NDArray[np.integer]:
+    def search(self, vector: Vectors) -> Keys:
         return self._index.search(vector, NUM_NEIGHBOURS, threads=1).keys
 
     def save(self, path: str) -> None:
@@ -103,8 +104,9 @@ class HnswlibGraph:
         self._label_of[key] = label + self._entries
         self._index.add_items(vector, label + self._entries, replace_deleted=True)
 
-    def search(self, vector: Vectors) -> NDArray[np.integer]:
-        return self._index.knn_query(vector, NUM_NEIGHBOURS)[0][0] % self._entries
+    def search(self, vector: Vectors) -> Keys:
+        keys: Keys = self._index.knn_query(vector, NUM_NEIGHBOURS)[0][0] % self._entries
+        return keys
 
     def save(self, path: str) -> None:
         self._index.save_index(path)
@@ -132,8 +134,9 @@ class FaissFlat:
         self._index.remove_ids(np.array([key]))
         self.add(key, vector)
 
-    def search(self, vector: Vectors) -> NDArray[np.integer]:
-        return self._index.search(vector[None], NUM_NEIGHBOURS)[1][0]
+    def search(self, vector: Vectors) -> Keys:
+        keys: Keys = self._index.search(vector[None], NUM_NEIGHBOURS)[1][0]
+        return keys
 
     def save(self, path: str) -> None:
         faiss.write_index(self._index, path)
@@ -153,7 +156,7 @@ class NumpyScan:
 
     replace = add
 
-    def search(self, vector: Vectors) -> NDArray[np.integer]:
+    def search(self, vector: Vectors) -> Keys:
         return np.argpartition(self._vectors @ vector, -NUM_NEIGHBOURS)[-NUM_NEIGHBOURS:]
 
     def save(self, path: str) -> None:

@@ -248,7 +248,8 @@ def lengths_of(args: argparse.Namespace, name: str) -> Lengths:
 
 
 def jobs_of(args: argparse.Namespace, dataset: str) -> int:
-    return args.jobs * (ALPACA_JOBS if dataset == "alpaca" else 1)
+    jobs: int = args.jobs * (ALPACA_JOBS if dataset == "alpaca" else 1)
+    return jobs
 
 
 def fcfs_run(args: argparse.Namespace, system: System, dataset: str) -> Run:

@@ -26,6 +26,7 @@ from common import (
     save_plot,
     scheduler,
 )
+from fastserve_client.report import JobRecord
 from fastserve_client.workload import load_lengths
 from rich.table import Table
 
@@ -37,8 +38,14 @@ _AT_ONCE = 1e6  # jobs/s
 def waiting_shares(run: Run) -> tuple[float, float]:
     """Share of latency in which no iteration ran the job: mean over jobs, over the shortest."""
     records = sorted(run.simulate().records, key=lambda record: record.output_tokens)
-    shares = [record.queueing_share for record in records]
+    shares = [_waiting_share(record) for record in records]
     return statistics.fmean(shares), statistics.fmean(shares[: math.ceil(len(shares) / 10)])
+
+
+def _waiting_share(record: JobRecord) -> float:
+    share = record.queueing_share
+    assert share is not None  # a simulation knows
+    return share
 
 
 def full_rate(run: Run) -> float:

@@ -63,7 +63,7 @@ def outcome(run: Run) -> Outcome:
         summary.normalized_latency_s.mean,
         summary.normalized_latency_s.p95,
         summary.latency_s.mean,
-        sum(one.swap_stall_s for one in records) / sum(one.latency_s for one in records),
+        sum(one.swap_stall_s or 0.0 for one in records) / sum(one.latency_s for one in records),
         counters.swap_out_bytes / 1e9,
         counters.swap_in_bytes / 1e9,
         counters.swap_avoided_bytes / 1e9,

@@ -66,7 +66,7 @@ def existing_checkpoint(cache: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=cache) as unfinished:
             written = Path(unfinished) / "checkpoint"
             torch.manual_seed(SEED)
-            OPTForCausalLM(OPT_125M).to(torch.bfloat16).save_pretrained(written)
+            OPTForCausalLM(OPT_125M).bfloat16().save_pretrained(written)
             save_tokenizer(written)
             written.rename(directory)
     return directory

@@ -71,7 +71,7 @@ SINGLE, BATCH, PREFILL = (
 )
 
 SLO_MS = 300
-SWEEP = {
+SWEEP: dict[str, str | float] = {
     "dataset": "sharegpt",
     "scale": 0.2,
     "max-prompt-tokens": 400,

@@ -64,7 +64,7 @@ def _choose(
 
 
 def _suits_onednn(dtype: torch.dtype, has_compiled: bool) -> bool:
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
         has_dot_products = _cpu_has("_is_avx512_bf16_supported")  # else oneDNN emulates them

@@ -57,7 +57,7 @@ class DecodeGraphs:
         self._device = device
         if device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)
         # The largest first: the others find its memory in the pool.
         for size in reversed(self._sizes):
             self._replays[size] = self._capture(size)

@@ -206,7 +206,7 @@ def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     if device.type == "cuda":
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime = torch.cuda.cudart()
         try:
             torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))
         except torch.cuda.CudaError as error:

@@ -79,4 +79,4 @@ class Staging:
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return torch.cuda.Event()

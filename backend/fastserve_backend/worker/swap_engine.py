@@ -128,7 +128,7 @@ def _stream(device: torch.device) -> AbstractContextManager[object]:
     """A stream of its own for what this thread begins."""
     if device.type != "cuda":
         return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    return torch.cuda.stream(torch.cuda.Stream(device))
 
 
 def _wait(device: torch.device) -> None:

@@ -55,10 +55,15 @@ Task = Callable[[float], None]
 
 
 class LastingRanks:
-    """Ranks that one engine after the other uses: loading 13 G parameters once is enough."""
+    """Ranks that one engine after the other uses: loading 13 G parameters once is enough.
 
-    def __init__(self) -> None:
+    Args:
+        max_num_seqs: the largest batch limit of these engines, for which the ranks are made.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
         self._executor = DistributedExecutor()
+        self._max_num_seqs = max_num_seqs
         self._ready: Ready | None = None
         self._num_steps = self._num_copies = 0  # unfinished
         self.num_blocks: int | None = None
@@ -66,7 +71,8 @@ class LastingRanks:
 
     def start(self, setup: Setup, timeout_s: float) -> Ready:
         if self._ready is None:
-            self._ready = self._executor.start(setup, timeout_s)
+            for_all = msgspec.structs.replace(setup, max_num_seqs=self._max_num_seqs)
+            self._ready = self._executor.start(for_all, timeout_s)
         ready = self._ready
         return msgspec.structs.replace(
             ready,
@@ -191,7 +197,7 @@ class Search:
 
 def run(context: Context) -> None:
     workload = Workload.of(context)
-    ranks = LastingRanks()
+    ranks = LastingRanks(max(BATCH_LIMITS))
 
     def search(batch: int, policy: str) -> tuple[float, Task]:
         return 1.0, partial(_throughput, context, ranks, workload, policy, batch)

@@ -15,7 +15,7 @@ import torch
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.models.partition import RankPlace
-from fastserve_backend.worker.decode_graphs import batch_sizes
+from fastserve_backend.worker.decode_graphs import DecodeGraphs, batch_sizes
 from fastserve_backend.worker.messages import Step, StepResult
 from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.staging import Staging
@@ -184,6 +184,25 @@ def test_padded_steps_have_the_same_addresses(tmp_path: Path) -> None:
     assert tensors.token_ids.tolist() == [9, 0, 0, 0]
     assert batch.slots.tolist() == [17 * BLOCK_SIZE + 8, -1, -1, -1]
     assert batch.context_lens.tolist() == [281, 0, 0, 0]
+
+
+@pytest.mark.usefixtures("gpu_kernels")
+def test_a_step_that_no_graph_has_room_for_is_said_to_be_one(tmp_path: Path) -> None:
+    config = model_config(tmp_path, MODELS["opt"])
+    graphs = DecodeGraphs(
+        lambda tensors, received: tensors.token_ids,
+        WorkListInputs(empty_cache(config), config.num_heads, LIMITS),
+        LIMITS.max_jobs,
+        receives=False,
+        width=config.hidden_size,
+        dtype=torch.float32,
+        device=CPU,
+    )
+    most = make_step([([job], 9, [7]) for job in range(LIMITS.max_jobs)])
+    assert len(graphs.bring(StepLayout.of(most, BLOCK_SIZE)).token_ids) == 5
+    more = make_step([([job], 9, [7]) for job in range(LIMITS.max_jobs + 1)])
+    with pytest.raises(AssertionError, match="a step of 6 jobs, but graphs for 5 at most"):
+        graphs.bring(StepLayout.of(more, BLOCK_SIZE))
 
 
 @pytest.mark.usefixtures("gpu_kernels")

@@ -6,11 +6,16 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from fastserve_backend.worker.messages import Ready, Setup
+    from phase_context import Context
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "benchmarks" / "gpu" / "check.py"
@@ -196,6 +201,36 @@ def test_a_check_that_takes_too_long_has_failed(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     (phase,) = json.loads(path.read_text())["phases"]
     assert (phase["status"], phase["error"]) == ("timed out", "was ended after 0 s")
+
+
+def dry_context(directory: Path, seconds: float) -> Context:
+    """Of a phase that is run in this process."""
+    from check_device import find_device
+    from phase_context import Context, Recorder
+
+    recorder = Recorder(directory / "records")
+    return Context(find_device(tiny=True), recorder, time.monotonic() + seconds, directory)
+
+
+def test_ranks_that_last_are_made_for_the_largest_batch(
+    report: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a GPU nothing larger than what the first engine's ranks were told would run."""
+    import phase_serving
+
+    class Started(Exception):
+        pass
+
+    class Ranks(phase_serving.DistributedExecutor):
+        def start(self, setup: Setup, timeout_s: float) -> Ready:
+            raise Started(setup)
+
+    monkeypatch.setattr(phase_serving, "DistributedExecutor", Ranks)
+    with pytest.raises(Started) as started:
+        phase_serving.run(dry_context(tmp_path, seconds=60))
+    (setup,) = started.value.args
+    assert setup.max_num_seqs == max(phase_serving.BATCH_LIMITS)
+    assert setup.max_num_batched_tokens >= setup.max_num_seqs
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:

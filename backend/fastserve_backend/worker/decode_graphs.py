@@ -84,6 +84,8 @@ class DecodeGraphs:
         self._replays.clear()
 
     def _size(self, num_jobs: int) -> int:
+        most = self._sizes[-1]
+        assert num_jobs <= most, f"a step of {num_jobs} jobs, but graphs for {most} at most"
         return next(size for size in self._sizes if size >= num_jobs)
 
     def _capture(self, size: int) -> Callable[[], Tensor]:

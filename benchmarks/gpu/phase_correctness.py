@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
+from functools import cache, partial
 
 import kernel_cases
 import rowwise_cases
 import torch
+from case_runs import CaseRuns
 from check_device import find_device
 from phase_context import CheckFailed, Context, one_line
 from rowwise_cases import Case
@@ -39,7 +39,24 @@ class Outcome:
 
 
 def run(context: Context) -> None:
-    outcomes = _outcomes(context)
+    cases = _cases()
+    indices = _dry_run_indices(cases) if context.tiny else list(range(len(cases)))
+    check = partial(outcomes_of, tiny=context.tiny)
+    outcomes: list[Outcome] = []
+    with CaseRuns(check, indices, 1 if context.tiny else NUM_PROCESSES) as runs:
+        for some in runs.results(context.ends_s):
+            outcomes += some
+        # Before those that hang are ended, which may take what is left of the process's time.
+        _record(context, outcomes)
+        missing = _missing(runs, cases)
+    wrong = _wrong(outcomes)
+    if wrong or missing:
+        raise CheckFailed("; ".join(filter(None, (wrong, missing))))
+    if not outcomes:
+        raise CheckFailed("no case was compared")
+
+
+def _record(context: Context, outcomes: Sequence[Outcome]) -> None:
     by_operation: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         by_operation[outcome.operation].append(outcome)
@@ -54,62 +71,55 @@ def run(context: Context) -> None:
                 "largest error over its limit": max(used, default=0.0),
             },
         )
+
+
+def _wrong(outcomes: Sequence[Outcome]) -> str:
+    """What is wrong; empty if nothing is."""
     wrong = [one for one in outcomes if not one.is_right]
     for one in wrong[:MOST_FAILURES_SHOWN]:
         print(f"  wrong: {one.text}: {one.reason or f'{one.error:.2e} > {one.limit:g}'}")
-    if not outcomes:
-        raise CheckFailed("no case was compared")
-    if wrong:
-        counts = Counter(one.operation for one in wrong)
-        raise CheckFailed(
-            f"{len(wrong)} of {len(outcomes)} comparisons are wrong: "
-            + ", ".join(f"{count} of {operation}" for operation, count in counts.items())
-            + f"; the first: {wrong[0].text}: {wrong[0].reason or f'error {wrong[0].error:.2e}'}"
-        )
+    if not wrong:
+        return ""
+    counts = Counter(one.operation for one in wrong)
+    return (
+        f"{len(wrong)} of {len(outcomes)} comparisons are wrong: "
+        + ", ".join(f"{count} of {operation}" for operation, count in counts.items())
+        + f"; the first: {wrong[0].text}: {wrong[0].reason or f'error {wrong[0].error:.2e}'}"
+    )
 
 
-def _outcomes(context: Context) -> list[Outcome]:
-    """Of all cases; in a dry run of one an operation."""
-    indices = _dry_run_indices() if context.tiny else list(range(len(_cases())))
-    processes = 1 if context.tiny else NUM_PROCESSES
-    outcomes: list[Outcome] = []
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        parts = [
-            pool.submit(check, indices[first::processes], tiny=context.tiny)
-            for first in range(processes)
-        ]
-        for part in as_completed(parts, timeout=context.left_s()):
-            outcomes += part.result()
-    return outcomes
+def _missing(runs: CaseRuns[list[Outcome]], cases: Sequence[Case]) -> str:
+    """What the time was not enough for; empty if it was for all. Of a kernel that hangs, or that
+    ended its process, this is the only sign."""
+    if runs.num_unfinished == 0:
+        return ""
+    under_way = ", ".join(str(cases[index]) for index in runs.under_way)
+    return f"the time ended before {runs.num_unfinished} cases had; begun: {under_way or 'none'}"
 
 
-def _dry_run_indices() -> list[int]:
-    """In float32, which the interpreter computes rightly."""
+def _dry_run_indices(cases: Sequence[Case]) -> list[int]:
+    """One an operation, in float32, which the interpreter computes rightly."""
     indices: dict[str, list[int]] = defaultdict(list)
-    for index, case in enumerate(_cases()):
+    for index, case in enumerate(cases):
         if "-float32-" in str(case):
             indices[case.operation].append(index)
     return [some[DRY_RUN_CASE] for some in indices.values()]
 
 
-def check(indices: Sequence[int], *, tiny: bool) -> list[Outcome]:
-    """Runs the cases of these indices; one that raises has failed, and the others go on."""
+def outcomes_of(index: int, *, tiny: bool) -> list[Outcome]:
+    """Of the case of this index; one that raises has failed."""
     device = find_device(tiny=tiny)
-    cases = _cases()
-    outcomes = []
-    for index in indices:
-        case = cases[index]
-        try:
-            with torch.inference_mode():
-                outcomes += [
-                    Outcome(case.operation, f"{case}, {one.what}", one.error, one.limit)
-                    for one in case.run(device.torch_device)
-                ]
-        except Exception as error:
-            reason = one_line(error)
-            outcomes.append(Outcome(case.operation, str(case), math.inf, 0.0, reason))
-    return outcomes
+    case = _cases()[index]
+    try:
+        with torch.inference_mode():
+            return [
+                Outcome(case.operation, f"{case}, {one.what}", one.error, one.limit)
+                for one in case.run(device.torch_device)
+            ]
+    except Exception as error:
+        return [Outcome(case.operation, str(case), math.inf, 0.0, one_line(error))]
 
 
+@cache
 def _cases() -> list[Case]:
     return [*kernel_cases.cases(), *rowwise_cases.cases()]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -201,6 +203,45 @@ def test_a_check_that_takes_too_long_has_failed(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     (phase,) = json.loads(path.read_text())["phases"]
     assert (phase["status"], phase["error"]) == ("timed out", "was ended after 0 s")
+
+
+HANGS, DIES = 3, 5
+
+
+def square_or_hang(number: int) -> int:
+    if number == HANGS:
+        threading.Event().wait()
+    if number == DIES:
+        os._exit(1)
+    return number**2
+
+
+def test_cases_after_one_that_hangs_and_one_that_dies_are_run(report: ModuleType) -> None:
+    from case_runs import CaseRuns
+
+    cases = [0, 1, 3, 4, 5, 6, 7, 9]
+    others = set(multiprocessing.active_children())
+    with CaseRuns(square_or_hang, cases, num_workers=2) as runs:
+        results: list[int] = []
+        for result in runs.results(time.monotonic() + 60):
+            results.append(result)
+            if runs.num_unfinished == 2:
+                break
+        assert sorted(results) == [0, 1, 16, 36, 49, 81]
+        assert list(runs.results(time.monotonic())) == []  # the time is up
+        assert runs.under_way == [HANGS, DIES]
+        workers = set(multiprocessing.active_children()) - others
+        assert len(workers) == 2
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_cases_that_are_not_reached_fail_the_check(report: ModuleType, tmp_path: Path) -> None:
+    import phase_correctness
+    from phase_context import CheckFailed
+
+    context = dry_context(tmp_path, seconds=0.0)
+    with pytest.raises(CheckFailed, match=r"the time ended before \d+ cases had; begun: none"):
+        phase_correctness.run(context)
 
 
 def dry_context(directory: Path, seconds: float) -> Context:

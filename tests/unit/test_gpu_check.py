@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -251,6 +252,29 @@ def dry_context(directory: Path, seconds: float) -> Context:
 
     recorder = Recorder(directory / "records")
     return Context(find_device(tiny=True), recorder, time.monotonic() + seconds, directory)
+
+
+def test_results_of_timed_calls_are_not_all_in_one_place(report: ModuleType) -> None:
+    import torch
+    from check_device import make_rounds
+
+    addresses: list[int] = []
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most_alive = 0
+
+    def call() -> torch.Tensor:
+        nonlocal most_alive
+        result = torch.empty(1000)
+        addresses.append(result.data_ptr())
+        alive.append(weakref.ref(result))
+        most_alive = max(most_alive, sum(one() is not None for one in alive))
+        return result
+
+    make_rounds([call] * 4, rounds=5)
+    assert len(addresses) == 20
+    assert all(len(set(addresses[first : first + 4])) == 4 for first in range(0, 20, 4))
+    assert most_alive == 8  # two rounds, however many there are
+    assert not any(one() is not None for one in alive)
 
 
 def test_ranks_that_last_are_made_for_the_largest_batch(

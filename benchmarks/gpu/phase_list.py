@@ -8,12 +8,23 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 _KERNELS = ("torch", "triton", "numpy")
-_RANK = (
-    *_KERNELS, "msgspec", "pydantic", "yaml", "platformdirs", "jinja2", "psutil", "safetensors"
+# With what they import themselves: not every machine has all that pip would have brought.
+_PYDANTIC = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection")
+_JINJA = ("jinja2", "markupsafe")
+_MODEL = (
+    *_KERNELS, *_PYDANTIC, *_JINJA, "msgspec", "yaml", "platformdirs", "psutil", "safetensors"
 )  # fmt: skip
-_ENGINE = (*_RANK, "zmq", "tokenizers")
-_DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq"}
-"""Where a module's name is not that of its package."""
+"""Of an engine's configuration, and a rank's model."""
+_ENGINE = (*_MODEL, "zmq", "tokenizers")
+_DISTRIBUTIONS = {
+    "yaml": ("pyyaml",),
+    "zmq": ("pyzmq",),
+    # pydantic takes one version of it alone, which pip finds if it is told of both.
+    "pydantic_core": ("pydantic", "pydantic-core"),
+    "annotated_types": ("annotated-types",),
+    "typing_inspection": ("typing-inspection",),
+}
+"""What to tell pip where it is not a module's name."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +40,9 @@ class Phase:
 
     def missing_packages(self) -> list[str]:
         """What to install for it."""
-        return [
-            _DISTRIBUTIONS.get(module, module)
-            for module in self.modules
-            if find_spec(module) is None
-        ]
+        missing = [module for module in self.modules if find_spec(module) is None]
+        names = (name for module in missing for name in _DISTRIBUTIONS.get(module, (module,)))
+        return list(dict.fromkeys(names))
 
 
 PHASES = (
@@ -41,7 +50,7 @@ PHASES = (
     Phase("correctness", 100, _KERNELS, is_check=True),
     Phase("parity", 75, (*_ENGINE, "transformers"), is_check=True),
     Phase("kernels", 110, _KERNELS),
-    Phase("swap", 40, _RANK),
+    Phase("swap", 40, _MODEL),
     Phase("step", 75, _ENGINE),
     Phase("serving", math.inf, _ENGINE),
 )

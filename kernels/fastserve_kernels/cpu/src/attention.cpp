@@ -1,10 +1,7 @@
-// Attention over a paged KV cache, and causal attention over the fresh keys of whole prompts.
-//
-// Both are one loop: a group of queries walks over the positions in chunks, an online softmax
-// per query, reading every K and V row in place. A query's result depends on its own context
+// Attention over a paged KV cache: a group of queries walks over the positions in chunks, an online
+// softmax per query, reading every K and V row in place. A query's result depends on its own context
 // only, never on what else is in the batch.
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include <omp.h>
@@ -13,58 +10,41 @@
 #include <immintrin.h>
 #endif
 
+#include "online_softmax.h"
 #include "vec.h"
 
 namespace fastserve {
 
-constexpr float LOG2E = 1.44269504088896340736f;
-
-// Positions that share one softmax update, at most.
-constexpr int CHUNK = 64;
-// Over a paged cache, take a few blocks at a time: their heads lie one after the other, so that the
-// hardware sees long streams. (64 at a time: 15% slower from memory; 16: 5 to 10%.)
+// Positions at a time: a few blocks, whose heads lie one after the other, so that the hardware sees
+// long streams. (64 at a time: 15% slower from memory; 16: 5 to 10%.)
 constexpr int PAGED_CHUNK = 32;
 // Query heads that one work item walks together; bounds its state to the second-level cache.
 constexpr int MAX_ITEM_HEADS = 32;
 
-// Where the rows of one job's K and V lie. Paged: table != nullptr. Strides in elements.
+// Where the rows of one job's K and V lie. Strides in elements.
 template <typename T>
 struct Rows {
     const T* key;
     const T* value;
-    int64_t head_stride_k, head_stride_v;
-    int64_t row_stride_k, row_stride_v;
+    int64_t head_stride, row_stride;
     const int32_t* table;
     int64_t block_stride, block_size;
-    int chunk;  // positions at a time, a multiple of W up to CHUNK
 
     void locate(int64_t first, int count, const T** k, const T** v) const {
-        if (!table) {
-            for (int i = 0; i < count; ++i) {
-                k[i] = key + (first + i) * row_stride_k;
-                v[i] = value + (first + i) * row_stride_v;
-            }
-            return;
-        }
         int64_t block = first / block_size, offset = first % block_size;
         for (int i = 0; i < count; ++block, offset = 0) {
-            const int64_t base = table[block] * block_stride + offset * row_stride_k;
+            const int64_t base = table[block] * block_stride + offset * row_stride;
             const int run = (int)std::min<int64_t>(count - i, block_size - offset);
             for (int j = 0; j < run; ++j, ++i) {
-                k[i] = key + base + j * row_stride_k;
-                v[i] = value + base + j * row_stride_k;
+                k[i] = key + base + j * row_stride;
+                v[i] = value + base + j * row_stride;
             }
         }
     }
 };
 
-struct Query {
-    float* q;    // [pairs()] of QueryPart
-    float* acc;  // [pairs() * PAIR], unnormalised output in Pair order
-    float max, sum;
-    float rescale;          // of acc and sum, by the current chunk
-    float weights[CHUNK];   // scores, then softmax weights, of the current chunk
-    int64_t context;
+struct CacheQuery : Query {
+    float* q;  // [pairs] of QueryPart
     int64_t kv_head;
 };
 
@@ -160,7 +140,7 @@ struct Attend {
 
     // The N Pairs of the output from `pair` on; the last one has `last` elements.
     template <int N>
-    __attribute__((always_inline)) inline void accumulate(Query& query, int pair,
+    __attribute__((always_inline)) inline void accumulate(CacheQuery& query, int pair,
                                                           const T* const* rows,
                                                           int64_t head_offset, int count,
                                                           int last = PAIR) const {
@@ -188,32 +168,12 @@ struct Attend {
         }
     }
 
-    void score(Query& query, const T* const* k, int count, int64_t head_offset) const {
+    void score(CacheQuery& query, const T* const* k, int count, int64_t head_offset) const {
         for (int i = 0; i < count; i += W)
             *(vf_mem*)(query.weights + i) = dots(query.q, k + i, head_offset) * scale;
     }
 
-    void softmax(Query& query, int count) const {
-        float* p = query.weights;
-        const int padded = (count + W - 1) / W * W;
-        for (int i = count; i < padded; ++i) p[i] = -INFINITY;
-        vf high = splat(query.max);
-        for (int i = 0; i < padded; i += W) high = vmax(*(const vf_mem*)(p + i), high);
-        const float max = hmax(high);
-        query.rescale = max == query.max ? 1.f : std::exp2(query.max - max);
-        query.max = max;
-        vf total = {};
-        for (int i = 0; i < padded; i += W) {
-            vf e = exp2_nonpositive(*(const vf_mem*)(p + i) - max);
-            if (i + W > count)
-                for (int j = count - i; j < W; ++j) e[j] = 0.f;
-            total += e;
-            *(vf_mem*)(p + i) = e;
-        }
-        query.sum = query.sum * query.rescale + hsum(total);
-    }
-
-    void add_values(Query& query, const T* const* v, int count, int64_t head_offset) const {
+    void add_values(CacheQuery& query, const T* const* v, int count, int64_t head_offset) const {
         // Four Pairs of accumulators at a time: they fit the registers of every target.
         int c = 0;
         for (; c + 4 <= full(); c += 4) accumulate<4>(query, c, v, head_offset, count);
@@ -222,44 +182,38 @@ struct Attend {
         if (tail()) accumulate<1>(query, c, v, head_offset, count, tail());
     }
 
-    // Each step goes over all queries before the next one starts: their short dependency chains
-    // then overlap, and K and V are each read in address order.
-    void run(Query* queries, int count, const Rows<T>& rows) const {
-        int64_t longest = 0;
-        for (int i = 0; i < count; ++i) longest = std::max(longest, queries[i].context);
-        const T *places[2][2][CHUNK];  // of keys and values, of this chunk and the next
+    // All queries attend to the same `context` positions. Each step goes over all of them before the
+    // next one starts: their short dependency chains then overlap, and K and V are each read in address
+    // order.
+    void run(CacheQuery* queries, int count, int64_t context, const Rows<T>& rows) const {
+        const T *places[2][2][PAGED_CHUNK];  // of keys and values, of this chunk and the next
         const auto locate = [&](int64_t first) {
-            auto& [k, v] = places[first / rows.chunk % 2];
-            const int count = (int)std::min<int64_t>(rows.chunk, longest - first);
-            rows.locate(first, count, k, v);
-            for (int i = count; i % W; ++i) k[i] = k[count - 1];
-            return count;
+            auto& [k, v] = places[first / PAGED_CHUNK % 2];
+            const int located = (int)std::clamp<int64_t>(context - first, 0, PAGED_CHUNK);
+            rows.locate(first, located, k, v);
+            for (int i = located; i % W; ++i) k[i] = k[located - 1];
+            return located;
         };
         int located = locate(0);
-        for (int64_t first = 0; first < longest; first += rows.chunk) {
-            const auto& [k, v] = places[first / rows.chunk % 2];
-            const int64_t next = first + rows.chunk;
-            const int next_located = next < longest ? locate(next) : 0;
-            const T* const* next_k = places[next / rows.chunk % 2][0];
-            const auto seen = [&](int i) {
-                return (int)std::min<int64_t>(located, queries[i].context - first);
-            };
+        for (int64_t first = 0; first < context; first += PAGED_CHUNK) {
+            const auto& [k, v] = places[first / PAGED_CHUNK % 2];
+            const int64_t next = first + PAGED_CHUNK;
+            const int next_located = locate(next);
+            const T* const* next_k = places[next / PAGED_CHUNK % 2][0];
             const auto begins_head = [&](int i) {
                 return i == 0 || queries[i].kv_head != queries[i - 1].kv_head;
             };
-            for (int i = 0; i < count; ++i)
-                if (seen(i) > 0) {
-                    if (begins_head(i)) fetch(v, located, queries[i].kv_head * rows.head_stride_v);
-                    score(queries[i], k, seen(i), queries[i].kv_head * rows.head_stride_k);
-                }
-            for (int i = 0; i < count; ++i)
-                if (seen(i) > 0) softmax(queries[i], seen(i));
-            for (int i = 0; i < count; ++i)
-                if (seen(i) > 0) {
-                    if (begins_head(i))
-                        fetch(next_k, next_located, queries[i].kv_head * rows.head_stride_k);
-                    add_values(queries[i], v, seen(i), queries[i].kv_head * rows.head_stride_v);
-                }
+            for (int i = 0; i < count; ++i) {
+                const int64_t head_offset = queries[i].kv_head * rows.head_stride;
+                if (begins_head(i)) fetch(v, located, head_offset);
+                score(queries[i], k, located, head_offset);
+            }
+            for (int i = 0; i < count; ++i) queries[i].softmax(located);
+            for (int i = 0; i < count; ++i) {
+                const int64_t head_offset = queries[i].kv_head * rows.head_stride;
+                if (begins_head(i)) fetch(next_k, next_located, head_offset);
+                add_values(queries[i], v, located, head_offset);
+            }
             located = next_located;
         }
     }
@@ -272,25 +226,12 @@ struct Attend {
                 __builtin_prefetch((const char*)(rows[i] + head_offset) + byte);
     }
 
-    void begin(Query& query, const T* source, float* memory) const {
-        query.q = memory;
-        query.acc = memory + pairs() * PAIR;
-        query.max = -INFINITY;
-        query.sum = 0.f;
-        for (int c = 0; c < pairs(); ++c) {
+    // `memory`: 2 * pairs() * PAIR floats.
+    void begin(CacheQuery& query, const T* source, float* memory) const {
+        query.begin(memory, pairs());
+        query.q = memory + pairs() * PAIR;
+        for (int c = 0; c < pairs(); ++c)
             QueryPart<T>::keep(query.q + c * QueryPart<T>::FLOATS, source + c * PAIR, width(c));
-            *(vf_mem*)(query.acc + c * PAIR) = vf{};
-            *(vf_mem*)(query.acc + c * PAIR + W) = vf{};
-        }
-    }
-
-    void finish(const Query& query, T* target) const {
-        const float inverse = query.sum > 0.f || query.sum != query.sum ? 1.f / query.sum : 0.f;
-        for (int c = 0; c < pairs(); ++c) {
-            Pair x = {*(const vf_mem*)(query.acc + c * PAIR) * inverse,
-                      *(const vf_mem*)(query.acc + c * PAIR + W) * inverse};
-            store_pair_n(target + c * PAIR, x, width(c));
-        }
     }
 };
 
@@ -325,89 +266,27 @@ static void paged(const PagedArgs& a) {
     {
         const int64_t stride = 2 * attend.pairs() * PAIR;
         std::vector<float> memory(per_item * group * stride);
-        std::vector<Query> queries(per_item * group);
+        std::vector<CacheQuery> queries(per_item * group);
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < items; ++item) {
             const int64_t t = item / splits, first = item % splits * per_item;
             const int64_t end = std::min(first + per_item, a.kv_heads);
             const T* base = (const T*)a.kv + a.layer * 2 * part;
-            const Rows<T> rows{base, base + part, head_stride, head_stride, a.dim, a.dim,
+            const Rows<T> rows{base, base + part, head_stride, a.dim,
                                a.block_tables + a.table_rows[t] * a.table_stride,
-                               a.layers * 2 * part, a.block_size, PAGED_CHUNK};
+                               a.layers * 2 * part, a.block_size};
             const T* query = (const T*)a.query + t * a.query_stride_t;
             T* out = (T*)a.out + t * a.out_stride_t;
             const int count = (int)((end - first) * group);
             for (int i = 0; i < count; ++i) {
                 const int64_t head = first * group + i;
-                queries[i].context = a.context_lens[t];
                 queries[i].kv_head = head / group;
                 attend.begin(queries[i], query + head * a.query_stride_h,
                              memory.data() + i * stride);
             }
-            attend.run(queries.data(), count, rows);
+            attend.run(queries.data(), count, a.context_lens[t], rows);
             for (int i = 0; i < count; ++i)
-                attend.finish(queries[i], out + (first * group + i) * a.dim);
-        }
-    }
-}
-
-struct PrefillArgs {
-    const void *query, *key, *value;
-    void* out;
-    const int64_t* ranges;  // [count, 2] row ranges
-    int64_t count, heads, kv_heads, dim;
-    int64_t query_stride_t, query_stride_h, key_stride_t, key_stride_h, value_stride_t,
-        value_stride_h, out_stride_t;
-    float scale;
-};
-
-// Prompt rows whose queries walk over one KV head together, while its chunk is in cache.
-constexpr int64_t TILE = 16;
-
-template <typename T, int D>
-static void prefill(const PrefillArgs& a) {
-    const Attend<T, D> attend{(int)a.dim, a.scale * LOG2E};
-    const int64_t group = a.heads / a.kv_heads;
-    struct Tile {
-        int64_t start, first, end;
-    };
-    std::vector<Tile> tiles;
-    for (int64_t r = 0; r < a.count; ++r)
-        for (int64_t start = a.ranges[2 * r], end = a.ranges[2 * r + 1], t = start; t < end;
-             t += TILE)
-            tiles.push_back({start, t, std::min(t + TILE, end)});
-    // Longest first, so that no thread is left with a long tile at the end.
-    std::stable_sort(tiles.begin(), tiles.end(), [](const Tile& x, const Tile& y) {
-        return x.end - x.start > y.end - y.start;
-    });
-    const int64_t items = (int64_t)tiles.size() * a.kv_heads;
-#pragma omp parallel if (items > 1)
-    {
-        const int64_t stride = 2 * attend.pairs() * PAIR;
-        std::vector<float> memory(TILE * group * stride);
-        std::vector<Query> queries(TILE * group);
-#pragma omp for schedule(dynamic, 4)
-        for (int64_t item = 0; item < items; ++item) {
-            const Tile tile = tiles[item / a.kv_heads];
-            const int64_t kv_head = item % a.kv_heads;
-            const Rows<T> rows{(const T*)a.key + tile.start * a.key_stride_t,
-                               (const T*)a.value + tile.start * a.value_stride_t,
-                               a.key_stride_h, a.value_stride_h,
-                               a.key_stride_t, a.value_stride_t, nullptr, 0, 0, CHUNK};
-            int count = 0;
-            for (int64_t t = tile.first; t < tile.end; ++t)
-                for (int64_t g = 0; g < group; ++g, ++count) {
-                    queries[count].context = t - tile.start + 1;
-                    queries[count].kv_head = kv_head;
-                    attend.begin(queries[count],
-                                 (const T*)a.query + t * a.query_stride_t +
-                                     (kv_head * group + g) * a.query_stride_h,
-                                 memory.data() + count * stride);
-                }
-            attend.run(queries.data(), count, rows);
-            for (int i = 0; i < count; ++i)
-                attend.finish(queries[i], (T*)a.out + (tile.first + i / group) * a.out_stride_t +
-                                              (kv_head * group + i % group) * a.dim);
+                queries[i].finish(out + (first * group + i) * a.dim, (int)a.dim);
         }
     }
 }
@@ -418,14 +297,6 @@ static void paged_any(const PagedArgs& a) {
     if (a.dim == 80) return paged<T, 80>(a);
     if (a.dim == 128) return paged<T, 128>(a);
     paged<T, 0>(a);
-}
-
-template <typename T>
-static void prefill_any(const PrefillArgs& a) {
-    if (a.dim == 64) return prefill<T, 64>(a);
-    if (a.dim == 80) return prefill<T, 80>(a);
-    if (a.dim == 128) return prefill<T, 128>(a);
-    prefill<T, 0>(a);
 }
 
 }  // namespace fastserve
@@ -442,17 +313,4 @@ extern "C" void fs_paged_attention(
         (float)scale};
     if (dtype == fastserve::kBFloat16) return fastserve::paged_any<fastserve::bf16>(args);
     fastserve::paged_any<float>(args);
-}
-
-extern "C" void fs_prefill_attention(
-    int64_t dtype, const void* query, const void* key, const void* value, void* out,
-    const int64_t* ranges, int64_t count, int64_t heads, int64_t kv_heads, int64_t dim,
-    int64_t query_stride_t, int64_t query_stride_h, int64_t key_stride_t, int64_t key_stride_h,
-    int64_t value_stride_t, int64_t value_stride_h, int64_t out_stride_t, double scale) {
-    const fastserve::PrefillArgs args{
-        query, key, value, out, ranges, count, heads, kv_heads, dim, query_stride_t,
-        query_stride_h, key_stride_t, key_stride_h, value_stride_t, value_stride_h, out_stride_t,
-        (float)scale};
-    if (dtype == fastserve::kBFloat16) return fastserve::prefill_any<fastserve::bf16>(args);
-    fastserve::prefill_any<float>(args);
 }

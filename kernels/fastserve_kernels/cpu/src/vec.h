@@ -64,6 +64,19 @@ static inline void store_pair(bf16* p, Pair x) {
     *(vu_mem*)p = (round_bf16(x.a) >> 16) | (round_bf16(x.b) & 0xffff0000u);
 }
 
+// The elements of a Pair of T in ascending order.
+template <typename T>
+static inline void store_in_order(float* p, Pair x) {
+    if (sizeof(T) == sizeof(float)) return store_pair(p, x);
+    vi first, second;
+    for (int i = 0; i < W; ++i) {
+        first[i] = i / 2 + i % 2 * W;
+        second[i] = W / 2 + first[i];
+    }
+    *(vf_mem*)p = __builtin_shuffle(x.a, x.b, first);
+    *(vf_mem*)(p + W) = __builtin_shuffle(x.a, x.b, second);
+}
+
 // The first n (0 < n <= PAIR) elements; the rest read as zero, and are never touched in memory.
 template <typename T>
 static inline Pair load_pair_n(const T* p, int n) {

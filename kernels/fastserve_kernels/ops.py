@@ -42,9 +42,6 @@ __all__ = [
     "uses_triton",
 ]
 
-SDPA_MIN_TOKENS = 1024
-"""Prompts at least this long go through SDPA: its tiling by then outweighs its fixed cost."""
-
 
 def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """Writes the K and V of T tokens into one layer of the cache, in place.
@@ -134,12 +131,7 @@ def prefill_attention(
     kernels = compiled_for(query)
     if kernels is None:
         plain_torch.prefill_attention(query, key, value, ranges, scale, out)
-        return out
-    long = [pair for pair in ranges if pair[1] - pair[0] >= SDPA_MIN_TOKENS]
-    if long:
-        plain_torch.prefill_attention(query, key, value, long, scale, out)
-        ranges = [pair for pair in ranges if pair[1] - pair[0] < SDPA_MIN_TOKENS]
-    if ranges:
+    else:
         kernels.prefill_attention(query, key, value, ranges, scale, out)
     return out
 

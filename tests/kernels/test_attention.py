@@ -134,7 +134,7 @@ def test_large_scores_do_not_overflow(backend: str, close: Close) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    assert ops.set_cpu_backend("compiled") == "compiled"
+    assert ops.ops.set_cpu_backend("compiled") == "compiled"
     lengths = [300, 17, 64, 129]
     cache = make_cache(lengths, 2, 64, 16, dtype)
     query = fused(4, 4, 2, 64, dtype)[0]
@@ -155,21 +155,13 @@ PREFILL_CASES = [
     ([(3, 131)], 140, 4, 2, 80),
     ([(0, 70), (80, 97)], 97, 4, 1, 128),
     ([(2, 67)], 67, 2, 2, 8),
+    ([(0, 300), (300, 364)], 364, 8, 1, 64),
 ]
 
 
-@pytest.mark.parametrize("sdpa_min_tokens", [1, 100, 10_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", PREFILL_CASES, ids=str)
-def test_prefill(
-    backend: str,
-    close: Close,
-    case: tuple,
-    dtype: torch.dtype,
-    sdpa_min_tokens: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ops, "SDPA_MIN_TOKENS", sdpa_min_tokens)
+def test_prefill(backend: str, close: Close, case: tuple, dtype: torch.dtype) -> None:
     ranges, tokens, heads, kv_heads, head_dim = case
     query, key, value = fused(tokens, heads, kv_heads, head_dim, dtype)
     outside = torch.ones(tokens, dtype=torch.bool)
@@ -182,6 +174,18 @@ def test_prefill(
     assert out.is_contiguous()
     assert out.dtype == dtype
     close(out, reference.prefill_attention(query, key, value, ranges, scale))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_prompts_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    set_cpu_backend("compiled")
+    query, key, value = fused(200, 4, 2, 64, dtype)
+    together = ops.prefill_attention(query, key, value, [(0, 30), (30, 170), (170, 200)], 0.125)
+    own = slice(30, 170)
+    alone = ops.prefill_attention(query[own], key[own], value[own], [(0, 140)], 0.125)
+    assert torch.equal(alone, together[own])
+    shorter = ops.prefill_attention(query[30:99], key[30:99], value[30:99], [(0, 69)], 0.125)
+    assert torch.equal(shorter, together[30:99])
 
 
 def test_prefill_leaves_other_rows_of_out(backend: str) -> None:

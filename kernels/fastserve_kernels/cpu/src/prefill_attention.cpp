@@ -105,14 +105,15 @@ static void prefill(const PrefillArgs& a) {
             pack_panel((const T*)a.key + rows.first * a.key_stride_t + kv_head * a.key_stride_h,
                        rows.end - rows.first, a.dim, a.key_stride_t, keys + item * panel_size);
         }
-        const int64_t pairs = (a.dim + PAIR - 1) / PAIR;
+        const int64_t num_tiles = (int64_t)tiles.size(), pairs = (a.dim + PAIR - 1) / PAIR;
         std::vector<float> memory(TILE_ROWS * group * pairs * PAIR);
         std::vector<Query> queries(TILE_ROWS * group);
         std::vector<X> packed(TILE_ROWS * group * steps);
+        // Head by head, so that its keys and values stay in the second-level cache.
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t item = 0; item < (int64_t)tiles.size() * a.kv_heads; ++item) {
-            const PromptRows& tile = tiles[item / a.kv_heads];
-            const int64_t kv_head = item % a.kv_heads;
+        for (int64_t item = 0; item < num_tiles * a.kv_heads; ++item) {
+            const PromptRows& tile = tiles[item % num_tiles];
+            const int64_t kv_head = item / num_tiles;
             const int64_t count = (tile.end - tile.first) * group;  // of queries
             // f(the first of some queries, how many these are).
             const auto for_each_tile = [&](const auto& f) {

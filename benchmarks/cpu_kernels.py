@@ -1,0 +1,174 @@
+"""Speed of the CPU kernels beside torch's own, in OPT-125M's shapes.
+
+    python benchmarks/cpu_kernels.py                     # bfloat16 and float32, two minutes each
+    python benchmarks/cpu_kernels.py --dtype float32
+
+Milliseconds, medians of runs that take turns; in brackets how many times as long the others take.
+The weights of a step and the KV of most batches are larger than the caches, as while serving.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from fastserve_kernels import ops
+from fastserve_kernels.linear import PackedLinear
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+HIDDEN, FFN, VOCAB_SIZE, LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE = 768, 3072, 50272, 12, 12, 64, 16
+IN_A_LAYER = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, FFN), (FFN, HIDDEN))
+ROWS = (1, 4, 16, 64, 512)
+DECODES = ((1, 512), (16, 96), (16, 512), (64, 1024))
+PROMPTS = ((32, 64), (1, 512), (1, 2048))
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+ONEDNN_ROWS_HINT = 16
+MOST_GATHERED_TOKENS = 16 * 512  # of a batch: gathering more takes minutes
+
+console = Console(width=100)
+Call = Callable[[], object]
+Layer = Callable[[Tensor], Tensor]
+
+
+def median_s(calls: Mapping[str, Call], repeats: int) -> dict[str, float]:
+    """Of each call; they take turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(repeats):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - started)
+    return {name: statistics.median(some) for name, some in times.items()}
+
+
+def report(title: str, rows: Sequence[tuple[str, dict[str, float], str]], last: str) -> None:
+    """Rows: a label, seconds by who took them, ours first, and the entry of the column ``last``."""
+    names = list(dict.fromkeys(name for _, seconds, _ in rows for name in seconds))
+    table = Table(title=title, title_justify="left")
+    for heading in ("", *names, last):
+        table.add_column(heading, justify="right" if heading else "left")
+    for label, seconds, entry in rows:
+        ours = seconds[names[0]]
+        others = [
+            f"{seconds[name] * 1e3:.2f} ({seconds[name] / ours:.2f}×)" if name in seconds else "–"
+            for name in names[1:]
+        ]
+        table.add_row(label, f"{ours * 1e3:.2f}", *others, entry)
+    console.print(table)
+
+
+def linears(name: str, dtype: torch.dtype, repeats: int) -> None:
+    """All linear layers of a step, the LM head for every row too."""
+    shapes = [*IN_A_LAYER * LAYERS, (HIDDEN, VOCAB_SIZE)]
+    weights = [(torch.randn(out, size) / size**0.5).to(dtype) for size, out in shapes]
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def onednn(weight: Tensor) -> Layer:
+        return lambda x: multiply(x, weight, None, "none", [], "")
+
+    layers: dict[str, Sequence[Layer]] = {
+        "ours": [PackedLinear(weight) for weight in weights],
+        "oneDNN, prepacked": [onednn(reorder(weight, ONEDNN_ROWS_HINT)) for weight in weights],
+        "F.linear": [partial(F.linear, weight=weight) for weight in weights],
+    }
+    rows = []
+    for count in ROWS:
+        inputs = {size: torch.randn(count, size).to(dtype) for size in (HIDDEN, FFN)}
+        x = [inputs[size] for size, _ in shapes]
+        seconds = median_s({who: partial(apply, some, x) for who, some in layers.items()}, repeats)
+        flops = 2 * count * sum(weight.numel() for weight in weights)
+        rows.append((f"{count} rows", seconds, f"{flops / seconds['ours'] / 1e9:.0f}"))
+    report(f"All linears of a step, {name}, ms", rows, "ours, GFLOP/s")
+
+
+def apply(layers: Sequence[Layer], inputs: Sequence[Tensor]) -> None:
+    for layer, x in zip(layers, inputs, strict=True):
+        layer(x)
+
+
+def decode_attention(name: str, dtype: torch.dtype, repeats: int) -> None:
+    """All layers of a decode step, over scattered blocks."""
+    rows = []
+    for batch, context in DECODES:
+        num_blocks = batch * -(-context // BLOCK_SIZE)
+        kv = torch.randn(num_blocks, LAYERS, 2, HEADS, BLOCK_SIZE, HEAD_DIM).to(dtype)
+        tables = torch.randperm(num_blocks).to(torch.int32).view(batch, -1)
+        query = torch.randn(batch, HEADS, HEAD_DIM).to(dtype)
+        calls: dict[str, Call] = {"ours": partial(paged, query, kv, tables, context)}
+        if batch * context <= MOST_GATHERED_TOKENS:
+            calls["gather + SDPA"] = partial(gathered, query, kv, tables, context)
+        seconds = median_s(calls, repeats)
+        num_bytes = kv.numel() * kv.element_size() * context / (tables.shape[1] * BLOCK_SIZE)
+        rows.append((f"{batch} × {context}", seconds, f"{num_bytes / seconds['ours'] / 1e9:.0f}"))
+    report(f"Attention of a decode step, batch × context, {name}, ms", rows, "ours, GB/s")
+
+
+def paged(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:
+    of_row = torch.arange(len(query), dtype=torch.int32)
+    lengths = torch.full((len(query),), context, dtype=torch.int32)
+    for layer in range(LAYERS):
+        ops.paged_attention(query, kv, layer, tables, of_row, lengths, HEAD_DIM**-0.5)
+
+
+def gathered(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:
+    for layer in range(LAYERS):
+        blocks = kv[tables.flatten().long(), layer].unflatten(0, tables.shape)
+        keys, values = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :context]
+        F.scaled_dot_product_attention(query[:, :, None], keys, values)
+
+
+def prefill_attention(name: str, dtype: torch.dtype, repeats: int) -> None:
+    """All layers of whole prompts."""
+    rows = []
+    for batch, tokens in PROMPTS:
+        qkv = torch.randn(3, batch, tokens, HEADS, HEAD_DIM).to(dtype)
+        calls: dict[str, Call] = {"ours": partial(prompts, qkv), "SDPA": partial(sdpa, qkv)}
+        seconds = median_s(calls, repeats)
+        flops = 2 * batch * tokens**2 * HEADS * HEAD_DIM * LAYERS
+        rows.append((f"{batch} × {tokens}", seconds, f"{flops / seconds['ours'] / 1e9:.0f}"))
+    report(f"Attention of whole prompts, {name}, ms", rows, "ours, GFLOP/s")
+
+
+def prompts(qkv: Tensor) -> None:
+    batch, tokens = qkv.shape[1:3]
+    query, key, value = qkv.flatten(1, 2)
+    ranges = [(job * tokens, (job + 1) * tokens) for job in range(batch)]
+    for _ in range(LAYERS):
+        ops.prefill_attention(query, key, value, ranges, HEAD_DIM**-0.5)
+
+
+def sdpa(qkv: Tensor) -> None:
+    query, key, value = qkv.transpose(2, 3)
+    for _ in range(LAYERS):
+        F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dtype", choices=tuple(DTYPES), help="(both)")
+    parser.add_argument("--repeats", type=int, default=9)
+    arguments = parser.parse_args()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        for name in [arguments.dtype] if arguments.dtype else DTYPES:
+            linears(name, DTYPES[name], arguments.repeats)
+            decode_attention(name, DTYPES[name], arguments.repeats)
+            prefill_attention(name, DTYPES[name], arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -134,7 +134,7 @@ def test_large_scores_do_not_overflow(backend: str, close: Close) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    assert ops.ops.set_cpu_backend("compiled") == "compiled"
+    assert ops.set_cpu_backend("compiled") == "compiled"
     lengths = [300, 17, 64, 129]
     cache = make_cache(lengths, 2, 64, 16, dtype)
     query = fused(4, 4, 2, 64, dtype)[0]
@@ -178,7 +178,7 @@ def test_prefill(backend: str, close: Close, case: tuple, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_prompts_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    set_cpu_backend("compiled")
+    ops.set_cpu_backend("compiled")
     query, key, value = fused(200, 4, 2, 64, dtype)
     together = ops.prefill_attention(query, key, value, [(0, 30), (30, 170), (170, 200)], 0.125)
     own = slice(30, 170)

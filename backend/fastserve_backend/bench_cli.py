@@ -162,7 +162,7 @@ def bench_flags() -> dict[str, tuple[Any, Any]]:
             1,
         ),
         "warmup": (
-            Annotated[int, typer.Option(min=0, help="Requests before, which do not count.")],
+            Annotated[int, typer.Option(min=0, help="Requests before a run, which do not count.")],
             4,
         ),
         "pause": (

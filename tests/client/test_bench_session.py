@@ -13,6 +13,8 @@ PAUSE_S = 0.2
 DEADLINE_S = 20.0
 WORKLOAD = Workload("equal:8:4", 2, 0, LengthLimits())
 LOADS = (Load(concurrency=1), Load(concurrency=2))
+REPEATS, WARMUP = 2, 1
+NUM_LOADS = len(LOADS) * REPEATS
 
 
 class Server:
@@ -37,24 +39,31 @@ async def asked(*labels: str, pause_s: float) -> list[tuple[str, float]]:
     """Who was asked when."""
     times: list[tuple[str, float]] = []
     plan = Plan(
-        WORKLOAD, LOADS, repeats=2, timeout_s=1.0, warmup=1, vocab_size=1000, pause_s=pause_s
+        WORKLOAD,
+        LOADS,
+        REPEATS,
+        timeout_s=1.0,
+        warmup=WARMUP,
+        vocab_size=1000,
+        pause_s=pause_s,
     )
     session = Session(plan, Observer(lambda *_: None, lambda _: None))
     await session.alternate({label: Server(label, times) for label in labels})
     return times
 
 
-async def test_servers_take_turns_with_a_pause_before_each_run() -> None:
+async def test_servers_take_turns_with_a_pause_and_a_warm_up_before_each_run() -> None:
     times = await asked("a", "b", pause_s=PAUSE_S)
-    warmed_up, runs = times[:2], times[2:]
-    assert [label for label, _ in warmed_up] == ["a", "b"]
-    assert [label for label, _ in runs] == ["a", "a", "b", "b"] * (len(LOADS) * 2)
-    last_s = warmed_up[-1][1]
-    for number in range(0, len(runs), WORKLOAD.num_jobs):
-        assert runs[number][1] - last_s >= PAUSE_S
-        last_s = runs[number + WORKLOAD.num_jobs - 1][1]
+    first_warm_up, turns = times[:2], times[2:]
+    assert [label for label, _ in first_warm_up] == ["a", "b"]
+    of_a_turn = WARMUP + WORKLOAD.num_jobs
+    assert [label for label, _ in turns] == (["a"] * of_a_turn + ["b"] * of_a_turn) * NUM_LOADS
+    last_s = first_warm_up[-1][1]
+    for number in range(0, len(turns), of_a_turn):
+        assert turns[number][1] - last_s >= PAUSE_S
+        last_s = turns[number + of_a_turn - 1][1]
 
 
 async def test_a_server_alone_waits_for_nobody() -> None:
     times = await asyncio.wait_for(asked("a", pause_s=1e6), DEADLINE_S)
-    assert len(times) == 1 + WORKLOAD.num_jobs * len(LOADS) * 2
+    assert len(times) == WARMUP + WORKLOAD.num_jobs * NUM_LOADS

@@ -45,7 +45,7 @@ class Plan:
     timeout_s: float
     """Of each request."""
     warmup: int
-    """Requests that come before the first run and do not count."""
+    """Requests that do not count: before the first run, or where servers take turns before each."""
     vocab_size: int
     pause_s: float = 0.0
     """Before each run on one of several servers: the one before may be busy for a while longer."""
@@ -118,18 +118,21 @@ class Session:
     async def alternate(self, connections: Mapping[str, Connection]) -> None:
         """Servers that run already, by label: each load goes to all of them before the next one.
 
-        So what the machine does besides meets all alike. Before each run there is a pause.
+        So what the machine does besides meets all alike. Before each run on one of several there is
+        a pause, in which the server before it comes to rest, and a warm-up.
 
         Raises:
             ClientError: a server is not there, or fails the warm-up.
         """
-        pause_s = self.plan.pause_s if len(connections) > 1 else 0.0
+        take_turns = len(connections) > 1
         for label, connection in connections.items():
             await self.warm_up(label, connection)
         for repeat in range(self.plan.repeats):
             for load in self.plan.loads:
                 for label, connection in connections.items():
-                    await asyncio.sleep(pause_s)
+                    if take_turns:
+                        await asyncio.sleep(self.plan.pause_s)
+                        await self.warm_up(label, connection)
                     await self.run(label, connection, load, repeat)
 
     async def in_turn(self, servers: Mapping[str, Start]) -> None:

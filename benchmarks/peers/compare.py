@@ -314,23 +314,28 @@ def compare(comparison: Comparison, arguments: argparse.Namespace) -> str:
     speeds = measure_speeds(comparison, "speed", labels, loops, arguments.repeats)
     # vLLM shall have the threads with which it is faster here.
     vllm = fastest(speeds[str(loops[1])], list(bindings))
-    sweep = comparison.bench(
-        "sweep",
-        [OURS, OURS_BF16, vllm],
-        {
-            **SWEEP,
-            "rates": arguments.rates,
-            "num-jobs": arguments.num_jobs,
-            "repeats": arguments.repeats,
-        },
-    )
+    sweep_flags = {
+        **SWEEP,
+        "rates": arguments.rates,
+        "num-jobs": arguments.num_jobs,
+        "repeats": arguments.repeats,
+    }
+    sweep = comparison.bench("sweep", [OURS, OURS_BF16, vllm], sweep_flags)
     parts = [checks, speed_table(speeds), sweep_table(sweep), objectives_table(sweep)]
     if not arguments.quick:
         comparison.start_vllm(VLLM_BF16, "bfloat16", bindings[vllm])
         # Once only: this takes minutes where the processor has no AVX-512.
         labels = [OURS_BF16, VLLM_BF16]
         parts.append(speed_table(measure_speeds(comparison, "bfloat16", labels, loops, 1)))
+        if _has_bfloat16():
+            parts.append(sweep_table(comparison.bench("sweep-bfloat16", labels, sweep_flags)))
     return "\n".join(parts)
+
+
+def _has_bfloat16() -> bool:
+    """Whether the processor multiplies it, so that it may be vLLM's faster side."""
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def main() -> None:

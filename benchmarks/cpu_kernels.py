@@ -18,8 +18,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from fastserve_kernels import ops
-from fastserve_kernels.linear import PackedLinear
+from fastserve_kernels import linear, ops
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -30,7 +29,6 @@ ROWS = (1, 4, 16, 64, 512)
 DECODES = ((1, 512), (16, 96), (16, 512), (64, 1024))
 PROMPTS = ((32, 64), (1, 512), (1, 2048))
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-ONEDNN_ROWS_HINT = 16
 MOST_GATHERED_TOKENS = 16 * 512  # of a batch: gathering more takes minutes
 
 console = Console(width=100)
@@ -71,15 +69,9 @@ def linears(name: str, dtype: torch.dtype, repeats: int) -> None:
     """All linear layers of a step, the LM head for every row too."""
     shapes = [*IN_A_LAYER * LAYERS, (HIDDEN, VOCAB_SIZE)]
     weights = [(torch.randn(out, size) / size**0.5).to(dtype) for size, out in shapes]
-    reorder = torch.ops.mkldnn._reorder_linear_weight
-    multiply = torch.ops.mkldnn._linear_pointwise.default
-
-    def onednn(weight: Tensor) -> Layer:
-        return lambda x: multiply(x, weight, None, "none", [], "")
-
     layers: dict[str, Sequence[Layer]] = {
-        "ours": [PackedLinear(weight) for weight in weights],
-        "oneDNN, prepacked": [onednn(reorder(weight, ONEDNN_ROWS_HINT)) for weight in weights],
+        "ours": [linear.PackedLinear(weight) for weight in weights],
+        "oneDNN, prepacked": [linear._onednn(weight, None, relu=False) for weight in weights],
         "F.linear": [partial(F.linear, weight=weight) for weight in weights],
     }
     rows = []

@@ -95,7 +95,9 @@ static void pack_panel(const T* rows, int64_t count, int64_t in, int64_t stride,
         T* target = panel + Dot<T>::place(n);
         for (int64_t k = 0; k < whole; ++k)
             std::memcpy(target + k * STEP_SIZE<T>, row + k * DEPTH, DEPTH * sizeof(T));
-        for (int64_t k = whole * DEPTH; k < in; ++k) target[whole * STEP_SIZE<T>] = row[k];
+        if (whole < steps)
+            std::memcpy(target + whole * STEP_SIZE<T>, row + whole * DEPTH,
+                        (in - whole * DEPTH) * sizeof(T));
     }
 }
 

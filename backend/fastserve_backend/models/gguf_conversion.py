@@ -286,5 +286,5 @@ def convert(path: Path, directory: Path) -> None:
         )
     directory.mkdir()
     _write_json(directory / "config.json", config)
-    save_tokenizer(path, file, directory, config["vocab_size"])
+    save_tokenizer(path, file, directory)
     _save_tensors(file, directory)

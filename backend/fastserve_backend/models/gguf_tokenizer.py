@@ -1,8 +1,9 @@
 """The tokenizer of a GGUF file, as tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-transformers reads vocabulary, merges, special tokens and template. How text is split before it is
-encoded is a name in GGUF, which transformers does not look at; and llama.cpp's defaults for the
-begin token are not its own.
+A byte-level vocabulary is built of the file's fields: how transformers reads one differs from
+version to version, and it does not look at the name of how text is split before it is encoded. A
+SentencePiece vocabulary is transformers' to read. llama.cpp's defaults for the begin token are its
+own.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from tokenizers import Regex, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from transformers import AutoTokenizer
@@ -28,6 +29,9 @@ _GPT2 = ("default", "gpt-2")
 _SMOLLM = ("smollm",)
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 
+_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"  # GGUF's names of the kinds of vocabularies
+_CONTROL, _USER_DEFINED = 3, 4  # its types of tokens that are found in a text before all others
+
 
 class Fields(Protocol):
     """The metadata of a GGUF file."""
@@ -35,36 +39,72 @@ class Fields(Protocol):
     def field(self, key: str, default: Any = None) -> Any: ...
 
 
-def save_tokenizer(path: Path, file: Fields, directory: Path, vocab_size: int) -> None:
+def save_tokenizer(path: Path, file: Fields, directory: Path) -> None:
     """Write the tokenizer of the GGUF file at `path` to `directory`.
 
     Raises ModelError where it cannot be read, or splits text in a way that is not known here:
     encoding it in another would make answers worse without a sign of it.
     """
-    pre_tokenizer = _pre_tokenizer(file)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-        tokenizer.save_pretrained(directory)
+        fast = _read(path, file)
+    except ModelError:
+        raise
     except Exception as error:  # what is missing or unknown shows as errors of any kind
         raise ModelError(f"its tokenizer cannot be read ({error!r})") from error
-    saved = directory / "tokenizer.json"
-    fields = json.loads(saved.read_text(encoding="utf-8"))
-    # transformers adds GPT-2's special token to byte-level vocabularies without one, such as Llama
-    # 3's, where it has no row in the model's table.
-    fields["added_tokens"] = [one for one in fields["added_tokens"] if one["id"] < vocab_size]
-    if file.field("tokenizer.ggml.pre") in _LLAMA3:
-        fields["model"]["ignore_merges"] = True
-    fast = FastTokenizer.from_str(json.dumps(fields))
-    if pre_tokenizer is not None:
-        fast.pre_tokenizer = pre_tokenizer
     fast.post_processor = _post_processor(file, fast)
-    fast.save(str(saved))
+    fast.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for key, field in (
+        ("bos_token", "tokenizer.ggml.bos_token_id"),
+        ("eos_token", "tokenizer.ggml.eos_token_id"),
+        ("unk_token", "tokenizer.ggml.unknown_token_id"),
+    ):
+        token_id = file.field(field)
+        if token_id is not None:
+            settings[key] = _token(fast, token_id)
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    template = file.field("tokenizer.chat_template")
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def _pre_tokenizer(file: Fields) -> PreTokenizer | None:
-    """How text is split before it is encoded; None for SentencePiece, which is not by rules."""
-    if file.field("tokenizer.ggml.model") != "gpt2":
-        return None
+def _read(path: Path, file: Fields) -> FastTokenizer:
+    kind = file.field("tokenizer.ggml.model")
+    if kind == _BYTE_LEVEL:
+        return _byte_level(file)
+    if kind == _SENTENCEPIECE:
+        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        fast: FastTokenizer = tokenizer.backend_tokenizer
+        return fast
+    raise ModelError(
+        f"tokenizer.ggml.model is {kind!r}; known are {_BYTE_LEVEL} and {_SENTENCEPIECE}; use the "
+        "model's Hugging Face checkpoint"
+    )
+
+
+def _byte_level(file: Fields) -> FastTokenizer:
+    tokens, types = file.field("tokenizer.ggml.tokens"), file.field("tokenizer.ggml.token_type")
+    fast = FastTokenizer(
+        models.BPE(
+            vocab={token: token_id for token_id, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ")) for merge in file.field("tokenizer.ggml.merges")],
+            ignore_merges=file.field("tokenizer.ggml.pre") in _LLAMA3,
+        )
+    )
+    fast.pre_tokenizer = _pre_tokenizer(file)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_tokens(
+        [
+            AddedToken(token, special=kind == _CONTROL, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED)
+        ]
+    )
+    return fast
+
+
+def _pre_tokenizer(file: Fields) -> PreTokenizer:
+    """How text is split before it is encoded."""
     name = file.field("tokenizer.ggml.pre", "default")
     if name in _GPT2:
         return ByteLevel(add_prefix_space=False)
@@ -89,7 +129,7 @@ def _post_processor(file: Fields, fast: FastTokenizer) -> processors.PostProcess
     """The begin and end token around a prompt, with llama.cpp's defaults."""
     adds_begin = file.field(
         "tokenizer.ggml.add_bos_token",
-        file.field("tokenizer.ggml.model") == "llama"
+        file.field("tokenizer.ggml.model") == _SENTENCEPIECE
         or file.field("tokenizer.ggml.pre") in _LLAMA3,
     )
     adds_end = file.field("tokenizer.ggml.add_eos_token", False)

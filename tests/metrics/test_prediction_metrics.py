@@ -78,6 +78,12 @@ def test_a_predicted_job_is_compared_with_what_its_client_got(
         )
 
     wait_for(predicted, LOAD_S)
+    # Published last of all.
+    errors_before = scrapes[-2].value("fastserve_prediction_error_ratio_count")
+    scrapes[-1] = scrape_when(
+        server.endpoints.metrics_url,
+        lambda now: now.value("fastserve_prediction_error_ratio_count") > errors_before,
+    )
     assert grown("fastserve_prediction_tokens_total", length="real") == OUTPUT_TOKENS
     number = grown("fastserve_prediction_tokens_total", length="predicted")
     assert number > 0

@@ -333,8 +333,8 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# Of torch and triton.
-OF_OTHERS = {"cython_runtime", "mpmath", "sympy", "torchgen", "tqdm", "typing_extensions"}
+# Of torch, which brings "cuda" if it is one for CUDA, and triton.
+OF_OTHERS = {"cuda", "cython_runtime", "mpmath", "sympy", "torchgen", "tqdm", "typing_extensions"}
 
 
 @pytest.mark.parametrize(

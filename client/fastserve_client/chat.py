@@ -16,7 +16,7 @@ from fastserve_client.results import Chunk
 from fastserve_client.terminal import ExitCode, TextWriter, silence
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing import Unpack
 
     from fastserve_client.options import Message, SamplingOptions
 

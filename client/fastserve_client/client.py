@@ -17,7 +17,7 @@ from fastserve_client.retry import RetryPolicy
 from fastserve_client.transport import Call, open_transport
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing import Self, Unpack
 
     from fastserve_client.options import Prompt, SamplingOptions
 

@@ -15,7 +15,7 @@ from fastserve_client.errors import ClientError, InvalidRequest
 from fastserve_client.results import Chunk
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing import Unpack
 
     from fastserve_client.options import Prompt, SamplingOptions
 

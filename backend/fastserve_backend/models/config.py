@@ -20,7 +20,7 @@ from .hub import download, is_hub_id
 from .registry import ARCHITECTURES
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing import Unpack
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["float32", "bfloat16", "float16"]

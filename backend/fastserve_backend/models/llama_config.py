@@ -15,7 +15,7 @@ from .config import CommonFields, HFConfig, ModelConfig, limit_model_len
 from .rotary_config import Rotary, read_rotary
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing import Unpack
 
 
 def _published(

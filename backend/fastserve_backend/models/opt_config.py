@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from .config import CommonFields, HFConfig, ModelConfig, limit_model_len
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing import Unpack
 
 # Rows in front of position 0 in OPT's table of positions, which once served padding tokens.
 POSITION_OFFSET = 2

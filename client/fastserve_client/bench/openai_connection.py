@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from contextlib import suppress
@@ -52,7 +51,7 @@ class OpenAIConnection:
                 if response.status != 200:
                     raise await _refusal(response)
                 models = [model["id"] for model in (await response.json(content_type=None))["data"]]
-        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        except (TimeoutError, aiohttp.ClientError) as error:
             raise self._not_there(error) from None
         except (ValueError, KeyError, TypeError):
             raise ServerError(
@@ -88,7 +87,7 @@ class OpenAIConnection:
                 if response.status != 200:
                     raise await _refusal(response)
                 return await _read_stream(response)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise RequestTimeout(f"{self._url} did not finish in time") from None
         except aiohttp.ClientConnectorError as error:
             raise self._not_there(error) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from fastserve_client.errors import (
     ClientError,
@@ -18,7 +18,7 @@ from fastserve_client.errors import (
 from fastserve_client.report import JobRecord
 
 
-class FailureKind(str, Enum):
+class FailureKind(StrEnum):
     REFUSED = "refused"
     """The queue is full (HTTP 429)."""
     UNAVAILABLE = "unavailable"

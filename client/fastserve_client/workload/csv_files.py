@@ -9,7 +9,7 @@ import csv
 import io
 import re
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 
 from fastserve_client.errors import WorkloadError
 
@@ -87,7 +87,7 @@ _TIMESTAMP = re.compile(
 )
 
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def _timestamp_ns(place: str, value: str | None) -> int:

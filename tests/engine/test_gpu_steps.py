@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from fastserve_backend.models.loader import load_model
 from fastserve_backend.models.partition import RankPlace
 from fastserve_backend.worker.decode_graphs import DecodeGraphs, batch_sizes
 from fastserve_backend.worker.messages import Step, StepResult
-from fastserve_backend.worker.model_runner import ModelRunner
+from fastserve_backend.worker.model_runner import Answer, ModelRunner
 from fastserve_backend.worker.staging import Staging
 from fastserve_backend.worker.step_inputs import StepLimits, WorkListInputs
 from fastserve_backend.worker.step_layout import StepLayout
@@ -100,10 +100,16 @@ def make_step(parts: list[tuple[list[int], int, list[int]]], *, num_partial: int
     )
 
 
-def generate(config: Any, longest_prompt: int) -> list[list[int]]:
+def generate(
+    config: Any,
+    longest_prompt: int,
+    device: torch.device = CPU,
+    launch: Callable[[ModelRunner, Step], Answer | None] = ModelRunner.launch,
+) -> list[list[int]]:
     """Greedy tokens of four jobs: whole prompts, a prompt in chunks beside decodes, and decodes of
     three and four jobs."""
-    runner = ModelRunner(load_model(config, CPU), config, empty_cache(config), CPU, LIMITS)
+    model, cache = load_model(config, device), empty_cache(config).to(device)
+    runner = ModelRunner(model, config, cache, device, LIMITS)
     rng = random.Random(0)
     order = rng.sample(range(NUM_BLOCKS), 4 * BLOCKS_A_JOB)
     tables = [order[BLOCKS_A_JOB * job : BLOCKS_A_JOB * (job + 1)] for job in range(4)]
@@ -119,7 +125,9 @@ def generate(config: Any, longest_prompt: int) -> list[list[int]]:
             job, count = chunk
             parts.append((tables[job], done[job], prompts[job][done[job] : done[job] + count]))
         step = make_step(parts, num_partial=chunk is not None)
-        result = runner.run(step)
+        answer = launch(runner, step)
+        assert answer is not None
+        result = answer()
         assert isinstance(result, StepResult)
         for job, token in zip(jobs, np.frombuffer(result.token_ids, dtype=np.int32), strict=True):
             outputs[job].append(int(token))
@@ -132,6 +140,7 @@ def generate(config: Any, longest_prompt: int) -> list[list[int]]:
     run(0, 1, chunk=(3, 15))
     run(0, 1, 2, 3)
     run(1, 3, 2)
+    runner.close()
     return outputs
 
 

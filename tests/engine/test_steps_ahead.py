@@ -12,15 +12,12 @@ import numpy as np
 import pytest
 import torch
 from fastserve_backend.models.loader import load_model
-from fastserve_backend.models.tensor_group import ALONE
 from fastserve_backend.worker.answering import AnsweringThread
-from fastserve_backend.worker.last_tokens import LastTokens
 from fastserve_backend.worker.messages import FromRank, StageDone, Step, StepResult
 from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.step_inputs import StepLimits
 from fastserve_kernels import ops
 from job_steps import TURNS, run_turns
-from tensor_reads import ReadsOfTensors
 from test_gpu_steps import MODELS, make_step, model_config
 
 CPU = torch.device("cpu")
@@ -92,16 +89,6 @@ def test_a_token_that_no_step_chose_is_refused(
     with pytest.raises(IndexError, match="which chose 0"):
         runner.launch(ahead(0))
     assert isinstance(runner.run(ahead(-1)), StepResult)
-
-
-def test_the_host_reads_no_token_to_put_it_into_a_step() -> None:
-    last = LastTokens(ALONE)
-    last.keep(3, torch.tensor([7, 8, 9]))
-    token_ids = torch.tensor([5, -1, 0, -3])
-    with ReadsOfTensors() as reads:
-        last.fill_in(token_ids)
-    assert token_ids.tolist() == [5, 9, 0, 7]
-    assert reads.found == set()
 
 
 class Device:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emulated_gpu import DEVICE, emulated_gpu
 from fastserve_backend.worker.messages import Penalties, Sampling
 from fastserve_backend.worker.sampler import ChosenTokens
 from fastserve_backend.worker.sampler import sample as begin_to_sample
-from tensor_reads import ReadsOfTensors
 
 EOS = (2,)
 
@@ -184,9 +184,13 @@ def test_rows_that_want_different_things_do_not_mix() -> None:
             assert top[row].logprobs == entry.logprobs
 
 
-def test_the_host_reads_no_tensor_before_the_tokens() -> None:
+def test_the_host_waits_for_no_gpu_before_the_tokens() -> None:
     logits = torch.randn(12, 500, generator=torch.Generator().manual_seed(3))
-    with ReadsOfTensors() as reads:
-        begin_to_sample(logits, everything_at_once(), EOS)
-        begin_to_sample(logits[:1], sampling(1, top_k=5), EOS)
-    assert reads.found == set()
+    with emulated_gpu() as gpu:
+        on_device = logits.to(DEVICE)
+        gpu.waits.clear()
+        every = begin_to_sample(on_device, everything_at_once(), EOS)
+        top = begin_to_sample(on_device[:1], sampling(1, top_k=5), EOS)
+        assert gpu.waits == []
+        assert every.on_host().token_ids.tolist() == choose(logits, everything_at_once())
+        assert top.on_host().token_ids.tolist() == choose(logits[:1], sampling(1, top_k=5))

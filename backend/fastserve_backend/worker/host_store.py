@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+import numpy as np
 import psutil
 import torch
 from fastserve_kernels.kv_quantization import dequantize, quantize
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.worker.staging import to_device
 
 # Blocks that are quantized at once on a CPU: their float32 copies fit in its cache.
 _QUANTIZED_AT_ONCE = 4
@@ -124,7 +126,7 @@ class StagedInt8Store(Int8Store):
         self, device_blocks: Sequence[int], host_blocks: Sequence[int], num_last_tokens: int
     ) -> None:
         staging = self._staging[0]
-        block_ids = self._on_device(device_blocks)
+        block_ids = to_device(np.asarray(device_blocks, dtype=np.int32), self._kv.device)
         for part in self._parts(len(device_blocks)):
             is_last = part.stop == len(device_blocks)
             self._kernels.quantize_blocks(
@@ -138,7 +140,7 @@ class StagedInt8Store(Int8Store):
 
     def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         staging = self._staging[1]
-        block_ids = self._on_device(device_blocks)
+        block_ids = to_device(np.asarray(device_blocks, dtype=np.int32), self._kv.device)
         for part in self._parts(len(device_blocks)):
             for staged, host in _runs(range(part.stop - part.start), host_blocks[part]):
                 staging[staged].copy_(self._blocks[host], non_blocking=True)
@@ -149,10 +151,6 @@ class StagedInt8Store(Int8Store):
         """As many blocks as the staging buffer holds."""
         for start in range(0, count, self._at_once):
             yield slice(start, min(start + self._at_once, count))
-
-    def _on_device(self, blocks: Sequence[int]) -> Tensor:
-        on_host = torch.tensor(blocks, dtype=torch.int32, pin_memory=self._kv.is_cuda)
-        return on_host.to(self._kv.device, non_blocking=True)
 
 
 def _parameter_bytes(kv: Tensor) -> int:

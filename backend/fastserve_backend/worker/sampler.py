@@ -21,6 +21,7 @@ from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.worker.messages import Penalties, Sampling, TopLogprobs
+from fastserve_backend.worker.staging import to_device
 
 Array = npt.NDArray[Any]
 _NO_ROWS: Array = np.zeros(0, dtype=np.int64)
@@ -91,7 +92,7 @@ def sample(
         scores = raw.clone(memory_format=torch.contiguous_format)
     if bans_eos:
         ends = without_eos[:, None] * scores.shape[1] + np.array(eos_token_ids)
-        scores.view(-1).index_fill_(0, _on_device(ends.ravel(), scores.device), -math.inf)
+        scores.view(-1).index_fill_(0, to_device(ends.ravel(), scores.device), -math.inf)
     if sampling.penalties:
         _penalise(scores, sampling.penalties)
     token_ids = _choose(scores, sampling)
@@ -114,13 +115,13 @@ def _choose(scores: Tensor, sampling: Sampling) -> Tensor:
         rows = np.flatnonzero(random & (filtered == is_filtered))
         if len(rows) == 0:
             continue
-        index = _on_device(rows, scores.device)
-        heat = _on_device(temperature[rows, None], scores.device)
+        index = to_device(rows, scores.device)
+        heat = to_device(temperature[rows, None], scores.device)
         probabilities = torch.softmax(scores[index] / heat, dim=-1)
         if is_filtered:
             chosen = _invert_filtered(probabilities, uniform[rows], top_k[rows], top_p[rows])
         else:
-            chosen = _invert(probabilities, _on_device(uniform[rows], scores.device))
+            chosen = _invert(probabilities, to_device(uniform[rows], scores.device))
         token_ids[index] = chosen
     return token_ids
 
@@ -142,13 +143,13 @@ def _invert_filtered(probabilities: Tensor, uniform: Array, top_k: Array, top_p:
     else:
         ordered, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[-1], device=device)[None, :]
-    limit = _on_device(np.where(top_k > 0, top_k, vocab)[:, None], device)
+    limit = to_device(np.where(top_k > 0, top_k, vocab)[:, None], device)
     kept = ordered.masked_fill(rank >= limit, 0.0)
     # top_p counts what top_k has left; a token stays while those above it have not reached top_p.
     before = kept.cumsum(dim=-1) - kept
-    share = _on_device(top_p[:, None], device) * kept.sum(dim=-1, keepdim=True)
+    share = to_device(top_p[:, None], device) * kept.sum(dim=-1, keepdim=True)
     kept = kept.masked_fill(before >= share, 0.0)
-    return ids.gather(1, _invert(kept, _on_device(uniform, device))[:, None])[:, 0]
+    return ids.gather(1, _invert(kept, to_device(uniform, device))[:, None])[:, 0]
 
 
 def _penalise(scores: Tensor, penalties: Sequence[Penalties]) -> None:
@@ -178,12 +179,12 @@ def _penalise(scores: Tensor, penalties: Sequence[Penalties]) -> None:
 def _joined(pairs: Sequence[tuple[Array, Array]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Places, int64, and numbers, float32, of all rows."""
     places, numbers = (np.concatenate(column) for column in zip(*pairs, strict=True))
-    return _on_device(places, device), _on_device(numbers.astype(np.float32), device)
+    return to_device(places, device), to_device(numbers.astype(np.float32), device)
 
 
 def _with_logprobs(token_ids: Tensor, raw: Tensor, num_logprobs: Array) -> SampledTokens:
     rows = np.flatnonzero(num_logprobs >= 0)
-    index = _on_device(rows, raw.device)
+    index = to_device(rows, raw.device)
     logprobs = torch.log_softmax(raw[index], dim=-1)
     own = logprobs.gather(1, token_ids[index][:, None])[:, 0]
     wanted = num_logprobs[rows]
@@ -191,15 +192,9 @@ def _with_logprobs(token_ids: Tensor, raw: Tensor, num_logprobs: Array) -> Sampl
     groups = [np.flatnonzero(wanted == count) for count in np.unique(wanted[wanted > 0])]
     results = [own]
     for group in groups:
-        values, ids = torch.topk(logprobs[_on_device(group, raw.device)], int(wanted[group[0]]))
+        values, ids = torch.topk(logprobs[to_device(group, raw.device)], int(wanted[group[0]]))
         results += [ids.int(), values]
     return SampledTokens(token_ids, rows, results, groups)
-
-
-def _on_device(values: Array, device: torch.device) -> Tensor:
-    """Without waiting for what the device has been given before."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _begin_copy(tensors: Sequence[Tensor]) -> list[Tensor]:

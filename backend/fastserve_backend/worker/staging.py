@@ -78,5 +78,12 @@ class Staging:
         return sum(array.nbytes + _ALIGNMENT for array in arrays)
 
 
+def to_device(values: Array, device: torch.device) -> Tensor:
+    """A tensor of its own for an array that comes now and then, without waiting for what the device
+    has been given before."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event()

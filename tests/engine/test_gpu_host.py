@@ -1,0 +1,136 @@
+"""What the host does for a GPU, on an emulated one: tensors are where they are used, graphs compute
+anew, and the host waits for nothing while it launches a step or begins a copy of blocks."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import job_steps
+import pytest
+import torch
+from emulated_gpu import DEVICE, EmulatedGPU, emulated_gpu
+from fastserve_backend.models.loader import load_model
+from fastserve_backend.models.partition import RankPlace
+from fastserve_backend.worker.host_store import HostStore, PlainStore, StagedInt8Store
+from fastserve_backend.worker.messages import CopyBlocks, Step
+from fastserve_backend.worker.model_runner import ModelRunner
+from fastserve_backend.worker.step_inputs import StepLimits
+from fastserve_backend.worker.step_memory import run_largest_step
+from fastserve_backend.worker.swap_engine import copy_blocks
+from fastserve_kernels.gpu import activations
+from fastserve_kernels.kv_quantization import dequantize, quantize
+from job_steps import run_turns
+from test_gpu_steps import CPU, MODELS, empty_cache, generate, model_config
+
+LIMITS = StepLimits(max_jobs=5, max_tokens=32, max_model_len=32)
+
+
+def launch(gpu: EmulatedGPU, runner: ModelRunner, step: Step) -> Any:
+    gpu.waits.clear()
+    answer = runner.launch(step)
+    assert gpu.waits == []
+    return answer
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_chunks_and_decodes(name: str, tmp_path: Path) -> None:
+    config = model_config(tmp_path, MODELS[name])
+    with emulated_gpu() as gpu:
+        found = generate(config, 35, DEVICE, partial(launch, gpu))
+    assert found == generate(config, 35)
+
+
+def test_steps_sent_ahead_with_tokens_chosen_at_random(tmp_path: Path) -> None:
+    config = model_config(tmp_path, MODELS["opt"])
+
+    def tokens(device: torch.device, launch: Callable[[ModelRunner, Step], Any]) -> list[bytes]:
+        cache = empty_cache(config, job_steps.NUM_BLOCKS).to(device)
+        runner = ModelRunner(load_model(config, device), config, cache, device, LIMITS)
+        results = run_turns(partial(launch, runner), ahead=True)
+        runner.close()
+        return [result.token_ids for result in results]
+
+    with emulated_gpu() as gpu:
+        found = tokens(DEVICE, partial(launch, gpu))
+    assert found == tokens(CPU, ModelRunner.launch)
+
+
+def test_the_step_that_finds_out_how_much_memory_it_takes(tmp_path: Path) -> None:
+    config = model_config(tmp_path, MODELS["llama, grouped heads"])
+    with emulated_gpu():
+        cache = empty_cache(config, num_blocks=1).zero_().to(DEVICE)
+        run_largest_step(load_model(config, DEVICE), config, cache, LIMITS, RankPlace())
+        assert not cache.to("cpu").any()
+
+
+@pytest.mark.parametrize("make_store", [PlainStore, StagedInt8Store])
+def test_blocks_go_to_the_host_and_back(
+    make_store: Callable[[torch.Tensor, int], HostStore],
+) -> None:
+    kv = torch.randn(9, 2, 2, 1, 16, 32)
+    expected = kv[[1, 2, 5]]
+    if make_store is StagedInt8Store:
+        expected = dequantize(*quantize(expected, 16), kv.dtype)
+    with emulated_gpu() as gpu:
+        on_device = kv.to(DEVICE)
+        store = make_store(on_device, 6)
+        gpu.waits.clear()
+        for transfer, (is_out, blocks) in enumerate([(True, (1, 2, 5)), (False, (6, 7, 0))]):
+            ids = (array("i", some).tobytes() for some in (blocks, (3, 4, 0)))
+            copy_blocks(store, CopyBlocks(transfer, is_out, *ids, 16))
+        assert gpu.waits == []
+        torch.testing.assert_close(on_device.to("cpu")[[6, 7, 0]], expected)
+
+
+class TestTheEmulatedGPU:
+    def test_refuses_what_a_gpu_refuses(self) -> None:
+        with emulated_gpu() as gpu:
+            here, there = torch.ones(3, device=DEVICE), torch.ones(3)
+            for mixed in (lambda: here + there, lambda: here.index_fill_(0, there.long(), 1.0)):
+                with pytest.raises(RuntimeError, match="to be on the same device"):
+                    mixed()
+            with pytest.raises(ValueError, match="cannot access the host's memory"):
+                activations.silu_mul(torch.ones(1, 64))
+            for wait in (lambda: here.sum().item(), lambda: there.to(DEVICE)):
+                with (
+                    pytest.raises(RuntimeError, match="not permitted when stream is capturing"),
+                    torch.cuda.graph(torch.cuda.CUDAGraph()),
+                ):
+                    wait()
+            assert gpu.waits == []
+
+    def test_notes_what_a_host_waits_for(self) -> None:
+        with emulated_gpu() as gpu:
+            here, pinned = torch.ones(3, device=DEVICE), torch.ones(3).pin_memory()
+            index = torch.tensor([0, 2])
+            for name, wait in {
+                "_local_scalar_dense": lambda: here[0].item(),
+                "masked_select": lambda: here.masked_select(here > 0),
+                "an index that is a mask": lambda: here[here > 0],
+                "an index of the host's": lambda: here[index],
+                "a copy of the host": lambda: here.copy_(pinned),
+                "a copy of pageable memory": lambda: here.copy_(torch.ones(3), non_blocking=True),
+                "a copy to the host": lambda: here.cpu(),
+                "synchronize": torch.cuda.synchronize,
+            }.items():
+                wait()
+                assert gpu.waits == [name]
+                gpu.waits.clear()
+            here.copy_(pinned, non_blocking=True)
+            assert here.to("cpu", non_blocking=True).tolist() == [1, 1, 1]
+            assert gpu.waits == []
+
+    def test_a_graph_computes_anew_from_the_same_memory(self) -> None:
+        with emulated_gpu():
+            x, graph = torch.ones(3, device=DEVICE), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = 2 * x[:2] + torch.zeros(2, device=DEVICE)
+            assert y.isnan().to("cpu").all()
+            for value in (3.0, 4.0):
+                x.fill_(value)
+                graph.replay()
+                assert y.to("cpu").tolist() == [2 * value] * 2

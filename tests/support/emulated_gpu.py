@@ -1,0 +1,294 @@
+"""A GPU that the CPU plays, for what the host does around a step: no machine of CI has a real one.
+
+Tensors made on ``cuda:0`` say that they are there. Operations on them run on the CPU at once, and
+kernels in Triton's interpreter. What a real GPU would refuse raises: an operation on tensors of two
+devices, a kernel on the host's memory, a wait or a copy of pageable memory in a capture. What makes
+the host wait for the device is noted. A captured graph does again what was done, on the same
+memory.
+
+Not played: streams beside each other, memory that runs out, time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fastserve_kernels.gpu import device as kernel_device
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from triton import knobs
+from triton.runtime import interpreter
+
+DEVICE = torch.device("cuda", 0)
+_CPU = torch.device("cpu")
+_READ_BY_THE_HOST = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2")
+_COPIES = ("_to_copy", "copy_")
+_Commands = list[tuple[Callable[[], Any], list[Tensor | None]]]
+"""Of a graph: each with its results, None for one in the memory of an argument."""
+
+
+@contextmanager
+def emulated_gpu() -> Iterator[EmulatedGPU]:
+    """In this thread, and in inference mode: what torch has for gradients asks for a driver."""
+    if not knobs.runtime.interpret:
+        pytest.skip("kernels are compiled, for a real GPU")
+    asked = (kernel_device.capability, kernel_device.multiprocessors)
+    gpu = EmulatedGPU()
+    with pytest.MonkeyPatch.context() as monkeypatch, torch.inference_mode(), gpu:
+        gpu.install(monkeypatch)
+        yield gpu
+    for one in asked:
+        one.cache_clear()
+
+
+class DeviceTensor(Tensor):
+    """``on_host`` has the values. Its indexing and ``copy_`` do what torch's do, which ask for a
+    driver."""
+
+    on_host: Tensor
+    gpu: EmulatedGPU
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, on_host: Tensor, gpu: EmulatedGPU) -> DeviceTensor:
+        self: DeviceTensor = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            on_host.shape,
+            strides=on_host.stride(),
+            storage_offset=on_host.storage_offset(),
+            dtype=on_host.dtype,
+            device=DEVICE,
+        )
+        self.on_host, self.gpu = on_host, gpu
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} outside the emulated GPU")
+
+    def __getitem__(self, index: Any) -> Tensor:
+        self.gpu.check_index(index)
+        return self.gpu.execute(partial(Tensor.__getitem__, self.on_host, _on_host(index)), [self])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.gpu.check_index(index)
+        self.gpu.check_devices("setitem", [self, value] if isinstance(value, Tensor) else [self])
+        place = _on_host(index)
+        self.gpu.execute(partial(Tensor.__setitem__, self.on_host, place, _on_host(value)), [self])
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+        copied: Tensor = torch.ops.aten.copy_.default(self, source, non_blocking=non_blocking)
+        return copied
+
+
+class EmulatedGPU(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        """What made the host wait until the device had done all that it was given. A wait for an
+        event is none."""
+        self._capture: _Commands | None = None
+        # By address, held so that no other memory gets it.
+        self._pinned: dict[int, Tensor | None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func._schema.name.removeprefix("aten::")
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        is_here = any(isinstance(tensor, DeviceTensor) for tensor in tensors)
+        device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
+        to_gpu = device is not None and device.type == "cuda"
+        pins = kwargs.pop("pin_memory", False)
+        if not is_here and not to_gpu:
+            return self._pin(func(*args, **kwargs)) if pins else func(*args, **kwargs)
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite):
+            with self:
+                return func.decompose(*args, **kwargs)
+        if name in _COPIES:
+            self._check_copy(name, args, kwargs, to_gpu)
+        elif name == "index":
+            self.check_index(args[1])
+        else:
+            self.check_devices(name, tensors)
+        if name in _READ_BY_THE_HOST:
+            self.wait(name)
+        if to_gpu:
+            kwargs["device"] = _CPU
+        operation = partial(func, *tree_map(_on_host, args), **tree_map(_on_host, kwargs))
+        if device is not None and not to_gpu:  # a copy to the host, to pinned memory
+            return self._pin(operation())
+        return self.execute(operation, tensors)
+
+    def execute(self, operation: Callable[[], Any], arguments: list[Tensor]) -> Any:
+        """Its results, on the device; within a capture it becomes a command of the graph."""
+        given = {id(tensor.on_host): tensor for tensor in arguments if _is_here(tensor)}
+        results = operation()
+        if self._capture is not None:
+            old = {_address(_on_host(tensor)) for tensor in arguments}
+            new = [None if _address(one) in old else one for one in _tensors(results)]
+            self._capture.append((operation, new))
+
+        def on_device(result: Any) -> Any:
+            if not isinstance(result, Tensor):
+                return result
+            return given[id(result)] if id(result) in given else DeviceTensor(result, self)
+
+        return tree_map(on_device, results)
+
+    def wait(self, reason: str) -> None:
+        if self._capture is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {reason}")
+        self.waits.append(reason)
+
+    def check_index(self, index: Any) -> None:
+        for part in tree_leaves(index):
+            if isinstance(part, Tensor) and not _is_here(part):
+                self.wait("an index of the host's")
+            elif isinstance(part, Tensor) and part.dtype == torch.bool:
+                self.wait("an index that is a mask")
+
+    def check_devices(self, name: str, tensors: list[Tensor]) -> None:
+        if any(not _is_here(tensor) and tensor.dim() > 0 for tensor in tensors):
+            raise RuntimeError(f"{name}: expected all tensors to be on the same device")
+
+    def _check_copy(self, name: str, args: Any, kwargs: Any, to_gpu: bool) -> None:
+        """A copy to the host by ``to`` goes to pinned memory, if it does not wait."""
+        source = args[0] if name == "_to_copy" else args[1]
+        if name == "_to_copy" and not to_gpu and kwargs.get("device") is None:
+            return  # of another type
+        is_async = kwargs.get("non_blocking", name == "copy_" and args[2:] == (True,))
+        on_host = source if not _is_here(source) else args[0]
+        if _is_here(on_host):
+            if name == "_to_copy" and not to_gpu and not is_async:
+                self.wait("a copy to the host")
+            return
+        if not is_async or _address(on_host) not in self._pinned:
+            self.wait(f"a copy of {'pageable memory' if is_async else 'the host'}")
+
+    def _pin(self, tensor: Tensor) -> Tensor:
+        self._pinned[_address(tensor)] = tensor
+        return tensor
+
+    @contextmanager
+    def capture(self, graph: _Graph) -> Iterator[None]:
+        self._capture = commands = []
+        try:
+            yield
+        finally:
+            self._capture = None
+        graph.commands = commands
+        # A real capture computes nothing.
+        for _, results in commands:
+            for result in results:
+                if result is not None and result.is_floating_point():
+                    result.fill_(float("nan"))
+
+    def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
+        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if not all(map(_is_here, tensors)):
+            raise ValueError("a kernel cannot access the host's memory")
+        self.execute(
+            partial(_interpret, kernel, *map(_on_host, args), **tree_map(_on_host, kwargs)), tensors
+        )
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """In the place of torch.cuda, and of the interpreter's launches."""
+
+        def capture(graph: _Graph, **_: Any) -> Any:
+            return self.capture(graph)
+
+        def register(address: int, num_bytes: int, flags: int) -> int:
+            self._pinned[address] = None
+            return 0
+
+        properties = SimpleNamespace(multi_processor_count=2, name="emulated")
+        for name, value in {
+            "_lazy_init": lambda: None,
+            "get_device_capability": lambda device=None: (9, 0),
+            "get_device_properties": lambda device=None: properties,
+            "synchronize": lambda device=None: self.wait("synchronize"),
+            "Event": _Event,
+            "Stream": _Stream,
+            "current_stream": lambda device=None: _Stream(),
+            "stream": lambda stream: stream,
+            "CUDAGraph": _Graph,
+            "graph": capture,
+            "graph_pool_handle": lambda: None,
+            "cudart": lambda: SimpleNamespace(cudaHostRegister=register),
+            "check_error": lambda error: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: self._pin(tensor.clone()))
+        monkeypatch.setattr(
+            interpreter.GridExecutor,
+            "__call__",
+            lambda *args, **kwargs: self.launch(*args, **kwargs),
+        )
+
+
+class _Graph:
+    def __init__(self) -> None:
+        self.commands: _Commands = []
+
+    def replay(self) -> None:
+        assert self.commands, "neither captured nor reset"
+        for operation, results in self.commands:
+            for old, new in zip(results, _tensors(operation()), strict=True):
+                if old is not None:
+                    old.copy_(new)
+
+    def reset(self) -> None:
+        self.commands = []
+
+
+class _Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self._is_timed = enable_timing
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: _Event) -> float:
+        assert self._is_timed
+        assert end._is_timed
+        return 1.0
+
+
+class _Stream:
+    def __init__(self, device: torch.device | None = None) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_stream(self, stream: _Stream) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+_interpret = interpreter.GridExecutor.__call__
+
+
+def _on_host(value: Any) -> Any:
+    return value.on_host if isinstance(value, DeviceTensor) else value
+
+
+def _is_here(tensor: Tensor) -> bool:
+    return isinstance(tensor, DeviceTensor)
+
+
+def _tensors(results: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(results) if isinstance(one, Tensor)]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

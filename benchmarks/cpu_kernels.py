@@ -27,7 +27,7 @@ HIDDEN, FFN, VOCAB_SIZE, LAYERS, HEADS, HEAD_DIM, BLOCK_SIZE = 768, 3072, 50272,
 IN_A_LAYER = ((HIDDEN, 3 * HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, FFN), (FFN, HIDDEN))
 ROWS = (1, 4, 16, 64, 512)
 DECODES = ((1, 512), (16, 96), (16, 512), (64, 1024))
-PROMPTS = ((32, 64), (1, 512), (1, 2048))
+PREFILLS = ((32, 64, 64), (1, 512, 512), (1, 2048, 2048), (1, 512, 2048))
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MOST_GATHERED_TOKENS = 16 * 512  # of a batch: gathering more takes minutes
 
@@ -107,10 +107,9 @@ def decode_attention(name: str, dtype: torch.dtype, repeats: int) -> None:
 
 
 def paged(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:
-    of_row = torch.arange(len(query), dtype=torch.int32)
     lengths = torch.full((len(query),), context, dtype=torch.int32)
     for layer in range(LAYERS):
-        ops.paged_attention(query, kv, layer, tables, of_row, lengths, HEAD_DIM**-0.5)
+        ops.paged_decode(query, kv, layer, tables, lengths, HEAD_DIM**-0.5)
 
 
 def gathered(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:
@@ -121,29 +120,42 @@ def gathered(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:
 
 
 def prefill_attention(name: str, dtype: torch.dtype, repeats: int) -> None:
-    """All layers of whole prompts."""
+    """All layers of whole prompts and of a last chunk, ours over scattered blocks."""
     rows = []
-    for batch, tokens in PROMPTS:
-        qkv = torch.randn(3, batch, tokens, HEADS, HEAD_DIM).to(dtype)
-        calls: dict[str, Call] = {"ours": partial(prompts, qkv), "SDPA": partial(sdpa, qkv)}
+    for batch, tokens, context in PREFILLS:
+        num_blocks = batch * context // BLOCK_SIZE
+        kv = torch.randn(num_blocks, LAYERS, 2, HEADS, BLOCK_SIZE, HEAD_DIM).to(dtype)
+        tables = torch.randperm(num_blocks).to(torch.int32).view(batch, -1)
+        query = torch.randn(batch, tokens, HEADS, HEAD_DIM).to(dtype)
+        key, value = torch.randn(2, batch, HEADS, context, HEAD_DIM).to(dtype)
+        calls: dict[str, Call] = {
+            "ours": partial(prefill, query, kv, tables, context),
+            "SDPA, contiguous": partial(sdpa, query.transpose(1, 2), key, value),
+        }
         seconds = median_s(calls, repeats)
-        flops = 2 * batch * tokens**2 * HEADS * HEAD_DIM * LAYERS
-        rows.append((f"{batch} × {tokens}", seconds, f"{flops / seconds['ours'] / 1e9:.0f}"))
-    report(f"Attention of whole prompts, {name}, ms", rows, "ours, GFLOP/s")
+        seen = tokens * (context - tokens / 2)  # pairs of a query and a key
+        flops = 4 * batch * seen * HEADS * HEAD_DIM * LAYERS
+        label = f"{batch} × {tokens}" + (f" of {context}" if tokens < context else "")
+        rows.append((label, seconds, f"{flops / seconds['ours'] / 1e9:.0f}"))
+    report(f"Attention of prefills, {name}, ms", rows, "ours, GFLOP/s")
 
 
-def prompts(qkv: Tensor) -> None:
-    batch, tokens = qkv.shape[1:3]
-    query, key, value = qkv.flatten(1, 2)
-    ranges = [(job * tokens, (job + 1) * tokens) for job in range(batch)]
+def prefill(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:
+    batch, tokens = query.shape[:2]
+    starts = torch.arange(batch + 1, dtype=torch.int32) * tokens
+    lengths = torch.full((batch,), context, dtype=torch.int32)
+    rows = query.flatten(0, 1)
+    for layer in range(LAYERS):
+        ops.paged_prefill(rows, kv, layer, tables, lengths, starts, HEAD_DIM**-0.5)
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor) -> None:
+    tokens, context = query.shape[2], key.shape[2]
+    mask = None
+    if tokens < context:
+        mask = torch.ones(tokens, context, dtype=torch.bool).tril(context - tokens)
     for _ in range(LAYERS):
-        ops.prefill_attention(query, key, value, ranges, HEAD_DIM**-0.5)
-
-
-def sdpa(qkv: Tensor) -> None:
-    query, key, value = qkv.transpose(2, 3)
-    for _ in range(LAYERS):
-        F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
 
 
 def main() -> None:

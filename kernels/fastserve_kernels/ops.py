@@ -5,18 +5,15 @@ CPU, float32 and bfloat16 run in C++ that is compiled on first use (see `cpu.bui
 case, and a machine without a compiler, runs in plain torch with the same results up to rounding.
 Shapes and dtypes are the caller's contract and are not checked on every call.
 
-`paged_attention` and `prefill_attention` take each row by itself and run anywhere. A GPU's
-attention is not among these: `gpu.paged_decode` and `gpu.paged_prefill` take work lists that the
-host has made (`gpu.work_lists`), never wait for the device, and the first can be captured in a CUDA
-graph.
+Attention here is for a CPU. A GPU's, `gpu.paged_decode` and `gpu.paged_prefill`, takes work lists
+that the host has made (`gpu.work_lists`), never waits for the device, and the first can be captured
+in a CUDA graph.
 
 KV cache: one contiguous tensor [num_blocks, layers, 2, kv_heads, block_size, head_dim], where
 index 2 is (K, V) and slot = block_id * block_size + offset.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -33,8 +30,8 @@ __all__ = [
     "argmax_rows",
     "cpu_backend",
     "kv_write",
-    "paged_attention",
-    "prefill_attention",
+    "paged_decode",
+    "paged_prefill",
     "rope_kv_write",
     "rotate",
     "silu_mul",
@@ -72,24 +69,22 @@ def rope_kv_write(
     kv_write(kv, layer, key, value, slots)
 
 
-def paged_attention(
+def paged_decode(
     query: Tensor,
     kv: Tensor,
     layer: int,
     block_tables: Tensor,
-    table_rows: Tensor,
     context_lens: Tensor,
     scale: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of T queries over the paged cache: decode, one row a job, or prompt chunks.
+    """Attention of one query a job over the paged cache, row t with row t of block_tables.
 
-    query: [T, heads, head_dim] of the cache's dtype, only the last dimension need be contiguous;
+    query: [B, heads, head_dim] of the cache's dtype, only the last dimension need be contiguous;
     heads is a multiple of kv_heads, head_dim a multiple of 8 up to 256.
-    block_tables: int32 [S, max_blocks], rows contiguous. table_rows: int32 [T], the row of
-    block_tables that token t uses. context_lens: int32 [T]: token t attends to the positions
-    [0, context_lens[t]) of it; 0 gives zeros (padding).
-    out: [T, heads, head_dim] of query's dtype to write to, each row contiguous.
+    block_tables: int32 [B, max_blocks], rows contiguous. context_lens: int32 [B]: row t attends to
+    the positions [0, context_lens[t]) of its job; 0 gives zeros (padding).
+    out: [B, heads, head_dim] of query's dtype to write to, each row contiguous.
 
     Returns out, or a new contiguous tensor. Blocks and slots past a context are never used,
     whatever they hold. On a CPU with compiled kernels a row does not depend on the other rows,
@@ -97,42 +92,37 @@ def paged_attention(
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    kernels = compiled_for(query)
-    if kernels is None:
-        plain_torch.paged_attention(
-            query, kv, layer, block_tables, table_rows, context_lens, scale, out
-        )
-    else:
-        kernels.paged_attention(
-            query, kv, layer, block_tables, table_rows, context_lens, scale, out
-        )
+    kernels = compiled_for(query) or plain_torch
+    kernels.paged_decode(query, kv, layer, block_tables, context_lens, scale, out)
     return out
 
 
-def prefill_attention(
+def paged_prefill(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    ranges: Sequence[tuple[int, int]],
+    kv: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_starts: Tensor,
     scale: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within whole prompts that have nothing in the cache before them.
+    """Causal attention of prompts, or chunks of them, whose keys and values are in the cache.
 
-    query: [T, heads, head_dim], key, value: [T, kv_heads, head_dim], of one dtype, only the last
-    dimension need be contiguous. ranges: row ranges [start, end), one a prompt.
-    out: [T, heads, head_dim] to write to, each row contiguous; rows outside the ranges are left.
+    query: [T, heads, head_dim], as in `paged_decode`. query_starts: int32 [S + 1], contiguous, from
+    0 up to T: the rows [query_starts[j], query_starts[j + 1]), one at least, are the last ones of
+    job j. block_tables: int32 [S, max_blocks], rows contiguous. context_lens: int32 [S],
+    contiguous: a job's tokens in the cache, those rows included; its last row attends to all.
+    out: [T, heads, head_dim] of query's dtype to write to, each row contiguous.
 
-    Returns out, or a new contiguous tensor in which rows outside the ranges are zero. A prompt's
-    result does not depend on the other prompts.
+    Returns out, or a new contiguous tensor. What lies past a context is never used. On a CPU with
+    compiled kernels a row depends neither on other jobs nor on how its prompt is cut into chunks,
+    bit for bit.
     """
     if out is None:
-        out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
-    kernels = compiled_for(query)
-    if kernels is None:
-        plain_torch.prefill_attention(query, key, value, ranges, scale, out)
-    else:
-        kernels.prefill_attention(query, key, value, ranges, scale, out)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    kernels = compiled_for(query) or plain_torch
+    kernels.paged_prefill(query, kv, layer, block_tables, context_lens, query_starts, scale, out)
     return out
 
 

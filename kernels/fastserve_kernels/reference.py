@@ -6,7 +6,6 @@ Results are float64 unless said; inputs may be of any float dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 
 import torch
@@ -35,7 +34,11 @@ def paged_attention(
     query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_rows: Tensor,
     context_lens: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    """See `ops.paged_attention`."""
+    """Attention of T queries over the paged cache: decode, one row a job, or prefill, more.
+
+    query: [T, heads, head_dim]. table_rows: int [T], the row of block_tables that query t uses.
+    context_lens: int [T]: it attends to the positions [0, context_lens[t]); 0 gives zeros.
+    """
     tokens, heads, _ = query.shape
     kv_heads, block_size = kv.shape[3:5]
     out = torch.zeros(query.shape, dtype=torch.float64)
@@ -53,25 +56,6 @@ def paged_attention(
             key = kv[blocks, layer, 0, kv_head, offsets]
             value = kv[blocks, layer, 1, kv_head, offsets]
             out[t, head] = attend(query[t, head], key, value, scale)
-    return out
-
-
-def prefill_attention(
-    query: Tensor, key: Tensor, value: Tensor, ranges: Sequence[tuple[int, int]], scale: float
-) -> Tensor:
-    """See `ops.prefill_attention`."""
-    heads, kv_heads = query.shape[1], key.shape[1]
-    out = torch.zeros(query.shape, dtype=torch.float64)
-    for start, end in ranges:
-        for t in range(start, end):
-            for head in range(heads):
-                kv_head = head // (heads // kv_heads)
-                out[t, head] = attend(
-                    query[t, head],
-                    key[start : t + 1, kv_head],
-                    value[start : t + 1, kv_head],
-                    scale,
-                )
     return out
 
 

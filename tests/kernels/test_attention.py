@@ -70,66 +70,70 @@ DECODE_CASES = [
 ]
 
 
+def expected_decode(query: Tensor, cache: Cache, contexts: Tensor, scale: float) -> Tensor:
+    rows = torch.arange(len(query))
+    return reference.paged_attention(
+        query, cache.kv, LAYER, cache.block_tables, rows, contexts, scale
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", DECODE_CASES, ids=str)
 def test_decode(backend: str, close: Close, case: tuple, dtype: torch.dtype) -> None:
     lengths, heads, kv_heads, head_dim, block_size = case
     cache = make_cache(lengths, kv_heads, head_dim, block_size, dtype)
     query = fused(len(lengths), heads, kv_heads, head_dim, dtype)[0]
-    rows = torch.arange(len(lengths), dtype=torch.int32)
     contexts = torch.tensor(lengths, dtype=torch.int32)
-    arguments = (query, cache.kv, LAYER, cache.block_tables, rows, contexts, cache.scale)
-    out = ops.paged_attention(*arguments)
+    out = ops.paged_decode(query, cache.kv, LAYER, cache.block_tables, contexts, cache.scale)
     assert out.is_contiguous()
     assert out.dtype == dtype
-    close(out, reference.paged_attention(*arguments))
+    close(out, expected_decode(query, cache, contexts, cache.scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_decode_rows_and_padding_in_one_call(
-    backend: str, close: Close, dtype: torch.dtype
-) -> None:
-    cache = make_cache([40, 130, 9], 2, 64, 16, dtype)
-    # Rows 25..39 of job 0, rows 70..129 of job 1, one row of job 2, padding at both ends.
-    spans = [(0, 0, 1), (0, 26, 41), (1, 71, 131), (2, 9, 10), (1, 0, 1)]
-    rows = torch.tensor([r for r, a, b in spans for _ in range(a, b)], dtype=torch.int32)
-    contexts = torch.tensor([n for _, a, b in spans for n in range(a, b)], dtype=torch.int32)
-    query = fused(len(rows), 4, 2, 64, dtype)[0]
-    arguments = (query, cache.kv, LAYER, cache.block_tables, rows, contexts, cache.scale)
-    out = ops.paged_attention(*arguments)
-    close(out, reference.paged_attention(*arguments))
+def test_padding_decodes_are_zero(backend: str, close: Close, dtype: torch.dtype) -> None:
+    cache = make_cache([5, 130, 9], 2, 64, 16, dtype)
+    contexts = torch.tensor([0, 130, 0], dtype=torch.int32)
+    query = fused(3, 4, 2, 64, dtype)[0]
+    out = ops.paged_decode(query, cache.kv, LAYER, cache.block_tables, contexts, cache.scale)
+    close(out, expected_decode(query, cache, contexts, cache.scale))
     assert not out[0].any()
     assert not out[-1].any()
 
 
 def test_no_rows(backend: str) -> None:
     cache = make_cache([4], 2, 64, 16, torch.float32)
-    empty = torch.empty(0, dtype=torch.int32)
-    query = torch.empty(0, 2, 64)
-    out = ops.paged_attention(query, cache.kv, 0, cache.block_tables, empty, empty, 1.0)
-    assert out.shape == (0, 2, 64)
+    empty, query = torch.empty(0, dtype=torch.int32), torch.empty(0, 2, 64)
+    shared = (query, cache.kv, 0, cache.block_tables[:0], empty)
+    assert ops.paged_decode(*shared, 1.0).shape == (0, 2, 64)
+    starts = torch.zeros(1, dtype=torch.int32)
+    assert ops.paged_prefill(*shared, starts, 1.0).shape == (0, 2, 64)
 
 
 def test_writes_into_the_given_rows_only(backend: str, close: Close) -> None:
     cache = make_cache([20, 30], 2, 64, 16, torch.float32)
-    query = fused(2, 2, 2, 64, torch.float32)[0]
-    rows = torch.arange(2, dtype=torch.int32)
     contexts = torch.tensor([20, 30], dtype=torch.int32)
-    whole = torch.full((4, 2, 64), 7.0)
-    arguments = (query, cache.kv, LAYER, cache.block_tables, rows, contexts, cache.scale)
-    returned = ops.paged_attention(*arguments, out=whole[1:3])
-    assert returned.data_ptr() == whole[1:3].data_ptr()
-    close(whole[1:3], reference.paged_attention(*arguments))
-    assert (whole[0] == 7).all()
-    assert (whole[3] == 7).all()
+    starts = torch.tensor([0, 3, 5], dtype=torch.int32)
+    shared = (cache.kv, LAYER, cache.block_tables, contexts)
+    for count, call, more in ((2, ops.paged_decode, ()), (5, ops.paged_prefill, (starts,))):
+        query = fused(count, 2, 2, 64, torch.float32)[0]
+        whole = torch.full((count + 2, 2, 64), 7.0)
+        out = whole[1:-1]
+        returned = call(query, *shared, *more, cache.scale, out=out)
+        assert returned.data_ptr() == out.data_ptr()
+        close(out, call(query, *shared, *more, cache.scale))
+        assert (whole[[0, -1]] == 7).all()
+        assert not (out == 7).any()
 
 
 def test_large_scores_do_not_overflow(backend: str, close: Close) -> None:
     cache = make_cache([70], 1, 64, 16, torch.float32)
+    contexts, starts = torch.tensor([70], dtype=torch.int32), torch.tensor([0, 1]).int()
     query = fused(1, 1, 1, 64, torch.float32)[0] * 300
-    one = torch.zeros(1, dtype=torch.int32)
-    arguments = (query, cache.kv, LAYER, cache.block_tables, one, one + 70, 1.0)
-    close(ops.paged_attention(*arguments), reference.paged_attention(*arguments))
+    expected = expected_decode(query, cache, contexts, 1.0)
+    shared = (query, cache.kv, LAYER, cache.block_tables, contexts)
+    close(ops.paged_decode(*shared, 1.0), expected)
+    close(ops.paged_prefill(*shared, starts, 1.0), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -138,74 +142,87 @@ def test_compiled_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     lengths = [300, 17, 64, 129]
     cache = make_cache(lengths, 2, 64, 16, dtype)
     query = fused(4, 4, 2, 64, dtype)[0]
-    rows = torch.arange(4, dtype=torch.int32)
     contexts = torch.tensor(lengths, dtype=torch.int32)
-    shared = (cache.kv, LAYER, cache.block_tables)
-    together = ops.paged_attention(query, *shared, rows, contexts, cache.scale)
+
+    def decode(rows: slice) -> Tensor:
+        tables = cache.block_tables[rows]
+        return ops.paged_decode(query[rows], cache.kv, LAYER, tables, contexts[rows], cache.scale)
+
+    together = decode(slice(None))
     for i in range(4):
-        one = slice(i, i + 1)
-        alone = ops.paged_attention(query[one], *shared, rows[one], contexts[one], cache.scale)
-        assert torch.equal(alone[0], together[i])
+        assert torch.equal(decode(slice(i, i + 1))[0], together[i])
 
 
 PREFILL_CASES = [
-    # ranges, rows, heads, kv_heads, head_dim
-    ([(0, 1)], 1, 2, 2, 64),
-    ([(0, 15), (15, 31), (31, 48)], 48, 2, 2, 64),
-    ([(3, 131)], 140, 4, 2, 80),
-    ([(0, 70), (80, 97)], 97, 4, 1, 128),
-    ([(2, 67)], 67, 2, 2, 8),
-    ([(0, 300), (300, 364)], 364, 8, 1, 64),
+    # (rows, context) of each job, heads, kv_heads, head_dim, block_size
+    ([(1, 1)], 2, 2, 64, 16),
+    ([(15, 15), (16, 16), (17, 17)], 2, 2, 64, 16),
+    ([(128, 128)], 4, 2, 80, 16),
+    ([(70, 70), (17, 17)], 4, 1, 128, 32),
+    ([(65, 65)], 2, 2, 8, 8),
+    ([(300, 300), (64, 64)], 8, 1, 64, 16),
+    ([(15, 40), (60, 130), (1, 9)], 4, 2, 64, 16),
+    ([(1, 257), (12, 64), (13, 65), (31, 95)], 6, 3, 72, 4),
+    ([(100, 101), (2, 300)], 2, 1, 256, 16),
 ]
+
+
+def prefill(
+    spans: list[tuple[int, int]], query: Tensor, cache: Cache, jobs: slice = slice(None)
+) -> Tensor:
+    """Of a cache's jobs, (rows, context) each."""
+    contexts = torch.tensor([context for _, context in spans], dtype=torch.int32)
+    rows = torch.tensor([0, *(rows for rows, _ in spans)])
+    tables = cache.block_tables[jobs]
+    starts = rows.cumsum(0).int()
+    return ops.paged_prefill(query, cache.kv, LAYER, tables, contexts, starts, cache.scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", PREFILL_CASES, ids=str)
 def test_prefill(backend: str, close: Close, case: tuple, dtype: torch.dtype) -> None:
-    ranges, tokens, heads, kv_heads, head_dim = case
-    query, key, value = fused(tokens, heads, kv_heads, head_dim, dtype)
-    outside = torch.ones(tokens, dtype=torch.bool)
-    for start, end in ranges:
-        outside[start:end] = False
-    for tensor in (query, key, value):
-        tensor[outside] = NAN
-    scale = head_dim**-0.5
-    out = ops.prefill_attention(query, key, value, ranges, scale)
+    spans, heads, kv_heads, head_dim, block_size = case
+    cache = make_cache([context for _, context in spans], kv_heads, head_dim, block_size, dtype)
+    query = fused(sum(rows for rows, _ in spans), heads, kv_heads, head_dim, dtype)[0]
+    out = prefill(spans, query, cache)
     assert out.is_contiguous()
     assert out.dtype == dtype
-    close(out, reference.prefill_attention(query, key, value, ranges, scale))
+    close(out, expected_prefill(spans, query, cache))
+
+
+def expected_prefill(spans: list[tuple[int, int]], query: Tensor, cache: Cache) -> Tensor:
+    seen = [
+        (job, context - rows + row + 1)
+        for job, (rows, context) in enumerate(spans)
+        for row in range(rows)
+    ]
+    jobs, contexts = (torch.tensor(column) for column in zip(*seen, strict=True))
+    return reference.paged_attention(
+        query, cache.kv, LAYER, cache.block_tables, jobs, contexts, cache.scale
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_prompts_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+def test_compiled_prompts_depend_neither_on_the_batch_nor_on_chunks(dtype: torch.dtype) -> None:
     ops.set_cpu_backend("compiled")
-    query, key, value = fused(200, 4, 2, 64, dtype)
-    together = ops.prefill_attention(query, key, value, [(0, 30), (30, 170), (170, 200)], 0.125)
-    own = slice(30, 170)
-    alone = ops.prefill_attention(query[own], key[own], value[own], [(0, 140)], 0.125)
-    assert torch.equal(alone, together[own])
-    shorter = ops.prefill_attention(query[30:99], key[30:99], value[30:99], [(0, 69)], 0.125)
-    assert torch.equal(shorter, together[30:99])
-
-
-def test_prefill_leaves_other_rows_of_out(backend: str) -> None:
-    query, key, value = fused(30, 2, 2, 64, torch.bfloat16)
-    out = torch.full((30, 2, 64), 7.0, dtype=torch.bfloat16)
-    ops.prefill_attention(query, key, value, [(10, 20)], 0.125, out=out)
-    assert (out[:10] == 7).all()
-    assert (out[20:] == 7).all()
-    assert not (out[10:20] == 7).all()
+    lengths = [30, 140, 30]
+    cache = make_cache(lengths, 2, 64, 16, dtype)
+    query = fused(200, 4, 2, 64, dtype)[0]
+    together = prefill([(length, length) for length in lengths], query, cache)
+    for first, end in ((0, 140), (0, 69), (69, 140), (5, 6), (139, 140)):
+        rows = query[30 + first : 30 + end]
+        alone = prefill([(end - first, end)], rows, cache, slice(1, 2))
+        assert torch.equal(alone, together[30 + first : 30 + end])
 
 
 def test_half_precision_runs_in_plain_torch(close: Close) -> None:
     cache = make_cache([20, 33], 2, 64, 16, torch.float16)
-    query, key, value = fused(2, 2, 2, 64, torch.float16)
-    rows = torch.arange(2, dtype=torch.int32)
+    query = fused(2, 2, 2, 64, torch.float16)[0]
     contexts = torch.tensor([20, 33], dtype=torch.int32)
-    arguments = (query, cache.kv, LAYER, cache.block_tables, rows, contexts, cache.scale)
-    close(ops.paged_attention(*arguments), reference.paged_attention(*arguments))
-    out = ops.prefill_attention(query, key, value, [(0, 2)], 0.125)
-    close(out, reference.prefill_attention(query, key, value, [(0, 2)], 0.125))
+    out = ops.paged_decode(query, cache.kv, LAYER, cache.block_tables, contexts, cache.scale)
+    expected = expected_decode(query, cache, contexts, cache.scale)
+    close(out, expected)
+    close(prefill([(1, 20), (1, 33)], query, cache), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

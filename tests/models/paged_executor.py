@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastserve_backend.models.attention_batch import RowwiseBatch
+from fastserve_backend.models.attention_batch import CPUBatch
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.loader import CausalLM, load_model
 from torch import Tensor
@@ -64,48 +64,37 @@ class PagedExecutor:
         self._kv = self._kv.to(dtype)
 
     @torch.inference_mode()
-    def step(self, work: list[tuple[int, int]], *, fresh_kernel: bool, padding: int = 0) -> None:
-        """Run (job, token count) pairs as one batch, decodes first, with rows of padding at the
-        end.
-
-        `fresh_kernel` serves whole prompts by prefill_attention, else they too read the paged
-        cache.
-        """
+    def step(self, work: list[tuple[int, int]], *, padding: int = 0) -> None:
+        """Run (job, token count) pairs as one batch, padding and decodes first."""
         work = sorted(work, key=lambda pair: pair[1] > 1)
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        rows: list[int] = []
-        fresh: list[tuple[int, int]] = []
-        for row, (index, count) in enumerate(work):
+        ids, positions, slots = [0] * padding, [0] * padding, [-1] * padding
+        tables, lengths = [self.jobs[0].blocks] * padding, [0] * padding
+        num_decodes, starts = padding, [0]
+        for index, count in work:
             job = self.jobs[index]
-            if fresh_kernel and job.done == 0 and count == len(job.tokens):
-                fresh.append((len(ids), len(ids) + count))
             for position in range(job.done, job.done + count):
                 ids.append(job.tokens[position])
                 positions.append(position)
                 slots.append(
                     job.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
                 )
-                rows.append(row)
-        batch = RowwiseBatch(
-            slots=torch.tensor(slots + [-1] * padding),
-            block_tables=torch.tensor([self.jobs[i].blocks for i, _ in work], dtype=torch.int32),
-            table_rows=torch.tensor(rows + [0] * padding, dtype=torch.int32),
-            context_lens=torch.tensor(
-                [p + 1 for p in positions] + [0] * padding, dtype=torch.int32
-            ),
-            fresh_prefills=fresh,
+            tables.append(job.blocks)
+            lengths.append(job.done + count)
+            if count == 1:
+                num_decodes += 1
+            else:
+                starts.append(starts[-1] + count)
+        batch = CPUBatch(
+            num_decodes=num_decodes,
+            slots=torch.tensor(slots),
+            block_tables=torch.tensor(tables, dtype=torch.int32),
+            context_lens=torch.tensor(lengths, dtype=torch.int32),
+            query_starts=torch.tensor(starts, dtype=torch.int32),
         )
-        hidden = self._model.forward(
-            torch.tensor(ids + [0] * padding),
-            torch.tensor(positions + [0] * padding),
-            batch,
-            self._kv,
-        )
+        hidden = self._model.forward(torch.tensor(ids), torch.tensor(positions), batch, self._kv)
         logits = self._model.logits(hidden)
         assert torch.isfinite(logits).all()
-        start = 0
+        start = padding
         for index, count in work:
             self.jobs[index].logits.extend(logits[start : start + count])
             self.jobs[index].done += count

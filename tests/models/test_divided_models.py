@@ -49,9 +49,9 @@ def test_logits(name: str, tensor_size: int, num_stages: int, tmp_path: Path) ->
     config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
     ours = DividedModel(config, tensor_size, num_stages)
     executor = PagedExecutor(ours, theirs.config, prompts(20, 1, 9), seed=2)  # type: ignore[arg-type]
-    executor.step([(0, 20), (1, 1), (2, 5)], fresh_kernel=True)
-    executor.step([(2, 3)], fresh_kernel=True)
-    executor.step([(2, 1)], fresh_kernel=True)
+    executor.step([(0, 20), (1, 1), (2, 5)])
+    executor.step([(2, 3)])
+    executor.step([(2, 1)])
     check(theirs, executor)
 
 
@@ -63,7 +63,7 @@ def test_ranks_sum_as_rarely_as_they_can(name: str, sums_a_layer: int, tmp_path:
     config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
     ours = DividedModel(config, 2, 1)
     executor = PagedExecutor(ours, theirs.config, prompts(5), seed=2)  # type: ignore[arg-type]
-    executor.step([(0, 5)], fresh_kernel=True)
+    executor.step([(0, 5)])
     embedding = 1
     assert ours.meetings[0].num_sums == embedding + 3 * sums_a_layer
 
@@ -74,7 +74,7 @@ def test_every_checkpoint_format_is_read_in_parts(tmp_path: Path, save: Any) -> 
     save(theirs, tmp_path)
     config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
     executor = PagedExecutor(DividedModel(config, 2, 3), theirs.config, prompts(9), seed=5)  # type: ignore[arg-type]
-    executor.step([(0, 9)], fresh_kernel=True)
+    executor.step([(0, 9)])
     check(theirs, executor)
 
 
@@ -92,7 +92,7 @@ def test_a_tied_head_in_the_checkpoint(tmp_path: Path, only_head: bool, num_stag
     config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
     ours = DividedModel(config, 2, num_stages)
     executor = PagedExecutor(ours, theirs.config, prompts(9), seed=5)  # type: ignore[arg-type]
-    executor.step([(0, 9)], fresh_kernel=True)
+    executor.step([(0, 9)])
     check(theirs, executor)
 
 
@@ -103,7 +103,7 @@ def test_random_weights_do_not_depend_on_the_division(name: str, tmp_path: Path)
     logits = []
     for model in (load_model(config, torch.device("cpu")), DividedModel(config, 2, 3)):
         executor = PagedExecutor(model, theirs.config, prompts(9), seed=5)  # type: ignore[arg-type]
-        executor.step([(0, 9)], fresh_kernel=True)
+        executor.step([(0, 9)])
         logits.append(torch.stack(executor.jobs[0].logits))
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=1e-5)
 

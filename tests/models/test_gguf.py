@@ -90,7 +90,7 @@ def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def check_logits(theirs: LlamaForCausalLM, directory: Path) -> None:
     executor = PagedExecutor(load(directory), theirs.config, prompts(30, 7), seed=1)
-    executor.step([(0, 30), (1, 7)], fresh_kernel=True)
+    executor.step([(0, 30), (1, 7)])
     check(theirs, executor)
 
 

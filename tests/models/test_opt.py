@@ -34,24 +34,23 @@ def pair(
     return theirs, load(directory)
 
 
-@pytest.mark.parametrize("fresh_kernel", [True, False], ids=["prefill", "paged"])
-def test_whole_prompts_batched(pair: tuple[OPTForCausalLM, CausalLM], fresh_kernel: bool) -> None:
+def test_whole_prompts_batched(pair: tuple[OPTForCausalLM, CausalLM]) -> None:
     theirs, ours = pair
     executor = PagedExecutor(ours, theirs.config, prompts(1, 7, 48, 4, 5), seed=1)
     work = [(i, len(job.tokens)) for i, job in enumerate(executor.jobs)]
-    executor.step(work, fresh_kernel=fresh_kernel, padding=3)
+    executor.step(work, padding=3)
     check(theirs, executor)
 
 
 def test_decode_one_by_one(pair: tuple[OPTForCausalLM, CausalLM]) -> None:
     theirs, ours = pair
     executor = PagedExecutor(ours, theirs.config, prompts(20, 20), seed=2)
-    executor.step([(0, 5)], fresh_kernel=True)
-    executor.step([(1, 9)], fresh_kernel=True)
+    executor.step([(0, 5)])
+    executor.step([(1, 9)])
     for _ in range(11):
-        executor.step([(0, 1), (1, 1)], fresh_kernel=True, padding=1)
+        executor.step([(0, 1), (1, 1)], padding=1)
     for _ in range(4):
-        executor.step([(0, 1)], fresh_kernel=True)
+        executor.step([(0, 1)])
     check(theirs, executor)
 
 
@@ -66,7 +65,7 @@ def test_any_schedule(pair: tuple[OPTForCausalLM, CausalLM], seed: int) -> None:
         for index in chooser.sample(remaining, chooser.randint(1, len(remaining))):
             left = len(executor.jobs[index].tokens) - executor.jobs[index].done
             work.append((index, chooser.choice([1, min(left, chooser.randint(1, 13)), left])))
-        executor.step(work, fresh_kernel=chooser.random() < 0.7, padding=chooser.randint(0, 2))
+        executor.step(work, padding=chooser.randint(0, 2))
     check(theirs, executor)
 
 
@@ -78,7 +77,7 @@ def test_checkpoint_formats(
     theirs = random_opt(**VARIANTS[variant])
     save(theirs, tmp_path)
     executor = PagedExecutor(load(tmp_path), theirs.config, prompts(9), seed=5)
-    executor.step([(0, 9)], fresh_kernel=True)
+    executor.step([(0, 9)])
     check(theirs, executor)
 
 
@@ -86,7 +85,7 @@ def test_untied_head_in_bin(tmp_path: Path) -> None:
     theirs = random_opt(tie_word_embeddings=False)
     save_bin(theirs, tmp_path)
     executor = PagedExecutor(load(tmp_path), theirs.config, prompts(9), seed=5)
-    executor.step([(0, 9)], fresh_kernel=True)
+    executor.step([(0, 9)])
     check(theirs, executor)
 
 
@@ -110,7 +109,7 @@ def test_tied_config_with_a_head_in_the_checkpoint(tmp_path: Path, only_head: bo
     rewrite(tmp_path, change)
     theirs = OPTForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     executor = PagedExecutor(load(tmp_path), theirs.config, prompts(9), seed=5)
-    executor.step([(0, 9)], fresh_kernel=True)
+    executor.step([(0, 9)])
     check(theirs, executor)
 
 
@@ -118,7 +117,7 @@ def test_half_precision_checkpoint_is_computed_in_the_asked_dtype(tmp_path: Path
     theirs = random_opt().to(torch.bfloat16)
     save_safetensors(theirs, tmp_path)
     executor = PagedExecutor(load(tmp_path), theirs.config, prompts(9), seed=5)
-    executor.step([(0, 9)], fresh_kernel=True)
+    executor.step([(0, 9)])
     check(theirs.float(), executor)
 
 
@@ -130,7 +129,7 @@ def test_half_precision_is_near(tmp_path: Path, dtype: str) -> None:
     ours = load_model(config, torch.device("cpu"))
     executor = PagedExecutor(ours, theirs.config, prompts(12), seed=5)
     executor.cast(getattr(torch, dtype))
-    executor.step([(0, 12)], fresh_kernel=True)
+    executor.step([(0, 12)])
     got, want = (
         torch.stack(executor.jobs[0].logits).float(),
         expected_logits(theirs, executor.jobs[0].tokens),
@@ -148,7 +147,7 @@ class TestDummyWeights:
     def logits(self, tmp_path: Path, seed: int) -> Tensor:
         ours, theirs = self.build(tmp_path, seed)
         executor = PagedExecutor(ours, theirs.config, prompts(12), seed=5)
-        executor.step([(0, 12)], fresh_kernel=True)
+        executor.step([(0, 12)])
         return torch.stack(executor.jobs[0].logits)
 
     def test_a_function_of_the_seed(self, tmp_path: Path) -> None:

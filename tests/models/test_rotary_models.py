@@ -106,23 +106,22 @@ def pair(
     return theirs, load(directory)
 
 
-@pytest.mark.parametrize("fresh_kernel", [True, False], ids=["prefill", "paged"])
-def test_whole_prompts_batched(pair: tuple[PreTrainedModel, CausalLM], fresh_kernel: bool) -> None:
+def test_whole_prompts_batched(pair: tuple[PreTrainedModel, CausalLM]) -> None:
     theirs, ours = pair
     executor = PagedExecutor(ours, theirs.config, prompts(1, 7, 48, 4, 5), seed=1)
     work = [(i, len(job.tokens)) for i, job in enumerate(executor.jobs)]
-    executor.step(work, fresh_kernel=fresh_kernel, padding=3)
+    executor.step(work, padding=3)
     check(theirs, executor)
 
 
 def test_chunks_and_decodes_mixed(pair: tuple[PreTrainedModel, CausalLM]) -> None:
     theirs, ours = pair
     executor = PagedExecutor(ours, theirs.config, prompts(20, 30, 9), seed=2)
-    executor.step([(0, 5), (1, 11)], fresh_kernel=True)
-    executor.step([(0, 1), (1, 13), (2, 9)], fresh_kernel=True)
+    executor.step([(0, 5), (1, 11)])
+    executor.step([(0, 1), (1, 13), (2, 9)])
     while any(job.done < len(job.tokens) for job in executor.jobs):
         work = [(i, 1) for i, job in enumerate(executor.jobs) if job.done < len(job.tokens)]
-        executor.step(work, fresh_kernel=True, padding=1)
+        executor.step(work, padding=1)
     check(theirs, executor)
 
 
@@ -134,7 +133,7 @@ def test_low_precision_stays_near(tmp_path: Path) -> None:
         load_model(config, torch.device("cpu")), theirs.config, prompts(30), seed=3
     )
     executor.cast(torch.bfloat16)
-    executor.step([(0, 30)], fresh_kernel=True)
+    executor.step([(0, 30)])
     expected = expected_logits(theirs, executor.jobs[0].tokens)
     error = (torch.stack(executor.jobs[0].logits).float() - expected).abs().max()
     assert error < 0.05 * expected.abs().max()
@@ -174,7 +173,7 @@ def test_older_configurations_name_their_rotation_differently(tmp_path: Path) ->
     rope["type"] = rope.pop("rope_type")
     file.write_text(json.dumps(fields | {"rope_theta": theta, "rope_scaling": rope}))
     executor = PagedExecutor(load(tmp_path), theirs.config, prompts(40), seed=4)
-    executor.step([(0, 40)], fresh_kernel=True)
+    executor.step([(0, 40)])
     check(theirs, executor)
 
 

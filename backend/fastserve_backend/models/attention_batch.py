@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,63 +19,41 @@ class AttentionBatch(Protocol):
         padding."""
         ...
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, layer: int, scale: float
-    ) -> Tensor:
+    def attend(self, query: Tensor, kv: Tensor, layer: int, scale: float) -> Tensor:
         """Causal attention of one layer, whose keys and values are in the cache `kv` already.
 
-        query [T, heads, head_dim], key and value [T, kv_heads, head_dim] of the step's tokens ->
-        [T, heads, head_dim], contiguous.
+        query [T, heads, head_dim] of the step's tokens -> the same shape, contiguous.
         """
         ...
 
 
 @dataclass(frozen=True)
-class RowwiseBatch:
-    """Each row by itself, for a CPU: no row waits for the shape of another.
+class CPUBatch:
+    """Each job by itself, for a CPU.
 
+    num_decodes: D, the first so many jobs decode, with one token each.
     slots: see `AttentionBatch`.
-    block_tables: int32 [S, max_blocks], one row a job. table_rows: int32 [T], a token's row in it.
-    context_lens: int32 [T], a token attends to positions [0, context_lens[t]); 0 for padding.
-    fresh_prefills: ascending (start, end) row ranges, each the beginning of a prompt, with nothing
-    in the cache yet.
+    block_tables: int32 [S, max_blocks], one row a job.
+    context_lens: int32 [S], a job's tokens in the cache after this step; 0 for a padding decode.
+    query_starts: int32 [S - D + 1], the first row of each job that does not decode, counted from
+    row D, and the number of such rows.
     """
 
+    num_decodes: int
     slots: Tensor
     block_tables: Tensor
-    table_rows: Tensor
     context_lens: Tensor
-    fresh_prefills: Sequence[tuple[int, int]] = ()
-    paged_ranges: tuple[tuple[int, int], ...] = field(init=False)
+    query_starts: Tensor
 
-    def __post_init__(self) -> None:
-        """Derive the row ranges between the fresh prefills: they attend to the cache."""
-        ranges: list[tuple[int, int]] = []
-        start = 0
-        for fresh_start, fresh_end in (*self.fresh_prefills, (len(self.slots), len(self.slots))):
-            if fresh_start > start:
-                ranges.append((start, fresh_start))
-            start = fresh_end
-        object.__setattr__(self, "paged_ranges", tuple(ranges))
-
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, layer: int, scale: float
-    ) -> Tensor:
+    def attend(self, query: Tensor, kv: Tensor, layer: int, scale: float) -> Tensor:
         """See `AttentionBatch.attend`."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for start, end in self.paged_ranges:
-            ops.paged_attention(
-                query[start:end],
-                kv,
-                layer,
-                self.block_tables,
-                self.table_rows[start:end],
-                self.context_lens[start:end],
-                scale,
-                out=out[start:end],
-            )
-        if self.fresh_prefills:
-            ops.prefill_attention(query, key, value, self.fresh_prefills, scale, out=out)
+        n, tables, lengths = self.num_decodes, self.block_tables, self.context_lens
+        if n:
+            ops.paged_decode(query[:n], kv, layer, tables[:n], lengths[:n], scale, out[:n])
+        if n < len(query):
+            starts = self.query_starts
+            ops.paged_prefill(query[n:], kv, layer, tables[n:], lengths[n:], starts, scale, out[n:])
         return out
 
 
@@ -105,9 +82,7 @@ class WorkListBatch:
     query_starts: Tensor
     decode_scratch: Tensor
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, layer: int, scale: float
-    ) -> Tensor:
+    def attend(self, query: Tensor, kv: Tensor, layer: int, scale: float) -> Tensor:
         """See `AttentionBatch.attend`."""
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         n = self.num_decodes

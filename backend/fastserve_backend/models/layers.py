@@ -51,14 +51,13 @@ class Attention:
         queries and keys are rotated by it (`ops.rotate`); that changes qkv.
         """
         by_head = qkv.view(len(qkv), -1, self.head_dim)
-        query = by_head[:, : self.heads]
-        key = by_head[:, self.heads : self.heads + self.kv_heads]
-        value = by_head[:, self.heads + self.kv_heads :]
         if cos_sin is None:
+            key = by_head[:, self.heads : self.heads + self.kv_heads]
+            value = by_head[:, self.heads + self.kv_heads :]
             ops.kv_write(kv, self.layer, key, value, batch.slots)
         else:
             ops.rope_kv_write(by_head, self.heads, cos_sin, kv, self.layer, batch.slots)
-        out = batch.attend(query, key, value, kv, self.layer, self.scale)
+        out = batch.attend(by_head[:, : self.heads], kv, self.layer, self.scale)
         return out.view(len(qkv), -1)
 
 

@@ -19,7 +19,7 @@ from fastserve_backend.worker.messages import StageDone, Step, StepResult
 from fastserve_backend.worker.pipeline import Pipeline
 from fastserve_backend.worker.sampler import SampledTokens, sample
 from fastserve_backend.worker.step_inputs import (
-    RowwiseInputs,
+    CPUInputs,
     StepInputs,
     StepLimits,
     StepTensors,
@@ -71,7 +71,7 @@ class ModelRunner:
         self._kv = kv
         self._block_size = kv.shape[4]
         self.device = device
-        self._inputs: StepInputs = RowwiseInputs()
+        self._inputs: StepInputs = CPUInputs()
         self._graphs: DecodeGraphs | None = None
         if ops.uses_triton(device):
             inputs = WorkListInputs(kv, config.num_heads // place.tensor_size, limits)

@@ -10,7 +10,7 @@ import torch
 from fastserve_kernels.gpu import work_lists
 from torch import Tensor
 
-from fastserve_backend.models.attention_batch import AttentionBatch, RowwiseBatch, WorkListBatch
+from fastserve_backend.models.attention_batch import AttentionBatch, CPUBatch, WorkListBatch
 from fastserve_backend.worker.staging import Array, Places, Staging
 from fastserve_backend.worker.step_layout import StepLayout
 
@@ -49,23 +49,17 @@ class StepInputs(Protocol):
         ...
 
 
-class RowwiseInputs:
-    """For attention row by row: on a CPU, where the arrays are where they are needed."""
+class CPUInputs:
+    """On a CPU the arrays are where they are needed."""
 
     def bring(self, layout: StepLayout) -> StepTensors:
-        starts = layout.query_starts
-        fresh = np.flatnonzero(layout.context_lens == layout.query_lens)
-        rows = np.repeat(np.arange(layout.num_jobs, dtype=np.int32), layout.query_lens)
-        batch = RowwiseBatch(
+        n = layout.num_decodes
+        batch = CPUBatch(
+            num_decodes=n,
             slots=torch.from_numpy(layout.slots),
             block_tables=torch.from_numpy(layout.block_tables),
-            table_rows=torch.from_numpy(rows),
-            context_lens=torch.from_numpy((layout.positions + 1).astype(np.int32)),
-            fresh_prefills=[
-                (int(starts[job]), int(starts[job + 1]))
-                for job in fresh
-                if job >= layout.num_decodes
-            ],
+            context_lens=torch.from_numpy(layout.context_lens),
+            query_starts=torch.from_numpy(layout.query_starts[n:] - n),
         )
         return StepTensors(
             torch.from_numpy(layout.token_ids),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ _POINTER = ctypes.c_void_p
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_kv_write": (None, [_POINTER] * 4 + [_INT] * 10),
-    "fs_paged_attention": (None, [_INT] + [_POINTER] * 6 + [_INT] * 11 + [_REAL]),
-    "fs_prefill_attention": (None, [_INT] + [_POINTER] * 5 + [_INT] * 11 + [_REAL]),
+    "fs_paged_decode": (None, [_INT] + [_POINTER] * 5 + [_INT] * 11 + [_REAL]),
+    "fs_paged_prefill": (None, [_INT] + [_POINTER] * 6 + [_INT] * 11 + [_REAL]),
     "fs_add_layer_norm": (None, [_INT] + [_POINTER] * 6 + [_INT] * 4 + [_REAL]),
     "fs_add_rms_norm": (None, [_INT] + [_POINTER] * 5 + [_INT] * 4 + [_REAL]),
     "fs_rotate": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5),
@@ -49,8 +48,8 @@ class CompiledKernels:
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
         self._kv_write = functions.fs_kv_write
-        self._paged_attention = functions.fs_paged_attention
-        self._prefill_attention = functions.fs_prefill_attention
+        self._paged_decode = functions.fs_paged_decode
+        self._paged_prefill = functions.fs_paged_prefill
         self._add_layer_norm = functions.fs_add_layer_norm
         self._add_rms_norm = functions.fs_add_rms_norm
         self._rotate = functions.fs_rotate
@@ -77,35 +76,33 @@ class CompiledKernels:
             key_t * item, key_h * item, value_t * item, value_h * item,
         )  # fmt: skip
 
-    def paged_attention(
-        self, query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_rows: Tensor,
-        context_lens: Tensor, scale: float, out: Tensor,
+    def paged_decode(
+        self, query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
+        scale: float, out: Tensor,
     ) -> None:  # fmt: skip
-        """See `ops.paged_attention`."""
+        """See `ops.paged_decode`."""
         _, layers, _, kv_heads, block_size, head_dim = kv.shape
         tokens, heads, _ = query.shape
         stride_t, stride_h, _ = query.stride()
-        self._paged_attention(
+        self._paged_decode(
             _DTYPE_CODES[query.dtype], query.data_ptr(), kv.data_ptr(), out.data_ptr(),
-            block_tables.data_ptr(), table_rows.data_ptr(), context_lens.data_ptr(), tokens,
-            heads, kv_heads, head_dim, block_size, layers, layer, stride_t, stride_h,
-            out.stride(0), block_tables.stride(0), scale,
+            block_tables.data_ptr(), context_lens.data_ptr(), tokens, heads, kv_heads, head_dim,
+            block_size, layers, layer, stride_t, stride_h, out.stride(0), block_tables.stride(0),
+            scale,
         )  # fmt: skip
 
-    def prefill_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, ranges: Sequence[tuple[int, int]],
-        scale: float, out: Tensor,
+    def paged_prefill(
+        self, query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
+        query_starts: Tensor, scale: float, out: Tensor,
     ) -> None:  # fmt: skip
-        """See `ops.prefill_attention`."""
-        _, heads, head_dim = query.shape
-        query_t, query_h, _ = query.stride()
-        key_t, key_h, _ = key.stride()
-        value_t, value_h, _ = value.stride()
-        flat = (_INT * (2 * len(ranges)))(*(row for pair in ranges for row in pair))
-        self._prefill_attention(
-            _DTYPE_CODES[query.dtype], query.data_ptr(), key.data_ptr(), value.data_ptr(),
-            out.data_ptr(), ctypes.addressof(flat), len(ranges), heads, key.shape[1], head_dim,
-            query_t, query_h, key_t, key_h, value_t, value_h, out.stride(0), scale,
+        """See `ops.paged_prefill`."""
+        _, layers, _, kv_heads, block_size, head_dim = kv.shape
+        stride_t, stride_h, _ = query.stride()
+        self._paged_prefill(
+            _DTYPE_CODES[query.dtype], query.data_ptr(), kv.data_ptr(), out.data_ptr(),
+            block_tables.data_ptr(), context_lens.data_ptr(), query_starts.data_ptr(),
+            len(context_lens), query.shape[1], kv_heads, head_dim, block_size, layers, layer,
+            stride_t, stride_h, out.stride(0), block_tables.stride(0), scale,
         )  # fmt: skip
 
     def add_layer_norm(

@@ -5,8 +5,7 @@ It gathers each job's K and V, which the compiled kernels avoid.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -23,36 +22,25 @@ def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) 
     kv[blocks, layer, 1, :, offsets] = value[written]
 
 
-def paged_attention(
-    query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_rows: Tensor,
-    context_lens: Tensor, scale: float, out: Tensor,
+def paged_decode(
+    query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
+    scale: float, out: Tensor,
 ) -> None:  # fmt: skip
-    """See `ops.paged_attention`."""
-    block_size = kv.shape[4]
-    lengths = context_lens.tolist()
-    start = 0
-    for table_row, run in groupby(table_rows.tolist()):
-        end = start + len(list(run))
-        longest = max(lengths[start:end])
-        blocks = block_tables[table_row, : -(-longest // block_size)].long()
-        # [2, kv_heads, blocks * block_size, head_dim], cut to what some query may see
-        context = kv[blocks, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :longest]
-        limits = context_lens[start:end]
-        visible = torch.arange(longest, device=query.device) < limits[:, None]
-        out[start:end] = _attend(query[start:end], context[0], context[1], visible, scale)
-        start = end
+    """See `ops.paged_decode`."""
+    for row, context in enumerate(context_lens.tolist()):
+        one = slice(row, row + 1)
+        out[one] = _attend(query[one], kv, layer, block_tables[row], context, scale)
 
 
-def prefill_attention(
-    query: Tensor, key: Tensor, value: Tensor, ranges: Sequence[tuple[int, int]], scale: float,
-    out: Tensor,
+def paged_prefill(
+    query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
+    query_starts: Tensor, scale: float, out: Tensor,
 ) -> None:  # fmt: skip
-    """See `ops.prefill_attention`."""
-    grouped = query.shape[1] != key.shape[1]
-    for start, end in ranges:
-        q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-        out[start:end] = y[0].transpose(0, 1)
+    """See `ops.paged_prefill`."""
+    spans = pairwise(query_starts.tolist())
+    for job, ((start, end), context) in enumerate(zip(spans, context_lens.tolist(), strict=True)):
+        rows = slice(start, end)
+        out[rows] = _attend(query[rows], kv, layer, block_tables[job], context, scale)
 
 
 def add_layer_norm(
@@ -86,15 +74,25 @@ def silu_mul(x: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """query [n, heads, d], key/value [kv_heads, m, d], visible [n, m] -> [n, heads, d] in fp32.
-
-    A row that sees nothing gives zeros.
-    """
-    n, heads, head_dim = query.shape
-    kv_heads = key.shape[0]
-    q = query.float().view(n, kv_heads, heads // kv_heads, head_dim)
-    scores = torch.einsum("nhgd,hmd->nhgm", q, key.float()) * scale
-    scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
-    weights = torch.softmax(scores, -1).masked_fill(~visible[:, None, None, :], 0.0)
-    return torch.einsum("nhgm,hmd->nhgd", weights, value.float()).reshape(n, heads, head_dim)
+def _attend(
+    query: Tensor, kv: Tensor, layer: int, table: Tensor, context: int, scale: float
+) -> Tensor:
+    """The last rows of a job's context: query [n, heads, head_dim], table int32 [max_blocks] ->
+    query's shape; zeros of an empty context."""
+    if context == 0:
+        return torch.zeros_like(query)
+    kv_heads, block_size = kv.shape[3:5]
+    blocks = table[: -(-context // block_size)].long()
+    # [2, kv_heads, context, head_dim]
+    key, value = kv[blocks, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]
+    count = len(query)
+    visible = torch.ones(count, context, dtype=torch.bool, device=query.device)
+    out = F.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key[None],
+        value[None],
+        attn_mask=visible.tril(context - count),
+        scale=scale,
+        enable_gqa=query.shape[1] != kv_heads,
+    )
+    return out[0].transpose(0, 1)

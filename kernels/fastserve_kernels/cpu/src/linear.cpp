@@ -59,7 +59,7 @@ static void pack(const T* weight, T* panels, int64_t out, int64_t in, int64_t st
     const int64_t count = (out + PAIR - 1) / PAIR;
 #pragma omp parallel for
     for (int64_t p = 0; p < count; ++p)
-        pack_panel(weight + p * PAIR * stride, out - p * PAIR, in, stride,
+        pack_panel([&](int64_t n) { return weight + (p * PAIR + n) * stride; }, out - p * PAIR, in,
                    panels + p * steps_of<T>(in) * STEP_SIZE<T>);
 }
 

@@ -84,14 +84,14 @@ template <typename T>
 constexpr int64_t STEP_SIZE = PAIR * Dot<T>::DEPTH;  // elements of a panel
 
 // The packed form of `count` rows of W, up to PAIR of them: [steps][PAIR, with DEPTH neighbours each],
-// zeros past the ends. Strides in elements.
-template <typename T>
-static void pack_panel(const T* rows, int64_t count, int64_t in, int64_t stride, T* panel) {
+// zeros past the ends. row_of(n) is row n, of `in` elements.
+template <typename T, typename F>
+static void pack_panel(const F& row_of, int64_t count, int64_t in, T* panel) {
     constexpr int DEPTH = Dot<T>::DEPTH;
     const int64_t steps = steps_of<T>(in), whole = in / DEPTH;
     if (count < PAIR || whole < steps) std::fill(panel, panel + steps * STEP_SIZE<T>, T{});
     for (int n = 0; n < std::min<int64_t>(count, PAIR); ++n) {
-        const T* row = rows + n * stride;
+        const T* row = row_of(n);
         T* target = panel + Dot<T>::place(n);
         for (int64_t k = 0; k < whole; ++k)
             std::memcpy(target + k * STEP_SIZE<T>, row + k * DEPTH, DEPTH * sizeof(T));

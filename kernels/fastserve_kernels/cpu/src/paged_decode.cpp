@@ -1,6 +1,6 @@
-// Attention over a paged KV cache: a group of queries walks over the positions in chunks, an online
-// softmax per query, reading every K and V row in place. A query's result depends on its own context
-// only, never on what else is in the batch.
+// Attention of one query row a job over the paged cache: a group of queries walks over the positions
+// in chunks, an online softmax per query, reading every K and V row in place. A query's result depends
+// on its own context only, never on what else is in the batch.
 #include <algorithm>
 #include <vector>
 
@@ -11,6 +11,7 @@
 #endif
 
 #include "online_softmax.h"
+#include "paged_rows.h"
 #include "vec.h"
 
 namespace fastserve {
@@ -20,28 +21,6 @@ namespace fastserve {
 constexpr int PAGED_CHUNK = 32;
 // Query heads that one work item walks together; bounds its state to the second-level cache.
 constexpr int MAX_ITEM_HEADS = 32;
-
-// Where the rows of one job's K and V lie. Strides in elements.
-template <typename T>
-struct Rows {
-    const T* key;
-    const T* value;
-    int64_t head_stride, row_stride;
-    const int32_t* table;
-    int64_t block_stride, block_size;
-
-    void locate(int64_t first, int count, const T** k, const T** v) const {
-        int64_t block = first / block_size, offset = first % block_size;
-        for (int i = 0; i < count; ++block, offset = 0) {
-            const int64_t base = table[block] * block_stride + offset * row_stride;
-            const int run = (int)std::min<int64_t>(count - i, block_size - offset);
-            for (int j = 0; j < run; ++j, ++i) {
-                k[i] = key + base + j * row_stride;
-                v[i] = value + base + j * row_stride;
-            }
-        }
-    }
-};
 
 struct CacheQuery : Query {
     float* q;  // [pairs] of QueryPart
@@ -185,12 +164,13 @@ struct Attend {
     // All queries attend to the same `context` positions. Each step goes over all of them before the
     // next one starts: their short dependency chains then overlap, and K and V are each read in address
     // order.
-    void run(CacheQuery* queries, int count, int64_t context, const Rows<T>& rows) const {
+    void run(CacheQuery* queries, int count, int64_t context, const PagedCache<T>& cache,
+             const int32_t* table) const {
         const T *places[2][2][PAGED_CHUNK];  // of keys and values, of this chunk and the next
         const auto locate = [&](int64_t first) {
             auto& [k, v] = places[first / PAGED_CHUNK % 2];
             const int located = (int)std::clamp<int64_t>(context - first, 0, PAGED_CHUNK);
-            rows.locate(first, located, k, v);
+            cache.locate(table, first, located, k, v);
             for (int i = located; i % W; ++i) k[i] = k[located - 1];
             return located;
         };
@@ -204,13 +184,13 @@ struct Attend {
                 return i == 0 || queries[i].kv_head != queries[i - 1].kv_head;
             };
             for (int i = 0; i < count; ++i) {
-                const int64_t head_offset = queries[i].kv_head * rows.head_stride;
+                const int64_t head_offset = queries[i].kv_head * cache.head_stride;
                 if (begins_head(i)) fetch(v, located, head_offset);
                 score(queries[i], k, located, head_offset);
             }
             for (int i = 0; i < count; ++i) queries[i].softmax(located);
             for (int i = 0; i < count; ++i) {
-                const int64_t head_offset = queries[i].kv_head * rows.head_stride;
+                const int64_t head_offset = queries[i].kv_head * cache.head_stride;
                 if (begins_head(i)) fetch(next_k, next_located, head_offset);
                 add_values(queries[i], v, located, head_offset);
             }
@@ -244,21 +224,20 @@ static int64_t heads_per_item(int64_t tokens, int64_t kv_heads, int64_t group, i
     return std::min(most, kv_heads);
 }
 
-struct PagedArgs {
+struct DecodeArgs {
     const void *query, *kv;
     void* out;
-    const int32_t *block_tables, *table_rows, *context_lens;
+    const int32_t *block_tables, *context_lens;
     int64_t tokens, heads, kv_heads, dim, block_size, layers, layer;
     int64_t query_stride_t, query_stride_h, out_stride_t, table_stride;
     float scale;
 };
 
 template <typename T, int D>
-static void paged(const PagedArgs& a) {
+static void decode(const DecodeArgs& a) {
     const Attend<T, D> attend{(int)a.dim, a.scale * LOG2E};
+    const PagedCache<T> cache(a.kv, a.layers, a.layer, a.kv_heads, a.block_size, a.dim);
     const int64_t group = a.heads / a.kv_heads;
-    const int64_t head_stride = a.block_size * a.dim;
-    const int64_t part = a.kv_heads * head_stride;  // K (or V) of one layer of one block
     const int64_t per_item = heads_per_item(a.tokens, a.kv_heads, group, omp_get_max_threads());
     const int64_t splits = (a.kv_heads + per_item - 1) / per_item;
     const int64_t items = a.tokens * splits;
@@ -271,10 +250,6 @@ static void paged(const PagedArgs& a) {
         for (int64_t item = 0; item < items; ++item) {
             const int64_t t = item / splits, first = item % splits * per_item;
             const int64_t end = std::min(first + per_item, a.kv_heads);
-            const T* base = (const T*)a.kv + a.layer * 2 * part;
-            const Rows<T> rows{base, base + part, head_stride, a.dim,
-                               a.block_tables + a.table_rows[t] * a.table_stride,
-                               a.layers * 2 * part, a.block_size};
             const T* query = (const T*)a.query + t * a.query_stride_t;
             T* out = (T*)a.out + t * a.out_stride_t;
             const int count = (int)((end - first) * group);
@@ -284,7 +259,8 @@ static void paged(const PagedArgs& a) {
                 attend.begin(queries[i], query + head * a.query_stride_h,
                              memory.data() + i * stride);
             }
-            attend.run(queries.data(), count, a.context_lens[t], rows);
+            attend.run(queries.data(), count, a.context_lens[t], cache,
+                       a.block_tables + t * a.table_stride);
             for (int i = 0; i < count; ++i)
                 queries[i].finish(out + (first * group + i) * a.dim, (int)a.dim);
         }
@@ -292,25 +268,23 @@ static void paged(const PagedArgs& a) {
 }
 
 template <typename T>
-static void paged_any(const PagedArgs& a) {
-    if (a.dim == 64) return paged<T, 64>(a);
-    if (a.dim == 80) return paged<T, 80>(a);
-    if (a.dim == 128) return paged<T, 128>(a);
-    paged<T, 0>(a);
+static void decode_any(const DecodeArgs& a) {
+    if (a.dim == 64) return decode<T, 64>(a);
+    if (a.dim == 80) return decode<T, 80>(a);
+    if (a.dim == 128) return decode<T, 128>(a);
+    decode<T, 0>(a);
 }
 
 }  // namespace fastserve
 
-extern "C" void fs_paged_attention(
+extern "C" void fs_paged_decode(
     int64_t dtype, const void* query, const void* kv, void* out, const int32_t* block_tables,
-    const int32_t* table_rows, const int32_t* context_lens, int64_t tokens, int64_t heads,
-    int64_t kv_heads, int64_t dim, int64_t block_size, int64_t layers, int64_t layer,
-    int64_t query_stride_t, int64_t query_stride_h, int64_t out_stride_t, int64_t table_stride,
-    double scale) {
-    const fastserve::PagedArgs args{
-        query, kv, out, block_tables, table_rows, context_lens, tokens, heads, kv_heads, dim,
-        block_size, layers, layer, query_stride_t, query_stride_h, out_stride_t, table_stride,
-        (float)scale};
-    if (dtype == fastserve::kBFloat16) return fastserve::paged_any<fastserve::bf16>(args);
-    fastserve::paged_any<float>(args);
+    const int32_t* context_lens, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim,
+    int64_t block_size, int64_t layers, int64_t layer, int64_t query_stride_t,
+    int64_t query_stride_h, int64_t out_stride_t, int64_t table_stride, double scale) {
+    const fastserve::DecodeArgs args{
+        query, kv, out, block_tables, context_lens, tokens, heads, kv_heads, dim, block_size,
+        layers, layer, query_stride_t, query_stride_h, out_stride_t, table_stride, (float)scale};
+    if (dtype == fastserve::kBFloat16) return fastserve::decode_any<fastserve::bf16>(args);
+    fastserve::decode_any<float>(args);
 }

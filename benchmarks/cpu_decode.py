@@ -100,7 +100,8 @@ def serving(repeats: int) -> None:
         steps = counters.iterations
         console.print(
             f"engine, mean of {steps} steps: rank {counters.compute_s / steps * 1e3:.2f} ms, "
-            f"messages {(counters.iteration_s - counters.compute_s) / steps * 1e3:.2f} ms, "
+            "messages and inputs "
+            f"{(counters.iteration_s - counters.compute_s) / steps * 1e3:.2f} ms, "
             f"scheduling between steps {counters.between_s / steps * 1e3:.2f} ms; of steps that "
             "were sent ahead little or nothing counts"
         )

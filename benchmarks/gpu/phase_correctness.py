@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from phase_context import CheckFailed, Context, one_line
 from rowwise_cases import Case
 
 # Compiling a kernel for each case keeps one core busy and the device idle.
-NUM_PROCESSES = 6
+MOST_PROCESSES = 14
 MOST_FAILURES_SHOWN = 5
 DRY_RUN_CASE = 2  # of each operation's: neither an empty one nor a large one
 
@@ -43,7 +44,8 @@ def run(context: Context) -> None:
     indices = _dry_run_indices(cases) if context.tiny else list(range(len(cases)))
     check = partial(outcomes_of, tiny=context.tiny)
     outcomes: list[Outcome] = []
-    with CaseRuns(check, indices, 1 if context.tiny else NUM_PROCESSES) as runs:
+    num_processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+    with CaseRuns(check, indices, 1 if context.tiny else num_processes) as runs:
         for some in runs.results(context.ends_s):
             outcomes += some
         # Before those that hang are ended, which may take what is left of the process's time.
@@ -108,6 +110,7 @@ def _dry_run_indices(cases: Sequence[Case]) -> list[int]:
 
 def outcomes_of(index: int, *, tiny: bool) -> list[Outcome]:
     """Of the case of this index; one that raises has failed."""
+    torch.set_num_threads(1)  # the references' too
     device = find_device(tiny=tiny)
     case = _cases()[index]
     try:

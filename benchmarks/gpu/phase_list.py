@@ -46,10 +46,10 @@ class Phase:
 
 
 PHASES = (
-    Phase("machine", 30, _KERNELS),
+    Phase("machine", 60, _KERNELS),
     Phase("correctness", 100, _KERNELS, is_check=True),
-    Phase("parity", 75, (*_ENGINE, "transformers"), is_check=True),
-    Phase("kernels", 110, _KERNELS),
+    Phase("parity", 110, (*_ENGINE, "transformers"), is_check=True),
+    Phase("kernels", 140, _KERNELS),
     Phase("swap", 40, _MODEL),
     Phase("step", 75, _ENGINE),
     Phase("serving", math.inf, _ENGINE),

@@ -26,7 +26,7 @@ GAP_BATCH, GAP_PROMPT, GAP_TOKENS = 64, 256, 128
 def run(context: Context) -> None:
     _gap(context)  # first, as its ranks take what memory there is
     rate, _ = copy_rate(context.device)
-    for name in MODELS[:1] if context.tiny else MODELS:
+    for name in MODELS[:1] if context.tiny else reversed(MODELS):  # the one with a goal first
         context.device.free()
         try:
             _steps(context, name, rate)

@@ -12,9 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
+import zmq
 from fastserve_backend import SamplingParams
-from fastserve_backend.errors import ConfigError
+from fastserve_backend.errors import ConfigError, EngineError
 from fastserve_backend.executor import rank_processes
+from fastserve_backend.executor.rank_processes import RankProcesses
 from fastserve_backend.job import JobOutput
 from hosts import listening
 from parallel_models import VOCAB_SIZE, ParallelLLM, ranks_of, wait_until
@@ -98,11 +100,11 @@ def test_streams_outlive_a_stopped_rank(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(rank_processes, "HEARTBEAT_TIMEOUT_S", 4.0)
     with (
         caplog.at_level(logging.ERROR),
         ParallelLLM(small_opt, tokenizer, 1, 2, **SHORT_OF_MEMORY) as llm,
     ):
-        monkeypatch.setattr(rank_processes, "HEARTBEAT_TIMEOUT_S", 4.0)
         streams = Streams(llm, prompts)
         wait_until(lambda: sum(map(len, streams.token_ids)) > 100)
         ranks = ranks_of(llm.executors[0])
@@ -114,6 +116,17 @@ def test_streams_outlive_a_stopped_rank(
         streams.wait()
         assert streams.token_ids == undisturbed
         assert "rank 1 has not answered for 4 s" in caplog.text
+
+
+def test_a_rank_that_is_not_ready_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_processes, "HEARTBEAT_TIMEOUT_S", -1.0)
+    ranks = RankProcesses(zmq.Poller())
+    ranks.start(1, [], num_local=0)
+    ranks.heard_from(0)
+    ranks.check_heard()
+    ranks.all_ready()
+    with pytest.raises(EngineError, match="rank 0 has not answered"):
+        ranks.check_heard()
 
 
 def test_idle_ranks_cost_nothing_listen_on_loopback_alone_and_one_that_dies_is_replaced(

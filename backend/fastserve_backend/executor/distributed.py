@@ -110,6 +110,7 @@ class DistributedExecutor:
                 self._send(setup, [rank])
             elif isinstance(message, Ready):
                 ready[rank] = message
+        self._ranks.all_ready()
         return self._of_all([ready[rank] for rank in sorted(ready)])
 
     def _start_processes(self, setup: Setup) -> Setup:

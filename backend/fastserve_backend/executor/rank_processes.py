@@ -15,6 +15,9 @@ from fastserve_backend.interpreter import child_environment, python_executable
 
 # A rank's heartbeat comes every second; after this long it is stopped or its machine is.
 HEARTBEAT_TIMEOUT_S = 8.0
+# The same before all are ready: while CUDA begins, with every GPU of a host, no other thread of the
+# rank runs.
+START_HEARTBEAT_TIMEOUT_S = 60.0
 # How long the ranks may take to end by themselves before they are killed.
 STOP_TIMEOUT_S = 5.0
 # A rank may report that its connection to another broke before the death of that other shows.
@@ -40,6 +43,7 @@ class RankProcesses:
         # None until the first message: importing torch may take long and no thread of the rank runs
         # yet. The time for that is bounded by whoever waits for the ranks.
         self._last_heard_s: list[float | None] = []
+        self._heartbeat_timeout_s = START_HEARTBEAT_TIMEOUT_S
 
     def start(
         self,
@@ -76,6 +80,10 @@ class RankProcesses:
         """A message came from it, be it a heartbeat."""
         self._last_heard_s[rank] = time.monotonic()
 
+    def all_ready(self) -> None:
+        """From now on they are watched more closely."""
+        self._heartbeat_timeout_s = HEARTBEAT_TIMEOUT_S
+
     def check_alive(self, readable: Collection[object]) -> None:
         """Raises EngineError if a rank's descriptor is among the ``readable`` ones."""
         for rank, pidfd in enumerate(self._pidfds):
@@ -84,10 +92,10 @@ class RankProcesses:
 
     def check_heard(self) -> None:
         """Raises EngineError if a rank has been silent for too long."""
-        now = time.monotonic()
+        now, limit_s = time.monotonic(), self._heartbeat_timeout_s
         for rank, heard_s in enumerate(self._last_heard_s):
-            if heard_s is not None and now - heard_s > HEARTBEAT_TIMEOUT_S:
-                raise EngineError(f"rank {rank} has not answered for {HEARTBEAT_TIMEOUT_S:.0f} s")
+            if heard_s is not None and now - heard_s > limit_s:
+                raise EngineError(f"rank {rank} has not answered for {limit_s:.0f} s")
 
     def find_killed(self) -> str | None:
         """Says which rank a signal has ended, if that shows soon; others fail because of it."""

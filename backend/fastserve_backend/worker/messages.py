@@ -150,8 +150,8 @@ class StepResult(msgspec.Struct, tag="result", array_like=True):
     step_id: int
     token_ids: bytes  # int32 [R]
     compute_s: float
-    """To its tokens, from when the step, or its activations, had arrived at the rank and the device
-    had ended the step before: of all steps together no more than the time that passed."""
+    """To its tokens, from when the rank had made its inputs, its activations had arrived and the
+    device had ended the step before: of all steps together no more than the time that passed."""
     logprobs: bytes  # float32 [R], empty if no job asked
     top_logprobs: list[TopLogprobs]
 

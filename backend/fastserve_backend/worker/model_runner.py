@@ -116,13 +116,15 @@ class ModelRunner:
         Raises:
             IndexError: the step takes a token that the one before did not choose.
         """
-        watch = Stopwatch(self.device)
         layout = StepLayout.of(step, self._block_size, self._last_tokens.count)
-        received = None
-        if self.waits_for_others:
-            received = self._pipeline.receive(layout.num_tokens)
-            watch = Stopwatch(self.device)
-        hidden = self._hidden(layout, received, bool(step.previous_rows))
+        graphs = self._graphs if layout.only_decodes else None
+        tensors = self._inputs.bring(layout) if graphs is None else graphs.bring(layout)
+        if step.previous_rows and self._last_tokens.count > 0:
+            self._last_tokens.fill_in(tensors.token_ids[: layout.num_decodes])
+        received = self._pipeline.receive(layout.num_tokens) if self.waits_for_others else None
+        # Not before: a device that has nothing to do would start it while the host prepares.
+        watch = Stopwatch(self.device)
+        hidden = self._hidden(layout, tensors, received)
         if not self._place.is_last_stage:
             self._pipeline.send(hidden)
             watch.stop()
@@ -137,15 +139,11 @@ class ModelRunner:
         logits = self._model.logits(hidden)
         return None if logits is None else sample(logits, step.sampling, self._eos_token_ids)
 
-    def _hidden(self, layout: StepLayout, received: Tensor | None, takes_previous: bool) -> Tensor:
+    def _hidden(self, layout: StepLayout, tensors: StepTensors, received: Tensor | None) -> Tensor:
         """What the next stage gets, [T, width], or on the last the rows of which logits are wanted,
         [R, width]."""
-        graphs = self._graphs if layout.only_decodes else None
-        tensors = self._inputs.bring(layout) if graphs is None else graphs.bring(layout)
-        if takes_previous and self._last_tokens.count > 0:
-            self._last_tokens.fill_in(tensors.token_ids[: layout.num_decodes])
-        if graphs is not None:
-            hidden = graphs.run(layout.num_jobs, received)
+        if self._graphs is not None and layout.only_decodes:
+            hidden = self._graphs.run(layout.num_jobs, received)
             # The next run of a graph may come before this one's result has been sent.
             return hidden if self._place.is_last_stage else hidden.clone()
         hidden = self._forward(tensors, received)

@@ -124,7 +124,7 @@ class ModelRunner:
         received = self._pipeline.receive(layout.num_tokens) if self.waits_for_others else None
         # Not before: a device that has nothing to do would start it while the host prepares.
         watch = Stopwatch(self.device)
-        hidden = self._hidden(layout, tensors, received)
+        hidden = self._hidden(layout, tensors, graphs, received)
         if not self._place.is_last_stage:
             self._pipeline.send(hidden)
             watch.stop()
@@ -139,11 +139,17 @@ class ModelRunner:
         logits = self._model.logits(hidden)
         return None if logits is None else sample(logits, step.sampling, self._eos_token_ids)
 
-    def _hidden(self, layout: StepLayout, tensors: StepTensors, received: Tensor | None) -> Tensor:
+    def _hidden(
+        self,
+        layout: StepLayout,
+        tensors: StepTensors,
+        graphs: DecodeGraphs | None,
+        received: Tensor | None,
+    ) -> Tensor:
         """What the next stage gets, [T, width], or on the last the rows of which logits are wanted,
         [R, width]."""
-        if self._graphs is not None and layout.only_decodes:
-            hidden = self._graphs.run(layout.num_jobs, received)
+        if graphs is not None:
+            hidden = graphs.run(layout.num_jobs, received)
             # The next run of a graph may come before this one's result has been sent.
             return hidden if self._place.is_last_stage else hidden.clone()
         hidden = self._forward(tensors, received)

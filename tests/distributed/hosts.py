@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,11 +111,11 @@ def family(process: psutil.Process) -> list[psutil.Process]:
     return []
 
 
-def listening(process: psutil.Process) -> set[str]:
-    """Addresses at which a process and its family take connections."""
+def listening(processes: Iterable[psutil.Process]) -> set[str]:
+    """Addresses at which they take connections."""
     return {
         connection.laddr.ip
-        for one in [process, *family(process)]
+        for one in processes
         for connection in one.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }

@@ -1,6 +1,6 @@
 """Speed of the CPU kernels beside torch's own, in OPT-125M's shapes.
 
-    python benchmarks/cpu_kernels.py                     # bfloat16 and float32, two minutes each
+    python benchmarks/cpu_kernels.py                   # bfloat16 and float32, a minute or two each
     python benchmarks/cpu_kernels.py --dtype float32
 
 Milliseconds, medians of runs that take turns; in brackets how many times as long the others take.

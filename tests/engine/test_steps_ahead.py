@@ -11,8 +11,11 @@ import job_steps
 import numpy as np
 import pytest
 import torch
+from emulated_gpu import DEVICE, emulated_gpu
 from fastserve_backend.models.loader import load_model
+from fastserve_backend.models.tensor_group import ALONE
 from fastserve_backend.worker.answering import AnsweringThread
+from fastserve_backend.worker.last_tokens import LastTokens
 from fastserve_backend.worker.messages import FromRank, StageDone, Step, StepResult
 from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.step_inputs import StepLimits
@@ -89,6 +92,17 @@ def test_a_token_that_no_step_chose_is_refused(
     with pytest.raises(IndexError, match="which chose 0"):
         runner.launch(ahead(0))
     assert isinstance(runner.run(ahead(-1)), StepResult)
+
+
+def test_the_host_reads_no_token_to_put_it_into_a_step() -> None:
+    last = LastTokens(ALONE)
+    with emulated_gpu() as gpu:
+        last.keep(3, torch.tensor([7, 8, 9]).to(DEVICE))
+        token_ids = torch.tensor([5, -1, 0, -3]).to(DEVICE)
+        gpu.waits.clear()
+        last.fill_in(token_ids)
+        assert gpu.waits == []
+        assert token_ids.to("cpu").tolist() == [5, 9, 0, 7]
 
 
 class Device:

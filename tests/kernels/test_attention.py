@@ -115,13 +115,19 @@ def test_writes_into_the_given_rows_only(backend: str, close: Close) -> None:
     contexts = torch.tensor([20, 30], dtype=torch.int32)
     starts = torch.tensor([0, 3, 5], dtype=torch.int32)
     shared = (cache.kv, LAYER, cache.block_tables, contexts)
-    for count, call, more in ((2, ops.paged_decode, ()), (5, ops.paged_prefill, (starts,))):
-        query = fused(count, 2, 2, 64, torch.float32)[0]
+    query = fused(5, 2, 2, 64, torch.float32)[0]
+    of_prefill = expected_prefill([(3, 20), (2, 30)], query, cache)
+    of_decode = expected_decode(query[:2], cache, contexts, cache.scale)
+    for expected, call, more in (
+        (of_decode, ops.paged_decode, ()),
+        (of_prefill, ops.paged_prefill, (starts,)),
+    ):
+        count = len(expected)
         whole = torch.full((count + 2, 2, 64), 7.0)
         out = whole[1:-1]
-        returned = call(query, *shared, *more, cache.scale, out=out)
+        returned = call(query[:count], *shared, *more, cache.scale, out=out)
         assert returned.data_ptr() == out.data_ptr()
-        close(out, call(query, *shared, *more, cache.scale))
+        close(out, expected)
         assert (whole[[0, -1]] == 7).all()
         assert not (out == 7).any()
 

@@ -28,7 +28,7 @@ from triton.runtime import interpreter
 
 DEVICE = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
-_READ_BY_THE_HOST = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2")
+_READ_BY_THE_HOST = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
 _COPIES = ("_to_copy", "copy_")
 _Commands = list[tuple[Callable[[], Any], list[Tensor | None]]]
 """Of a graph: each with its results, None for one in the memory of an argument."""
@@ -78,7 +78,7 @@ class DeviceTensor(Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.gpu.check_index(index)
-        self.gpu.check_devices("setitem", [self, value] if isinstance(value, Tensor) else [self])
+        self.gpu.check_devices("setitem", _tensors((self, value)))
         place = _on_host(index)
         self.gpu.execute(partial(Tensor.__setitem__, self.on_host, place, _on_host(value)), [self])
 
@@ -101,8 +101,8 @@ class EmulatedGPU(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         name = func._schema.name.removeprefix("aten::")
         leaves = tree_leaves((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        is_here = any(isinstance(tensor, DeviceTensor) for tensor in tensors)
+        tensors = _tensors(leaves)
+        is_here = any(map(_is_here, tensors))
         device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), None)
         to_gpu = device is not None and device.type == "cuda"
         pins = kwargs.pop("pin_memory", False)
@@ -118,7 +118,7 @@ class EmulatedGPU(TorchDispatchMode):
             self.check_index(args[1])
         else:
             self.check_devices(name, tensors)
-        if name in _READ_BY_THE_HOST:
+        if name in _READ_BY_THE_HOST or "unique" in name:
             self.wait(name)
         if to_gpu:
             kwargs["device"] = _CPU
@@ -192,7 +192,7 @@ class EmulatedGPU(TorchDispatchMode):
                     result.fill_(float("nan"))
 
     def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        tensors = _tensors((args, kwargs))
         if not all(map(_is_here, tensors)):
             raise ValueError("a kernel cannot access the host's memory")
         self.execute(
@@ -286,8 +286,8 @@ def _is_here(tensor: Tensor) -> bool:
     return isinstance(tensor, DeviceTensor)
 
 
-def _tensors(results: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(results) if isinstance(one, Tensor)]
+def _tensors(values: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
 
 
 def _address(tensor: Tensor) -> int:

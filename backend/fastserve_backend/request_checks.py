@@ -48,12 +48,18 @@ class RequestChecks:
         Raises:
             InvalidRequestError: no template, messages that it refuses, or too long for the model.
         """
-        num_chars = sum(len(message["content"]) for message in messages)
-        self._check_length("messages", num_chars)
+        given = f"{len(messages)} messages"
+        max_tokens = self._model_config.max_model_len - 1
+        if len(messages) > max_tokens:  # before the template's time: each takes a token at least
+            raise InvalidRequestError(
+                "messages", given, f"the model takes at most {max_tokens} tokens"
+            )
+        self._check_length("messages", sum(len(m["role"]) + len(m["content"]) for m in messages))
         try:
-            return self._tokenizer.encode_chat(messages)
+            text = self._tokenizer.render_chat(messages)
+            self._check_length("messages", len(text))
+            return self._tokenizer.encode(text, special_tokens=False)
         except TokenizationError as error:
-            given = f"{len(messages)} messages"
             raise InvalidRequestError("messages", given, str(error)) from None
 
     def clip_max_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> SamplingParams:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from importlib import util
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +150,27 @@ def test_encode_chat(ours: Tokenizer, theirs: Any, messages: list[dict[str, str]
     expected = theirs.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
-    assert ours.encode_chat(messages) == expected
+    assert ours.encode(ours.render_chat(messages), special_tokens=False) == expected
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(ours: Tokenizer) -> None:
+    """They are the engine's loop and its watch, which must not stand still for a request."""
+    times: list[float] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            times.append(time.monotonic())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    started_s = time.monotonic()
+    ours.encode("hello world " * 100_000)
+    took_s = time.monotonic() - started_s
+    done.set()
+    thread.join()
+    between = [start for start in times if start >= started_s]
+    assert max(b - a for a, b in pairwise([started_s, *between, started_s + took_s])) < took_s / 2
 
 
 def test_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

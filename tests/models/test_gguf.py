@@ -53,6 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide_heads": {"head_dim": 24},
     "theta": {"rope_parameters": {"rope_theta": 500.0}},
 }
+HELLO = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -364,7 +365,7 @@ class TestTokenizer:
         ours = load_tokenizer("m", None, config_of(tmp_path / "out"))
         assert ours.encode("Hello")[0] == BEGIN
         # The template writes it, and it is not added again.
-        chat = ours.encode_chat([{"role": "user", "content": "Hello"}])
+        chat = ours.encode(ours.render_chat(HELLO), special_tokens=False)
         assert chat[0] == BEGIN
         assert BEGIN not in chat[1:]
 
@@ -405,7 +406,7 @@ class TestTokenizer:
 
     def test_chat_template(self, directory: Path) -> None:
         ours = load_tokenizer("m", None, config_of(directory))
-        ids = ours.encode_chat([{"role": "user", "content": "Hello"}])
+        ids = ours.encode(ours.render_chat(HELLO), special_tokens=False)
         text = "<|begin|>user: Hello<|im_end|>\nassistant: "
         assert ids == byte_level_bpe().encode(text).ids
         assert ids[0] == BEGIN

@@ -36,7 +36,8 @@ model, load_format = sys.argv[1:]
 try:
     config = load_model_config(model, load_format=load_format)
     tokenizer = load_tokenizer(model, None, config)
-    chat = tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "Hello"}]))
+    text = tokenizer.render_chat([{"role": "user", "content": "Hello"}])
+    chat = tokenizer.decode(tokenizer.encode(text))
     print(config.directory, chat, sep="|", end="")
 except ModelError as error:
     print("ModelError:", error, end="")

@@ -275,7 +275,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def convert(path: Path, directory: Path) -> None:
     """Write the model of a GGUF file to `directory`, which must not exist. Raises ModelError."""
     console = Console(stderr=True, highlight=False)
-    console.print(f"converting {path.name}, once: reading", soft_wrap=True)
+    console.print(f"converting {path.name}, once: reading", soft_wrap=True, markup=False)
     file = GGUFFile(path)
     config = file.config()
     needed, free = 2 * file.num_weights, shutil.disk_usage(directory.parent).free

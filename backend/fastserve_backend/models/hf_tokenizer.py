@@ -51,10 +51,10 @@ class HFTokenizer(Tokenizer):
     """A BPE tokenizer from `directory`, for a model of `vocab_size` ids.
 
     `encode` equals `transformers.AutoTokenizer.from_pretrained(directory)(text).input_ids`, and
-    `encode_chat` its `apply_chat_template`. Two things differ for SentencePiece. Decoding keeps the
-    space before a text, because what is decoded continues a prompt. And spaces at the beginning of
-    a text are treated as tokenizer.json says, where transformers 5 has a way of its own for the
-    class LlamaTokenizer.
+    `render_chat` its `apply_chat_template` with `tokenize=False, add_generation_prompt=True`. Two
+    things differ for SentencePiece. Decoding keeps the space before a text, because what is decoded
+    continues a prompt. And spaces at the beginning of a text are treated as tokenizer.json says,
+    where transformers 5 has a way of its own for the class LlamaTokenizer.
 
     Raises ModelError for missing, damaged or unsupported files.
     """
@@ -101,21 +101,20 @@ class HFTokenizer(Tokenizer):
         }
         self._bytes: dict[int, bytes] = {}
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         utf8(text)
-        ids: list[int] = self._fast.encode(text).ids
+        # Of a batch, since `tokenizers` keeps the interpreter's lock while it encodes one text.
+        [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def render_chat(self, messages: Sequence[Message]) -> str:
         if self._template is None:
             raise TokenizationError(NO_CHAT_TEMPLATE)
         try:
-            text = self._template.render(messages)
+            return self._template.render(messages)
         except ChatTemplateError as error:
             raise TokenizationError(f"the model's chat template refuses: {error}") from None
-        utf8(text)
-        ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
-        return ids
 
     def token_bytes(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)

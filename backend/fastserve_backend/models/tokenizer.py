@@ -41,17 +41,21 @@ class Tokenizer(ABC):
     """Most bytes of UTF-8 that one token of a prompt stands for: a bound on a prompt's length."""
 
     @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens that the model expects around a prompt.
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; other threads run meanwhile, however long it is.
+
+        Args:
+            special_tokens: with those that the model expects around a prompt.
 
         Raises TokenizationError for a lone surrogate, which no UTF-8 can hold.
         """
 
     @abstractmethod
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the prompt after which the model answers the last message.
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The prompt after which the model answers the last message, with all special tokens
+        that the model expects, spelled out.
 
-        Raises TokenizationError as `encode`, and for messages that the template refuses.
+        Raises TokenizationError where there is no template and for messages that it refuses.
         """
 
     @abstractmethod
@@ -107,10 +111,11 @@ class ByteTokenizer(Tokenizer):
         self.max_token_bytes = 1
         self._first_word = first_word
 
-    def encode(self, text: str) -> list[int]:
-        return [_OPT_EOS, *(byte + _NUM_SPECIAL for byte in utf8(text))]
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        begin = [_OPT_EOS] if special_tokens else []
+        return [*begin, *(byte + _NUM_SPECIAL for byte in utf8(text))]
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def render_chat(self, messages: Sequence[Message]) -> str:
         raise TokenizationError(NO_CHAT_TEMPLATE)
 
     def token_bytes(self, token_id: int) -> bytes:

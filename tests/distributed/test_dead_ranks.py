@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -126,6 +127,27 @@ def test_a_rank_that_is_not_ready_may_be_silent_for_longer(monkeypatch: pytest.M
     ranks.check_heard()
     ranks.all_ready()
     with pytest.raises(EngineError, match="rank 0 has not answered"):
+        ranks.check_heard()
+
+
+def test_a_pause_of_the_engine_is_no_silence_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their heartbeats may be unread yet, and one's is read before another's."""
+    now_s = 0.0
+    monkeypatch.setattr(rank_processes, "time", SimpleNamespace(monotonic=lambda: now_s))
+    ranks = RankProcesses(zmq.Poller())
+    ranks.start(2, [], num_local=0)
+    for rank in range(2):
+        ranks.heard_from(rank)
+    ranks.all_ready()
+    now_s = 100.0
+    ranks.heard_from(0)
+    ranks.check_heard()
+    for _ in range(7):
+        now_s += 1.0
+        ranks.heard_from(0)
+        ranks.check_heard()
+    now_s += 1.0
+    with pytest.raises(EngineError, match="rank 1 has not answered for 8 s"):
         ranks.check_heard()
 
 

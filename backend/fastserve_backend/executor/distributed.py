@@ -21,7 +21,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from fastserve_backend.errors import ConfigError, EngineError
 from fastserve_backend.executor.cluster import Cluster, LostRanks, connection_closed
-from fastserve_backend.executor.rank_processes import RankProcesses
+from fastserve_backend.executor.rank_processes import LISTEN_S, RankProcesses
 from fastserve_backend.worker.messages import (
     CopyBlocks,
     CopyResult,
@@ -271,7 +271,7 @@ class DistributedExecutor:
         passed."""
         while True:
             now = time.monotonic()
-            wait_s = 1.0 if deadline is None else min(1.0, max(0.0, deadline - now))
+            wait_s = LISTEN_S if deadline is None else min(LISTEN_S, max(0.0, deadline - now))
             readable = dict(self._poller.poll(math.ceil(wait_s * 1000)))
             if self._socket in readable:
                 identity, data = self._socket.recv_multipart()

@@ -18,6 +18,8 @@ HEARTBEAT_TIMEOUT_S = 8.0
 # The same before all are ready: while CUDA begins, with every GPU of a host, no other thread of the
 # rank runs.
 START_HEARTBEAT_TIMEOUT_S = 60.0
+# Messages of ranks are waited for at most so long at a time.
+LISTEN_S = 1.0
 # How long the ranks may take to end by themselves before they are killed.
 STOP_TIMEOUT_S = 5.0
 # A rank may report that its connection to another broke before the death of that other shows.
@@ -40,9 +42,10 @@ class RankProcesses:
         self._poller = poller
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pidfds: list[int] = []
-        # None until the first message: importing torch may take long and no thread of the rank runs
-        # yet. The time for that is bounded by whoever waits for the ranks.
-        self._last_heard_s: list[float | None] = []
+        # Since the last message. None until the first one: importing torch may take long and no
+        # thread of the rank runs yet. The time for that is bounded by whoever waits for the ranks.
+        self._silent_s: list[float | None] = []
+        self._checked_s = time.monotonic()
         self._heartbeat_timeout_s = START_HEARTBEAT_TIMEOUT_S
 
     def start(
@@ -64,7 +67,7 @@ class RankProcesses:
         command = [python_executable(), "-m", "fastserve_backend.worker", *arguments]
         environment = rank_environment() | dict(variables or {})
         environment |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_local)}
-        self._last_heard_s = [None] * num_ranks
+        self._silent_s = [None] * num_ranks
         for rank in range(num_local):
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
@@ -74,11 +77,11 @@ class RankProcesses:
 
     def __len__(self) -> int:
         """The ranks of all hosts."""
-        return len(self._last_heard_s)
+        return len(self._silent_s)
 
     def heard_from(self, rank: int) -> None:
         """A message came from it, be it a heartbeat."""
-        self._last_heard_s[rank] = time.monotonic()
+        self._silent_s[rank] = 0.0
 
     def all_ready(self) -> None:
         """From now on they are watched more closely."""
@@ -91,10 +94,19 @@ class RankProcesses:
                 raise EngineError(_death(rank, self._processes[rank].wait()))
 
     def check_heard(self) -> None:
-        """Raises EngineError if a rank has been silent for too long."""
+        """Raises EngineError if a rank has been silent for too long, as far as it was listened to.
+
+        To be called every ``LISTEN_S`` at least. More than that between two calls was a pause of
+        this process, whose unread messages may be the rank's.
+        """
         now, limit_s = time.monotonic(), self._heartbeat_timeout_s
-        for rank, heard_s in enumerate(self._last_heard_s):
-            if heard_s is not None and now - heard_s > limit_s:
+        passed_s = min(now - self._checked_s, LISTEN_S)
+        self._checked_s = now
+        for rank, silent_s in enumerate(self._silent_s):
+            if silent_s is None:
+                continue
+            self._silent_s[rank] = silent_s = silent_s + passed_s
+            if silent_s > limit_s:
                 raise EngineError(f"rank {rank} has not answered for {limit_s:.0f} s")
 
     def find_killed(self) -> str | None:
@@ -140,7 +152,7 @@ class RankProcesses:
             os.close(pidfd)
         self._processes.clear()
         self._pidfds.clear()
-        self._last_heard_s.clear()
+        self._silent_s.clear()
 
 
 def rank_environment() -> dict[str, str]:

@@ -47,7 +47,7 @@ class Delivery:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._texts: dict[int, TextStream] = {}
+        self._texts: dict[Job, TextStream] = {}
         self._pending: list[tuple[Job, NewToken, FinishReason | None]] = []
 
     @property
@@ -56,36 +56,42 @@ class Delivery:
         return not self._pending
 
     def open(self, job: Job) -> None:
-        self._texts[job.number] = TextStream(self._tokenizer.stream(), job.params.stop)
+        self._texts[job] = TextStream(self._tokenizer.stream(), job.params.stop)
 
     def add(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
         """A new token, already among the job's; ``reason`` if the job ends with it."""
         self._pending.append((job, token, reason))
 
-    def flush(self) -> list[Job]:
-        """Send all added tokens; returns the unfinished jobs that a stop word has just ended."""
+    def flush(self) -> list[tuple[Job, FinishReason]]:
+        """Send all added tokens; returns the jobs whose end was among them, and why they ended: as
+        `add` was told, or by a stop word."""
         pending, self._pending = self._pending, []
-        stopped = []
+        ended = []
         for job, token, reason in pending:
             text, stop = self._text(job, token, reason)
             if stop:
-                if reason is None:
-                    stopped.append(job)
                 reason = FinishReason.STOP
             self._send(job, text, token, reason)
             if reason is not None:
-                del self._texts[job.number]
-        return stopped
+                del self._texts[job]
+                ended.append((job, reason))
+        return ended
 
     def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
-        """End the job without a further token; one that has ended already is left alone."""
-        if self._texts.pop(job.number, None) is None:
-            return
+        """End the job, whose end was not sent, without a further token."""
+        del self._texts[job]
         self._pending = [item for item in self._pending if item[0] is not job]
         _emit(job, JobOutput(job.id, "", (), (), reason, error, job.stats()))
 
+    def close_all(self, reason: FinishReason, error: str) -> list[Job]:
+        """End all jobs whose end was not sent; returns them."""
+        jobs = list(self._texts)
+        for job in jobs:
+            self.close(job, reason, error)
+        return jobs
+
     def _text(self, job: Job, token: NewToken, reason: FinishReason | None) -> tuple[str, bool]:
-        stream = self._texts[job.number]
+        stream = self._texts[job]
         if reason is FinishReason.STOP:
             return stream.finish(), False  # the end-of-sequence token itself has no text
         may_stop = len(job.output_ids) >= job.params.min_tokens

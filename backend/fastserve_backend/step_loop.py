@@ -48,9 +48,11 @@ class Delivery(Protocol):
 
     def add(self, job: Job, token: NewToken, reason: FinishReason | None) -> None: ...
 
-    def flush(self) -> list[Job]: ...
+    def flush(self) -> list[tuple[Job, FinishReason]]: ...
 
     def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None: ...
+
+    def close_all(self, reason: FinishReason, error: str) -> list[Job]: ...
 
 
 @dataclass(slots=True)
@@ -84,7 +86,7 @@ class StepLoop:
     """Runs jobs to their ends. Used by one thread; ``num_running`` may be read by others.
 
     Args:
-        on_end: called once a job, when it has ended; its last token may not be delivered yet.
+        on_end: called once a job, when its end has been delivered.
         predict_s: how long a step takes; not asked if the ranks take no step ahead.
         on_iteration: called with each finished step and its seconds, from submission, or from the
             end of the step that it was sent behind, to its result.
@@ -161,9 +163,9 @@ class StepLoop:
     def add(self, job: Job) -> None:
         """A new job. Its waiting counts from its arrival."""
         self._jobs[job.number] = job
+        self._delivery.open(job)
         self.policy.add(job, self._serving_time(job.arrival_s))
         self.kv.arrived(job, self._serving_time(self._clock.now()))
-        self._delivery.open(job)
         self._counters.prompt_tokens += len(job.prompt_ids)
         self._fail_if_too_long(job)  # admission may have asked the ranks before these
 
@@ -178,19 +180,19 @@ class StepLoop:
         """End the job with CANCELLED; unknown numbers are ignored."""
         job = self._jobs.get(number)
         if job is not None:
-            self._delivery.close(job, FinishReason.CANCELLED)
-            self._end(job, FinishReason.CANCELLED)
+            self._close(job, FinishReason.CANCELLED)
 
     def cancel_all(self) -> None:
+        """Those that have ended get their last token."""
+        self._flush()
         for number in list(self._jobs):
             self.cancel(number)
 
     def fail_all(self, reason: str) -> None:
         """End every job with ERROR, whatever state the loop has left them in."""
-        for job in self._jobs.values():
+        for job in self._delivery.close_all(FinishReason.ERROR, reason):
             job.state = JobState.FINISHED
             job.finish_reason = FinishReason.ERROR
-            self._delivery.close(job, FinishReason.ERROR, reason)
             self._on_end(job, FinishReason.ERROR)
         self._jobs.clear()
 
@@ -267,8 +269,11 @@ class StepLoop:
         return result
 
     def _flush(self) -> None:
-        for job in self._delivery.flush():
-            self._end(job, FinishReason.STOP)
+        for job, reason in self._delivery.flush():
+            if job.number in self._jobs:  # a stop word has ended it
+                self._end(job, reason)
+            job.finish_reason = reason  # a stop word may come with the last token allowed
+            self._on_end(job, reason)
 
     def _serving_time(self, time_s: float) -> float:
         """``time_s`` on a clock that stands still while there are no ranks. Policy and KV manager
@@ -460,8 +465,13 @@ class StepLoop:
                 f"prompt and output together are {needed} tokens, and since the ranks were "
                 f"restarted the KV cache holds {capacity}"
             )
-            self._delivery.close(job, FinishReason.ERROR, reason)
-            self._end(job, FinishReason.ERROR)
+            self._close(job, FinishReason.ERROR, reason)
+
+    def _close(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
+        """End the job without a further token."""
+        self._delivery.close(job, reason, error)
+        self._end(job, reason)
+        self._on_end(job, reason)
 
     def _end(self, job: Job, reason: FinishReason) -> None:
         """Forget the job. What a running step uses is released when that step has ended."""
@@ -475,7 +485,6 @@ class StepLoop:
             self._counters.latencies.completed(job)
         if not any(job.number in flight.rows for flight in self._flights):
             self._release(job)
-        self._on_end(job, reason)
 
     def _release(self, job: Job) -> None:
         self.policy.remove(job)

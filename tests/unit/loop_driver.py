@@ -101,6 +101,7 @@ class CountingDelivery:
         self.num_tokens: Counter[int] = Counter()
         self.closed: list[tuple[int, FinishReason, str | None]] = []
         self.stop_after: dict[int, int] = {}
+        self._open: dict[int, Job] = {}
         self._pending: list[tuple[Job, FinishReason | None]] = []
 
     @property
@@ -109,22 +110,35 @@ class CountingDelivery:
 
     def open(self, job: Job) -> None:
         assert self.num_tokens[job.number] == 0
+        self._open[job.number] = job
 
     def add(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
         assert token.token_id == 0
         self._pending.append((job, reason))
 
-    def flush(self) -> list[Job]:
+    def flush(self) -> list[tuple[Job, FinishReason]]:
         pending, self._pending = self._pending, []
-        stopped = []
+        ended = []
         for job, reason in pending:
+            if job.number not in self._open:
+                continue
             self.num_tokens[job.number] += 1
-            if reason is None and self.num_tokens[job.number] == self.stop_after.get(job.number):
-                stopped.append(job)
-        return stopped
+            if self.num_tokens[job.number] == self.stop_after.get(job.number):
+                reason = FinishReason.STOP
+            if reason is not None:
+                del self._open[job.number]
+                ended.append((job, reason))
+        return ended
 
     def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
+        del self._open[job.number]
         self.closed.append((job.number, reason, error))
+
+    def close_all(self, reason: FinishReason, error: str) -> list[Job]:
+        jobs = list(self._open.values())
+        for job in jobs:
+            self.close(job, reason, error)
+        return jobs
 
 
 class Rig:

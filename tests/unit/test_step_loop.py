@@ -183,8 +183,8 @@ def test_a_wake_up_lets_an_arrival_enter_a_free_first_stage() -> None:
     assert late.first_scheduled_s == 5.0
     rig.executor.wake_s = float("inf")
     assert rig.turn() == 8.0
-    assert rig.ends == [(0, FinishReason.LENGTH)]
     rig.run()
+    assert rig.ends == [(0, FinishReason.LENGTH), (1, FinishReason.LENGTH)]
     assert late.last_token_s == 9.0  # it enters the second stage when the first job has left it
 
 
@@ -242,6 +242,36 @@ def test_a_stop_word_found_while_the_next_step_runs_ends_the_job_after_it() -> N
     assert rig.counters.iterations == 3
     assert rig.delivery.num_tokens == {0: 2}
     assert rig.pool.num_used == 0
+
+
+def test_a_stop_word_in_the_last_token_allowed_is_why_the_job_ends() -> None:
+    rig = Rig(skip_join())
+    job = make_job(0, 2, max_tokens=2)
+    rig.delivery.stop_after[0] = 2
+    rig.run([job])
+    assert rig.ends == [(0, FinishReason.STOP)]
+    assert job.finish_reason is FinishReason.STOP
+
+
+def test_a_job_has_ended_when_its_last_token_is_delivered() -> None:
+    rig = Rig(skip_join())
+    rig.loop.add(make_job(0, 2, max_tokens=1))
+    rig.turn()
+    assert not rig.loop.jobs
+    assert (rig.ends, rig.delivery.num_tokens) == ([], {})
+    assert not rig.loop.is_idle
+    rig.loop.cancel_all()
+    assert (rig.ends, rig.delivery.num_tokens) == ([(0, FinishReason.LENGTH)], {0: 1})
+    assert rig.delivery.closed == []
+
+
+def test_failure_ends_also_a_job_whose_last_token_was_not_delivered() -> None:
+    rig = Rig(skip_join())
+    rig.loop.add(make_job(0, 2, max_tokens=1))
+    rig.turn()
+    rig.loop.fail_all("internal error")
+    assert rig.ends == [(0, FinishReason.ERROR)]
+    assert rig.delivery.closed == [(0, FinishReason.ERROR, "internal error")]
 
 
 def test_failure_ends_every_job_with_its_reason() -> None:

@@ -61,10 +61,11 @@ def test_a_job_that_ends_by_itself_runs_one_token_too_many_that_nobody_sees(name
     job = make_job(0, 4, max_tokens=9)
     rig.loop.add(job)
     turn_until(rig, 4.0)
-    assert rig.ends == [(0, FinishReason.STOP)]
+    assert job.finish_reason is FinishReason.STOP
     assert (len(job.output_ids), rig.pool.num_held(0)) == (1, 2)  # a step still writes there
     assert rig.loop.num_running == 0
     rig.run()
+    assert rig.ends == [(0, FinishReason.STOP)]
     assert rig.loop.num_running == 0
     assert (rig.clock.now(), rig.counters.generation_tokens) == (5.0, 1)
     assert rig.delivery.num_tokens == {0: 1}
@@ -163,7 +164,7 @@ def test_the_jobs_of_the_latest_step_are_said_to_run() -> None:
     while not rig.loop.is_idle:
         rig.turn()
         assert rig.loop.num_running <= 2
-        if len(rig.ends) < 5:
+        if len(rig.loop.jobs) > 1:
             assert rig.loop.num_running == 2
     assert rig.loop.num_running == 0
 

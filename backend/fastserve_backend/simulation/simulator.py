@@ -119,11 +119,14 @@ class _NoDelivery:
     def add(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
         pass
 
-    def flush(self) -> list[Job]:
+    def flush(self) -> list[tuple[Job, FinishReason]]:
         return []
 
     def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
         pass
+
+    def close_all(self, reason: FinishReason, error: str) -> list[Job]:
+        return []
 
 
 def _ignore_end(job: Job, reason: FinishReason) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from fastserve_client.errors import ClientError
 from rich.console import Console
+from rich.markup import escape
 
 from fastserve_backend.bench_cli import bench, bench_flags
 from fastserve_backend.config import EngineConfig
@@ -43,7 +44,8 @@ def main() -> None:
     try:
         app()
     except (FastServeError, ClientError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print(f"[bold red]error:[/] {escape(str(error))}")
         sys.exit(1)
 
 

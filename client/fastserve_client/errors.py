@@ -55,7 +55,7 @@ class WorkloadError(ClientError):
 # this client never sends it.) So the text decides:
 _INVALID = re.compile(
     # "max_tokens: got -1; must be …" is how this model's server names a field and a value.
-    r"^[\w, ]+: got "
+    r"^[\w, .\[\]]+: got "
     # The rest are Triton's own refusals of a request that does not fit config.pbtxt.
     r"|^(\[request id: .*?\] )?(unexpected|expected|inference input|input .* expected) ",
     re.IGNORECASE,

@@ -27,6 +27,8 @@ from fastserve_client.errors import (
             str(InvalidRequestError("text_input, input_ids", "both", "exactly one is required")),
             InvalidRequest,
         ),
+        (str(InvalidRequestError("messages", "1 message", "no template")), InvalidRequest),
+        (str(InvalidRequestError("messages[0].content", 1, "must be a string")), InvalidRequest),
         ("4096 requests are queued already; try again later", ServerOverloaded),
         ("the server is shutting down and takes no new requests", ServerUnavailable),
         ("the job was cancelled", RequestCancelled),

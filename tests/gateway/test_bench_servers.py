@@ -150,6 +150,7 @@ def test_ctrl_c_cancels_what_runs_and_reports_what_has_finished(
         (["--natural-lengths", "--rates", "1"], "natural_lengths: needs --max-output-tokens"),
         (["--chat", "--rates", "1"], "chat: needs --natural-lengths"),
         (["--compare", "fcfs", "--rates", "1"], "compare: takes policies for --serve"),
+        (["--dataset", "[/x].csv", "--rates", "1"], "dataset: got '[/x].csv' (No such file"),
         ([], "rate: got none; sharegpt has no timestamps of its own"),
     ],
     ids=str,

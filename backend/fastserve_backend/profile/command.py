@@ -47,7 +47,7 @@ def profile_command(config: EngineConfig, output: Path | None) -> None:
         raise ConfigError(f"output: cannot write {path}: {error.strerror}") from None
     console = Console(highlight=False, soft_wrap=True)
     _print(console, profile, measurement.held_out)
-    console.print(f"written to {path}")
+    console.print(f"written to {path}", markup=False)
 
 
 def _measure(config: EngineConfig) -> Measurement:

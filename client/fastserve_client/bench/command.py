@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from fastserve_client.bench.comparison import compare, comparison_table
 from fastserve_client.bench.connection import Connection, Target
@@ -155,7 +156,7 @@ def _print(
         within = within_objectives(points, slo_s)
         out.print(objectives_table(within, slo_s, max(plan.offered(load) for load in plan.loads)))
     for line in error_lines(points):
-        console.print(f"[yellow]errors:[/] {line}")
+        console.print(f"[yellow]errors:[/] {escape(line)}")
     for point in points:
         late_s = point.send_lateness_p99_s or 0.0
         if late_s > _LATE_S or point.cpu_share > _HIGH_CPU_SHARE:
@@ -199,7 +200,7 @@ def _write(
             output.json.write_text(text, encoding="utf-8")
         except OSError as error:
             raise WorkloadError(f"output: cannot write {output.json}: {error.strerror}") from None
-        console.print(f"wrote {output.json}")
+        console.print(f"wrote {output.json}", markup=False)
     if output.plot is not None and any(point.summary for point in points):
         for path in write_figures(points, output.plot, objectives.normalized_latency_s):
-            console.print(f"wrote {path}")
+            console.print(f"wrote {path}", markup=False)

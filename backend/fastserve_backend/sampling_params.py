@@ -11,6 +11,8 @@ MAX_LOGPROBS = 20  # the OpenAI API's limit; each alternative is a string per to
 # Each new piece of text is compared with each prefix of each stop word: these bound that work.
 MAX_STOP_WORDS = 16
 MAX_STOP_WORD_CHARS = 256
+# Divided by less, logits may overflow; by this they choose the most likely token anyway.
+LEAST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class SamplingParams:
     min_tokens: int = 0
     """End-of-sequence tokens and stop words are ignored before this many tokens."""
     temperature: float = 1.0
-    """0 means greedy."""
+    """0 means greedy, and so does anything below ``LEAST_TEMPERATURE``."""
     top_p: float = 1.0
     """Smallest set of tokens whose probability reaches this; in (0, 1]."""
     top_k: int = -1
@@ -71,7 +73,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < LEAST_TEMPERATURE or self.top_k == 1
 
     @property
     def has_penalties(self) -> bool:

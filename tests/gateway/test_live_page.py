@@ -147,6 +147,18 @@ def test_queues_memory_and_traffic_move_under_load(
     assert page.errors() == []
 
 
+def test_what_is_too_long_for_the_model_is_said_and_not_sent_again(
+    page: Page, gateway: RunningGateway
+) -> None:
+    page.open(gateway)
+    page.until_live()
+    page.driver.execute_script("document.getElementById('chat-input').value = 'x'.repeat(100_000)")
+    page.say("", 10)
+    page.until(lambda: "the model takes at most" in page.text("chat-note"))
+    assert page.answers() == []
+    assert len(page.errors()) == 1  # one refusal
+
+
 def test_stop_cancels_the_job_on_the_server(
     page: Page, gateway: RunningGateway, endpoints: Endpoints
 ) -> None:

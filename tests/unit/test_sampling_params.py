@@ -46,6 +46,11 @@ def test_limits_are_inclusive() -> None:
     SamplingParams(top_k=0, temperature=0, presence_penalty=-2.0, logprobs=20)
 
 
+def test_a_temperature_by_which_logits_cannot_be_divided_is_greedy() -> None:
+    assert SamplingParams(temperature=1e-40).greedy
+    assert not SamplingParams(temperature=1e-4).greedy
+
+
 def test_a_long_value_is_not_quoted_in_full() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(temperature="x" * 1000)  # type: ignore[arg-type]

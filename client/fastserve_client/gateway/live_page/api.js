@@ -27,7 +27,6 @@ export class ApiError extends Error {
   constructor(status, error) {
     super(error.message);
     this.status = status;
-    this.param = error.param;
   }
 }
 

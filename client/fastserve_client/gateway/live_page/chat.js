@@ -1,6 +1,6 @@
 // A conversation with the model. What it writes becomes text, never HTML.
 
-import { ApiError, events, request } from "/live/api.js";
+import { events, request } from "/live/api.js";
 
 export class Chat {
   constructor(find, modelName) {
@@ -80,8 +80,7 @@ export class Chat {
     try {
       response = await request("/v1/chat/completions", { body: { ...common, messages }, signal });
     } catch (error) {
-      const hasNoTemplate = error instanceof ApiError && error.param === "messages";
-      if (!hasNoTemplate) throw error;
+      if (!error.message.includes("no chat template")) throw error;
       this.note("This model has no chat template: it continues your text as it is.");
       const prompt = messages.at(-1).content;
       response = await request("/v1/completions", { body: { ...common, prompt }, signal });

@@ -10,7 +10,7 @@ from fastserve_backend.latency_histograms import LatencyHistograms
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Totals since the start; only the step loop's thread writes them, but for ``rejected``."""
+    """Totals since the start, which only the step loop's thread writes."""
 
     latencies: LatencyHistograms = field(default_factory=LatencyHistograms, compare=False)
     prompt_tokens: int = 0
@@ -37,7 +37,6 @@ class EngineCounters:
     """Seconds in which no step ran because all that could have run waited for copies."""
     finished: Counter[str] = field(default_factory=Counter)
     """Jobs by finish reason."""
-    rejected: int = 0
     worker_restarts: int = 0
     """How often all ranks were started anew because one died or hung."""
 

@@ -23,7 +23,6 @@ from fastserve_backend.errors import (
     DrainingError,
     EngineError,
     FastServeError,
-    InvalidRequestError,
     OverloadedError,
 )
 from fastserve_backend.executor.base import OwnedExecutor
@@ -211,21 +210,17 @@ class Engine:
             OverloadedError, DrainingError: not now.
             EngineError: the engine is broken.
         """
-        try:
-            self.checks.validate(prompt_ids, params)
-            job = Job(
-                id=job_id,
-                number=next(self._numbers),
-                prompt_ids=array("i", prompt_ids),
-                params=params,
-                arrival_s=self.clock.now(),
-                sink=sink,
-                seed=random.randint(0, MAX_SEED) if params.seed is None else params.seed,
-            )
-            self._admit(job, prompt_text)
-        except (InvalidRequestError, OverloadedError, DrainingError):
-            self.counters.rejected += 1
-            raise
+        self.checks.validate(prompt_ids, params)
+        job = Job(
+            id=job_id,
+            number=next(self._numbers),
+            prompt_ids=array("i", prompt_ids),
+            params=params,
+            arrival_s=self.clock.now(),
+            sink=sink,
+            seed=random.randint(0, MAX_SEED) if params.seed is None else params.seed,
+        )
+        self._admit(job, prompt_text)
         return job.number
 
     def cancel(self, number: int) -> None:

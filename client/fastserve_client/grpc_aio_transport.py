@@ -90,6 +90,5 @@ class AioGrpcCall(AsyncIterator[Outputs]):
 
 
 def _task_is_cancelled() -> bool:
-    # Python 3.10 cannot tell; there a stream that was closed just ends, also in a cancelled task.
-    cancelling = getattr(asyncio.current_task(), "cancelling", None)
-    return cancelling is not None and cancelling() > 0
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

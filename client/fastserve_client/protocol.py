@@ -107,7 +107,7 @@ possible stop word is incomplete."""
 OUTPUT_IDS: Final = "output_ids"
 """New tokens of this response; may be empty."""
 FINISH_REASON: Final = "finish_reason"
-"""One of ``FINISH_REASONS`` in the last response, empty before."""
+"""One of ``FINISH_REASONS``, in the last response only."""
 NUM_INPUT_TOKENS: Final = "num_input_tokens"
 NUM_OUTPUT_TOKENS: Final = "num_output_tokens"
 """Tokens of this response, as Triton's vLLM backend counts; the sum is the length of the output."""
@@ -163,19 +163,9 @@ PARAMETER_KEYS: Final = (
 """What may also be a key of ``SAMPLING_PARAMETERS`` or a request parameter. A tensor beats the
 former, that beats the latter; numbers and booleans may be strings; other keys are errors."""
 
-FINISH_STOP: Final = "stop"
-FINISH_LENGTH: Final = "length"
-FINISH_CANCELLED: Final = "cancelled"
-FINISH_ERROR: Final = "error"
-FINISH_REASONS: Final = (FINISH_STOP, FINISH_LENGTH, FINISH_CANCELLED, FINISH_ERROR)
+FINISH_REASONS: Final = ("stop", "length", "cancelled", "error")
 
-DEFAULT_MAX_TOKENS: Final = 16
-MAX_LOGPROBS: Final = 20
-MAX_STOP_WORDS: Final = 64
-MAX_STOP_WORD_CHARS: Final = 1024
 MAX_SEED: Final = 2**64 - 1
 MIN_WATCH_INTERVAL_MS: Final = 50
 MAX_WATCH_INTERVAL_MS: Final = 10_000
 MAX_INT32: Final = 2**31 - 1
-MAX_PENALTY: Final = 2.0
-MAX_TEMPERATURE: Final = 100.0

@@ -42,7 +42,6 @@ def test_a_full_queue_refuses_and_recovers(checkpoint: Path, tokenizer: Path) ->
         numbers = [llm.engine.submit("j", [5], LONG, sink) for sink in sinks]
         with pytest.raises(OverloadedError, match="3 requests are queued already"):
             llm.engine.submit("j", [5], LONG, Collector())
-        assert llm.engine.counters.rejected == 1
         for number in numbers:
             llm.engine.cancel(number)
         for sink in sinks:

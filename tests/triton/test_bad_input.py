@@ -128,8 +128,8 @@ CASES = [
     tensor("frequency_penalty", NAN),
     tensor("stop_words", [""], "an empty word"),
     tensor("stop_words", ["ok", b"\xff"], "invalid UTF-8"),
-    tensor("stop_words", ["x" * 2000], "a long word"),
-    tensor("stop_words", ["x"] * 65, "too many"),
+    tensor("stop_words", ["x" * 257], "a long word"),
+    tensor("stop_words", ["x"] * 17, "too many"),
     # sampling_parameters.
     raw_object("{", "not JSON"),
     raw_object("[1]", "a list"),

@@ -10,7 +10,6 @@ from contextlib import ExitStack
 
 import pytest
 from fastserve_backend.serving.endpoints import Endpoints
-from fastserve_client import protocol
 from serving_client import GrpcStream, generate, http_stream, metric, used_blocks, wait_for
 
 LIMIT_S = 0.25
@@ -80,7 +79,7 @@ def test_blocks_are_free_soon(
     begin: Callable[[Endpoints], Callable[[], None]], endpoints: Endpoints
 ) -> None:
     url = endpoints.metrics_url
-    reason = protocol.FINISH_CANCELLED
+    reason = "cancelled"
     times = []
     while len(times) < TRIES and not (times and times[-1] < LIMIT_S):
         # What an earlier test has cancelled is counted when its blocks are free.

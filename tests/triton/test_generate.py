@@ -196,7 +196,7 @@ def test_tensor_beats_sampling_parameters_beats_request_parameter(endpoints: End
     everywhere = {"ignore_eos": True}
     in_object = json.dumps({"max_tokens": 6, "ignore_eos": True})
     by_parameter = {"max_tokens": 7}
-    assert length(**everywhere) == protocol.DEFAULT_MAX_TOKENS
+    assert length(**everywhere) == SamplingParams().max_tokens
     assert length(**everywhere, parameters=by_parameter) == 7
     assert length(sampling_parameters=in_object, parameters=by_parameter) == 6
     assert length(max_tokens=5, sampling_parameters=in_object, parameters=by_parameter) == 5

@@ -2,7 +2,7 @@
 
 Setting a metric is a message to the server and back, typically 70 µs, but milliseconds where all
 cores are busy, and Triton 24.10 holds the interpreter's lock meanwhile. So neither the engine nor
-the emitters do it, and it is done seldom: they keep plain numbers, and this thread publishes those
+the emitter does it, and it is done seldom: they keep plain numbers, and this thread publishes those
 that changed, twice a second while there are jobs, and soon after a request came or ended all but
 the histograms, which have the most values. It pauses after each message, or the engine would get
 the lock back only when all are sent.

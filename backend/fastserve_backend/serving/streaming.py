@@ -190,12 +190,12 @@ class Emitter:
     while it is busy with others go out together.
     """
 
-    def __init__(self, name: str, on_end: Callable[[], None]) -> None:
+    def __init__(self, on_end: Callable[[], None]) -> None:
         """``on_end`` is called after each request's last response; must return at once."""
         self._on_end = on_end
         self._inbox: queue.SimpleQueue[RequestStream | None] = queue.SimpleQueue()
         self._active: set[RequestStream] = set()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="emitter", daemon=True)
         self._thread.start()
 
     def watch(self, stream: RequestStream) -> None:

@@ -12,8 +12,6 @@ from fastserve_client.workload import TraceJob
 
 # Vocabularies begin with special tokens: end, padding, roles of a chat.
 FIRST_TOKEN_ID = 32
-DEFAULT_VOCAB_SIZE = 1000
-"""Every model of today has as many tokens, and which ones a prompt holds costs it nothing."""
 
 
 def exact_requests(

@@ -78,7 +78,7 @@ def _tokens(place: str, row: dict[str, str | None], column: str, least: int) -> 
     return int(value)
 
 
-# datetime.fromisoformat of Python 3.10 knows neither 7 fractional digits nor "Z".
+# datetime.fromisoformat drops the digits after microseconds, and takes much that is no such time.
 _TIMESTAMP = re.compile(
     r"\s*(?P<second>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)"
     r"(?:\.(?P<fraction>\d{1,9}))?"

@@ -13,18 +13,18 @@ FLEX_PAGE = 128
 """Tokens in a page; FlexAttention's own block, below which it reads more than it uses."""
 
 
-def gather_and_sdpa(query: Tensor, kv: Tensor, block_tables: Tensor) -> Call:
+def gather_and_sdpa(query: Tensor, kv: Tensor, layer: int, block_tables: Tensor) -> Call:
     """Copies the jobs' blocks to contiguous keys and values, then SDPA. All jobs are of one length,
     a whole number of blocks.
 
-    query: [B, heads, head_dim]. kv: [num_blocks, 1, 2, kv_heads, block_size, head_dim].
+    query: [B, heads, head_dim]. kv: [num_blocks, layers, 2, kv_heads, block_size, head_dim].
     """
     kv_heads, block_size, head_dim = kv.shape[3:]
     rows, count = block_tables.shape
     tables = block_tables.long()
 
     def call() -> Tensor:
-        gathered = kv[tables, 0]  # [B, count, 2, kv_heads, block_size, head_dim]
+        gathered = kv[tables, layer]  # [B, count, 2, kv_heads, block_size, head_dim]
         both = gathered.permute(2, 0, 3, 1, 4, 5)
         key, value = both.reshape(2, rows, kv_heads, count * block_size, head_dim)
         return _sdpa(query, key, value)

@@ -20,6 +20,11 @@ BLOCK_SIZE = 16
 LEAST_KV_BYTES = 256 * 10**6
 LEAST_SPLITS = 2  # so that the merge of splits counts as well
 BATCH = 64
+LAYERS = 40
+"""Of a cache, OPT-13B's: a layer's part of a block lies as far from that of the next block as all
+layers of a block take."""
+CACHE_SHARE = 0.6
+"""Of the free memory, that a cache may take; what it is compared with copies a layer of it."""
 PROMPT_TOKENS = 2048
 HEADS = ((40, 40), (32, 8))
 """(query heads, KV heads): OPT-13B's, and the usual groups of four."""
@@ -93,8 +98,12 @@ def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> Decode:
     device, dtype = context.device.torch_device, _dtype(context)
     blocks_of_job = -(-shape.context // BLOCK_SIZE)
     num_blocks = shape.batch * blocks_of_job
-    kv_shape = (num_blocks, 1, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
-    kv = torch.randn(kv_shape, dtype=dtype, device=device)
+    context.device.free()
+    layers = int(min(LAYERS, max(1, CACHE_SHARE * context.device.free_bytes() / shape.kv_bytes)))
+    kv_shape = (num_blocks, layers, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
+    kv = torch.empty(kv_shape, dtype=dtype, device=device)
+    layer = layers // 2
+    kv[:, layer] = torch.randn(kv[:, layer].shape, dtype=dtype, device=device)
     tables = torch.randperm(num_blocks).view(shape.batch, blocks_of_job).to(torch.int32).to(device)
     lengths = [shape.context] * shape.batch
     capacity = int(num_splits(lengths).sum())
@@ -105,17 +114,17 @@ def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> Decode:
     out = torch.empty_like(query)
     scale = shape.head_dim**-0.5
     timing = context.device.time(
-        [lambda: paged_decode(query, kv, 0, tables, context_lens, work, scale, out, scratch)]
+        [lambda: paged_decode(query, kv, layer, tables, context_lens, work, scale, out, scratch)]
     )
     others: dict[str, Callable[[], Call]] = {
-        "gather + SDPA": lambda: baselines.gather_and_sdpa(query, kv, tables),
+        "gather + SDPA": lambda: baselines.gather_and_sdpa(query, kv, layer, tables),
         "contiguous SDPA": lambda: baselines.contiguous_sdpa(query, shape.kv_heads, shape.context),
     }
     ratios, note = _against(context, timing.seconds, others)
     bytes_s = shape.kv_bytes / timing.seconds
     context.recorder.row(
         "paged decode",
-        shape.case(),
+        {**shape.case(), "layers in the cache": layers},
         {
             "µs": timing.seconds * 1e6,
             "spread": timing.spread,

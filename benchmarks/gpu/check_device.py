@@ -28,6 +28,8 @@ CALLS_IN_A_GRAPH = 32
 # Time of one series of replays, of which the median is taken, and bounds of their number.
 SERIES_S = 0.2
 FEWEST_REPLAYS, MOST_REPLAYS = 5, 100
+# What keeps the device busy while the host begins a call: some milliseconds.
+BUSY_CYCLES = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,21 @@ class Device(ABC):
         """Give back the memory of what nobody holds any more, also to other processes."""
 
     @abstractmethod
+    def free_bytes(self) -> float:
+        """Of the device's memory, what can still be had; after ``free`` with all that is held by
+        nobody."""
+
+    @abstractmethod
     def time(self, calls: Sequence[Call]) -> Timing:
         """One call of these, made in turn, device time alone."""
 
+    @abstractmethod
+    def queued_time(self, call: Call, repeats: int) -> Timing:
+        """One call, device time alone, of what no graph can hold: begun while the device is busy,
+        so that it has all of the call when it gets there. The call must not wait for it."""
+
     def wall_time(self, call: Call, repeats: int) -> Timing:
-        """One call that waits for its own result, host included; the first two warm up."""
+        """One call, host included, that waits for a result; the first two warm up."""
         for _ in range(2):
             call()
         return Timing.of(
@@ -127,6 +139,9 @@ class CudaDevice(Device):
         gc.collect()
         torch.cuda.empty_cache()
 
+    def free_bytes(self) -> float:
+        return float(torch.cuda.mem_get_info(self.torch_device)[0])
+
     def time(self, calls: Sequence[Call]) -> Timing:
         # So many that each series of inputs is whole.
         rounds = math.ceil(CALLS_IN_A_GRAPH / len(calls))
@@ -138,6 +153,23 @@ class CudaDevice(Device):
             statistics.median(self._replay(graph, count)) / (rounds * len(calls)) for _ in range(2)
         ]
         return Timing.of(*medians)
+
+    def queued_time(self, call: Call, repeats: int) -> Timing:
+        for _ in range(2):
+            call()
+        return Timing.of(
+            *(statistics.median(self._queued(call) for _ in range(repeats)) for _ in range(2))
+        )
+
+    def _queued(self, call: Call) -> float:
+        """Seconds of the call on a device that has the whole of it."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(BUSY_CYCLES)
+        begin.record()
+        call()
+        end.record()
+        self.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
 
     def _capture(self, calls: Sequence[Call], rounds: int) -> torch.cuda.CUDAGraph:
         """A graph of rounds of all calls, each made once before: compiling and first allocations
@@ -191,8 +223,14 @@ class CpuDevice(Device):
     def free(self) -> None:
         gc.collect()
 
+    def free_bytes(self) -> float:
+        return math.inf
+
     def time(self, calls: Sequence[Call]) -> Timing:
         return self.wall_time(calls[0], 1)
+
+    def queued_time(self, call: Call, repeats: int) -> Timing:
+        return self.wall_time(call, repeats)
 
     def wall_time(self, call: Call, repeats: int) -> Timing:
         return Timing.of(_seconds(call), _seconds(call))

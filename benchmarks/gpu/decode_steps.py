@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.models.loader import load_model, torch_dtype
 from fastserve_backend.worker.messages import Step
-from fastserve_backend.worker.model_runner import ModelRunner
+from fastserve_backend.worker.model_runner import Answer, ModelRunner
 from fastserve_backend.worker.step_inputs import StepLimits
 from phase_context import Context
 from random_models import DTYPE, model_of
@@ -78,3 +81,33 @@ def decode_step(step_id: int, batch: int, context: int) -> Step:
         block_ids=array("i", blocks).tobytes(),
         sampling=None,
     )
+
+
+@contextmanager
+def steps_ahead(runner: ModelRunner, step: Step) -> Iterator[Callable[[], None]]:
+    """Such steps as serving sends them, one while the other runs: each takes its tokens, on the
+    device, from the one before.
+
+    Yields what launches another and waits for the one before it: calls of it take turns with the
+    device, so that one lasts as long as a step, or as the host's work on one if that is longer.
+    """
+    runner.run(step)  # the first tokens
+    rows = array("i", range(step.num_decodes)).tobytes()
+    following = msgspec.structs.replace(step, previous_rows=rows)
+
+    def launch() -> Answer:
+        answer = runner.launch(following)
+        assert answer is not None, "a rank alone answers"
+        return answer
+
+    running = launch()
+
+    def run_one() -> None:
+        nonlocal running
+        before, running = running, launch()
+        before()
+
+    try:
+        yield run_one
+    finally:
+        running()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from fastserve_kernels import reference
-from fastserve_kernels.gpu import paged_decode, paged_prefill, work_lists
+from fastserve_kernels.gpu import launch_parameters, paged_decode, paged_prefill, work_lists
+from fastserve_kernels.gpu.device import capability, multiprocessors
 from rowwise_cases import DTYPES, LIMITS, NAN, Case, Comparison
 from torch import Tensor
 
@@ -66,6 +67,12 @@ PREFILL: list[tuple[list[tuple[int, int]], Shape]] = [
     ([(19, 50)], Shape(2, 2, 16, block_size=4)),
 ]
 """Rows of each job and the tokens of its context with them."""
+
+SHARED_DECODE = [Shape(4, 4, 64), Shape(16, 4, 64)]
+ITEMS_OF_A_PROGRAM = 3
+FIRST_CONTEXTS = [300, 256, 0, 31]
+"""Of the rows that are decoded alone too. The others' are shorter, for the reference's sake."""
+SHARED_PREFILL = [(90, 300), (17, 17), (130, 130)], Shape(2, 1, 64)
 
 
 @dataclass(frozen=True)
@@ -156,9 +163,13 @@ def cases(interpreted: bool = False) -> Iterator[Case]:
         for contexts, shape in DECODE:
             if not no_dots or shape.heads == shape.kv_heads:
                 yield _decode_case(contexts, shape, dtype)
-        for jobs, shape in PREFILL:
-            if not no_dots:
+        for shape in SHARED_DECODE:
+            if not no_dots or shape.heads == shape.kv_heads:
+                yield _shared_decode_case(shape, dtype)
+        if not no_dots:
+            for jobs, shape in PREFILL:
                 yield _prefill_case(jobs, shape, dtype)
+            yield _shared_prefill_case(*SHARED_PREFILL, dtype)
 
 
 def _decode_case(contexts: list[int], shape: Shape, dtype: torch.dtype) -> Case:
@@ -171,6 +182,34 @@ def _decode_case(contexts: list[int], shape: Shape, dtype: torch.dtype) -> Case:
         yield Comparison("rows", actual, expected, LIMITS[dtype])
 
     return Case("paged_decode", _name(dtype, contexts, shape), compare)
+
+
+def _shared_decode_case(shape: Shape, dtype: torch.dtype) -> Case:
+    """So many rows that every program of this device takes several items, one after the other; and
+    some of the rows alone, which have the same bits."""
+
+    def compare(device: torch.device) -> Iterator[Comparison]:
+        group = shape.heads // shape.kv_heads
+        parameters = launch_parameters.decode(
+            shape.head_dim, dtype.itemsize, group, capability(device)
+        )
+        programs = multiprocessors(device) * parameters.programs_per_multiprocessor
+        rows = max(-(-ITEMS_OF_A_PROGRAM * programs // shape.kv_heads), len(FIRST_CONTEXTS))
+        others = [1 + 7 * row % 40 for row in range(len(FIRST_CONTEXTS), rows)]
+        contexts = [*FIRST_CONTEXTS, *others]
+        cache = Cache.filled(contexts, shape, dtype)
+        query, scale = queries(rows, shape, dtype), shape.head_dim**-0.5
+        lengths = torch.tensor(contexts, dtype=torch.int32)
+        expected = cache.attention(query, torch.arange(rows), lengths, scale)
+        together = run_decode(cache, query, contexts, scale, device)
+        yield Comparison("rows", together, expected, LIMITS[dtype])
+        for row, context in enumerate(FIRST_CONTEXTS):
+            own = slice(row, row + 1)
+            alone = Cache(cache.kv, cache.block_tables[own])
+            result = run_decode(alone, query[own], [context], scale, device)
+            yield Comparison(f"row {row} alone", result, together[own])
+
+    return Case("paged_decode", _name(dtype, "several items a program", shape), compare)
 
 
 def _prefill_case(jobs: list[tuple[int, int]], shape: Shape, dtype: torch.dtype) -> Case:
@@ -190,6 +229,22 @@ def _prefill_case(jobs: list[tuple[int, int]], shape: Shape, dtype: torch.dtype)
         yield Comparison("rows", actual, expected, LIMITS[dtype])
 
     return Case("paged_prefill", _name(dtype, jobs, shape), compare)
+
+
+def _shared_prefill_case(jobs: list[tuple[int, int]], shape: Shape, dtype: torch.dtype) -> Case:
+    """Each of the jobs alone has the same bits as beside the others."""
+
+    def compare(device: torch.device) -> Iterator[Comparison]:
+        cache = Cache.filled([context for _, context in jobs], shape, dtype)
+        rows = [rows for rows, _ in jobs]
+        query, scale = queries(sum(rows), shape, dtype), shape.head_dim**-0.5
+        together = run_prefill(cache, query, jobs, scale, device).split(rows)
+        for job, own in enumerate(query.split(rows)):
+            alone = Cache(cache.kv, cache.block_tables[job : job + 1])
+            result = run_prefill(alone, own, jobs[job : job + 1], scale, device)
+            yield Comparison(f"job {job} alone", result, together[job])
+
+    return Case("paged_prefill", _name(dtype, f"{jobs} and each alone", shape), compare)
 
 
 def _name(dtype: torch.dtype, lengths: object, shape: Shape) -> str:

@@ -1,4 +1,5 @@
-"""Phase "step": whole decode steps of a rank over their floor, and the gap between two of them."""
+"""Phase "step": whole decode steps of a rank over their floor, each sent while the one before it
+runs, as in serving; the gap between two of them; and the choice of their tokens."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ import statistics
 import time
 from functools import partial
 
+import sampling_speed
 import torch
 from ceilings import copy_rate
-from decode_steps import FIRST_TOKEN, blocks_of, decode_step, load
+from decode_steps import FIRST_TOKEN, blocks_of, decode_step, load, steps_ahead
 from fastserve_backend.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.sampling_params import SamplingParams
@@ -32,6 +34,7 @@ def run(context: Context) -> None:
             _steps(context, name, rate)
         except torch.OutOfMemoryError:
             print(f"  {name}: does not fit into the device's memory")
+    sampling_speed.run(context)
 
 
 def _steps(context: Context, name: str, copy_bytes_s: float) -> None:
@@ -39,7 +42,9 @@ def _steps(context: Context, name: str, copy_bytes_s: float) -> None:
     model = load(context, name, max(batches) * blocks_of(tokens), max(batches))
     for number, batch in enumerate(batches):
         step = decode_step(number, batch, tokens)
-        timing = context.device.wall_time(partial(model.runner.run, step), REPEATS)
+        alone = context.device.wall_time(partial(model.runner.run, step), REPEATS)
+        with steps_ahead(model.runner, step) as run_one:
+            timing = context.device.wall_time(run_one, REPEATS)
         # Each weight and all keys and values are read once.
         num_bytes = model.bytes_of_weights + batch * model.bytes_of_context(tokens)
         floor_s = num_bytes / copy_bytes_s
@@ -52,6 +57,7 @@ def _steps(context: Context, name: str, copy_bytes_s: float) -> None:
                 "floor, ms": floor_s * 1e3,
                 "× floor": timing.seconds / floor_s,
                 "tokens/s": batch / timing.seconds,
+                "ms, not sent ahead": alone.seconds * 1e3,
             },
         )
 

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ceilings import link_rates
-from decode_steps import BLOCK_SIZE, LoadedModel, block_bytes, blocks_of, decode_step, load
+from decode_steps import (
+    BLOCK_SIZE,
+    LoadedModel,
+    block_bytes,
+    blocks_of,
+    decode_step,
+    load,
+    steps_ahead,
+)
 from fastserve_backend.worker.host_store import make_host_store
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step
 from fastserve_backend.worker.swap_engine import SwapEngine
@@ -128,15 +136,16 @@ def _slowdown(
     copies: Sequence[_Copy],
 ) -> None:
     """Decode steps alone, and while other blocks are copied both ways without a pause."""
-    alone = context.device.wall_time(lambda: model.runner.run(step), DECODE_STEPS)
-    for copy in [*copies, *copies]:  # the second of a direction begins when the first ends
-        swaps.begin(copy)
+    with steps_ahead(model.runner, step) as run_one:
+        alone = context.device.wall_time(run_one, DECODE_STEPS)
+        for copy in [*copies, *copies]:  # the second of a direction begins when the first ends
+            swaps.begin(copy)
 
-    def decode() -> None:
-        swaps.begin_ended_again()
-        model.runner.run(step)
+        def decode() -> None:
+            swaps.begin_ended_again()
+            run_one()
 
-    beside = context.device.wall_time(decode, DECODE_STEPS)
+        beside = context.device.wall_time(decode, DECODE_STEPS)
     while not swaps.is_idle:
         swaps.wait()
     context.recorder.row(

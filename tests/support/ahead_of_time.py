@@ -53,7 +53,8 @@ class CompiledKernel:
     ``registers`` are of a thread; ``stack_bytes`` too: it holds spilled registers as well.
     ``shared_bytes`` are of a program. ``instructions`` counts those in the code, memory accesses
     with their width in bits: "LDG.128", "STG.64", "LDGSTS.128", "LDL.32" and "STL.32" (the stack),
-    "HMMA", "HGMMA".
+    "HMMA", "HGMMA". ``copies_ahead``: the most groups of LDGSTS, each of one load of a loop's
+    iteration, that a wait leaves under way.
     """
 
     name: str
@@ -63,6 +64,7 @@ class CompiledKernel:
     stack_bytes: int
     shared_bytes: int
     instructions: Counter[str]
+    copies_ahead: int
 
     def count(self, *names: str) -> int:
         """Instructions of these names; one without a width counts those of all widths."""
@@ -196,6 +198,7 @@ def _describe(kernels: Sequence[Any], architecture: int) -> list[dict[str, Any]]
             "stack_bytes": int(usage["STACK"]) + int(usage["LOCAL"]),
             "shared_bytes": kernel.metadata.shared,
             "instructions": Counter(_instructions(lines)),
+            "copies_ahead": _copies_ahead(lines),
         }
         for kernel, usage, lines in zip(kernels, usages, instructions, strict=True)
     ]
@@ -230,6 +233,11 @@ def _instructions(code: str) -> Iterator[str]:
         widths = {"128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
         named = [widths[part] for part in modifiers.split(".") if part in widths]
         yield f"{operation}.{named[0] if named else 32}"
+
+
+def _copies_ahead(code: str) -> int:
+    waits = re.findall(r"\bDEPBAR\.LE SB0, 0x([0-9a-f]+)", code)
+    return max((int(wait, 16) for wait in waits), default=0)
 
 
 if __name__ == "__main__":

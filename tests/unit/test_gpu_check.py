@@ -93,6 +93,11 @@ def test_what_compiles_for_long_comes_after_our_kernels(dry_run: dict[str, Any])
     assert tables[-3:] == ["paged decode", "paged prefill", "paged FlexAttention"]
 
 
+def test_each_way_to_choose_tokens_is_timed(dry_run: dict[str, Any]) -> None:
+    choices = [row["case"]["choice"] for row in rows_of(dry_run, "choice of tokens")]
+    assert choices == ["greedy", "random", "top-p 0.9"]
+
+
 def test_each_goal_finds_its_figures(
     dry_run: dict[str, Any], report: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

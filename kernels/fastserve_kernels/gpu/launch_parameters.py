@@ -57,7 +57,7 @@ DECODE_HEADS = {
     (64, 4, 80): DecodeParameters(16, 4, 5, 4),
     (128, 4, 80): DecodeParameters(8, 4, 5, 4),
     (256, 4, 80): DecodeParameters(8, 4, 3, 4),
-    (64, 2, 90): DecodeParameters(32, 4, 6, 4),
+    (64, 2, 90): DecodeParameters(32, 4, 6, 5),
     (128, 2, 90): DecodeParameters(16, 4, 6, 5),
     (256, 2, 90): DecodeParameters(8, 4, 6, 5),
 }
@@ -66,7 +66,7 @@ DECODE_HEADS = {
 DECODE_GROUPS = {
     (64, 2, 80): DecodeParameters(64, 4, 5, 4),
     (128, 2, 80): DecodeParameters(32, 4, 5, 4),
-    (256, 2, 80): DecodeParameters(32, 4, 3, 3),
+    (256, 2, 80): DecodeParameters(32, 8, 5, 2),
     (64, 4, 80): DecodeParameters(32, 4, 5, 4),
     (128, 4, 80): DecodeParameters(16, 4, 5, 3),
     (256, 4, 80): DecodeParameters(16, 4, 3, 2),
@@ -76,17 +76,20 @@ DECODE_GROUPS = {
 }
 # Prefill waits for the tensor cores. Two warpgroups of 64 rows each share the tiles of K and V on
 # 9.0, without which the L2 cache would have to deliver more than it can. With head dimension 64
-# there is room for two programs, one of which multiplies while the other takes exponentials.
+# there is room for two programs, one of which multiplies while the other takes exponentials. Of the
+# stages, two are the block table's: with fewer than five, K and V of the next tile would wait for
+# the end of this one. With head dimension 64 on 8.0 they do, and three programs fill that time:
+# tiles small enough for a second buffer beside them take a third more instructions.
 PREFILL = {
     (64, 2, 80): PrefillParameters(64, 64, 4, 3),
-    (128, 2, 80): PrefillParameters(128, 64, 8, 3),
-    (256, 2, 80): PrefillParameters(64, 32, 8, 2),
+    (128, 2, 80): PrefillParameters(128, 64, 8, 5),
+    (256, 2, 80): PrefillParameters(64, 16, 4, 5),
     (64, 4, 80): PrefillParameters(32, 32, 8, 1),
     (128, 4, 80): PrefillParameters(32, 16, 8, 1),
     (256, 4, 80): PrefillParameters(16, 16, 8, 1),
     (64, 2, 90): PrefillParameters(128, 64, 8, 5),
     (128, 2, 90): PrefillParameters(128, 64, 8, 5),
-    (256, 2, 90): PrefillParameters(128, 32, 8, 2),
+    (256, 2, 90): PrefillParameters(128, 32, 8, 5),
 }
 
 Parameters = TypeVar("Parameters")

@@ -21,8 +21,8 @@ MERGED_SPLITS = 8
 def decode_scratch(capacity: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
     """Scratch of `paged_decode` for work lists of up to `capacity` items.
 
-    Returns float32 [capacity * heads * (head_dim + 1)], uninitialised: each item's partial results,
-    then their log-sum-exps. Calls on one stream may share it.
+    Returns float32 [capacity * heads * (head_dim + 1)], uninitialised: the partial results of each
+    row's splits, row after row, then their log-sum-exps. Calls on one stream may share it.
     """
     return torch.empty(capacity * heads * (head_dim + 1), dtype=torch.float32, device=device)
 
@@ -131,7 +131,8 @@ def _attend_splits(
                 out + offsets[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=used
             )
         else:
-            partial = (item * (KV_HEADS * GROUP) + heads).to(tl.int64)
+            place = tl.load(work + 1 + row) + split
+            partial = (place * (KV_HEADS * GROUP) + heads).to(tl.int64)
             tl.store(scratch + partial[:, None] * HEAD_DIM + dims[None, :], result, mask=used)
             log_sums = scratch + capacity.to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM)
             tl.store(log_sums + partial, log_sum, mask=group_rows < GROUP)
@@ -159,12 +160,15 @@ def _attend_one_head(
     maximum = tl.full([KEY_TILE], NO_SCORE, tl.float32)
     total = tl.zeros([KEY_TILE], tl.float32)
     result = tl.zeros([KEY_TILE, PADDED_DIM], tl.float32)
+    used = (dims < HEAD_DIM)[None, :]
     for tile in tl.range(start, end, KEY_TILE, num_stages=NUM_STAGES):
         positions = tile + tl.arange(0, KEY_TILE)
         within = positions < end
-        offsets = token_offsets(table, block_stride, positions, end, HEAD_DIM, BLOCK_SIZE, True)
+        # Behind the end the last token is read again: a mask of loads that run tiles ahead would
+        # have to be kept until their turn comes.
+        read = tl.minimum(positions, end - 1)
+        offsets = token_offsets(table, block_stride, read, end, HEAD_DIM, BLOCK_SIZE, False)
         offsets = offsets[:, None] + dims[None, :]
-        used = within[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(keys + offsets, mask=used, other=0.0)
         v = tl.load(values + offsets, mask=used, other=0.0)
         scores = tl.where(within, tl.sum(q * k.to(tl.float32), axis=1), float("-inf"))
@@ -194,12 +198,13 @@ def _attend_group(
     # Of each place in the tile; added up after the loop, as that takes a meeting of the warps.
     total = tl.zeros([QUERY_ROWS, KEY_TILE], tl.float32)
     result = tl.zeros([QUERY_ROWS, PADDED_DIM], tl.float32)
+    used = (dims < HEAD_DIM)[None, :]
     for tile in tl.range(start, end, KEY_TILE, num_stages=NUM_STAGES):
         positions = tile + tl.arange(0, KEY_TILE)
         within = positions < end
-        offsets = token_offsets(table, block_stride, positions, end, HEAD_DIM, BLOCK_SIZE, True)
+        read = tl.minimum(positions, end - 1)
+        offsets = token_offsets(table, block_stride, read, end, HEAD_DIM, BLOCK_SIZE, False)
         offsets = offsets[:, None] + dims[None, :]
-        used = within[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(keys + offsets, mask=used, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where(within[None, :], scores, float("-inf"))
@@ -228,14 +233,14 @@ def _merge_splits(
     used = dims < HEAD_DIM
     splits = tl.cdiv(tl.load(context_lens + row), SPLIT)
     if splits != 1:
-        first_item = tl.load(work + 1 + row).to(tl.int64)
+        first = tl.load(work + 1 + row).to(tl.int64)
         log_sums = scratch + capacity.to(tl.int64) * (HEADS * HEAD_DIM)
         maximum = tl.full([SPLIT_TILE], NO_SCORE, tl.float32)
         total = tl.zeros([SPLIT_TILE], tl.float32)
         result = tl.zeros([SPLIT_TILE, PADDED_DIM], tl.float32)
         for tile in range(0, splits, SPLIT_TILE):
             index = tile + tl.arange(0, SPLIT_TILE)
-            partial = (first_item + index) * HEADS + head
+            partial = (first + index) * HEADS + head
             log_sum = tl.load(log_sums + partial, mask=index < splits, other=float("-inf"))
             part = tl.load(
                 scratch + partial[:, None] * HEAD_DIM + dims[None, :],

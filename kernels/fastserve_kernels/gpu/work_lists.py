@@ -26,9 +26,13 @@ def decode_work(context_lens: ArrayLike, capacity: int) -> NDArray[np.int32]:
     context_lens: [B], tokens that each row attends to, 0 for padding. capacity: the items that the
     list has room for; a captured CUDA graph is launched with lists of one capacity.
 
-    Returns int32 [1 + B + 2 * capacity]: the number of items; for each row the index of its first
-    item; then the items, pairs (row, split), a row's splits in order and side by side. What lies
-    past the last item is zero.
+    Returns int32 [1 + B + 2 * capacity]: the number of items; for each row the items of the rows
+    before it; then the items, pairs (row, split), those of the most tokens first. What lies past
+    the last item is zero.
+
+    Programs take every n-th item: of a list whose items get ever shorter, no program has more than
+    one item's tokens beyond another's. In the order of the rows some would get full splits alone,
+    and others what is left of contexts behind them.
 
     Raises ValueError if the rows make more than `capacity` items.
     """
@@ -36,13 +40,16 @@ def decode_work(context_lens: ArrayLike, capacity: int) -> NDArray[np.int32]:
     rows, count = splits.size, int(splits.sum())
     if count > capacity:
         raise ValueError(f"{count} items of decode work, but room for {capacity}")
-    first_items = np.cumsum(splits) - splits
+    before = np.cumsum(splits) - splits
+    row = np.repeat(np.arange(rows), splits)
+    split = np.arange(count) - before[row]
+    tokens = np.minimum(np.asarray(context_lens)[row] - split * SPLIT_TOKENS, SPLIT_TOKENS)
+    order = np.argsort(-tokens, kind="stable")
     work = np.zeros(1 + rows + 2 * capacity, dtype=np.int32)
     work[0] = count
-    work[1 : 1 + rows] = first_items
+    work[1 : 1 + rows] = before
     items = work[1 + rows :].reshape(capacity, 2)[:count]
-    items[:, 0] = np.repeat(np.arange(rows), splits)
-    items[:, 1] = np.arange(count) - np.repeat(first_items, splits)
+    items[:, 0], items[:, 1] = row[order], split[order]
     return work
 
 

@@ -18,37 +18,6 @@ def test_case(case: Case, kernel_device: torch.device) -> None:
         assert comparison.error <= comparison.limit, comparison.what
 
 
-@pytest.mark.parametrize("shape", [Shape(2, 2, 64), Shape(4, 1, 64)], ids=str)
-@pytest.mark.parametrize("dtype", DOTS)
-def test_decode_does_not_depend_on_the_batch(
-    shape: Shape, dtype: torch.dtype, kernel_device: torch.device
-) -> None:
-    torch.manual_seed(0)
-    contexts = [300, 256, 0, 31]
-    cache = Cache.filled(contexts, shape, dtype)
-    query = queries(len(contexts), shape, dtype)
-    together = run_decode(cache, query, contexts, 0.1, kernel_device)
-    for row, context in enumerate(contexts):
-        alone = Cache(cache.kv, cache.block_tables[row : row + 1])
-        result = run_decode(alone, query[row : row + 1], [context], 0.1, kernel_device)
-        assert torch.equal(result[0], together[row])
-
-
-def test_prefill_does_not_depend_on_the_batch(kernel_device: torch.device) -> None:
-    torch.manual_seed(0)
-    jobs, shape = [(90, 300), (17, 17)], Shape(2, 1, 64)
-    cache = Cache.filled([300, 17], shape, torch.float16)
-    query = queries(107, shape, torch.float16)
-    together = run_prefill(cache, query, jobs, 0.1, kernel_device)
-    first = Cache(cache.kv, cache.block_tables[:1])
-    second = Cache(cache.kv, cache.block_tables[1:])
-    alone = [
-        run_prefill(first, query[:90], jobs[:1], 0.1, kernel_device),
-        run_prefill(second, query[90:], jobs[1:], 0.1, kernel_device),
-    ]
-    assert torch.equal(torch.cat(alone), together)
-
-
 @pytest.mark.parametrize("dtype", DOTS)
 def test_no_number_of_another_layer_or_token_counts(
     dtype: torch.dtype, kernel_device: torch.device

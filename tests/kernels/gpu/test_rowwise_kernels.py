@@ -48,8 +48,25 @@ def test_int8_of_channels_that_float16_does_not_hold(
     """A constant, beside it a channel that spreads as far."""
     kv = torch.full((1, 1, 2, 1, 16, 16), value)
     kv[..., 1] = torch.linspace(-1, 1, 16) * value
-    block_ids = torch.zeros(1, dtype=torch.int32, device=kernel_device)
-    codes, parameters = kv_int8.quantize_blocks(kv.to(kernel_device), block_ids, 16)
-    expected = kv_quantization.quantize(kv, 16)
-    assert torch.equal(codes.cpu(), expected[0])
-    assert torch.equal(parameters.cpu(), expected[1])
+    check_int8(kv, kernel_device)
+
+
+@pytest.mark.parametrize("ulps", [-1, 0, 1])
+def test_int8_of_values_between_two_codes(ulps: int, kernel_device: torch.device) -> None:
+    """Each half of a step, exactly or next to it, in channels of many scales."""
+    torch.manual_seed(0)
+    scale = (torch.rand(64) + 0.1).half().float()
+    steps = torch.arange(512).view(8, 1, 1, 1, 64, 1) / 2
+    kv = (steps * scale).expand(8, 1, 2, 1, 64, 64).contiguous()
+    if ulps:
+        kv = kv.nextafter(torch.tensor(ulps * torch.inf))
+    kv[..., 0, :], kv[..., 1, :] = 0.0, 255 * scale
+    check_int8(kv, kernel_device)
+
+
+def check_int8(kv: torch.Tensor, device: torch.device) -> None:
+    """Codes and parameters of all blocks are those of a CPU."""
+    block_ids = torch.arange(len(kv), dtype=torch.int32, device=device)
+    results = kv_int8.quantize_blocks(kv.to(device), block_ids, kv.shape[4])
+    for result, expected in zip(results, kv_quantization.quantize(kv, kv.shape[4]), strict=True):
+        assert torch.equal(result.cpu(), expected)

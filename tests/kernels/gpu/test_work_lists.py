@@ -11,16 +11,27 @@ from fastserve_kernels.gpu.work_lists import (
 )
 
 
-def test_decode_work_covers_each_context_once_and_in_order() -> None:
+def test_decode_work_covers_each_context_once_longest_splits_first() -> None:
     contexts = [1, 0, SPLIT_TOKENS, SPLIT_TOKENS + 1, 0, 2048]
     work = decode_work(contexts, capacity=15)
     assert work.dtype == np.int32
     assert work[0] == 12
     assert work[1:7].tolist() == [0, 1, 1, 2, 4, 4]
     items = work[7:].reshape(15, 2).tolist()
-    assert items[:4] == [[0, 0], [2, 0], [3, 0], [3, 1]]
-    assert items[4:12] == [[5, split] for split in range(8)]
+    assert items[:10] == [[2, 0], [3, 0], *([5, split] for split in range(8))]
+    assert items[10:12] == [[0, 0], [3, 1]]
     assert items[12:] == [[0, 0]] * 3
+
+
+@pytest.mark.parametrize("programs", [7, 64, 66])
+def test_programs_that_take_every_nth_item_have_even_shares(programs: int) -> None:
+    contexts = [SPLIT_TOKENS + 10 * row for row in range(100)]
+    work = decode_work(contexts, capacity=int(num_splits(contexts).sum()))
+    items = work[101:].reshape(-1, 2)
+    tokens = np.minimum(np.array(contexts)[items[:, 0]] - SPLIT_TOKENS * items[:, 1], SPLIT_TOKENS)
+    assert tokens.sum() == sum(contexts)
+    shares = [tokens[program::programs].sum() for program in range(programs)]
+    assert max(shares) - min(shares) <= SPLIT_TOKENS
 
 
 def test_decode_work_of_padding_alone() -> None:

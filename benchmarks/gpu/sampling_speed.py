@@ -1,0 +1,53 @@
+"""How long the choice of a batch's tokens takes, to be held against a whole decode step."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+from fastserve_backend.worker.messages import Sampling
+from fastserve_backend.worker.sampler import sample
+from phase_context import Context
+
+ROWS = 64
+VOCABULARIES = (50272, 128256)
+"""OPT's, LLaMA 3's."""
+TOP_P = 0.9
+REPEATS = 20
+
+
+@torch.inference_mode()
+def run(context: Context) -> None:
+    rows, vocabularies = (2, (300,)) if context.tiny else (ROWS, VOCABULARIES)
+    choices = {
+        "greedy": None,
+        "random": _sampling(rows, top_p=1.0),
+        f"top-p {TOP_P}": _sampling(rows, top_p=TOP_P),
+    }
+    for vocabulary in vocabularies:
+        # The same each time: those of a step were just written too.
+        logits = torch.randn(
+            rows, vocabulary, dtype=torch.bfloat16, device=context.device.torch_device
+        )
+        for choice, sampling in choices.items():
+            call = partial(sample, logits, sampling, ())
+            timing = context.device.queued_time(call, REPEATS)
+            context.recorder.row(
+                "choice of tokens",
+                {"choice": choice, "rows": rows, "vocabulary": vocabulary},
+                {"µs": timing.seconds * 1e6, "spread": timing.spread},
+            )
+
+
+def _sampling(rows: int, top_p: float) -> Sampling:
+    """At temperature 1, all rows alike."""
+    return Sampling(
+        temperature=np.ones(rows, dtype=np.float32).tobytes(),
+        top_k=np.zeros(rows, dtype=np.int32).tobytes(),
+        top_p=np.full(rows, top_p, dtype=np.float32).tobytes(),
+        uniform=np.linspace(0.01, 0.99, rows).tobytes(),
+        no_eos=np.zeros(rows, dtype=np.bool_).tobytes(),
+        num_logprobs=np.full(rows, -1, dtype=np.int32).tobytes(),
+        penalties=[],
+    )

@@ -83,7 +83,7 @@ DECODE_GROUPS = {
 PREFILL = {
     (64, 2, 80): PrefillParameters(64, 64, 4, 3),
     (128, 2, 80): PrefillParameters(128, 64, 8, 5),
-    (256, 2, 80): PrefillParameters(64, 16, 4, 5),
+    (256, 2, 80): PrefillParameters(64, 16, 8, 5),
     (64, 4, 80): PrefillParameters(32, 32, 8, 1),
     (128, 4, 80): PrefillParameters(32, 16, 8, 1),
     (256, 4, 80): PrefillParameters(16, 16, 8, 1),

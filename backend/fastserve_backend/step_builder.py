@@ -105,14 +105,15 @@ def _sampling(jobs: Sequence[Job]) -> Sampling | None:
         penalties=[
             Penalties(
                 row=row,
-                repetition=job.params.repetition_penalty,
-                presence=job.params.presence_penalty,
-                frequency=job.params.frequency_penalty,
-                prompt_ids=job.prompt_ids.tobytes(),
+                repetition=p.repetition_penalty,
+                presence=p.presence_penalty,
+                frequency=p.frequency_penalty,
+                prompt_ids=job.prompt_ids.tobytes() if p.repetition_penalty != 1.0 else b"",
                 output_ids=job.output_ids.tobytes(),
+                is_pending=job.num_pending > 0,
             )
-            for row, job in enumerate(jobs)
-            if job.params.has_penalties
+            for row, (job, p) in enumerate(zip(jobs, params, strict=True))
+            if p.has_penalties
         ],
     )
 

@@ -288,9 +288,8 @@ class StepLoop:
         if not self._executor.can_submit_ahead or self.kv.holds_steps:
             return None
         flight = self._flights[0]
-        sampling = flight.step.sampling
-        if flight.next_is_chosen or (sampling is not None and sampling.penalties):
-            return None  # penalties take the tokens themselves, not their number
+        if flight.next_is_chosen:
+            return None
         if flight.predicted_s is None:
             flight.predicted_s = self._predict_s(flight.step)
         time_s = (1 - _LEAD_SHARE) * flight.predicted_s - _LEAD_S

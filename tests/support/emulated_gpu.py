@@ -74,12 +74,13 @@ class DeviceTensor(Tensor):
 
     def __getitem__(self, index: Any) -> Tensor:
         self.gpu.check_index(index)
-        return self.gpu.execute(partial(Tensor.__getitem__, self.on_host, _on_host(index)), [self])
+        place = tree_map(_on_host, index)
+        return self.gpu.execute(partial(Tensor.__getitem__, self.on_host, place), [self])
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.gpu.check_index(index)
         self.gpu.check_devices("setitem", _tensors((self, value)))
-        place = _on_host(index)
+        place = tree_map(_on_host, index)
         self.gpu.execute(partial(Tensor.__setitem__, self.on_host, place, _on_host(value)), [self])
 
     def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from fastserve_backend.worker.messages import Sampling, Step, StepResult
+from fastserve_backend.worker.messages import Penalties, Sampling, Step, StepResult
 
 BLOCK_SIZE = 16
 PROMPTS = [[17 + 3 * job + 5 * place for place in range(n)] for job, n in enumerate((5, 9, 20, 18))]
 BLOCKS = [[4, 7], [1, 0], [6, 2], [5, 3]]
 """Of each job."""
 NUM_BLOCKS = 8
-NOT_KNOWN = 3
+NOT_KNOWN = -1
 """Stands in a step for a token that the rank itself has."""
+PENALISED = (1, 3)
 Launch = Callable[[Step], Callable[[], StepResult]]
 
 
@@ -49,7 +50,8 @@ def run_turns(launch: Launch, *, ahead: bool, sampled: bool = True) -> list[Step
     Args:
         launch: begins a step, and returns what waits for its result.
         ahead: each step is launched before the result of the one before is waited for.
-        sampled: half of the jobs at random, some with log-probabilities; False: all greedily.
+        sampled: half of the jobs at random, with penalties, some with log-probabilities; False:
+            all greedily.
     """
     done = [0] * len(PROMPTS)
     outputs: list[list[int]] = [[] for _ in PROMPTS]
@@ -74,7 +76,7 @@ def run_turns(launch: Launch, *, ahead: bool, sampled: bool = True) -> list[Step
             step.previous_rows = _ints(rows)
         jobs = [*turn.decoding, *turn.ending]
         if sampled and jobs:
-            step.sampling = _sampling([(job, len(outputs[job])) for job in jobs])
+            step.sampling = _sampling([(job, outputs[job]) for job in jobs])
         unanswered.append(launch(step))
         if ahead and step_id > 0:
             take(chosen, unanswered.pop(0))
@@ -109,13 +111,13 @@ def _step(
     )
 
 
-def _sampling(rows: Sequence[tuple[int, int]]) -> Sampling:
-    """Rows are (job, index of the token)."""
+def _sampling(rows: Sequence[tuple[int, list[int]]]) -> Sampling:
+    """Rows are (job, its output)."""
 
     def column(dtype: Any, of_jobs: Sequence[Any]) -> bytes:
         return np.array([of_jobs[job] for job, _ in rows], dtype).tobytes()
 
-    uniform = [random.Random(100 * job + index).random() for job, index in rows]
+    uniform = [random.Random(100 * job + len(output)).random() for job, output in rows]
     return Sampling(
         temperature=column(np.float32, [0.0, 1.0, 0.0, 1.5]),
         top_k=column(np.int32, [0, 0, 0, 40]),
@@ -123,7 +125,19 @@ def _sampling(rows: Sequence[tuple[int, int]]) -> Sampling:
         uniform=np.array(uniform).tobytes(),
         no_eos=column(np.bool_, [False] * 4),
         num_logprobs=column(np.int32, [-1, 0, 2, 3]),
-        penalties=[],
+        penalties=[
+            Penalties(
+                row=row,
+                repetition=0.5,
+                presence=-0.3,
+                frequency=-0.2,
+                prompt_ids=_ints(PROMPTS[job]),
+                output_ids=_ints([token for token in output if token != NOT_KNOWN]),
+                is_pending=NOT_KNOWN in output,
+            )
+            for row, (job, output) in enumerate(rows)
+            if job in PENALISED
+        ],
     )
 
 

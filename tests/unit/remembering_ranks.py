@@ -63,5 +63,6 @@ def _token(ids: np.ndarray, sampling: Sampling | None, row: int) -> int:
             value = zlib.crc32(sampling.uniform[8 * row : 8 * row + 8], value)
         for penalties in sampling.penalties:
             if penalties.row == row:
-                value = zlib.crc32(penalties.prompt_ids + penalties.output_ids, value)
+                newest = ids[-1:].tobytes() if penalties.is_pending else b""
+                value = zlib.crc32(penalties.prompt_ids + penalties.output_ids + newest, value)
     return FIRST_TOKEN + value % NUM_TOKENS

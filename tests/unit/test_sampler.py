@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulated_gpu import DEVICE, emulated_gpu
 from fastserve_backend.worker.messages import Penalties, Sampling
-from fastserve_backend.worker.sampler import ChosenTokens
+from fastserve_backend.worker.sampler import ChosenTokens, _penalise
 from fastserve_backend.worker.sampler import sample as begin_to_sample
 
 EOS = (2,)
@@ -30,12 +30,16 @@ def sampling(rows: int, penalties: list[Penalties] | None = None, **values: Any)
     )
 
 
-def sample(logits: torch.Tensor, how: Sampling | None) -> ChosenTokens:
-    return begin_to_sample(logits, how, EOS).on_host()
+def sample(
+    logits: torch.Tensor, how: Sampling | None, input_ids: torch.Tensor | None = None
+) -> ChosenTokens:
+    return begin_to_sample(logits, how, EOS, input_ids).on_host()
 
 
-def choose(logits: torch.Tensor, how: Sampling | None) -> list[int]:
-    return sample(logits, how).token_ids.tolist()
+def choose(
+    logits: torch.Tensor, how: Sampling | None, input_ids: torch.Tensor | None = None
+) -> list[int]:
+    return sample(logits, how, input_ids).token_ids.tolist()
 
 
 LOGITS = torch.log(torch.tensor([[0.1, 0.2, 0.3, 0.4]]))
@@ -104,9 +108,9 @@ def ids(*values: int) -> bytes:
 @pytest.mark.parametrize(
     ("penalties", "expected"),
     [
-        (Penalties(0, 1.0, 0.5, 0.25, ids(0, 3), ids(1, 1)), [1.0, 1.0, -1.0, 3.0]),
-        (Penalties(0, 2.0, 0.0, 0.0, ids(0, 2), ids(1)), [0.5, 1.0, -2.0, 3.0]),
-        (Penalties(0, 1.0, 0.0, 1.0, ids(), ids()), [1.0, 2.0, -1.0, 3.0]),
+        (Penalties(0, 1.0, 0.5, 0.25, ids(0, 3), ids(1, 1), False), [1.0, 1.0, -1.0, 3.0]),
+        (Penalties(0, 2.0, 0.0, 0.0, ids(0, 2), ids(1), False), [0.5, 1.0, -2.0, 3.0]),
+        (Penalties(0, 1.0, 0.0, 1.0, ids(), ids(), False), [1.0, 2.0, -1.0, 3.0]),
     ],
 )
 def test_penalties(penalties: Penalties, expected: list[float]) -> None:
@@ -119,10 +123,25 @@ def test_penalties(penalties: Penalties, expected: list[float]) -> None:
     assert logits.tolist() == [[1.0, 2.0, -1.0, 3.0]]
 
 
+@pytest.mark.parametrize("newest", [1, 3, 5, 8])
+def test_a_token_that_only_the_ranks_know_counts_as_one_of_the_output(newest: int) -> None:
+    """In the output already, in the prompt, in both, new: the same scores, to the last bit."""
+    logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(4))
+    prompt, output = ids(3, 5, 5), ids(1, 5, 1)
+    known = Penalties(1, 1.7, 0.3, 0.7, prompt, output + ids(newest), False)
+    pending = Penalties(1, 1.7, 0.3, 0.7, prompt, output, True)
+    scores = [logits.clone(), logits.clone()]
+    _penalise(scores[0], [known], None)
+    _penalise(scores[1], [pending], torch.tensor([2, newest, 4, 6]))
+    assert torch.equal(*scores)
+    assert torch.equal(scores[0][::2], logits[::2])
+    assert scores[0][1, newest] != logits[1, newest]
+
+
 def test_logprobs_are_of_the_unmodified_distribution() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
     how = sampling(
-        3, [Penalties(1, 3.0, 1.0, 1.0, ids(1), ids(2))],
+        3, [Penalties(1, 3.0, 1.0, 1.0, ids(1), ids(2), False)],
         temperature=[0, 2.0, 1.0], num_logprobs=[0, 5, -1],
     )  # fmt: skip
     result = sample(logits, how)
@@ -136,13 +155,16 @@ def test_logprobs_are_of_the_unmodified_distribution() -> None:
     assert np.frombuffer(top.token_ids, np.int32).tolist() == reference[1].topk(5).indices.tolist()
 
 
+INPUT_IDS = torch.arange(100, 112)
+
+
 def everything_at_once() -> Sampling:
     """Twelve rows that want different things."""
     penalties = [
-        Penalties(1, 1.7, 0.5, 0.25, ids(0, 3, 3), ids(1, 1)),
-        Penalties(4, 1.0, 1.0, 0.0, ids(), ids(7)),
-        Penalties(7, 0.6, 0.0, -0.5, ids(9), ids()),
-        Penalties(11, 2.0, 0.3, 0.1, ids(499), ids(0, 499)),
+        Penalties(1, 1.7, 0.5, 0.25, ids(0, 3, 3), ids(1, 1), False),
+        Penalties(4, 1.0, 1.0, 0.0, ids(), ids(7), True),
+        Penalties(7, 0.6, 0.0, -0.5, ids(9), ids(), False),
+        Penalties(11, 2.0, 0.3, 0.1, ids(499), ids(0, 499), False),
     ]
     return sampling(
         12, penalties,
@@ -168,12 +190,13 @@ def one_row(how: Sampling, row: int) -> Sampling:
 
 def test_rows_that_want_different_things_do_not_mix() -> None:
     logits = torch.randn(12, 500, generator=torch.Generator().manual_seed(2)) * 3
-    together = sample(logits, everything_at_once())
+    together = sample(logits, everything_at_once(), INPUT_IDS)
     own = np.frombuffer(together.logprobs, np.float32)
     top = {entry.row: entry for entry in together.top_logprobs}
     assert [entry.row for entry in together.top_logprobs] == [2, 3, 4, 8, 9, 10]
     for row in range(12):
-        alone = sample(logits[row : row + 1], one_row(everything_at_once(), row))
+        how, own_input = one_row(everything_at_once(), row), INPUT_IDS[row : row + 1]
+        alone = sample(logits[row : row + 1], how, own_input)
         assert together.token_ids[row] == alone.token_ids[0]
         wants_logprobs = row % 6 not in (0, 5)
         assert bool(alone.logprobs) == wants_logprobs
@@ -187,10 +210,11 @@ def test_rows_that_want_different_things_do_not_mix() -> None:
 def test_the_host_waits_for_no_gpu_before_the_tokens() -> None:
     logits = torch.randn(12, 500, generator=torch.Generator().manual_seed(3))
     with emulated_gpu() as gpu:
-        on_device = logits.to(DEVICE)
+        on_device, input_ids = logits.to(DEVICE), INPUT_IDS.to(DEVICE)
         gpu.waits.clear()
-        every = begin_to_sample(on_device, everything_at_once(), EOS)
+        every = begin_to_sample(on_device, everything_at_once(), EOS, input_ids)
         top = begin_to_sample(on_device[:1], sampling(1, top_k=5), EOS)
         assert gpu.waits == []
-        assert every.on_host().token_ids.tolist() == choose(logits, everything_at_once())
+        chosen = choose(logits, everything_at_once(), INPUT_IDS)
+        assert every.on_host().token_ids.tolist() == chosen
         assert top.on_host().token_ids.tolist() == choose(logits[:1], sampling(1, top_k=5))

@@ -109,8 +109,10 @@ class Penalties(msgspec.Struct, array_like=True):
     repetition: float
     presence: float
     frequency: float
-    prompt_ids: bytes  # int32
+    prompt_ids: bytes  # int32; empty if nothing is taken off for them
     output_ids: bytes  # int32
+    is_pending: bool
+    """The token that the row runs belongs to the output too, and only the ranks know it yet."""
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):

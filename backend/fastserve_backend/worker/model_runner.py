@@ -129,15 +129,17 @@ class ModelRunner:
             self._pipeline.send(hidden)
             watch.stop()
             return partial(_stage_done, step, watch) if self._place.tensor_rank == 0 else None
-        tokens = self._sample(hidden, step) if len(layout.sampled) > 0 else None
+        tokens = self._sample(hidden, step, tensors) if len(layout.sampled) > 0 else None
         watch.stop()
         self._last_tokens.keep(len(layout.sampled), None if tokens is None else tokens.token_ids)
         return partial(_result, step, tokens, watch) if self._place.tensor_rank == 0 else None
 
-    def _sample(self, hidden: Tensor, step: Step) -> SampledTokens | None:
+    def _sample(self, hidden: Tensor, step: Step, tensors: StepTensors) -> SampledTokens | None:
         """None but on the first rank of the stage."""
         logits = self._model.logits(hidden)
-        return None if logits is None else sample(logits, step.sampling, self._eos_token_ids)
+        if logits is None:
+            return None
+        return sample(logits, step.sampling, self._eos_token_ids, tensors.token_ids)
 
     def _hidden(
         self,

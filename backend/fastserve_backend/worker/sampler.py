@@ -76,11 +76,18 @@ class SampledTokens:
 
 
 def sample(
-    logits: Tensor, sampling: Sampling | None, eos_token_ids: tuple[int, ...]
+    logits: Tensor,
+    sampling: Sampling | None,
+    eos_token_ids: tuple[int, ...],
+    input_ids: Tensor | None = None,
 ) -> SampledTokens:
-    """``logits`` [R, vocab], of any float type; they are not changed.
+    """Log-probabilities are of the unmodified logits.
 
-    ``sampling`` None chooses every row greedily. Log-probabilities are of the unmodified logits.
+    Args:
+        logits: [R, vocab], of any float type; they are not changed.
+        sampling: None chooses every row greedily.
+        input_ids: int64, the tokens of the step, of which those of decodes are first; only
+            penalties with ``is_pending`` need them.
     """
     if sampling is None:
         return SampledTokens(ops.argmax_rows(logits))
@@ -94,7 +101,7 @@ def sample(
         ends = without_eos[:, None] * scores.shape[1] + np.array(eos_token_ids)
         scores.view(-1).index_fill_(0, to_device(ends.ravel(), scores.device), -math.inf)
     if sampling.penalties:
-        _penalise(scores, sampling.penalties)
+        _penalise(scores, sampling.penalties, input_ids)
     token_ids = _choose(scores, sampling)
     num_logprobs = np.frombuffer(sampling.num_logprobs, dtype=np.int32)
     if (num_logprobs >= 0).any():
@@ -152,34 +159,39 @@ def _invert_filtered(probabilities: Tensor, uniform: Array, top_k: Array, top_p:
     return ids.gather(1, _invert(kept, to_device(uniform, device))[:, None])[:, 0]
 
 
-def _penalise(scores: Tensor, penalties: Sequence[Penalties]) -> None:
+def _penalise(scores: Tensor, penalties: Sequence[Penalties], input_ids: Tensor | None) -> None:
     """In place. ``repetition`` counts prompt and output, the others the output alone."""
-    vocab, flat = scores.shape[1], scores.view(-1)
-    repeated: list[tuple[Array, Array]] = []  # places in flat, factors
-    counted: list[tuple[Array, Array]] = []  # places in flat, what is taken off
-    for row in penalties:
-        output = np.frombuffer(row.output_ids, dtype=np.int32)
-        prompt = np.frombuffer(row.prompt_ids, dtype=np.int32)
-        first = row.row * vocab
-        if row.repetition != 1.0:
-            seen = np.unique(np.concatenate([prompt, output]))
-            repeated.append((first + seen.astype(np.int64), np.full(len(seen), row.repetition)))
-        ids, counts = np.unique(output, return_counts=True)
-        frequency = np.float32(row.frequency) * counts.astype(np.float32)
-        counted.append((first + ids.astype(np.int64), np.float32(row.presence) + frequency))
-    if repeated:
-        places, factors = _joined(repeated, scores.device)
-        values = flat[places]
-        flat[places] = torch.where(values > 0, values / factors, values * factors)
-    if counted:
-        places, amounts = _joined(counted, scores.device)
-        flat[places] -= amounts
+    vocab, device = scores.shape[1], scores.device
+    offsets = np.arange(len(penalties)) * vocab
+    prompt = _joined([row.prompt_ids for row in penalties], offsets, device)
+    output = _joined([row.output_ids for row in penalties], offsets, device)
+    rows = np.array([row.row for row in penalties])
+    pending = np.flatnonzero([row.is_pending for row in penalties])
+    if len(pending) > 0:
+        assert input_ids is not None
+        newest = input_ids[to_device(rows[pending], device)]
+        output = torch.cat([output, newest + to_device(offsets[pending], device)])
+    counts = torch.zeros(len(penalties) * vocab, device=device)
+    counts.index_add_(0, output, torch.ones_like(output, dtype=torch.float32))
+    # A token that is here more than once gets the same score each time.
+    places = torch.cat([prompt, output])
+    index, count = places // vocab, counts[places]
+    amounts = np.array([(row.repetition, row.presence, row.frequency) for row in penalties])
+    of_rows = to_device(amounts.T.astype(np.float32), device)
+    repetition, presence, frequency = (of_rows[column, index] for column in range(3))
+    places += to_device(rows * vocab - offsets, device)[index]
+    flat = scores.view(-1)
+    values = flat[places]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    flat[places] = values - torch.where(count > 0, presence + frequency * count, 0.0)
 
 
-def _joined(pairs: Sequence[tuple[Array, Array]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Places, int64, and numbers, float32, of all rows."""
-    places, numbers = (np.concatenate(column) for column in zip(*pairs, strict=True))
-    return to_device(places, device), to_device(numbers.astype(np.float32), device)
+def _joined(token_ids: Sequence[bytes], offsets: Array, device: torch.device) -> Tensor:
+    """int64, each list with its offset added."""
+    lists = [np.frombuffer(one, dtype=np.int32).astype(np.int64) for one in token_ids]
+    return to_device(
+        np.concatenate([one + offset for one, offset in zip(lists, offsets, strict=True)]), device
+    )
 
 
 def _with_logprobs(token_ids: Tensor, raw: Tensor, num_logprobs: Array) -> SampledTokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,20 +62,22 @@ class Delivery:
         """A new token, already among the job's; ``reason`` if the job ends with it."""
         self._pending.append((job, token, reason))
 
-    def flush(self) -> list[tuple[Job, FinishReason]]:
-        """Send all added tokens; returns the jobs whose end was among them, and why they ended: as
-        `add` was told, or by a stop word."""
+    def flush(self, on_end: Callable[[Job, FinishReason], None]) -> None:
+        """Send all added tokens.
+
+        Args:
+            on_end: called before the last token of a job is sent, with why it ended: as ``add`` was
+                told, or by a stop word.
+        """
         pending, self._pending = self._pending, []
-        ended = []
         for job, token, reason in pending:
             text, stop = self._text(job, token, reason)
             if stop:
                 reason = FinishReason.STOP
-            self._send(job, text, token, reason)
             if reason is not None:
                 del self._texts[job]
-                ended.append((job, reason))
-        return ended
+                on_end(job, reason)
+            self._send(job, text, token, reason)
 
     def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
         """End the job, whose end was not sent, without a further token."""

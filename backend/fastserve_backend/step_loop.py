@@ -38,6 +38,9 @@ _LEAD_SHARE = 0.1
 _log = logging.getLogger(__name__)
 
 
+OnEnd = Callable[[Job, FinishReason], None]
+
+
 class Delivery(Protocol):
     """Who gets the tokens; the effects are described in ``delivery.Delivery``."""
 
@@ -48,7 +51,7 @@ class Delivery(Protocol):
 
     def add(self, job: Job, token: NewToken, reason: FinishReason | None) -> None: ...
 
-    def flush(self) -> list[tuple[Job, FinishReason]]: ...
+    def flush(self, on_end: OnEnd) -> None: ...
 
     def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None: ...
 
@@ -86,7 +89,7 @@ class StepLoop:
     """Runs jobs to their ends. Used by one thread; ``num_running`` may be read by others.
 
     Args:
-        on_end: called once a job, when its end has been delivered.
+        on_end: called once a job, just before its end is delivered.
         predict_s: how long a step takes; not asked if the ranks take no step ahead.
         on_iteration: called with each finished step and its seconds, from submission, or from the
             end of the step that it was sent behind, to its result.
@@ -104,7 +107,7 @@ class StepLoop:
         eos_token_ids: Sequence[int],
         counters: EngineCounters,
         predict_s: Callable[[Step], float],
-        on_end: Callable[[Job, FinishReason], None],
+        on_end: OnEnd,
         on_iteration: Callable[[Step, float], None],
         check_integrity: bool = False,
     ) -> None:
@@ -269,11 +272,13 @@ class StepLoop:
         return result
 
     def _flush(self) -> None:
-        for job, reason in self._delivery.flush():
-            if job.number in self._jobs:  # a stop word has ended it
-                self._end(job, reason)
-            job.finish_reason = reason  # a stop word may come with the last token allowed
-            self._on_end(job, reason)
+        self._delivery.flush(self._delivers_end)
+
+    def _delivers_end(self, job: Job, reason: FinishReason) -> None:
+        if job.number in self._jobs:  # a stop word has ended it
+            self._end(job, reason)
+        job.finish_reason = reason  # a stop word may come with the last token allowed
+        self._on_end(job, reason)
 
     def _serving_time(self, time_s: float) -> float:
         """``time_s`` on a clock that stands still while there are no ranks. Policy and KV manager
@@ -468,9 +473,9 @@ class StepLoop:
 
     def _close(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
         """End the job without a further token."""
-        self._delivery.close(job, reason, error)
         self._end(job, reason)
         self._on_end(job, reason)
+        self._delivery.close(job, reason, error)
 
     def _end(self, job: Job, reason: FinishReason) -> None:
         """Forget the job. What a running step uses is released when that step has ended."""

@@ -18,7 +18,7 @@ from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.scheduler.base import Policy
-from fastserve_backend.step_loop import StepLoop
+from fastserve_backend.step_loop import OnEnd, StepLoop
 from fastserve_backend.worker.messages import CopyResult, Step, StepResult
 
 BLOCK_SIZE = 4
@@ -116,9 +116,8 @@ class CountingDelivery:
         assert token.token_id == 0
         self._pending.append((job, reason))
 
-    def flush(self) -> list[tuple[Job, FinishReason]]:
+    def flush(self, on_end: OnEnd) -> None:
         pending, self._pending = self._pending, []
-        ended = []
         for job, reason in pending:
             if job.number not in self._open:
                 continue
@@ -127,8 +126,7 @@ class CountingDelivery:
                 reason = FinishReason.STOP
             if reason is not None:
                 del self._open[job.number]
-                ended.append((job, reason))
-        return ended
+                on_end(job, reason)
 
     def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
         del self._open[job.number]

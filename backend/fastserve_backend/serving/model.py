@@ -113,9 +113,9 @@ class TritonPythonModel:
         logger.info("unloading")
         self._guard.release_engine()
         self._engine.drain(_DRAIN_TIMEOUT_S)
+        self._engine.close()  # first: it may deliver the end of a job that counts as ended
         self._emitter.close()
         self._metrics.close()
-        self._engine.close()
         self._guard.close()
         logger.info("unloaded")
 

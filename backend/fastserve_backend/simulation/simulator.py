@@ -24,7 +24,7 @@ from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.registry import make_policy
 from fastserve_backend.simulation.memory import KVMemory
-from fastserve_backend.step_loop import StepLoop
+from fastserve_backend.step_loop import OnEnd, StepLoop
 from fastserve_backend.worker.messages import Step
 
 
@@ -119,8 +119,8 @@ class _NoDelivery:
     def add(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
         pass
 
-    def flush(self) -> list[tuple[Job, FinishReason]]:
-        return []
+    def flush(self, on_end: OnEnd) -> None:
+        pass
 
     def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
         pass

@@ -40,5 +40,4 @@ def known_profile() -> LatencyProfile:
         sampled=Curve((0, 1), (1e-3, 1e-4)),
         decode_context_s=1e-6,
         prefill_pair_s=1e-8,
-        chunk_pair_s=5e-8,
     )

@@ -25,7 +25,7 @@ def test_an_iteration_costs_the_sum_of_its_parts() -> None:
     assert profile.prefill_s(100) == pytest.approx(0.004 + tokens + 1e-3 + 5050e-8)
     mix = IterationLoad.of([(499, 1, True), (0, 10, True), (30, 10, False)])
     assert profile.iteration_s(mix) == pytest.approx(
-        0.004 + (16 * 1e-5 + 5 * 1e-4) + (1e-3 + 1e-4) + 500e-6 + 55e-8 + 355 * 5e-8
+        0.004 + (16 * 1e-5 + 5 * 1e-4) + (1e-3 + 1e-4) + 500e-6 + (55 + 355) * 1e-8
     )
 
 

@@ -123,8 +123,7 @@ def _print(console: Console, profile: LatencyProfile, held_out: list[Sample]) ->
         f"and {profile.decode_context_s * 1e6:.2f} ms for each 1000 positions of context\n"
         f"prompt of {many} tokens {profile.prefill_s(many) * 1e3:.1f} ms, "
         f"beyond that {token_s / many * 1e3:.3f} ms a token and "
-        f"{profile.prefill_pair_s * 1e9:.2f} ms for each million pairs of tokens\n"
-        f"a prefill that continues: {profile.chunk_pair_s * 1e9:.2f} ms for each million pairs"
+        f"{profile.prefill_pair_s * 1e9:.2f} ms for each million pairs of tokens"
     )
     if profile.link.block_out_s:
         console.print(

@@ -53,15 +53,14 @@ def fit(
     sampled = np.array([sample.load.num_sampled for sample in samples])
     token_knots = _knots(_TOKEN_KNOTS, tokens)
     sampled_knots = _knots(_SAMPLED_KNOTS, sampled)
-    # The fewer queries share what is read, the more a pair costs. So the coefficients are nested:
-    # all pairs cost something, those read from KV blocks more, those of a single query still more.
-    # A few long prefills, easily disturbed, would not hold the first one down by themselves.
-    decode, prefill, chunk = np.array(
-        [(s.load.decode_context, s.load.prefill_pairs, s.load.chunk_pairs) for s in samples],
-        dtype=np.float64,
+    # A single query, which shares what it reads with none, costs more a pair than a prefill's. So
+    # the coefficients are nested: all pairs cost something, those of a single query more. A few
+    # long prefills, easily disturbed, would not hold the first one down by themselves.
+    decode, prefill = np.array(
+        [(s.load.decode_context, s.load.prefill_pairs) for s in samples], dtype=np.float64
     ).T
     ones = np.ones(len(samples))
-    others = np.stack([ones, decode + prefill + chunk, decode + chunk, decode], axis=1)
+    others = np.stack([ones, decode + prefill, decode], axis=1)
     features = np.hstack([others, _ramps(token_knots, tokens), _ramps(sampled_knots, sampled)])
     # Relative residuals: a 5 ms iteration counts as much as a 500 ms one.
     features /= seconds[:, None]
@@ -72,7 +71,7 @@ def fit(
             _bends(features, first + len(token_knots), len(sampled_knots)),
         ]
     )
-    base_s, pair_s, from_blocks_s, single_s, *slopes = _robust_nonnegative(features, bends)
+    base_s, pair_s, single_s, *slopes = _robust_nonnegative(features, bends)
     return LatencyProfile(
         identity=identity,
         num_blocks=num_blocks,
@@ -82,9 +81,8 @@ def fit(
         base_s=base_s,
         tokens=Curve(token_knots, tuple(slopes[: len(token_knots)])),
         sampled=Curve(sampled_knots, tuple(slopes[len(token_knots) :])),
-        decode_context_s=pair_s + from_blocks_s + single_s,
+        decode_context_s=pair_s + single_s,
         prefill_pair_s=pair_s,
-        chunk_pair_s=pair_s + from_blocks_s,
     )
 
 

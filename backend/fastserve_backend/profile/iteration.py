@@ -20,26 +20,21 @@ class IterationLoad:
     decode_context: int
     """Positions that those tokens attend to, themselves included, summed."""
     prefill_pairs: int
-    """Pairs of token and position attended to, n(n+1)/2 of each prefill that begins a job."""
-    chunk_pairs: int
-    """The same of the chunks that continue one: n·start + n(n+1)/2 each."""
+    """Pairs of token and position attended to by prefills, n·start + n(n+1)/2 each."""
 
     @classmethod
     def of(cls, slices: Iterable[tuple[int, int, bool]]) -> IterationLoad:
         """From (tokens in the cache, tokens to run, whether a token is sampled) of each job."""
-        num_tokens = num_sampled = num_decodes = 0
-        decode_context = prefill_pairs = chunk_pairs = 0
+        num_tokens = num_sampled = num_decodes = decode_context = prefill_pairs = 0
         for start, count, samples in slices:
             num_tokens += count
             num_sampled += samples
             if count == 1:
                 num_decodes += 1
                 decode_context += start + 1
-            elif start == 0:
-                prefill_pairs += count * (count + 1) // 2
             else:
-                chunk_pairs += count * start + count * (count + 1) // 2
-        return cls(num_tokens, num_sampled, num_decodes, decode_context, prefill_pairs, chunk_pairs)
+                prefill_pairs += count * start + count * (count + 1) // 2
+        return cls(num_tokens, num_sampled, num_decodes, decode_context, prefill_pairs)
 
 
 class LatencyModel(ABC):

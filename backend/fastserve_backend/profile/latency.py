@@ -23,7 +23,7 @@ from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 # Times of a real machine are positive; a fit through noise may not be, and a zero quantum breaks
 # the queues.
 MIN_ITERATION_S = 1e-6
-_FORMAT = 4
+_FORMAT = 5
 NOT_PARALLEL = ParallelSection()
 
 # What a model's configuration says that its iteration times do not depend on, or that a profile
@@ -116,7 +116,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class LatencyProfile(LatencyModel):
-    """``base + tokens(T) + sampled(R) + c1·Σ context + c2·Σ prefill pairs + c3·Σ chunk pairs``.
+    """``base + tokens(T) + sampled(R) + c1·Σ context + c2·Σ prefill pairs``.
 
     The curves bend where a machine turns from reading weights to multiplying by them; the pairs of
     a prompt of n tokens are its n². Nothing in it falls, so it cannot misbehave beyond what was
@@ -141,17 +141,13 @@ class LatencyProfile(LatencyModel):
     decode_context_s: float
     """For each position that a decoded token attends to."""
     prefill_pair_s: float
-    """For each pair of a prompt's token and a position before it."""
-    chunk_pair_s: float
-    """The same where the prefill continues, and reads the positions from KV blocks."""
+    """For each pair of a prompt's token and a position that it attends to."""
     max_seqs: int = 0
     """No batch of more jobs was measured; beyond, the curves go on as they end."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for coefficients that no fit gives."""
-        _check_coefficients(
-            self.base_s, self.decode_context_s, self.prefill_pair_s, self.chunk_pair_s
-        )
+        _check_coefficients(self.base_s, self.decode_context_s, self.prefill_pair_s)
         object.__setattr__(self, "num_stages", self.identity.pipeline_parallel_size)
 
     def iteration_s(self, load: IterationLoad) -> float:
@@ -161,7 +157,6 @@ class LatencyProfile(LatencyModel):
             + self.sampled(load.num_sampled)
             + self.decode_context_s * load.decode_context
             + self.prefill_pair_s * load.prefill_pairs
-            + self.chunk_pair_s * load.chunk_pairs
         )
         return value if value > MIN_ITERATION_S else MIN_ITERATION_S
 

@@ -132,7 +132,7 @@ class Roofline(LatencyModel):
             + head_s
             + self._transfer_token_s * tokens
             + self._position_s * load.decode_context
-            + self._pair_s * (load.prefill_pairs + load.chunk_pairs)
+            + self._pair_s * load.prefill_pairs
         )
 
     def swap_s(self, num_bytes: int) -> float:

@@ -183,12 +183,14 @@ class SchedulerSection(_Section):
         "max_num_batched_tokens; then it is that.",
     )
     quantum_ratio: float = Field(
-        2.0, gt=1.0, le=64.0, description="Quantum of a queue over that of the queue above it."
+        2.0, ge=1.1, le=64.0, description="Quantum of a queue over that of the queue above it."
     )
     base_quantum_ms: float | Literal["auto"] = Field(
         "auto", description="Quantum of the highest queue, ms; auto: one decode iteration."
     )
-    slo_ms: float = Field(300.0, gt=0.0, description="Wanted normalized latency, ms a token.")
+    slo_ms: float = Field(
+        300.0, gt=0.0, allow_inf_nan=False, description="Wanted normalized latency, ms a token."
+    )
     starvation_ms: float | Literal["auto"] = Field(
         "auto",
         description="After this wait, ms, a job goes to the highest queue; auto: from slo_ms.",
@@ -252,7 +254,7 @@ class EngineConfig(_Section):
         """Raises ConfigError: unreadable file, YAML that is not a mapping, or invalid values."""
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from None
         if values is None:
             values = {}

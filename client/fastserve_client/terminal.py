@@ -119,6 +119,9 @@ def generate_to_terminal(
     except BrokenPipeError:
         silence(out)
         return ExitCode.BROKEN_PIPE
+    except OSError as error:  # a full disk
+        silence(out)
+        code, closing_line = ExitCode.FAILED, f"error: cannot write the text: {error.strerror}"
     print(closing_line, file=err)
     return code
 

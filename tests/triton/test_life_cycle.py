@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +18,7 @@ import httpx
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.errors import ModelError
+from fastserve_backend.serving import process
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError, PortInUseError
 from fastserve_backend.serving.launch import TritonServer
@@ -284,6 +287,34 @@ def test_sigterm_finishes_streams_in_flight(tiny_config: EngineConfig, tmp_path:
         assert launcher.wait(30.0) == 0
 
 
+def test_what_is_unfinished_when_time_is_up_ends_with_an_error(
+    tiny_config: EngineConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also, paths that the server's shell could not take are not given to it."""
+    strange = tmp_path / "a temporary directory"
+    strange.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(strange))
+    server = start(tiny_config, tmp_path / "server.log")
+    monkeypatch.setattr(process, "DRAIN_TIMEOUT_S", 1)  # not before: it is also tritonserver's own
+    with leaving_nothing() as started:
+        started.append((server.runtime, server.endpoints))
+        (pid,) = rank_pids(server.runtime)
+        stream = long_stream(server)
+        os.kill(pid, signal.SIGSTOP)  # it would be too quick
+        threading.Timer(2.0, os.kill, (pid, signal.SIGCONT)).start()
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        answer = stream.finish()
+        stopping.join()
+        assert "shutting down and could not finish" in str(answer.error)
+        assert answer.num_finals == 1
+    assert "requests are unfinished after 1 s; ending them" in caplog.text
+    assert "did not end after SIGTERM" not in caplog.text
+
+
 def test_server_ends_with_its_launcher(tiny_config: EngineConfig, tmp_path: Path) -> None:
     config_path = tmp_path / "engine.yaml"
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
@@ -336,6 +367,12 @@ def test_sigterm_while_starting_ends_quietly(tiny_config: EngineConfig, tmp_path
     output, _ = launcher.communicate(timeout=30.0)
     assert launcher.returncode == 0
     assert output == ""
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 10**20])
+def test_no_port_is_taken_for_another(port: int, tiny_config: EngineConfig) -> None:
+    with pytest.raises(LaunchError, match=f"grpc_port: got {port}; must be 0 to 65535"):
+        TritonServer(tiny_config, grpc_port=port).start()
 
 
 def test_unknown_host_is_an_error(tiny_config: EngineConfig) -> None:

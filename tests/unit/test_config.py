@@ -46,12 +46,21 @@ def test_every_problem_is_in_one_message() -> None:
         assert part in message
 
 
+def test_a_file_nested_too_deeply(tmp_path: Path) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text("[" * 5000)
+    with pytest.raises(ConfigError, match="cannot read"):
+        EngineConfig.from_yaml(path)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "must be at least"),
         ({"base_quantum_ms": 0}, "base_quantum_ms: got 0.0; must be 'auto' or above 0 ms"),
         ({"starvation_ms": float("nan")}, "starvation_ms: got nan"),
+        ({"slo_ms": float("inf")}, "slo_ms: got inf"),
+        ({"quantum_ratio": 1.0000001}, "quantum_ratio: got 1.0000001"),
         (
             {"policy": "speculative", "length_prediction": "off"},
             r"scheduler\.length_prediction: got 'off'; the policy speculative schedules by",

@@ -65,6 +65,8 @@ class Endpoints:
 
 
 def _listen(purpose: str, host: str, port: int, held: ExitStack) -> int:
+    if not 0 <= port < 1 << 16:  # the system would take the rest of a division for it
+        raise LaunchError(f"{purpose}_port: got {port}; must be 0 to 65535")
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:

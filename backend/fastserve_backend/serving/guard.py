@@ -31,7 +31,8 @@ class ParentGuard:
     """Polls. When the server is gone, this process ends at once (the ranks follow); when the
     launcher is gone, the server is asked to end; when the engine broke, the launcher is told, or
     where there is none the server asked to end, since Triton 24.10 would stay "ready"; when the
-    launcher wants to stop the server, the model is drained and the launcher told.
+    launcher wants to stop the server, the model is drained and the launcher told; what is not
+    finished in time is ended.
 
     A second guard needs no interpreter: a call to a server that was killed can hold the
     interpreter's lock for ever, so when this thread has not run for long, the process ends.
@@ -101,6 +102,8 @@ class ParentGuard:
         engine = self._engine
         if engine is not None and engine.failure is not None and runtime.failure() is None:
             runtime.report_failure(engine.failure, gave_up=engine.gave_up)
+        if engine is not None and runtime.end_requested():
+            engine.close()  # idempotent
         if runtime.drain_requested() and not runtime.drained() and self._drain():
             runtime.report_drained()
 

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30
 """What a stopping server may take to finish streams in flight (tritonserver's own default)."""
+# What is unfinished then gets an error; a step that runs ends first.
+_END_TIMEOUT_S = 5.0
 
 # A server with nothing in flight needs two seconds. One whose model is pinned would wait in vain:
 # Triton 24.10 leaks a gRPC stream's request that it refuses itself, and now and then one that is
@@ -127,15 +129,13 @@ class ServerProcess:
         self._probe(deadline, cancelled, self._stub_handle)
 
     def drain(self) -> None:
-        """Returns when all requests are answered, the server or stub ended, or time is up."""
+        """Returns when all requests are answered, if need be with an error, or the server or stub
+        ended."""
         self._runtime.request_drain()
-        deadline = time.monotonic() + DRAIN_TIMEOUT_S
-        while not self._runtime.drained():
-            if wait_readable(_DRAIN_POLL_S, self.handle, self.stub_handle()):
-                return
-            if time.monotonic() > deadline:
-                logger.warning("requests are unfinished after %d s; ending them", DRAIN_TIMEOUT_S)
-                return
+        if not self._is_drained(DRAIN_TIMEOUT_S):
+            logger.warning("requests are unfinished after %d s; ending them", DRAIN_TIMEOUT_S)
+            self._runtime.request_end()
+            self._is_drained(_END_TIMEOUT_S)
 
     def stop(self, *, kill: bool) -> None:
         """Ends server, stub and ranks, and removes what they left. To be called once.
@@ -158,6 +158,16 @@ class ServerProcess:
         for handle in (self.handle, self._stub_handle):
             if handle is not None:
                 os.close(handle)
+
+    def _is_drained(self, timeout_s: float) -> bool:
+        """Waits for that, or the end of the server or stub; False when time is up."""
+        deadline = time.monotonic() + timeout_s
+        while not self._runtime.drained():
+            if wait_readable(_DRAIN_POLL_S, self.handle, self.stub_handle()):
+                return True
+            if time.monotonic() > deadline:
+                return False
+        return True
 
     def _check_waiting(self, deadline: float, cancelled: Callable[[], bool]) -> None:
         reason = self._runtime.failure()

@@ -7,6 +7,7 @@ marks every process that belongs to this server, orphans included.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -19,6 +20,8 @@ LAUNCHER_VARIABLE = "FASTSERVE_LAUNCHER_PID"
 # A process that was sent SIGKILL is gone as soon as the kernel has freed its memory.
 _KILL_WAIT_S = 10.0
 _SHARED_MEMORY = Path("/dev/shm")
+# Triton starts stubs by a shell command in which their paths are not quoted.
+_NOT_IN_A_COMMAND = re.compile(r"[^\w./+-]", re.ASCII)
 
 
 class RuntimeDirectory:
@@ -31,11 +34,15 @@ class RuntimeDirectory:
         self._given_up_file = path / "given-up"
         self._drain_file = path / "drain"
         self._drained_file = path / "drained"
+        self._end_file = path / "end"
 
     @classmethod
     def create(cls) -> RuntimeDirectory:
         """Makes an empty one that only this user can read."""
-        return cls(Path(tempfile.mkdtemp(prefix="fastserve-")))
+        parent = tempfile.gettempdir()
+        if _NOT_IN_A_COMMAND.search(parent):
+            parent = "/tmp"
+        return cls(Path(tempfile.mkdtemp(prefix="fastserve-", dir=parent)))
 
     @classmethod
     def from_environment(cls) -> RuntimeDirectory | None:
@@ -96,6 +103,13 @@ class RuntimeDirectory:
     def drained(self) -> bool:
         return self._drained_file.exists()
 
+    def request_end(self) -> None:
+        """Called by the launcher: the stub shall end those requests with an error."""
+        self._end_file.touch()
+
+    def end_requested(self) -> bool:
+        return self._end_file.exists()
+
     def stub_pid(self) -> int | None:
         text = _read(self._stub_file)
         return int(text) if text else None
@@ -114,6 +128,7 @@ class RuntimeDirectory:
             self._given_up_file,
             self._drain_file,
             self._drained_file,
+            self._end_file,
         ):
             file.unlink(missing_ok=True)
 

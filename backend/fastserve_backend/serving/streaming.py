@@ -56,6 +56,13 @@ def unexpected_error() -> RequestError:
     return RequestError("internal error; see the server's log", pb_utils.TritonError.INTERNAL)
 
 
+def shut_down_error() -> RequestError:
+    return RequestError(
+        "the server is shutting down and could not finish the request",
+        pb_utils.TritonError.UNAVAILABLE,
+    )
+
+
 def cancelled_error() -> RequestError:
     return RequestError("the request was cancelled", pb_utils.TritonError.CANCELLED)
 
@@ -159,7 +166,7 @@ class ResponseStream(RequestStream):
                 self._fail(output)
             elif self._cancelled or output.finish_reason is FinishReason.CANCELLED:
                 if output.finish_reason is not None:
-                    self._fail(cancelled_error())
+                    self._fail(cancelled_error() if self._cancelled else shut_down_error())
             elif output.finish_reason is FinishReason.ERROR:
                 self._fail(RequestError(output.error or "", pb_utils.TritonError.INTERNAL))
             else:

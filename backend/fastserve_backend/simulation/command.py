@@ -63,9 +63,9 @@ def simulate_command(
         ConfigError, ModelError: the configuration, the model or the cluster cannot be used.
         WorkloadError: the workload cannot be used, or has a job too long for the model.
     """
-    for path in (output, plot):
+    for name, path in (("output", output), ("plot", plot)):
         if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"output: got {str(path)!r}; its directory does not exist")
+            raise ConfigError(f"{name}: got {str(path)!r}; its directory does not exist")
     if prediction_error is not None and not 0 <= prediction_error <= _MOST_ERROR:
         raise ConfigError(
             f"prediction_error: got {prediction_error:g}; must be from 0 to {_MOST_ERROR:g}"

@@ -85,6 +85,8 @@ def _is_loopback(host: str) -> bool:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    if not 0 <= port < 1 << 16:  # the system would take the rest of a division for it
+        raise InvalidRequest(f"port: got {port}; must be 0 to 65535")
     listener = None
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

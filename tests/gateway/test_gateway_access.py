@@ -127,6 +127,9 @@ def test_unknown_fields_are_ignored_and_named(gateway: RunningGateway, client: O
 
 def test_models(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["fastserve"]
+    assert client.models.retrieve("fastserve").id == "fastserve"
+    with pytest.raises(openai.NotFoundError, match="no such model; there is 'fastserve'"):
+        client.models.retrieve("meta/other")
     with pytest.raises(openai.NotFoundError) as raised:
         client.completions.create(model="gpt-4", prompt="Hello")
     assert raised.value.code == "model_not_found"

@@ -232,8 +232,9 @@ def test_what_is_wrong_is_named(
 
 
 def test_pairs_of_fields(client: OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="echo: not supported"):
+    with pytest.raises(openai.BadRequestError, match="echo: not supported") as refused:
         client.completions.create(model="fastserve", prompt="Hello", echo=True)
+    assert refused.value.param == "echo"
     client.completions.create(model="fastserve", prompt="Hello", echo=False, max_tokens=1)
     with pytest.raises(openai.BadRequestError, match="stream_options: only allowed with stream"):
         client.completions.create(

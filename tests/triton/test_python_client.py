@@ -230,6 +230,14 @@ def test_generate_shows_a_refusal_in_one_line(url: str) -> None:
     assert err.getvalue().count("\n") == 1
 
 
+def test_a_full_disk_ends_generate_in_one_line(url: str) -> None:
+    err = io.StringIO()
+    with open("/dev/full", "w") as out:
+        code = generate_to_terminal("Hello", url=url, out=out, err=err)
+    assert code == ExitCode.FAILED
+    assert err.getvalue() == "error: cannot write the text: No space left on device\n"
+
+
 def _generate_process(url: str) -> subprocess.Popen[bytes]:
     script = (
         "import sys; from fastserve_client.terminal import generate_to_terminal; "

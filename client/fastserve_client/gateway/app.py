@@ -20,7 +20,7 @@ from fastserve_client.gateway.body import check_fields, read_body
 from fastserve_client.gateway.chat import ChatAnswer
 from fastserve_client.gateway.completions import CompletionAnswer
 from fastserve_client.gateway.disconnect import while_connected
-from fastserve_client.gateway.errors import ApiError, from_client_error
+from fastserve_client.gateway.errors import ApiError, from_client_error, no_such_model
 from fastserve_client.gateway.event_stream import EventStream
 from fastserve_client.gateway.jobs import complete_all, stream_all
 from fastserve_client.gateway.live import live_routes
@@ -92,15 +92,22 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         headers = check_fields(body, settings.model, settings.max_jobs, strict=settings.strict)
         return await respond(request, ChatAnswer(body), headers)
 
+    model = {
+        "id": settings.model,
+        "object": "model",
+        "created": started,
+        "owned_by": "fastserve",
+    }
+
     @app.get("/v1/models", dependencies=with_key)
     async def models() -> Response:
-        model = {
-            "id": settings.model,
-            "object": "model",
-            "created": started,
-            "owned_by": "fastserve",
-        }
         return JSONResponse({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{name:path}", dependencies=with_key)
+    async def one_model(name: str) -> Response:
+        if name != settings.model:
+            raise no_such_model(settings.model)
+        return JSONResponse(model)
 
     @app.get("/health")
     async def health() -> Response:

@@ -8,7 +8,7 @@ from urllib.parse import quote
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from fastserve_client.gateway.errors import ApiError, from_validation, invalid
+from fastserve_client.gateway.errors import ApiError, from_validation, invalid, no_such_model
 from fastserve_client.gateway.schemas import ChatRequest, CompletionRequest
 
 IGNORED_FIELDS_HEADER = "FastServe-Ignored-Fields"
@@ -55,12 +55,7 @@ def check_fields(
         ApiError: another model (404); too many answers, or an unknown field if ``strict`` (400).
     """
     if body.model != model:
-        raise ApiError(
-            404,
-            f"model: no such model; there is {model!r}",
-            param="model",
-            code="model_not_found",
-        )
+        raise no_such_model(model)
     num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
     if num_prompts * body.num_choices > max_jobs:
         raise invalid(

@@ -78,12 +78,23 @@ def invalid(param: str, reason: str) -> ApiError:
     return ApiError(400, f"{param}: {reason}", param=param)
 
 
+def no_such_model(known: str) -> ApiError:
+    """Another model than the one that is ``known``."""
+    return ApiError(
+        404, f"model: no such model; there is {known!r}", param="model", code="model_not_found"
+    )
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a request's body, without its value."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     param = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
-    return invalid(param, message) if param else ApiError(400, message)
+    if param:
+        return invalid(param, message)
+    # Of several fields: the schema's own words begin with one of them.
+    name, separator, reason = message.partition(": ")
+    return invalid(name, reason) if separator and name.isidentifier() else ApiError(400, message)
 
 
 def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError:

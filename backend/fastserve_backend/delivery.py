@@ -14,6 +14,7 @@ from fastserve_backend.text_stream import TextStream
 from fastserve_backend.worker.messages import StepResult
 
 _log = logging.getLogger(__name__)
+OnEnd = Callable[[Job, FinishReason], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Delivery:
         """A new token, already among the job's; ``reason`` if the job ends with it."""
         self._pending.append((job, token, reason))
 
-    def flush(self, on_end: Callable[[Job, FinishReason], None]) -> None:
+    def flush(self, on_end: OnEnd) -> None:
         """Send all added tokens.
 
         Args:

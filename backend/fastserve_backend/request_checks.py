@@ -49,11 +49,8 @@ class RequestChecks:
             InvalidRequestError: no template, messages that it refuses, or too long for the model.
         """
         given = f"{len(messages)} messages"
-        max_tokens = self._model_config.max_model_len - 1
-        if len(messages) > max_tokens:  # before the template's time: each takes a token at least
-            raise InvalidRequestError(
-                "messages", given, f"the model takes at most {max_tokens} tokens"
-            )
+        if len(messages) > self._max_prompt_tokens:  # each takes a token at least
+            raise self._too_long("messages", given)
         self._check_length("messages", sum(len(m["role"]) + len(m["content"]) for m in messages))
         try:
             text = self._tokenizer.render_chat(messages)
@@ -103,8 +100,13 @@ class RequestChecks:
             )
 
     def _check_length(self, field: str, num_chars: int) -> None:
-        max_tokens = self._model_config.max_model_len - 1
-        if num_chars > max_tokens * self._tokenizer.max_token_bytes:
-            raise InvalidRequestError(
-                field, f"{num_chars} characters", f"the model takes at most {max_tokens} tokens"
-            )
+        if num_chars > self._max_prompt_tokens * self._tokenizer.max_token_bytes:
+            raise self._too_long(field, f"{num_chars} characters")
+
+    def _too_long(self, field: str, given: str) -> InvalidRequestError:
+        allowed = f"the model takes at most {self._max_prompt_tokens} tokens"
+        return InvalidRequestError(field, given, allowed)
+
+    @property
+    def _max_prompt_tokens(self) -> int:
+        return self._model_config.max_model_len - 1

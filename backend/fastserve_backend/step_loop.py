@@ -22,7 +22,7 @@ from typing import Protocol
 
 from fastserve_backend.clock import Clock
 from fastserve_backend.counters import EngineCounters, EngineSnapshot
-from fastserve_backend.delivery import NewToken
+from fastserve_backend.delivery import NewToken, OnEnd
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import FinishReason, Job, JobState
 from fastserve_backend.kv_cache.manager import KVManager
@@ -36,9 +36,6 @@ from fastserve_backend.worker.messages import CopyResult, Step, StepResult
 _LEAD_S = 0.002
 _LEAD_SHARE = 0.1
 _log = logging.getLogger(__name__)
-
-
-OnEnd = Callable[[Job, FinishReason], None]
 
 
 class Delivery(Protocol):

@@ -132,10 +132,10 @@ class ServerProcess:
         """Returns when all requests are answered, if need be with an error, or the server or stub
         ended."""
         self._runtime.request_drain()
-        if not self._is_drained(DRAIN_TIMEOUT_S):
+        if not self._await_drained(DRAIN_TIMEOUT_S):
             logger.warning("requests are unfinished after %d s; ending them", DRAIN_TIMEOUT_S)
             self._runtime.request_end()
-            self._is_drained(_END_TIMEOUT_S)
+            self._await_drained(_END_TIMEOUT_S)
 
     def stop(self, *, kill: bool) -> None:
         """Ends server, stub and ranks, and removes what they left. To be called once.
@@ -159,8 +159,8 @@ class ServerProcess:
             if handle is not None:
                 os.close(handle)
 
-    def _is_drained(self, timeout_s: float) -> bool:
-        """Waits for that, or the end of the server or stub; False when time is up."""
+    def _await_drained(self, timeout_s: float) -> bool:
+        """Until all requests are answered, or the server or stub ended; False: time is up."""
         deadline = time.monotonic() + timeout_s
         while not self._runtime.drained():
             if wait_readable(_DRAIN_POLL_S, self.handle, self.stub_handle()):

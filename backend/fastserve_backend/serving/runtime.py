@@ -104,7 +104,7 @@ class RuntimeDirectory:
         return self._drained_file.exists()
 
     def request_end(self) -> None:
-        """Called by the launcher: the stub shall end those requests with an error."""
+        """Called by the launcher: the stub shall end what is unfinished with an error."""
         self._end_file.touch()
 
     def end_requested(self) -> bool:

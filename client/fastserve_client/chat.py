@@ -45,9 +45,6 @@ def chat_in_terminal(
 
     Returns:
         The exit code for the process: that of the last answer.
-
-    Raises:
-        InvalidRequest: the URL cannot be understood.
     """
     out = sys.stdout if out is None else out
     err = sys.stderr if err is None else err
@@ -55,13 +52,18 @@ def chat_in_terminal(
     beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = list(beginning)
     code = ExitCode.OK
-    with FastServeClient(url) as client:
+    try:
+        client = FastServeClient(url)
+    except InvalidRequest as error:
+        print(f"error: {error}", file=err)
+        return ExitCode.USAGE
+    with client:
         if is_interactive:
             _enable_line_editing()
             print(_HELP, file=err)
         while True:
             try:
-                text = input("> " if is_interactive else "").strip()
+                text = (input("> ") if is_interactive else input()).strip()
             except EOFError:
                 return code
             except KeyboardInterrupt:
@@ -76,6 +78,10 @@ def chat_in_terminal(
                 except BrokenPipeError:
                     silence(out)
                     return ExitCode.BROKEN_PIPE
+                except OSError as error:  # a full disk
+                    silence(out)
+                    print(f"error: cannot write the text: {error.strerror}", file=err)
+                    return ExitCode.FAILED
                 if answer:
                     messages.append({"role": "assistant", "content": answer})
                 else:

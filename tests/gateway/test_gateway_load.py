@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -14,6 +17,9 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
+from fastserve_client.gateway.app import GatewaySettings, create_app
+from fastserve_client.gateway.auth import ApiKeys
+from fastserve_client.gateway.command import GatewayServer
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
 from running_server import running_server
@@ -225,3 +231,42 @@ def test_an_answer_outlives_the_signal_to_the_gateway(
         assert rest[-1] == "data: [DONE]"
         ended = lambda: gateway.process.poll() == 0  # noqa: E731
         wait_for(ended, DEADLINE_S)
+
+
+def test_what_is_unfinished_at_the_deadline_ends_with_an_error(
+    endpoints: Endpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = GatewaySettings(
+        url=f"grpc://{endpoints.grpc_url}",
+        model="fastserve",
+        keys=ApiKeys([]),
+        strict=False,
+        max_body_bytes=1 << 20,
+        max_jobs=8,
+    )
+    gateway = GatewayServer(create_app(settings), drain_timeout_s=0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as pool:
+        running = pool.submit(gateway.run, [listener])
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+        whole = pool.submit(httpx.post, url, json=LONG, timeout=DEADLINE_S)
+        try:
+            body = {**LONG, "stream": True}
+            with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as response:
+                lines = response.iter_lines()
+                next(lines)
+                wait_until_busy(endpoints, jobs=2)
+                gateway.should_exit = True
+                rest = [line for line in lines if line]
+        finally:
+            gateway.should_exit = True
+        running.result(DEADLINE_S)
+    error = {
+        "message": "the gateway is shutting down and could not finish the request",
+        "type": "server_error",
+        "param": None,
+        "code": None,
+    }
+    assert json.loads(rest[-1].removeprefix("data: ")) == {"error": error}
+    assert (whole.result().status_code, whole.result().json()) == (503, {"error": error})
+    assert not caplog.records
+    wait_until_idle(endpoints)

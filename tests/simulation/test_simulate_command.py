@@ -61,6 +61,7 @@ def test_a_pipeline_of_sharded_stages_and_a_length_ratio() -> None:
         (["--prediction-error", "-0.5"], "prediction_error: got -0.5; must be from 0 to 10"),
         (["--tensor-parallel-size", "3"], "tensor_parallel_size: got 3"),
         (["--output", "missing/report.json"], "its directory does not exist"),
+        (["--plot", "sweep.pdf"], "'sweep.pdf'; must end in .png or .svg"),
     ],
     ids=str,
 )  # fmt: skip

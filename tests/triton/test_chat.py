@@ -217,15 +217,36 @@ def test_a_message_that_is_refused_is_not_kept(chat_endpoints: Endpoints) -> Non
     assert done.returncode == ExitCode.OK
 
 
-def test_chat_without_a_server_says_so() -> None:
+def test_chat_that_cannot_write_says_so(chat_endpoints: Endpoints) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            chat_command(chat_endpoints, "--max-tokens", "24"),
+            input=CAPITAL,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+    assert done.returncode == ExitCode.FAILED
+    assert done.stderr == "error: cannot write the text: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "message"),
+    [
+        ("grpc://127.0.0.1:9", ExitCode.FAILED, "127.0.0.1:9"),
+        ("carrier-pigeon://here", ExitCode.USAGE, "url: got 'carrier-pigeon://here'"),
+    ],
+)
+def test_chat_without_a_server_says_so(url: str, code: ExitCode, message: str) -> None:
     command = [sys.executable, "-c", "from fastserve_backend.cli import main; main()", "chat"]
     done = subprocess.run(
-        [*command, "--url", "grpc://127.0.0.1:9"],
+        [*command, "--url", url],
         input="Hello\n",
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
     )
-    assert done.returncode == ExitCode.FAILED
+    assert done.returncode == code
     assert done.stderr.startswith("error: ")
-    assert "127.0.0.1:9" in done.stderr
+    assert message in done.stderr

@@ -14,6 +14,7 @@ from fastserve_client.report import (
     sweep_table,
     sweep_to_json,
 )
+from fastserve_client.report.style import check_path
 from fastserve_client.workload import Workload, check_trace_fits, mean_rate
 from rich.console import Console
 from rich.progress import Progress
@@ -61,11 +62,14 @@ def simulate_command(
 
     Raises:
         ConfigError, ModelError: the configuration, the model or the cluster cannot be used.
-        WorkloadError: the workload cannot be used, or has a job too long for the model.
+        WorkloadError: the workload cannot be used, or has a job too long for the model; the plot
+            has another ending than that of a figure.
     """
     for name, path in (("output", output), ("plot", plot)):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"{name}: got {str(path)!r}; its directory does not exist")
+    if plot is not None:
+        check_path(plot)
     if prediction_error is not None and not 0 <= prediction_error <= _MOST_ERROR:
         raise ConfigError(
             f"prediction_error: got {prediction_error:g}; must be from 0 to {_MOST_ERROR:g}"

@@ -128,6 +128,11 @@ def end_live_view(app: FastAPI) -> None:
     app.state.live_feed.close()
 
 
+async def end_answers(app: FastAPI) -> None:
+    """What is unfinished ends with an error, and its jobs are cancelled."""
+    await app.state.client.close()
+
+
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return error.response()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from math import ceil
 from types import FrameType
 
 import uvicorn
@@ -15,10 +17,12 @@ from fastapi import FastAPI
 
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import InvalidRequest
-from fastserve_client.gateway.app import GatewaySettings, create_app, end_live_view
+from fastserve_client.gateway.app import GatewaySettings, create_app, end_answers, end_live_view
 
-# Answers that take longer are cut off when the gateway ends.
-_SHUTDOWN_TIMEOUT_S = 30
+# Answers that take longer end with an error when the gateway ends.
+_DRAIN_TIMEOUT_S = 30.0
+# For those errors to be read, before connections are cut off.
+_ERRORS_TIMEOUT_S = 5
 _BACKLOG = 1024
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -44,33 +48,42 @@ def run_gateway(
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
     with _listen(host, port) as listener:
         address = listener.getsockname()
-        app = create_app(settings)
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            log_level="warning",
-            access_log=False,  # /metrics counts requests, and a log of them would cost and tell
-            server_header=False,
-            timeout_graceful_shutdown=_SHUTDOWN_TIMEOUT_S,
-        )
+        server = GatewayServer(create_app(settings), _DRAIN_TIMEOUT_S)
         # uvicorn repeats the signal that ended it, for the handler that was there before.
         signal.signal(signal.SIGTERM, _exit)
         signal.signal(signal.SIGINT, _exit)
         shown = f"[{host}]" if ":" in host else host
         on_listening(f"http://{shown}:{address[1]}")
-        _Server(config, app).run(sockets=[listener])
+        server.run(sockets=[listener])
 
 
-class _Server(uvicorn.Server):
-    """Does not wait for the live view, whose events end only with their reader."""
+class GatewayServer(uvicorn.Server):
+    """Lets answers end for ``drain_timeout_s`` once it is to stop, but not the live view, whose
+    events end only with their reader."""
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
-        super().__init__(config)
+    def __init__(self, app: FastAPI, drain_timeout_s: float) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                log_level="warning",
+                access_log=False,  # /metrics counts requests, and a log of them would cost and tell
+                server_header=False,
+                timeout_graceful_shutdown=ceil(drain_timeout_s) + _ERRORS_TIMEOUT_S,
+            )
+        )
         self._app = app
+        self._drain_timeout_s = drain_timeout_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         end_live_view(self._app)
+        deadline = asyncio.create_task(self._end_answers())
         await super().shutdown(sockets)
+        deadline.cancel()
+
+    async def _end_answers(self) -> None:
+        await asyncio.sleep(self._drain_timeout_s)
+        await end_answers(self._app)
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

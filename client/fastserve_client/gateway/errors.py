@@ -13,6 +13,7 @@ from fastserve_client import protocol
 from fastserve_client.errors import (
     ClientError,
     InvalidRequest,
+    RequestCancelled,
     ServerOverloaded,
     ServerUnavailable,
 )
@@ -108,6 +109,9 @@ def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError
     wait = {"Retry-After": str(RETRY_AFTER_S)}
     if isinstance(error, ServerOverloaded):
         return ApiError(429, str(error), code="queue_full", headers=wait)
+    if isinstance(error, RequestCancelled):
+        message = "the gateway is shutting down and could not finish the request"
+        return ApiError(503, message, headers=wait)
     # The others may name addresses and files, which are the operator's affair.
     logger.warning("a job failed: %s: %s", type(error).__name__, error)
     if isinstance(error, ServerUnavailable):

@@ -1,9 +1,12 @@
 // y = x W^T + b with W [out, in] packed once, in panels of its own type. A row's result does not
 // depend on what it is batched with, bit for bit.
+#include <omp.h>
+
 #include <algorithm>
 #include <vector>
 
 #include "panels.h"
+#include "shares.h"
 
 namespace fastserve {
 
@@ -38,22 +41,6 @@ struct Output {
     }
 };
 
-// A few rows leave registers free: then several panels at once keep the multipliers busy.
-constexpr int panels_at_once(int rows) {
-    return std::max(1, std::min(4, TILE_ROWS / (rows + (rows == 1))));
-}
-
-// All steps of M rows times N panels from `panel` on.
-template <typename T, int M, int N>
-static void multiply(const typename Dot<T>::X* x, const T* panels, int64_t steps, int64_t panel,
-                     const Output<T>& output) {
-    const int64_t panel_size = steps * STEP_SIZE<T>;
-    Pair sums[M][N] = {};
-    add_products<T, M, N>(sums, x, panels + panel * panel_size, panel_size, steps);
-    for (int n = 0; n < N; ++n)
-        for (int m = 0; m < M; ++m) output.write(m, (panel + n) * PAIR, sums[m][n]);
-}
-
 template <typename T>
 static void pack(const T* weight, T* panels, int64_t out, int64_t in, int64_t stride) {
     const int64_t count = (out + PAIR - 1) / PAIR;
@@ -77,29 +64,31 @@ static void linear(const T* x, const T* panels, const T* bias, T* y, int64_t row
     const auto first_row = [&](int64_t tile) { return tile * rows / tiles; };
     packed.resize(std::min(tiles, most_tiles) * TILE_ROWS * steps);
     X* const buffer = packed.data();
+    Shares shares(omp_get_max_threads());
 #pragma omp parallel
     for (int64_t block = 0; block < tiles; block += most_tiles) {
         const int64_t end_tile = std::min(tiles, block + most_tiles);
+        const int thread = omp_get_thread_num();
+        shares.deal(count, thread, omp_get_num_threads());
 #pragma omp for schedule(static)
         for (int64_t tile = block; tile < end_tile; ++tile)
             pack_tile<T>([&](int64_t m) { return x + (first_row(tile) + m) * x_stride; },
                          first_row(tile + 1) - first_row(tile), in,
                          buffer + (tile - block) * TILE_ROWS * steps);
-        const int at_once = panels_at_once((int)((rows + tiles - 1) / tiles));
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t p = 0; p < count; p += at_once)
+        for (int64_t p; (p = shares.take(thread)) >= 0;) {
+            const T* const panel = panels + p * steps * STEP_SIZE<T>;
             for (int64_t tile = block; tile < end_tile; ++tile)
                 with_rows<TILE_ROWS>(first_row(tile + 1) - first_row(tile), [&](auto height) {
-                    constexpr int M = decltype(height)::value, N = panels_at_once(M);
+                    constexpr int M = decltype(height)::value;
                     const X* packed_tile = buffer + (tile - block) * TILE_ROWS * steps;
+                    Pair sums[M] = {};
+                    add_products<T, M>(sums, packed_tile, panel, steps,
+                                       next_panel(panel, steps, tile - block, end_tile - block));
                     const Output<T> output{y + first_row(tile) * out, out, bias, relu};
-                    const int64_t end = std::min(count, p + at_once);
-                    int64_t q = p;
-                    for (; q + N <= end; q += N)
-                        multiply<T, M, N>(packed_tile, panels, steps, q, output);
-                    for (; q < end; ++q)
-                        multiply<T, M, 1>(packed_tile, panels, steps, q, output);
+                    for (int m = 0; m < M; ++m) output.write(m, p * PAIR, sums[m]);
                 });
+        }
+#pragma omp barrier
     }
 }
 

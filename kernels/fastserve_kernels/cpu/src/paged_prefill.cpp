@@ -42,10 +42,10 @@ template <typename T, int M>
 static void score(Query* queries, const typename Dot<T>::X* x, const T* panel, int64_t steps,
                   int count, float scale) {
     for (int i = 0; i < count; i += PAIR, panel += steps * STEP_SIZE<T>) {
-        Pair sums[M][1] = {};
-        add_products<T, M, 1>(sums, x, panel, 0, steps);
+        Pair sums[M] = {};
+        add_products<T, M>(sums, x, panel, steps, next_panel(panel, steps, 0, 1));
         for (int m = 0; m < M; ++m)
-            store_in_order<T>(queries[m].weights + i, {sums[m][0].a * scale, sums[m][0].b * scale});
+            store_in_order<T>(queries[m].weights + i, {sums[m].a * scale, sums[m].b * scale});
     }
 }
 

@@ -23,9 +23,6 @@ constexpr int TILE_ROWS = 12;  // 24 of 32 registers accumulate
 #else
 constexpr int TILE_ROWS = 6;  // 12 of 16 registers accumulate
 #endif
-// How far ahead of the multiplication panels are fetched: from memory 5 to 10% faster than without
-// at up to 64 rows, and no slower from a cache.
-constexpr int64_t PREFETCH_BYTES = 4096;
 // Steps of all rows of a tile that are packed before the next ones, so that they stay in the
 // first-level cache.
 constexpr int64_t PACK_STEPS = 64;
@@ -117,21 +114,30 @@ static void pack_tile(const F& row_of, int64_t height, int64_t in, typename Dot<
     }
 }
 
-// Adds the products of a tile of M rows with N neighbouring panels.
-template <typename T, int M, int N>
-static inline void add_products(Pair (&sums)[M][N], const typename Dot<T>::X* x, const T* panels,
-                                int64_t panel_size, int64_t steps) {
+// What is fetched during a pass over a panel: in each step the lines from there on.
+struct Ahead {
+    const char* first;
+    int64_t stride;  // bytes
+};
+
+// The panel behind it, in equal parts by all passes: from memory up to a third faster than without.
+template <typename T>
+static inline Ahead next_panel(const T* panel, int64_t steps, int64_t pass, int64_t passes) {
+    constexpr int64_t STEP_BYTES = STEP_SIZE<T> * sizeof(T);
+    const int64_t bytes = steps * STEP_BYTES;
+    return {(const char*)panel + bytes + pass * bytes / passes, STEP_BYTES / passes};
+}
+
+// Adds the products of a tile of M rows with a panel.
+template <typename T, int M>
+static inline void add_products(Pair (&sums)[M], const typename Dot<T>::X* x, const T* panel,
+                                int64_t steps, Ahead ahead) {
 #pragma GCC unroll 4
     for (int64_t k = 0; k < steps; ++k) {
-        typename Dot<T>::Weights w[N];
-        for (int n = 0; n < N; ++n) {
-            const T* at = panels + n * panel_size + k * STEP_SIZE<T>;
-            for (int64_t line = 0; line < STEP_SIZE<T> * (int64_t)sizeof(T); line += 64)
-                __builtin_prefetch((const char*)at + PREFETCH_BYTES + line);
-            w[n] = Dot<T>::load(at);
-        }
-        for (int m = 0; m < M; ++m)
-            for (int n = 0; n < N; ++n) Dot<T>::add(sums[m][n], w[n], x[k * M + m]);
+        for (int64_t line = 0; line < STEP_SIZE<T> * (int64_t)sizeof(T); line += 64)
+            __builtin_prefetch(ahead.first + k * ahead.stride + line);
+        const auto weights = Dot<T>::load(panel + k * STEP_SIZE<T>);
+        for (int m = 0; m < M; ++m) Dot<T>::add(sums[m], weights, x[k * M + m]);
     }
 }
 

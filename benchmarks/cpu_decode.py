@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ MODEL, VOCAB_SIZE = "opt-125m", 50272
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
 BATCHES = (1, 16, 32)
 PREFILL_BATCH = 32
+GROUP = 4
+"""Tokens in a response of the second server."""
+ENGINE = "through the engine"
 OPTIONS: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": 32}
 CONTEXT = PROMPT_TOKENS + OUTPUT_TOKENS // 2  # of the average decode step
 
@@ -70,9 +74,17 @@ Run = Callable[[int], tuple[float, float]]
 
 
 def serving(repeats: int) -> None:
-    """The engine in this process and a Triton server take turns, so that noise hits both."""
-    with engine() as (llm, run_engine), triton() as (server_pid, run_triton):
-        sides = {"engine": run_engine, "Triton": run_triton}
+    """The engine in this process and two Triton servers take turns, so that noise hits all."""
+    with (
+        engine() as (llm, run_engine),
+        triton(1) as (pid, run_single),
+        triton(GROUP) as (_, run_group),
+    ):
+        sides = {
+            ENGINE: run_engine,
+            "through Triton, gRPC": run_single,
+            f"{GROUP} tokens a response": run_group,
+        }
         decode: dict[tuple[str, int], list[float]] = defaultdict(list)
         prefill: dict[str, list[float]] = defaultdict(list)
         for run in sides.values():
@@ -84,17 +96,21 @@ def serving(repeats: int) -> None:
                     decode[name, batch].append(decode_rate)
                     if batch == PREFILL_BATCH:
                         prefill[name].append(prefill_rate)
-        table = Table(title="Tokens/s, median [least, most]", title_justify="left")
-        for heading in ("", "through the engine", "through Triton, gRPC", "Triton / engine"):
+        table = Table(
+            title="Tokens/s, median \\[least, most], and times the engine's", title_justify="left"
+        )
+        for heading in ("", *sides):
             table.add_column(heading, justify="right" if heading else "left")
         rows = {f"decode, batch {b}": {n: decode[n, b] for n in sides} for b in BATCHES}
         rows[f"prefill, {PREFILL_BATCH} × {PROMPT_TOKENS} tokens"] = dict(prefill)
         for label, rates_of in rows.items():
-            ratio = statistics.median(
-                ours / direct
-                for ours, direct in zip(rates_of["Triton"], rates_of["engine"], strict=True)
-            )
-            table.add_row(label, *(summary(values) for values in rates_of.values()), f"{ratio:.2f}")
+            direct = rates_of[ENGINE]
+            entries = [
+                f"{summary(values)} {statistics.median(map(truediv, values, direct)):.2f}"
+                for name, values in rates_of.items()
+                if name != ENGINE
+            ]
+            table.add_row(label, summary(direct), *entries)
         console.print(table)
         counters = llm.engine.counters
         steps = counters.iterations
@@ -105,7 +121,7 @@ def serving(repeats: int) -> None:
             f"scheduling between steps {counters.between_s / steps * 1e3:.2f} ms; of steps that "
             "were sent ahead little or nothing counts"
         )
-        console.print(f"idle server, stub and rank: {idle_percent(server_pid):.2f}% of a core")
+        console.print(f"idle server, stub and rank: {idle_percent(pid):.2f}% of a core")
 
 
 @contextmanager
@@ -128,10 +144,10 @@ def engine() -> Iterator[tuple[LLM, Run]]:
 
 
 @contextmanager
-def triton() -> Iterator[tuple[int, Run]]:
+def triton(stream_interval: int) -> Iterator[tuple[int, Run]]:
     """The server's process id, and runs that are timed by the client as it receives tokens."""
     started = time.monotonic()
-    config = EngineConfig().with_keys(model=MODEL, **OPTIONS)
+    config = EngineConfig().with_keys(model=MODEL, stream_interval=stream_interval, **OPTIONS)
     with (
         tempfile.NamedTemporaryFile(suffix=".log") as log,
         TritonServer(

@@ -348,7 +348,7 @@ def _add_simulate_command() -> None:
         "plot": (Annotated[Path | None, typer.Option(help="Draw the sweep: PNG, SVG.")], None),
     }
     flags = config_flags()
-    unused = ("policy", "tokenizer", "device", "max_queued_requests")
+    unused = ("policy", "tokenizer", "device", "max_queued_requests", "stream_interval")
     for key in (*unused, "nnodes", "node_rank", "master_addr", "master_port"):
         del flags[key]
     register(app, "simulate", _simulate, parameters | flags)

@@ -198,6 +198,12 @@ class SchedulerSection(_Section):
     max_queued_requests: int = Field(
         4096, ge=1, description="Most unfinished jobs; more are refused as UNAVAILABLE."
     )
+    stream_interval: int = Field(
+        1,
+        ge=1,
+        description="Tokens in a streamed response after the first, which has one. More is less "
+        "smooth, and less work for server and clients.",
+    )
     length_prediction: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Predict output lengths from the words of prompts, see "

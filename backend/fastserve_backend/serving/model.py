@@ -147,7 +147,8 @@ class TritonPythonModel:
             self._wall_clock,
             lambda token_id: engine.tokenizer.decode([token_id]),
         )
-        stream.expect(encoder, stream=wanted.stream)
+        interval = engine.config.scheduler.stream_interval if wanted.stream else None
+        stream.expect(encoder, interval)
         params = wanted.params
         if wanted.clip_max_tokens:
             params = engine.checks.clip_max_tokens(prompt_ids, params)

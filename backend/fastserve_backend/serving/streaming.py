@@ -12,6 +12,7 @@ or for one that watches the engine by time.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -140,26 +141,37 @@ class ResponseStream(RequestStream):
         self, sender: ResponseSender, emitter: Emitter, *, errors_end_call: bool = False
     ) -> None:
         super().__init__(sender, emitter, errors_end_call=errors_end_call)
+        self._held: list[JobOutput | RequestError] = []
         self._pending: deque[JobOutput | RequestError] = deque()
         self._encoder: ResponseEncoder | None = None
-        self._stream = False
+        self._interval: float = 1
+        self._wanted: float = 1
         self._cancelled = False
 
-    def expect(self, encoder: ResponseEncoder, *, stream: bool) -> None:
-        """How to answer; before the engine may call ``push``."""
+    def expect(self, encoder: ResponseEncoder, interval: int | None) -> None:
+        """How to answer; before the engine may call ``push``.
+
+        Args:
+            interval: fewest outputs in a response, but for the first, which has one, and the last;
+                None: there is only the last.
+        """
         self._encoder = encoder
-        self._stream = stream
+        self._interval = math.inf if interval is None else interval
+        self._wanted = math.inf if interval is None else 1
 
     def push(self, output: JobOutput | RequestError) -> None:
         """Hands over new tokens, the end, or an error (which is an end too). Returns at once."""
-        self._pending.append(output)
-        self._wake()
+        self._held.append(output)
+        ends = isinstance(output, RequestError) or output.finish_reason is not None
+        if ends or len(self._held) >= self._wanted:
+            self._wanted = self._interval
+            self._pending.extend(self._held)
+            self._held.clear()
+            self._wake()
 
     def emit(self) -> None:
         self._queued = False
         outputs: list[JobOutput] = []
-        if not self._stream and not self._ends():
-            return
         while self._pending and not self.finished:
             output = self._pending.popleft()
             if isinstance(output, RequestError):
@@ -181,13 +193,6 @@ class ResponseStream(RequestStream):
             return
         self._cancelled = True
         self._cancel()
-
-    def _ends(self) -> bool:
-        # Without streaming, everything waits for the end.
-        last = self._pending[-1] if self._pending else None
-        return isinstance(last, RequestError) or (
-            last is not None and last.finish_reason is not None
-        )
 
 
 class Emitter:

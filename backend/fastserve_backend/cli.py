@@ -66,14 +66,8 @@ def _serve(
     """
     from fastserve_backend.serving.launch import serve
 
-    given = {key: value for key, value in keys.items() if value is not None}
-    if model is not None:
-        given["model"] = model
-    elif config is None:
-        given["model"] = EMBEDDED_MODEL
-    base = EngineConfig() if config is None else EngineConfig.from_yaml(config)
     code = serve(
-        base.with_keys(**given),
+        _engine_config(model, config, keys),
         host=host,
         http_port=http_port,
         grpc_port=grpc_port,
@@ -81,6 +75,17 @@ def _serve(
         on_ready=lambda server: _print_endpoints(server.endpoints),
     )
     raise typer.Exit(code)
+
+
+def _engine_config(model: str | None, config: Path | None, keys: dict[str, Any]) -> EngineConfig:
+    """The file's, or without one that of the embedded model, with the flags that were given."""
+    given = {key: value for key, value in keys.items() if value is not None}
+    if model is not None:
+        given["model"] = model
+    elif config is None:
+        given["model"] = EMBEDDED_MODEL
+    base = EngineConfig() if config is None else EngineConfig.from_yaml(config)
+    return base.with_keys(**given)
 
 
 @app.command()
@@ -250,15 +255,11 @@ def _simulate(
 def _profile(model: str | None, config: Path | None, output: Path | None, **keys: Any) -> None:
     """Measure how long iterations take, on real ranks, and how well that predicts others.
 
-    MODEL is as of serve; without it the configuration's.
+    MODEL is as of serve.
     """
     from fastserve_backend.profile.command import profile_command
 
-    given = {key: value for key, value in keys.items() if value is not None}
-    if model is not None:
-        given["model"] = model
-    base = EngineConfig() if config is None else EngineConfig.from_yaml(config)
-    profile_command(base.with_keys(**given), output)
+    profile_command(_engine_config(model, config, keys), output)
 
 
 def _print_endpoints(endpoints: Endpoints) -> None:
@@ -349,7 +350,8 @@ def _add_simulate_command() -> None:
     }
     flags = config_flags()
     unused = ("policy", "tokenizer", "device", "max_queued_requests", "stream_interval")
-    for key in (*unused, "nnodes", "node_rank", "master_addr", "master_port"):
+    predictor = ("length_prediction", "length_prediction_dir", "length_prediction_capacity")
+    for key in (*unused, *predictor, "nnodes", "node_rank", "master_addr", "master_port"):
         del flags[key]
     register(app, "simulate", _simulate, parameters | flags)
 

@@ -128,10 +128,13 @@ class KVCacheSection(_Section):
         0.9,
         gt=0.0,
         le=1.0,
-        description="Share of the device's memory for weights, activations and KV blocks.",
+        description="Share of a GPU's memory for weights, activations and KV blocks.",
     )
     device_blocks: int | None = Field(
-        None, ge=1, description="Number of KV blocks on the device; default: what memory allows."
+        None,
+        ge=1,
+        description="Number of KV blocks on the device; default: what memory allows, on a CPU a "
+        "quarter of the free memory and 4 GiB at most.",
     )
     swap_space_gib: float = Field(
         4.0,
@@ -146,7 +149,8 @@ class KVCacheSection(_Section):
         True, description="Keep KV on the host when a job returns, and copy only what is new."
     )
     write_back: bool = Field(
-        True, description="Copy KV to the host ahead while the link is idle (with incremental)."
+        True,
+        description="Copy KV to the host ahead while the link is idle (proactive, incremental).",
     )
     host_dtype: Literal["same", "int8"] = Field(
         "same", description="Type of KV on the host; int8 is smaller, but changes outputs a little."

@@ -50,7 +50,7 @@ class EngineSnapshot:
     level_sizes: tuple[int, ...]
     """Jobs in each queue of the policy, highest first."""
     num_demotions: int
-    """Since the start, as the next; both 0 where the policy has but one queue."""
+    """Since the start, as the next; see ``Policy``."""
     num_promotions: int
     swapped: int
     """Of the waiting, those whose KV is on the host or on its way from or to it."""

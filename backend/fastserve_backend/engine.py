@@ -312,7 +312,10 @@ class Engine:
         while True:
             number = self._limiter.restart(self.clock.now())
             if number is None:
-                raise EngineError(f"{error}; given up after {self._limiter.describe()}")
+                raise EngineError(
+                    f"the model's processes failed: {error}; given up after "
+                    f"{self._limiter.describe()}"
+                )
             _log.error(
                 "%s; restarting the ranks (%d of at most %s); %d unfinished jobs go on after it",
                 error,
@@ -337,6 +340,8 @@ class Engine:
             except FastServeError as failed:
                 error = failed
                 continue
+            finally:
+                self._limiter.leave_out(self.clock.now() - began_s)
             if profile is not self.profile.model:
                 self.profile.replace(profile)
                 self._loop.policy.recalibrate()

@@ -29,6 +29,11 @@ class RestartLimiter:
         self._times.append(now)
         return len(self._times)
 
+    def leave_out(self, seconds: float) -> None:
+        """Time that has passed but does not count, as that of a start: what dies after each start
+        would else be started for ever, if a start takes long enough."""
+        self._times = deque(time_s + seconds for time_s in self._times)
+
     def describe(self) -> str:
         """The limit, as a log line says it."""
         return f"{self._max_restarts} restarts in {self._window_s / 60:.0f} minutes"

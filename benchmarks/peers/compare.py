@@ -324,9 +324,10 @@ def compare(comparison: Comparison, arguments: argparse.Namespace) -> str:
     parts = [checks, speed_table(speeds), sweep_table(sweep), objectives_table(sweep)]
     if not arguments.quick:
         comparison.start_vllm(VLLM_BF16, "bfloat16", bindings[vllm])
-        # Once only: this takes minutes where the processor has no AVX-512.
         labels = [OURS_BF16, VLLM_BF16]
-        parts.append(speed_table(measure_speeds(comparison, "bfloat16", labels, loops, 1)))
+        # This takes minutes where the processor has no AVX-512.
+        repeats = arguments.repeats if _has_bfloat16() else 1
+        parts.append(speed_table(measure_speeds(comparison, "bfloat16", labels, loops, repeats)))
         if _has_bfloat16():
             parts.append(sweep_table(comparison.bench("sweep-bfloat16", labels, sweep_flags)))
     return "\n".join(parts)

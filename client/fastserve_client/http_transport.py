@@ -11,10 +11,12 @@ import queue
 import threading
 import weakref
 from collections.abc import Coroutine, Iterator
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastserve_client.endpoint import Endpoint
+from fastserve_client.errors import RequestCancelled
 from fastserve_client.http_aio_transport import AioHttpTransport, HttpSession, Item
 from fastserve_client.request import InferRequest
 from fastserve_client.response import Outputs
@@ -31,6 +33,8 @@ class HttpTransport:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._session = HttpSession(endpoint)
+        self._closed = False
+        self._closing = threading.Lock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=_run, args=(self._loop,), name=f"fastserve-client {endpoint}", daemon=True
@@ -48,18 +52,32 @@ class HttpTransport:
         return HttpCall(self, self._wait_for(start()), items)
 
     def is_ready(self, model: str, timeout_s: float) -> bool:
-        return self._wait_for(self._session.is_ready(model, timeout_s))
+        with suppress(RequestCancelled):
+            return self._wait_for(self._session.is_ready(model, timeout_s))
+        return False
 
     def cancel(self, task: asyncio.Task[None]) -> None:
         with suppress(RuntimeError):  # the loop is closed, and nothing runs any more
             self._loop.call_soon_threadsafe(self._session.cancel, task)
 
     def close(self) -> None:
+        with self._closing:
+            self._closed = True
         self._stop()
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """Raises RequestCancelled: the transport is closed, before or meanwhile."""
+        # What the loop is given after it is told to stop, nobody would do.
+        with self._closing:
+            if self._closed:
+                work.close()
+                raise RequestCancelled("the client is closed")
+            done = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return done.result()
+        except CancelledError:
+            raise RequestCancelled("the client was closed") from None
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -73,6 +91,10 @@ def _schedule_stop(loop: asyncio.AbstractEventLoop, session: HttpSession) -> Non
     async def stop() -> None:
         try:
             await session.close()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
         finally:
             loop.stop()
 

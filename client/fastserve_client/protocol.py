@@ -107,7 +107,8 @@ possible stop word is incomplete."""
 OUTPUT_IDS: Final = "output_ids"
 """New tokens of this response; may be empty."""
 FINISH_REASON: Final = "finish_reason"
-"""One of ``FINISH_REASONS``, in the last response only."""
+"""``stop`` or ``length``, in the last response only. What is cancelled or fails ends with an
+error instead."""
 NUM_INPUT_TOKENS: Final = "num_input_tokens"
 NUM_OUTPUT_TOKENS: Final = "num_output_tokens"
 """Tokens of this response, as Triton's vLLM backend counts; the sum is the length of the output."""
@@ -162,8 +163,6 @@ PARAMETER_KEYS: Final = (
 )
 """What may also be a key of ``SAMPLING_PARAMETERS`` or a request parameter. A tensor beats the
 former, that beats the latter; numbers and booleans may be strings; other keys are errors."""
-
-FINISH_REASONS: Final = ("stop", "length", "cancelled", "error")
 
 MAX_SEED: Final = 2**64 - 1
 MIN_WATCH_INTERVAL_MS: Final = 50

@@ -42,9 +42,9 @@ class Chunk:
     text: str
     """May be empty: a character or a possible stop word is not complete yet."""
     token_ids: tuple[int, ...]
-    """More than one where the server merged tokens to catch up."""
+    """More than one with the server's ``stream_interval``, or where it merged responses."""
     finish_reason: str | None = None
-    """``stop``, ``length``, ``cancelled`` or ``error``; set on the last chunk only."""
+    """``stop`` or ``length``; set on the last chunk only."""
     num_input_tokens: int | None = None
     """Tokens of the prompt; set on the last chunk only."""
     logprobs: tuple[TokenLogprob, ...] = ()

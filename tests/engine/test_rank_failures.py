@@ -202,7 +202,10 @@ def test_after_three_restarts_jobs_fail_with_the_reason(checkpoint: Path, tokeni
                 rank.kill()
                 dead.add(rank)
         killed_s = time.monotonic()
-        reason = "rank 0 died with exit code -9; given up after 3 restarts in 10 minutes"
+        reason = (
+            "the model's processes failed: rank 0 died with exit code -9; "
+            "given up after 3 restarts in 10 minutes"
+        )
         for client in clients:
             output = client.wait()
             assert (output.finish_reason, output.error) == (FinishReason.ERROR, reason)

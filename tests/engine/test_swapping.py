@@ -14,7 +14,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.job import FinishReason, JobOutput
-from fastserve_backend.worker.messages import CopyBlocks, CopyResult, StepResult
+from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step, StepResult
 from small_model import MAX_MODEL_LEN, VOCAB_SIZE
 
 BLOCK_SIZE = 16
@@ -223,6 +223,32 @@ def test_copies_that_never_end_cost_a_restart(
     monkeypatch.setattr("fastserve_backend.executor.distributed.COPY_TIMEOUT_S", 1.0)
     kinds = iter((LostCopies, DistributedExecutor))
     with small(lambda: next(kinds)()) as llm:
+        assert tokens_of(llm, prompts) == expected
+        assert_all_free(llm)
+        assert llm.engine.counters.worker_restarts == 1
+
+
+class LostSteps(DistributedExecutor):
+    """Real ranks that, from some moment on, never hear of their steps."""
+
+    loses = False
+
+    def _send(self, message: Any, ranks: Any = None) -> None:
+        if not (self.loses and isinstance(message, Step)):
+            super()._send(message, ranks)
+
+
+def test_a_step_that_never_ends_costs_a_restart(
+    small: Callable[..., LLM],
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fastserve_backend.executor.distributed.STEP_TIMEOUT_S", 1.0)
+    losing = LostSteps()
+    executors = iter((losing, DistributedExecutor()))
+    with small(lambda: next(executors)) as llm:
+        losing.loses = True
         assert tokens_of(llm, prompts) == expected
         assert_all_free(llm)
         assert llm.engine.counters.worker_restarts == 1

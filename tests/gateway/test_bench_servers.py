@@ -224,3 +224,29 @@ def test_a_server_that_dies_ends_the_run_with_errors(fragile: TritonServer, tmp_
     (point,) = report_of(output)["points"]
     assert sum(point["failures_by_kind"].values()) == point["num_jobs"] == 12
     assert "unavailable" in point["failures_by_kind"]
+
+
+def test_what_was_measured_before_a_server_is_gone_is_reported(
+    endpoints: Endpoints, tmp_path: Path
+) -> None:
+    output = tmp_path / "report.json"
+    before = finished_jobs(endpoints)
+    with running_gateway(endpoints.grpc_url, tmp_path / "gateway.log") as gateway:
+        command = [
+            *BENCH, "--url", f"triton=grpc://{endpoints.grpc_url}",
+            "--url", f"gateway={gateway.api_url}", "--rates", "20,30", "--num-jobs", "5",
+            "--dataset", "equal:16:20", "--warmup", "1", "--output", str(output),
+        ]  # fmt: skip
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                # Two warm-ups, and the first run of the first server.
+                wait_for(lambda: finished_jobs(endpoints) >= before + 2 + 5, DEADLINE_S)
+                gateway.process.send_signal(signal.SIGTERM)
+                _, err = process.communicate(timeout=DEADLINE_S)
+            finally:
+                process.kill()
+    assert process.returncode == 1
+    assert "ended; what has finished so far:" in err
+    assert "error: " in err.splitlines()[-1]
+    first = report_of(output)["points"][0]
+    assert (first["label"], len(first["runs"][0]["records"])) == ("triton", 5)

@@ -294,6 +294,17 @@ def test_starved_jobs_have_their_turns_one_after_the_other() -> None:
     assert gittins.num_promotions == 2
 
 
+def test_a_job_that_starves_in_flight_but_does_not_run_is_promoted() -> None:
+    gittins = policy(starvation_s=30.0)
+    job = make_job(0, 400)
+    gittins.add(job, 0.0)
+    gittins.select(0.0)
+    gittins.select(31.0)
+    gittins.not_run([job])
+    gittins.select(31.1)
+    assert gittins.num_promotions == 1
+
+
 def test_a_promoted_job_that_ends_makes_room_for_the_next() -> None:
     gittins = policy(starvation_s=90.0)
     first, second = make_job(0, 400), make_job(1, 400)

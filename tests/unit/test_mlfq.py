@@ -251,6 +251,18 @@ def test_a_job_in_flight_is_not_promoted() -> None:
     assert (long.queue_level, policy.num_promotions) == (0, 1)
 
 
+def test_a_job_that_starves_in_flight_but_does_not_run_is_promoted() -> None:
+    policy = skip_join(starvation_s=3.0)
+    long, other = make_job(0, 8), make_job(1, 16)
+    policy.add(long, 0.0)
+    policy.add(other, 90.0)
+    policy.select(0.0)
+    policy.select(91.0)
+    policy.not_run([long])
+    policy.select(91.1)
+    assert (long.queue_level, policy.num_promotions) == (0, 1)
+
+
 # --- Drift ------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,16 @@ def test_a_few_restarts_are_allowed_in_any_window() -> None:
     assert limiter.describe() == "3 restarts in 10 minutes"
 
 
+def test_the_time_of_starts_does_not_count() -> None:
+    limiter = RestartLimiter(max_restarts=3, window_s=600.0)
+    # Each start takes 600 s, and what it started dies 10 s later.
+    for number, now in enumerate((0.0, 610.0, 1220.0), start=1):
+        assert limiter.restart(now) == number
+        limiter.leave_out(600.0)
+    assert limiter.restart(1830.0) is None
+    assert limiter.restart(2400.0) == 3  # without the starts 600 s have passed since the first
+
+
 @given(st.lists(st.floats(0, 100), max_size=40))
 def test_no_window_has_more_restarts_than_allowed(pauses: list[float]) -> None:
     limiter = RestartLimiter(max_restarts=3, window_s=60.0)
@@ -277,7 +287,7 @@ def test_after_too_many_restarts_all_jobs_fail_with_the_reason(serve: Serve) -> 
     ranks = [FakeRanks(50) for _ in range(4)]
     engine = serve(*ranks)
     clients = submit(engine, *PROMPTS)
-    reason = "rank 0 died; given up after 3 restarts in 10 minutes"
+    reason = "the model's processes failed: rank 0 died; given up after 3 restarts in 10 minutes"
     for client in clients:
         end = client.wait()
         assert (end.finish_reason, end.error) == (FinishReason.ERROR, reason)

@@ -41,6 +41,8 @@ from fastserve_backend.worker.messages import (
 # Copies take milliseconds. One that takes so long has lost its device or its thread, and its blocks
 # with it.
 COPY_TIMEOUT_S = 60.0
+# A step that takes so long hangs on its device, while the rank's heartbeats go on.
+STEP_TIMEOUT_S = 600.0
 # While the first stage is free, how often collect() lets its caller look for arrivals.
 ARRIVAL_POLL_S = 0.01
 _log = logging.getLogger(__name__)
@@ -88,7 +90,7 @@ class DistributedExecutor:
         self._poller.register(self._socket, zmq.POLLIN)
         self._ranks = RankProcesses(self._poller)
         self._tensor_size = 1
-        self._flights: dict[int, float] = {}  # unfinished step → seconds computed by its stages
+        self._flights: dict[int, _Flight] = {}  # unfinished steps, the oldest first
         self._in_first_stage: int | None = None  # step
         self._copies: dict[int, _Copy] = {}  # unfinished, the oldest first
         self._is_broken = False
@@ -167,26 +169,21 @@ class DistributedExecutor:
 
     def submit(self, step: Step) -> None:
         self._send(step)
-        self._flights[step.step_id] = 0.0
+        self._flights[step.step_id] = _Flight(self._ranks.listened_s)
         self._in_first_stage = step.step_id
 
     def copy(self, blocks: CopyBlocks) -> None:
         self._send(blocks)
-        self._copies[blocks.transfer_id] = _Copy(time.monotonic(), len(self._ranks))
+        self._copies[blocks.transfer_id] = _Copy(self._ranks.listened_s, len(self._ranks))
 
     def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
         return_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            oldest = next(iter(self._copies.values()), None)
-            deadline = None if oldest is None else oldest.sent_s + COPY_TIMEOUT_S
-            if deadline is not None and time.monotonic() >= deadline:
-                self._break(f"a copy of KV blocks has not ended in {COPY_TIMEOUT_S:.0f} s")
-            wake_s = time.monotonic() + ARRIVAL_POLL_S if self.can_submit else return_s
-            received = self._receive(deadline if wake_s is None else wake_s)
+            received = self._receive(
+                time.monotonic() + ARRIVAL_POLL_S if self.can_submit else return_s
+            )
             if received is None:
-                if wake_s is not None:
-                    return None
-                continue
+                return None
             rank, message = received
             if isinstance(message, CopyResult):
                 result = self._end_copy(rank, message)
@@ -228,7 +225,7 @@ class DistributedExecutor:
         """Whether that makes room for another step."""
         self.busy_s[rank // self._tensor_size] += done.busy_s
         if done.step_id in self._flights:  # its result may have come first, by a socket of its own
-            self._flights[done.step_id] += done.busy_s
+            self._flights[done.step_id].busy_s += done.busy_s
         if done.step_id != self._in_first_stage or rank != 0:
             return False
         self._in_first_stage = None
@@ -236,7 +233,7 @@ class DistributedExecutor:
 
     def _end_step(self, result: StepResult) -> StepResult:
         self.busy_s[-1] += result.compute_s
-        result.compute_s += self._flights.pop(result.step_id)
+        result.compute_s += self._flights.pop(result.step_id).busy_s
         if result.step_id == self._in_first_stage:
             self._in_first_stage = None
         return result
@@ -314,9 +311,20 @@ class DistributedExecutor:
                 self._lost.check(at_once=bool(readable))
             self._ranks.check_alive(readable)
             self._ranks.check_heard()
+            self._check_overdue()
         except EngineError:
             self._is_broken = True
             raise
+
+    def _check_overdue(self) -> None:
+        step = next(iter(self._flights.values()), None)
+        copy = next(iter(self._copies.values()), None)
+        for what, oldest, limit_s in (
+            ("step", step, STEP_TIMEOUT_S),
+            ("copy of KV blocks", copy, COPY_TIMEOUT_S),
+        ):
+            if oldest is not None and self._ranks.listened_s - oldest.sent_s > limit_s:
+                raise EngineError(f"a {what} has not ended in {limit_s:.0f} s")
 
     def _fail(self, failed: Failed) -> NoReturn:
         if failed.user_error:
@@ -331,6 +339,16 @@ class DistributedExecutor:
     def _break(self, reason: str) -> NoReturn:
         self._is_broken = True
         raise EngineError(reason)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step that has not ended."""
+
+    sent_s: float
+    """By ``RankProcesses.listened_s``, as a copy's."""
+    busy_s: float = 0.0
+    """Computed by its stages so far."""
 
 
 @dataclass(slots=True)

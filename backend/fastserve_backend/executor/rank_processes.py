@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import subprocess
@@ -22,11 +23,14 @@ START_HEARTBEAT_TIMEOUT_S = 60.0
 LISTEN_S = 1.0
 # How long the ranks may take to end by themselves before they are killed.
 STOP_TIMEOUT_S = 5.0
+# How long the end of a killed one may take, which a driver or a file system can hold up.
+KILL_TIMEOUT_S = 10.0
 # A rank may report that its connection to another broke before the death of that other shows.
 DEATH_SHOWS_S = 0.5
 # Between two parallel regions a thread of the rank spins for so many loops before it sleeps. With
 # libgomp's far longer default it keeps the server and the clients from cores that they share.
 OPENMP_SPIN_COUNT = "2000"
+_log = logging.getLogger(__name__)
 
 
 class RankProcesses:
@@ -45,6 +49,8 @@ class RankProcesses:
         # Since the last message. None until the first one: importing torch may take long and no
         # thread of the rank runs yet. The time for that is bounded by whoever waits for the ranks.
         self._silent_s: list[float | None] = []
+        self.listened_s = 0.0
+        """How long ranks were listened to, without pauses of this process."""
         self._checked_s = time.monotonic()
         self._heartbeat_timeout_s = START_HEARTBEAT_TIMEOUT_S
 
@@ -102,6 +108,7 @@ class RankProcesses:
         now, limit_s = time.monotonic(), self._heartbeat_timeout_s
         passed_s = min(now - self._checked_s, LISTEN_S)
         self._checked_s = now
+        self.listened_s += passed_s
         for rank, silent_s in enumerate(self._silent_s):
             if silent_s is None:
                 continue
@@ -138,14 +145,11 @@ class RankProcesses:
 
     def stop(self) -> None:
         """Wait for all to end, and kill those that do not within ``STOP_TIMEOUT_S``."""
-        deadline = time.monotonic() + STOP_TIMEOUT_S
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
+        for process in _unended(self._processes, STOP_TIMEOUT_S):
+            process.kill()
+        for process in _unended(self._processes, KILL_TIMEOUT_S):
+            _log.error("process %d of a rank does not end although it was killed", process.pid)
         for process, pidfd in zip(self._processes, self._pidfds, strict=True):
-            process.wait()
             assert process.stdin is not None
             process.stdin.close()
             self._poller.unregister(pidfd)
@@ -153,6 +157,20 @@ class RankProcesses:
         self._processes.clear()
         self._pidfds.clear()
         self._silent_s.clear()
+
+
+def _unended(
+    processes: Sequence[subprocess.Popen[bytes]], timeout_s: float
+) -> list[subprocess.Popen[bytes]]:
+    """Those that have not ended after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    unended = []
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            unended.append(process)
+    return unended
 
 
 def rank_environment() -> dict[str, str]:

@@ -152,6 +152,11 @@ class Gittins(FixedPriority):
                     self._promoted = None
             self._jobs.move(job, self.key(job))
 
+    def not_run(self, jobs: Sequence[Job]) -> None:
+        super().not_run(jobs)
+        for job in jobs:
+            self._waiting.not_run(job)
+
     def predicted(self, job: Job) -> None:
         entry = self._entries[job.number]
         entry.learned = self._learned_of(job)

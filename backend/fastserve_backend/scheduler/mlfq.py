@@ -139,6 +139,7 @@ class MLFQ:
     def not_run(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             self._entries[job.number].in_flight = False
+            self._waiting.not_run(job)
 
     def predicted(self, job: Job) -> None:
         pass  # its order knows nothing of output lengths

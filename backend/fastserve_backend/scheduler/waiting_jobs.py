@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -25,6 +26,13 @@ class WaitingJobs:
         """The job waits from now on: it arrived, or an iteration of it ended."""
         self._since.pop(job.number, None)
         self._since[job.number] = (now, job)
+
+    def not_run(self, job: Job) -> None:
+        """A job that was selected did not run: if it was found starved meanwhile, it will be once
+        more."""
+        if job.number not in self._since:
+            self._since[job.number] = (-math.inf, job)
+            self._since.move_to_end(job.number, last=False)
 
     def remove(self, job: Job) -> None:
         self._since.pop(job.number, None)

@@ -221,7 +221,9 @@ class TritonServer:
                 assert self._server is not None
                 # With its stub gone, the server would wait in vain for the streams in flight.
                 self._retire(kill=trouble is not _Trouble.ENGINE_FAILED)
+                began_s = time.monotonic()
                 self._launch()
+                limiter.leave_out(time.monotonic() - began_s)
                 self.restarts += 1
             except LaunchError as error:
                 if not self._stopping.is_set():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from fastserve_backend.serving.codec import GenerateRequest
 Tensors = list[tuple[str, NDArray[Any]]]
 
 _NS_PER_S = 1_000_000_000
+# For one that is no number, as of a model that overflows, since JSON has none of those.
+_NO_LOGPROB = -9999.0
 
 
 class WallClock:
@@ -106,6 +109,7 @@ class ResponseEncoder:
         return described
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        logprob = logprob if math.isfinite(logprob) else _NO_LOGPROB
         return {"token_id": token_id, "token": self._token_text(token_id), "logprob": logprob}
 
     def _perf_metrics(self, stats: JobStats) -> Tensors:

@@ -34,6 +34,7 @@ _MAX_POLL_INTERVAL_S = 0.15
 # One poll of one sender is a message to the server and back: 40 µs. This keeps all of them below a
 # twentieth of a core until the maximum interval is reached.
 _POLL_INTERVAL_PER_STREAM_S = 0.0008
+_POLLS_AT_ONCE = 64
 
 
 class ResponseSender(Protocol):
@@ -224,21 +225,27 @@ class Emitter:
         return len(self._active)
 
     def _run(self) -> None:
-        next_poll_s = 0.0
+        next_round_s = 0.0
+        unpolled: list[RequestStream] = []  # of the round of polls under way
         while True:
+            timeout_s = max(0.0, next_round_s - time.monotonic()) if self._active else None
             try:
-                timeout_s = max(0.0, next_poll_s - time.monotonic()) if self._active else None
-                stream = self._inbox.get(timeout=timeout_s)
-                if stream is None:
-                    return
-                self._guarded(stream, stream.emit)
+                # All that waits, then some polls: with thousands of streams a round takes longer
+                # than tokens may wait.
+                for number in range(max(1, self._inbox.qsize())):
+                    stream = self._inbox.get(timeout=0.0 if number or unpolled else timeout_s)
+                    if stream is None:
+                        return
+                    self._guarded(stream, stream.emit)
             except queue.Empty:
                 pass
-            now = time.monotonic()
-            if now >= next_poll_s:
-                for active in tuple(self._active):
-                    self._guarded(active, active.poll_cancellation)
-                next_poll_s = now + self._poll_interval_s()
+            if not unpolled and time.monotonic() >= next_round_s:
+                unpolled = list(self._active)
+            for stream in unpolled[-_POLLS_AT_ONCE:]:
+                self._guarded(stream, stream.poll_cancellation)
+            if unpolled:
+                del unpolled[-_POLLS_AT_ONCE:]
+                next_round_s = time.monotonic() + self._poll_interval_s()
 
     def _guarded(self, stream: RequestStream, action: Callable[[], None]) -> None:
         if stream.finished:

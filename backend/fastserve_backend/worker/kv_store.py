@@ -14,6 +14,10 @@ from fastserve_backend.models.loader import torch_dtype
 # operator it takes a part of what is free, and no more than any workload on a CPU can use.
 CPU_SHARE_OF_FREE_MEMORY = 0.25
 CPU_MAX_BYTES = 4 * 2**30
+_WAYS_TO_MORE = {
+    "cuda": "raise kv_cache.device_memory_utilization",
+    "cpu": "set kv_cache.device_blocks",
+}
 
 
 def allocate_kv(
@@ -44,8 +48,8 @@ def allocate_kv(
             raise ConfigError(
                 f"kv_cache: {available / 2**30:.2f} GiB are left for KV{_beside(step_bytes)}, but "
                 f"one job of {config.max_model_len} tokens needs "
-                f"{needed * bytes_per_block / 2**30:.2f} GiB; lower model.max_model_len or raise "
-                "kv_cache.device_memory_utilization"
+                f"{needed * bytes_per_block / 2**30:.2f} GiB; lower model.max_model_len or "
+                f"{_WAYS_TO_MORE[device.type]}"
             )
     shape = (
         num_blocks,

@@ -30,7 +30,7 @@ from fastserve_client.bench.progress import RunProgress
 from fastserve_client.bench.report import report_json
 from fastserve_client.bench.session import Observer, Plan, Session, Start
 from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
-from fastserve_client.errors import InvalidRequest, WorkloadError
+from fastserve_client.errors import ClientError, InvalidRequest, WorkloadError
 from fastserve_client.report import Objectives
 from fastserve_client.report.style import check_path
 from fastserve_client.terminal import ExitCode
@@ -65,7 +65,7 @@ def bench_command(
 ) -> ExitCode:
     """Runs the plan on all servers, reports, and returns the exit code.
 
-    Ctrl-C ends the run; what has finished is reported.
+    Ctrl-C ends the run, and so does a server that is gone; what has finished is reported.
 
     Raises:
         ClientError: the workload cannot be used, or a server is not there.
@@ -80,14 +80,22 @@ def bench_command(
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     progress = RunProgress(console, len(servers) * len(plan.loads) * plan.repeats)
     session = Session(plan, Observer(progress.start, progress.update))
+    finished, failure = False, None
     with progress.bar:
-        finished = asyncio.run(_until_interrupted(_measure(session, servers)))
+        try:
+            finished = asyncio.run(_until_interrupted(_measure(session, servers)))
+        except ClientError as error:
+            if not session.runs:
+                raise
+            failure = error
     if not finished:
-        console.print("interrupted; what has finished so far:")
+        console.print(f"{'interrupted' if failure is None else 'ended'}; what has finished so far:")
     points = gather_points(session.runs, plan, objectives)
     within = _print(points, plan, objectives, console)
     settings = _settings(servers, plan, objectives)
     _write(output, points, settings, within, objectives, console)
+    if failure is not None:
+        raise failure
     if not finished:
         return ExitCode.INTERRUPTED
     return ExitCode.OK if any(point.summary for point in points) else ExitCode.FAILED

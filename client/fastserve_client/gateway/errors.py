@@ -45,6 +45,8 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.headers = dict(headers or {})
+        if status in (429, 503):
+            self.headers["Retry-After"] = str(RETRY_AFTER_S)
         self.body: dict[str, Any] = {
             "error": {
                 "message": message,
@@ -106,16 +108,14 @@ def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError
     """
     if isinstance(error, InvalidRequest):
         return _refused(str(error), _FIELDS | dict(fields))
-    wait = {"Retry-After": str(RETRY_AFTER_S)}
     if isinstance(error, ServerOverloaded):
-        return ApiError(429, str(error), code="queue_full", headers=wait)
+        return ApiError(429, str(error), code="queue_full")
     if isinstance(error, RequestCancelled):
-        message = "the gateway is shutting down and could not finish the request"
-        return ApiError(503, message, headers=wait)
+        return ApiError(503, "the gateway is shutting down and could not finish the request")
     # The others may name addresses and files, which are the operator's affair.
     logger.warning("a job failed: %s: %s", type(error).__name__, error)
     if isinstance(error, ServerUnavailable):
-        return ApiError(503, "the model server takes no requests now", headers=wait)
+        return ApiError(503, "the model server takes no requests now")
     return ApiError(500, "the model server failed the request")
 
 

@@ -33,6 +33,11 @@ from fastserve_client.errors import (
         ("the server is shutting down and takes no new requests", ServerUnavailable),
         ("the job was cancelled", RequestCancelled),
         ("rank 0 died (signal 9)", ServerError),
+        (
+            "the model's processes failed: model.device: got 'cuda'; no CUDA device is usable "
+            "here, use cpu or auto; given up after 3 restarts in 10 minutes",
+            ServerError,
+        ),
         # The rest are Triton's.
         ("unexpected inference input 'bogus' for model 'fastserve'", InvalidRequest),
         (

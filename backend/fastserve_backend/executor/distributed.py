@@ -133,7 +133,7 @@ class DistributedExecutor:
 
     def _describe_missing(self, ready: Collection[int], timeout_s: float) -> str:
         missing = [rank for rank in range(len(self._ranks)) if rank not in ready]
-        reason = f"rank {', '.join(map(str, missing))} not ready after {timeout_s:.0f} s"
+        reason = f"rank {', '.join(map(str, missing))} has not come up after {timeout_s:.0f} s"
         if self._cluster is not None:
             absent = [rank for rank in missing if rank not in self._identities]
             reason += self._cluster.describe_missing(absent)

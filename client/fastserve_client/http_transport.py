@@ -34,7 +34,8 @@ class HttpTransport:
     def __init__(self, endpoint: Endpoint) -> None:
         self._session = HttpSession(endpoint)
         self._closed = False
-        self._closing = threading.Lock()
+        # A signal handler may close what its own thread is about to use.
+        self._closing = threading.RLock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=_run, args=(self._loop,), name=f"fastserve-client {endpoint}", daemon=True
@@ -70,10 +71,13 @@ class HttpTransport:
         """Raises RequestCancelled: the transport is closed, before or meanwhile."""
         # What the loop is given after it is told to stop, nobody would do.
         with self._closing:
-            if self._closed:
+            try:
+                if self._closed:
+                    raise RuntimeError
+                done = asyncio.run_coroutine_threadsafe(work, self._loop)
+            except RuntimeError:  # so does a loop that is closed
                 work.close()
-                raise RequestCancelled("the client is closed")
-            done = asyncio.run_coroutine_threadsafe(work, self._loop)
+                raise RequestCancelled("the client is closed") from None
         try:
             return done.result()
         except CancelledError:

@@ -205,8 +205,8 @@ class SchedulerSection(_Section):
     stream_interval: int = Field(
         1,
         ge=1,
-        description="Tokens in a streamed response after the first, which has one. More is less "
-        "smooth, and less work for server and clients.",
+        description="Tokens that a streamed response waits for, 0.2 s or so at most, after the "
+        "first, which has one. More is less smooth, and less work for server and clients.",
     )
     length_prediction: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -12,7 +12,7 @@ from fastserve_client import protocol
 from fastserve_client.aio_watch import AsyncEngineWatch
 from fastserve_client.client import READY_TIMEOUT_S
 from fastserve_client.endpoint import DEFAULT_URL, Endpoint
-from fastserve_client.errors import ClientError, RequestCancelled
+from fastserve_client.errors import ClientClosed, ClientError
 from fastserve_client.exchange import Exchange
 from fastserve_client.request import InferRequest, build_request, build_watch_request
 from fastserve_client.results import Chunk, Completion
@@ -134,7 +134,7 @@ class AsyncFastServeClient:
 
     def _send(self, request: InferRequest, timeout_s: float | None) -> AioCall:
         if self._closed:
-            raise RequestCancelled("the client is closed")
+            raise ClientClosed("the client is closed")
         return self._transport.start(request, timeout_s)
 
 

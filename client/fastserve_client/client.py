@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fastserve_client import protocol
 from fastserve_client.endpoint import DEFAULT_URL, Endpoint
-from fastserve_client.errors import ClientError, RequestCancelled
+from fastserve_client.errors import ClientClosed, ClientError
 from fastserve_client.exchange import Exchange
 from fastserve_client.request import InferRequest, build_request
 from fastserve_client.results import Chunk, Completion
@@ -77,7 +77,7 @@ class FastServeClient:
             InvalidRequest: the request cannot be sent. (What the server refuses is raised by the
                 iteration, as are its other errors: see ``TokenStream``.)
             TypeError: an unknown option.
-            RequestCancelled: the client is closed.
+            ClientClosed: a RequestCancelled, the client is closed.
         """
         return self._start(
             build_request(
@@ -138,7 +138,7 @@ class FastServeClient:
 
     def _send(self, request: InferRequest, timeout_s: float | None) -> Call:
         if self._closed:
-            raise RequestCancelled("the client is closed")
+            raise ClientClosed("the client is closed")
         return self._transport.start(request, timeout_s)
 
 

@@ -39,6 +39,10 @@ class RequestCancelled(ClientError):
     """The server cancelled the job; a client's own cancellation only ends the iteration."""
 
 
+class ClientClosed(RequestCancelled):
+    """The client was closed, before the request or while it ran."""
+
+
 class ServerError(ClientError):
     """The server failed the job (``INTERNAL``), or its answer makes no sense."""
 

@@ -11,7 +11,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from fastserve_client.endpoint import Endpoint
-from fastserve_client.errors import RequestCancelled, error_from_message
+from fastserve_client.errors import ClientClosed, error_from_message
 from fastserve_client.grpc_channel import open_channel, status_error
 from fastserve_client.grpc_codec import decode_response, encode_request
 from fastserve_client.request import InferRequest
@@ -68,7 +68,7 @@ class AioGrpcCall(AsyncIterator[Outputs]):
                 if self._cancelled:
                     raise StopAsyncIteration from None
                 if self._transport_closed.is_set():
-                    raise RequestCancelled("the client was closed") from None
+                    raise ClientClosed("the client was closed") from None
             self._call.cancel()
             raise
         except grpc.RpcError as error:

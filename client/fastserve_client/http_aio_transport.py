@@ -11,8 +11,8 @@ import httpx
 
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import (
+    ClientClosed,
     ClientError,
-    RequestCancelled,
     connection_failed,
     request_timeout,
 )
@@ -115,7 +115,7 @@ class HttpSession:
         self._tasks.discard(task)
         self._uncancelled.discard(task)
         if task.cancelled():
-            deliver(RequestCancelled("the client was closed"))
+            deliver(ClientClosed("the client was closed"))
             return
         error = task.exception()
         if isinstance(error, asyncio.TimeoutError):

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastserve_client.endpoint import Endpoint
-from fastserve_client.errors import RequestCancelled
+from fastserve_client.errors import ClientClosed
 from fastserve_client.http_aio_transport import AioHttpTransport, HttpSession, Item
 from fastserve_client.request import InferRequest
 from fastserve_client.response import Outputs
@@ -53,7 +53,7 @@ class HttpTransport:
         return HttpCall(self, self._wait_for(start()), items)
 
     def is_ready(self, model: str, timeout_s: float) -> bool:
-        with suppress(RequestCancelled):
+        with suppress(ClientClosed):
             return self._wait_for(self._session.is_ready(model, timeout_s))
         return False
 
@@ -68,7 +68,7 @@ class HttpTransport:
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        """Raises RequestCancelled: the transport is closed, before or meanwhile."""
+        """Raises ClientClosed: the transport is closed, before or meanwhile."""
         # What the loop is given after it is told to stop, nobody would do.
         with self._closing:
             try:
@@ -77,11 +77,11 @@ class HttpTransport:
                 done = asyncio.run_coroutine_threadsafe(work, self._loop)
             except RuntimeError:  # so does a loop that is closed
                 work.close()
-                raise RequestCancelled("the client is closed") from None
+                raise ClientClosed("the client is closed") from None
         try:
             return done.result()
         except CancelledError:
-            raise RequestCancelled("the client was closed") from None
+            raise ClientClosed("the client was closed") from None
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

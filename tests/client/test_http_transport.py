@@ -4,8 +4,8 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fastserve_client import RequestCancelled
 from fastserve_client.endpoint import Endpoint
+from fastserve_client.errors import ClientClosed
 from fastserve_client.http_transport import HttpTransport
 from fastserve_client.request import InferRequest
 
@@ -21,6 +21,6 @@ def test_closing_leaves_nobody_waiting() -> None:
         with connection:
             transport.close()
             assert asking.result(DEADLINE_S) is False
-    with pytest.raises(RequestCancelled):
+    with pytest.raises(ClientClosed):
         transport.start(InferRequest("fastserve", {}), None)
     assert not transport.is_ready("fastserve", 1.0)

@@ -239,8 +239,8 @@ def test_what_was_measured_before_a_server_is_gone_is_reported(
         ]  # fmt: skip
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             try:
-                # Two warm-ups, and the first run of the first server.
-                wait_for(lambda: finished_jobs(endpoints) >= before + 2 + 5, DEADLINE_S)
+                # Each server's warm-up, and that and the first run of the first server.
+                wait_for(lambda: finished_jobs(endpoints) >= before + 2 + 1 + 5, DEADLINE_S)
                 gateway.process.send_signal(signal.SIGTERM)
                 _, err = process.communicate(timeout=DEADLINE_S)
             finally:

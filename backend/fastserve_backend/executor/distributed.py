@@ -234,6 +234,8 @@ class DistributedExecutor:
     def _end_step(self, result: StepResult) -> StepResult:
         self.busy_s[-1] += result.compute_s
         result.compute_s += self._flights.pop(result.step_id).busy_s
+        for flight in self._flights.values():
+            flight.since_s = self._ranks.listened_s  # it waited for this one
         if result.step_id == self._in_first_stage:
             self._in_first_stage = None
         return result
@@ -323,7 +325,7 @@ class DistributedExecutor:
             ("step", step, STEP_TIMEOUT_S),
             ("copy of KV blocks", copy, COPY_TIMEOUT_S),
         ):
-            if oldest is not None and self._ranks.listened_s - oldest.sent_s > limit_s:
+            if oldest is not None and self._ranks.listened_s - oldest.since_s > limit_s:
                 raise EngineError(f"a {what} has not ended in {limit_s:.0f} s")
 
     def _fail(self, failed: Failed) -> NoReturn:
@@ -345,8 +347,8 @@ class DistributedExecutor:
 class _Flight:
     """A step that has not ended."""
 
-    sent_s: float
-    """By ``RankProcesses.listened_s``, as a copy's."""
+    since_s: float
+    """When it was sent, or the one before it ended, by ``RankProcesses.listened_s``."""
     busy_s: float = 0.0
     """Computed by its stages so far."""
 
@@ -355,7 +357,8 @@ class _Flight:
 class _Copy:
     """A copy that not every rank has made."""
 
-    sent_s: float
+    since_s: float
+    """As a flight's, when it was sent."""
     num_waiting: int
     seconds: float = 0.0
     """The slowest rank's so far."""

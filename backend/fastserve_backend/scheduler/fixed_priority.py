@@ -51,7 +51,7 @@ class FixedPriority:
         return batch
 
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        self.not_run(jobs)
+        self._in_flight.difference_update(job.number for job in jobs)
 
     def not_run(self, jobs: Sequence[Job]) -> None:
         self._in_flight.difference_update(job.number for job in jobs)

@@ -28,8 +28,7 @@ class WaitingJobs:
         self._since[job.number] = (now, job)
 
     def not_run(self, job: Job) -> None:
-        """A job that was selected did not run: if it was found starved meanwhile, it will be once
-        more."""
+        """The job did not run, selected or not: if it was found starved, it will be once more."""
         if job.number not in self._since:
             self._since[job.number] = (-math.inf, job)
             self._since.move_to_end(job.number, last=False)

@@ -93,7 +93,7 @@ class ResponseEncoder:
         return tensors
 
     def _add_logprobs(self, tensors: Tensors, logprobs: list[TokenLogprob]) -> None:
-        self._cumulative_logprob += sum(entry.logprob for entry in logprobs)
+        self._cumulative_logprob += sum(_finite(entry.logprob) for entry in logprobs)
         if self._request.return_cumulative_logprob:
             value = np.array([self._cumulative_logprob], np.float32)
             tensors.append((protocol.CUMULATIVE_LOGPROB, value))
@@ -109,8 +109,11 @@ class ResponseEncoder:
         return described
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        logprob = logprob if math.isfinite(logprob) else _NO_LOGPROB
-        return {"token_id": token_id, "token": self._token_text(token_id), "logprob": logprob}
+        return {
+            "token_id": token_id,
+            "token": self._token_text(token_id),
+            "logprob": _finite(logprob),
+        }
 
     def _perf_metrics(self, stats: JobStats) -> Tensors:
         nanoseconds = self._wall_clock.nanoseconds
@@ -127,6 +130,10 @@ class ResponseEncoder:
             (spec.name, np.array([values[spec.name]], spec.datatype.lower()))
             for spec in protocol.PERF_OUTPUTS
         ]
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _NO_LOGPROB
 
 
 def _strings(text: str) -> NDArray[Any]:

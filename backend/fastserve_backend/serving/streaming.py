@@ -12,7 +12,6 @@ or for one that watches the engine by time.
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -35,6 +34,8 @@ _MAX_POLL_INTERVAL_S = 0.15
 # twentieth of a core until the maximum interval is reached.
 _POLL_INTERVAL_PER_STREAM_S = 0.0008
 _POLLS_AT_ONCE = 64
+# Tokens that wait for others to be sent with them are sent alone after that, at the next poll.
+_MOST_HELD_S = 0.2
 
 
 class ResponseSender(Protocol):
@@ -94,8 +95,8 @@ class RequestStream(ABC):
         """Sends all that is pending as one response; with the end comes FINAL."""
 
     @abstractmethod
-    def poll_cancellation(self) -> None:
-        """Asks Triton whether the client went away, and if so tells the engine, once."""
+    def poll(self) -> None:
+        """Regularly: asks Triton whether the client went away, and if so tells the engine, once."""
 
     def abort(self) -> None:
         """After an unexpected error: ends the request as well as possible."""
@@ -142,58 +143,81 @@ class ResponseStream(RequestStream):
         self, sender: ResponseSender, emitter: Emitter, *, errors_end_call: bool = False
     ) -> None:
         super().__init__(sender, emitter, errors_end_call=errors_end_call)
-        self._held: list[JobOutput | RequestError] = []
         self._pending: deque[JobOutput | RequestError] = deque()
         self._encoder: ResponseEncoder | None = None
-        self._interval: float = 1
-        self._wanted: float = 1
+        self._is_whole = False
+        self._interval = 1
+        # Of the pushing thread.
+        self._num_unannounced = 0
+        self._num_wanted = 1
+        self._oldest_s = 0.0
+        self._ended = False
         self._cancelled = False
 
     def expect(self, encoder: ResponseEncoder, interval: int | None) -> None:
         """How to answer; before the engine may call ``push``.
 
         Args:
-            interval: fewest outputs in a response, but for the first, which has one, and the last;
-                None: there is only the last.
+            interval: outputs that a response waits for, but for the first, which has one, and the
+                last; None: there is only the last.
         """
         self._encoder = encoder
-        self._interval = math.inf if interval is None else interval
-        self._wanted = math.inf if interval is None else 1
+        self._is_whole = interval is None
+        self._interval = interval or 1
 
     def push(self, output: JobOutput | RequestError) -> None:
         """Hands over new tokens, the end, or an error (which is an end too). Returns at once."""
-        self._held.append(output)
-        ends = isinstance(output, RequestError) or output.finish_reason is not None
-        if ends or len(self._held) >= self._wanted:
-            self._wanted = self._interval
-            self._pending.extend(self._held)
-            self._held.clear()
+        if self._num_unannounced == 0:
+            self._oldest_s = time.monotonic()
+        self._pending.append(output)
+        self._num_unannounced += 1
+        self._ended = isinstance(output, RequestError) or output.finish_reason is not None
+        if self._ended or (not self._is_whole and self._num_unannounced >= self._num_wanted):
+            self._num_wanted = self._interval
+            self._num_unannounced = 0
             self._wake()
 
     def emit(self) -> None:
         self._queued = False
+        if self._is_whole and not self._ended:
+            return
         outputs: list[JobOutput] = []
-        while self._pending and not self.finished:
+        error: RequestError | None = None
+        while self._pending and error is None:
             output = self._pending.popleft()
-            if isinstance(output, RequestError):
-                self._fail(output)
-            elif self._cancelled or output.finish_reason is FinishReason.CANCELLED:
-                if output.finish_reason is not None:
-                    self._fail(cancelled_error() if self._cancelled else shut_down_error())
-            elif output.finish_reason is FinishReason.ERROR:
-                self._fail(RequestError(output.error or "", pb_utils.TritonError.INTERNAL))
-            else:
+            error = self._error_of(output)
+            if error is None and isinstance(output, JobOutput) and not self._cancelled:
                 outputs.append(output)
-        if outputs and not self.finished:
+        if outputs and (error is None or not self._is_whole):
             assert self._encoder is not None
             ends = outputs[-1].finish_reason is not None
             self._send(self._encoder.encode(outputs), ends=ends)
+        if error is not None:
+            self._fail(error)
 
-    def poll_cancellation(self) -> None:
-        if self._cancelled or self._cancel is None or not self._sender.is_cancelled():
+    def poll(self) -> None:
+        # A job that is set aside, or whose ranks are restarted, must not keep what it has.
+        if self._pending and time.monotonic() - self._oldest_s > _MOST_HELD_S:
+            self.emit()
+        if self.finished or self._cancelled or self._cancel is None:
             return
-        self._cancelled = True
-        self._cancel()
+        if self._sender.is_cancelled():
+            self._cancelled = True
+            self._cancel()
+
+    def _error_of(self, output: JobOutput | RequestError) -> RequestError | None:
+        """What the request ends with, if that is no answer."""
+        if isinstance(output, RequestError):
+            return output
+        if output.finish_reason is None:
+            return None
+        if self._cancelled:
+            return cancelled_error()
+        if output.finish_reason is FinishReason.CANCELLED:
+            return shut_down_error()
+        if output.finish_reason is FinishReason.ERROR:
+            return RequestError(output.error or "", pb_utils.TritonError.INTERNAL)
+        return None
 
 
 class Emitter:
@@ -241,11 +265,10 @@ class Emitter:
                 pass
             if not unpolled and time.monotonic() >= next_round_s:
                 unpolled = list(self._active)
-            for stream in unpolled[-_POLLS_AT_ONCE:]:
-                self._guarded(stream, stream.poll_cancellation)
-            if unpolled:
-                del unpolled[-_POLLS_AT_ONCE:]
                 next_round_s = time.monotonic() + self._poll_interval_s()
+            for stream in unpolled[-_POLLS_AT_ONCE:]:
+                self._guarded(stream, stream.poll)
+            del unpolled[-_POLLS_AT_ONCE:]
 
     def _guarded(self, stream: RequestStream, action: Callable[[], None]) -> None:
         if stream.finished:

@@ -55,7 +55,7 @@ class WatchStream(RequestStream):
         if self.finished and self._cancel is not None:
             self._cancel()
 
-    def poll_cancellation(self) -> None:
+    def poll(self) -> None:
         if self._cancel is not None and self._sender.is_cancelled():
             self._cancel()
             self._fail(cancelled_error())

@@ -78,8 +78,10 @@ class GatewayServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         end_live_view(self._app)
         deadline = asyncio.create_task(self._end_answers())
-        await super().shutdown(sockets)
-        deadline.cancel()
+        try:
+            await super().shutdown(sockets)
+        finally:
+            deadline.cancel()
 
     async def _end_answers(self) -> None:
         await asyncio.sleep(self._drain_timeout_s)

@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse
 
 from fastserve_client import protocol
 from fastserve_client.errors import (
+    ClientClosed,
     ClientError,
     InvalidRequest,
-    RequestCancelled,
     ServerOverloaded,
     ServerUnavailable,
 )
@@ -110,7 +110,7 @@ def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError
         return _refused(str(error), _FIELDS | dict(fields))
     if isinstance(error, ServerOverloaded):
         return ApiError(429, str(error), code="queue_full")
-    if isinstance(error, RequestCancelled):
+    if isinstance(error, ClientClosed):
         return ApiError(503, "the gateway is shutting down and could not finish the request")
     # The others may name addresses and files, which are the operator's affair.
     logger.warning("a job failed: %s: %s", type(error).__name__, error)

@@ -45,11 +45,12 @@ def bench(
     under way (--concurrency). docs/benchmarking.md says what the numbers mean.
     """
     try:
-        from fastserve_client.bench.command import Output, bench_command
+        from fastserve_client.bench.command import bench_command
         from fastserve_client.bench.connection import Target
         from fastserve_client.bench.own_server import OwnServer
         from fastserve_client.bench.session import Load, Plan
         from fastserve_client.report import Objectives
+        from fastserve_client.report.output import Output
         from fastserve_client.workload import LengthLimits, Workload
     except ImportError as error:
         raise FastServeError(f"{error}; the load test needs: pip install '.[bench]'") from None

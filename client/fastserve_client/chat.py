@@ -13,7 +13,7 @@ from fastserve_client.client import FastServeClient, TokenStream
 from fastserve_client.endpoint import DEFAULT_URL
 from fastserve_client.errors import ClientError, InvalidRequest
 from fastserve_client.results import Chunk
-from fastserve_client.terminal import ExitCode, TextWriter, silence
+from fastserve_client.terminal import ExitCode, TextWriter, cannot_write
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -75,13 +75,8 @@ def chat_in_terminal(
                 messages.append({"role": "user", "content": text})
                 try:
                     code, answer = _answer(client, messages, timeout_s, out, err, sampling)
-                except BrokenPipeError:
-                    silence(out)
-                    return ExitCode.BROKEN_PIPE
-                except OSError as error:  # a full disk
-                    silence(out)
-                    print(f"error: cannot write the text: {error.strerror}", file=err)
-                    return ExitCode.FAILED
+                except OSError as error:
+                    return cannot_write(error, out, err)
                 if answer:
                     messages.append({"role": "assistant", "content": answer})
                 else:

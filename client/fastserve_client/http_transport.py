@@ -70,14 +70,13 @@ class HttpTransport:
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
         """Raises ClientClosed: the transport is closed, before or meanwhile."""
         # What the loop is given after it is told to stop, nobody would do.
-        with self._closing:
-            try:
-                if self._closed:
-                    raise RuntimeError
+        done = None
+        with self._closing, suppress(RuntimeError):  # which a closed loop raises
+            if not self._closed:
                 done = asyncio.run_coroutine_threadsafe(work, self._loop)
-            except RuntimeError:  # so does a loop that is closed
-                work.close()
-                raise ClientClosed("the client is closed") from None
+        if done is None:
+            work.close()
+            raise ClientClosed("the client is closed")
         try:
             return done.result()
         except CancelledError:

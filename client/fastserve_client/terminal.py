@@ -116,12 +116,8 @@ def generate_to_terminal(
                 code = ExitCode.USAGE
             closing_line = f"error: {error}"
         writer.end_line()
-    except BrokenPipeError:
-        silence(out)
-        return ExitCode.BROKEN_PIPE
-    except OSError as error:  # a full disk
-        silence(out)
-        code, closing_line = ExitCode.FAILED, f"error: cannot write the text: {error.strerror}"
+    except OSError as error:
+        return cannot_write(error, out, err)
     print(closing_line, file=err)
     return code
 
@@ -160,7 +156,16 @@ _VISIBLE_CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) no
 _VISIBLE_CONTROLS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
-def silence(out: TextIO) -> None:
+def cannot_write(error: OSError, out: TextIO, err: TextIO) -> ExitCode:
+    """What to end with where ``out`` takes no more: its reader went away, or a disk is full."""
+    _silence(out)
+    if isinstance(error, BrokenPipeError):
+        return ExitCode.BROKEN_PIPE
+    print(f"error: cannot write the text: {error.strerror}", file=err)
+    return ExitCode.FAILED
+
+
+def _silence(out: TextIO) -> None:
     """Points a broken ``out`` at nothing: the interpreter flushes it once more when it exits."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, out.fileno())

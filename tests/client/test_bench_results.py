@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 import pytest
-from fastserve_client.bench.command import Output
 from fastserve_client.bench.comparison import compare
 from fastserve_client.bench.connection import Target
 from fastserve_client.bench.figures import write_figures
@@ -20,6 +19,7 @@ from fastserve_client.bench.session import Load, Plan, Run
 from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
 from fastserve_client.errors import InvalidRequest, WorkloadError
 from fastserve_client.report import JobRecord, Objectives, highest_rate
+from fastserve_client.report.output import Output
 from fastserve_client.workload import LengthLimits, TraceJob, Workload
 from report_records import record
 from rich.console import Console

@@ -206,54 +206,37 @@ def test_slow_copies_stop_nobody_else(
         assert llm.engine.counters.swap_in_bytes > 0
 
 
-class LostCopies(DistributedExecutor):
-    """Real ranks that never hear of their copies."""
+class Deaf(DistributedExecutor):
+    """Real ranks that, from some moment on, never hear of one kind of message."""
+
+    loses: type | None = None
 
     def _send(self, message: Any, ranks: Any = None) -> None:
-        if not isinstance(message, CopyBlocks):
+        if self.loses is None or not isinstance(message, self.loses):
             super()._send(message, ranks)
 
 
-def test_copies_that_never_end_cost_a_restart(
+@pytest.mark.parametrize(
+    ("loses", "limit"), [(CopyBlocks, "COPY_TIMEOUT_S"), (Step, "STEP_TIMEOUT_S")]
+)
+def test_what_never_ends_costs_a_restart(
     small: Callable[..., LLM],
     prompts: list[list[int]],
     expected: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
+    loses: type,
+    limit: str,
 ) -> None:
-    monkeypatch.setattr("fastserve_backend.executor.distributed.COPY_TIMEOUT_S", 1.0)
-    kinds = iter((LostCopies, DistributedExecutor))
-    with small(lambda: next(kinds)()) as llm:
-        assert tokens_of(llm, prompts) == expected
-        assert_all_free(llm)
-        assert llm.engine.counters.worker_restarts == 1
-
-
-class LostSteps(DistributedExecutor):
-    """Real ranks that, from some moment on, never hear of their steps."""
-
-    loses = False
-
-    def _send(self, message: Any, ranks: Any = None) -> None:
-        if not (self.loses and isinstance(message, Step)):
-            super()._send(message, ranks)
-
-
-def test_a_step_that_never_ends_costs_a_restart(
-    small: Callable[..., LLM],
-    prompts: list[list[int]],
-    expected: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    losing = LostSteps()
-    executors = iter((losing, DistributedExecutor()))
+    deaf = Deaf()
+    executors = iter((deaf, DistributedExecutor()))
 
     def next_executor() -> DistributedExecutor:
         monkeypatch.undo()  # steps of the others take the time they take
         return next(executors)
 
     with small(next_executor) as llm:
-        monkeypatch.setattr("fastserve_backend.executor.distributed.STEP_TIMEOUT_S", 1.0)
-        losing.loses = True
+        monkeypatch.setattr(f"fastserve_backend.executor.distributed.{limit}", 1.0)
+        deaf.loses = loses
         assert tokens_of(llm, prompts) == expected
         assert_all_free(llm)
         assert llm.engine.counters.worker_restarts == 1

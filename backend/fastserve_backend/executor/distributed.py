@@ -90,7 +90,9 @@ class DistributedExecutor:
         self._poller.register(self._socket, zmq.POLLIN)
         self._ranks = RankProcesses(self._poller)
         self._tensor_size = 1
-        self._flights: dict[int, _Flight] = {}  # unfinished steps, the oldest first
+        self._flights: dict[int, float] = {}  # unfinished step → seconds computed by its stages
+        # Since when the oldest of them is the next to end, by RankProcesses.listened_s.
+        self._oldest_since_s = 0.0
         self._in_first_stage: int | None = None  # step
         self._copies: dict[int, _Copy] = {}  # unfinished, the oldest first
         self._is_broken = False
@@ -169,7 +171,9 @@ class DistributedExecutor:
 
     def submit(self, step: Step) -> None:
         self._send(step)
-        self._flights[step.step_id] = _Flight(self._ranks.listened_s)
+        if not self._flights:
+            self._oldest_since_s = self._ranks.listened_s
+        self._flights[step.step_id] = 0.0
         self._in_first_stage = step.step_id
 
     def copy(self, blocks: CopyBlocks) -> None:
@@ -225,7 +229,7 @@ class DistributedExecutor:
         """Whether that makes room for another step."""
         self.busy_s[rank // self._tensor_size] += done.busy_s
         if done.step_id in self._flights:  # its result may have come first, by a socket of its own
-            self._flights[done.step_id].busy_s += done.busy_s
+            self._flights[done.step_id] += done.busy_s
         if done.step_id != self._in_first_stage or rank != 0:
             return False
         self._in_first_stage = None
@@ -233,9 +237,8 @@ class DistributedExecutor:
 
     def _end_step(self, result: StepResult) -> StepResult:
         self.busy_s[-1] += result.compute_s
-        result.compute_s += self._flights.pop(result.step_id).busy_s
-        for flight in self._flights.values():
-            flight.since_s = self._ranks.listened_s  # it waited for this one
+        result.compute_s += self._flights.pop(result.step_id)
+        self._oldest_since_s = self._ranks.listened_s
         if result.step_id == self._in_first_stage:
             self._in_first_stage = None
         return result
@@ -319,14 +322,12 @@ class DistributedExecutor:
             raise
 
     def _check_overdue(self) -> None:
-        step = next(iter(self._flights.values()), None)
+        now_s = self._ranks.listened_s
+        if self._flights and now_s - self._oldest_since_s > STEP_TIMEOUT_S:
+            raise EngineError(f"a step has not ended in {STEP_TIMEOUT_S:.0f} s")
         copy = next(iter(self._copies.values()), None)
-        for what, oldest, limit_s in (
-            ("step", step, STEP_TIMEOUT_S),
-            ("copy of KV blocks", copy, COPY_TIMEOUT_S),
-        ):
-            if oldest is not None and self._ranks.listened_s - oldest.since_s > limit_s:
-                raise EngineError(f"a {what} has not ended in {limit_s:.0f} s")
+        if copy is not None and now_s - copy.sent_s > COPY_TIMEOUT_S:
+            raise EngineError(f"a copy of KV blocks has not ended in {COPY_TIMEOUT_S:.0f} s")
 
     def _fail(self, failed: Failed) -> NoReturn:
         if failed.user_error:
@@ -344,21 +345,11 @@ class DistributedExecutor:
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A step that has not ended."""
-
-    since_s: float
-    """When it was sent, or the one before it ended, by ``RankProcesses.listened_s``."""
-    busy_s: float = 0.0
-    """Computed by its stages so far."""
-
-
-@dataclass(slots=True)
 class _Copy:
     """A copy that not every rank has made."""
 
-    since_s: float
-    """As a flight's, when it was sent."""
+    sent_s: float
+    """By ``RankProcesses.listened_s``."""
     num_waiting: int
     seconds: float = 0.0
     """The slowest rank's so far."""

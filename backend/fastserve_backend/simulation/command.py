@@ -14,7 +14,7 @@ from fastserve_client.report import (
     sweep_table,
     sweep_to_json,
 )
-from fastserve_client.report.style import check_path
+from fastserve_client.report.output import Output
 from fastserve_client.workload import Workload, check_trace_fits, mean_rate
 from rich.console import Console
 from rich.progress import Progress
@@ -62,14 +62,10 @@ def simulate_command(
 
     Raises:
         ConfigError, ModelError: the configuration, the model or the cluster cannot be used.
-        WorkloadError: the workload cannot be used, or has a job too long for the model; the plot
-            has another ending than that of a figure.
+        WorkloadError: the workload cannot be used, or has a job too long for the model; a file
+            cannot be written.
     """
-    for name, path in (("output", output), ("plot", plot)):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{name}: got {str(path)!r}; its directory does not exist")
-    if plot is not None:
-        check_path(plot)
+    Output(output, plot).check()
     if prediction_error is not None and not 0 <= prediction_error <= _MOST_ERROR:
         raise ConfigError(
             f"prediction_error: got {prediction_error:g}; must be from 0 to {_MOST_ERROR:g}"

@@ -7,9 +7,8 @@ import os
 import signal
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -32,29 +31,13 @@ from fastserve_client.bench.session import Observer, Plan, Session, Start
 from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
 from fastserve_client.errors import ClientError, InvalidRequest, WorkloadError
 from fastserve_client.report import Objectives
-from fastserve_client.report.style import check_path
+from fastserve_client.report.output import Output
 from fastserve_client.terminal import ExitCode
 
 # Later than this, a reader of text notices.
 _LATE_S = 0.05
 # Above it, tokens wait for the client to read them.
 _HIGH_CPU_SHARE = 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Where the results go besides the terminal."""
-
-    json: Path | None
-    plot: Path | None
-
-    def check(self) -> None:
-        """Before hours of measuring. Raises WorkloadError: a file that cannot be written."""
-        for name, path in (("output", self.json), ("plot", self.plot)):
-            if path is not None and not path.parent.is_dir():
-                raise WorkloadError(f"{name}: got {str(path)!r}; its directory does not exist")
-        if self.plot is not None:
-            check_path(self.plot)
 
 
 def bench_command(

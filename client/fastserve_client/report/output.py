@@ -1,0 +1,25 @@
+"""The files of a command that measures or simulates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastserve_client.errors import WorkloadError
+from fastserve_client.report.style import check_path
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where the results go besides the terminal."""
+
+    json: Path | None
+    plot: Path | None
+
+    def check(self) -> None:
+        """Before hours of measuring. Raises WorkloadError: a file that cannot be written."""
+        for name, path in (("output", self.json), ("plot", self.plot)):
+            if path is not None and not path.parent.is_dir():
+                raise WorkloadError(f"{name}: got {str(path)!r}; its directory does not exist")
+        if self.plot is not None:
+            check_path(self.plot)

@@ -19,10 +19,9 @@ class InvalidRequestError(FastServeError):
     """
 
     def __init__(self, field: str, given: object, allowed: str) -> None:
-        shown = repr(given)
-        if len(shown) > _MAX_SHOWN_CHARS:
-            shown = shown[:_MAX_SHOWN_CHARS] + "…"
-        super().__init__(f"{field}: got {shown}; {allowed}")
+        # A client may have made up the field too.
+        shown = _shorten(field if field.isprintable() else repr(field))
+        super().__init__(f"{shown}: got {_shorten(repr(given))}; {allowed}")
         self.field = field
 
 
@@ -38,5 +37,9 @@ class EngineError(FastServeError):
     """The engine or one of its ranks is broken (Triton code INTERNAL)."""
 
 
-# A rejected value is quoted back so that the caller recognises it; more would flood a log line.
+def _shorten(text: str) -> str:
+    # What is rejected is quoted back so that the caller recognises it; more would flood a log line.
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
+
+
 _MAX_SHOWN_CHARS = 80

@@ -158,6 +158,13 @@ class AsyncTokenStream(AsyncIterator[Chunk]):
         self._start()
 
     async def __anext__(self) -> Chunk:
+        try:
+            return await self._next()
+        except asyncio.CancelledError:
+            self.close()
+            raise
+
+    async def _next(self) -> Chunk:
         assert self._call is not None
         while not self._closed.is_set():
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -64,6 +65,9 @@ class AsyncEngineWatch(AsyncIterator[EngineState]):
                 if not self._had_picture and not self._closed:
                     raise ServerError(f"{self._url} ended a watch before it began") from None
                 continue
+            except asyncio.CancelledError:
+                self.close()
+                raise
             except ClientError:
                 self._call = None
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ _PORTS = {
     "http": DEFAULT_HTTP_PORT,
     "https": _TLS_PORT,
 }
+_HOST = re.compile(r"[\w.:%-]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class Endpoint:
             raise _bad_url(url, "the port is not a number from 1 to 65535") from None
         if not parts.hostname or port == 0:
             raise _bad_url(url, "the host is missing" if port != 0 else "port 0 names no server")
+        if _HOST.fullmatch(parts.hostname) is None:
+            raise _bad_url(url, "a host has ASCII letters, digits and - . _ : % only")
         return cls(parts.scheme, parts.hostname, _PORTS[parts.scheme] if port is None else port)
 
     @property

@@ -10,6 +10,9 @@ from fastserve_client.response import Outputs, read_chunk
 from fastserve_client.results import Chunk
 from fastserve_client.retry import RetryPolicy
 
+# More than this, infinity too, is no limit: gRPC takes it for a time that is over.
+_ENDLESS_S = 1e9
+
 
 class Exchange:
     """One request, sent once or, with retries, several times, and what came back so far.
@@ -24,7 +27,9 @@ class Exchange:
     ) -> None:
         self.request = request
         self._url = url
-        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._deadline_s = None
+        if timeout_s is not None and timeout_s < _ENDLESS_S:
+            self._deadline_s = time.monotonic() + timeout_s
         self._retry = retry
         self._num_retries = 0
         self._answered = False

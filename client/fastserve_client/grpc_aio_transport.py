@@ -62,6 +62,8 @@ class AioGrpcCall(AsyncIterator[Outputs]):
     async def __anext__(self) -> Outputs:
         try:
             response = await anext(self._responses)
+            if response.error_message:
+                await self._await_end()
         except asyncio.CancelledError:
             # gRPC reports a call that cancel() has ended as it does a cancelled task.
             if not _task_is_cancelled():
@@ -74,7 +76,6 @@ class AioGrpcCall(AsyncIterator[Outputs]):
         except grpc.RpcError as error:
             raise status_error(self._url, error) from None
         if response.error_message:
-            await self._await_end()
             raise error_from_message(response.error_message)
         return decode_response(response.infer_response)
 

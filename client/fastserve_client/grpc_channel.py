@@ -17,8 +17,9 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", -1),
     # By default a channel that lost its server tries again after 1 s, and later after minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
+    # How long an attempt to connect may take, in spite of its name.
+    ("grpc.min_reconnect_backoff_ms", 10_000),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
 from typing import Any, cast
@@ -100,16 +101,20 @@ def _encode_messages(messages: Sequence[Message]) -> str:
 
 
 def _checked_ids(token_ids: Sequence[Any]) -> tuple[int, ...]:
-    checked = []
-    for token_id in token_ids:
-        try:
-            number = index(token_id)  # NumPy's integers too
-        except TypeError:
-            number = None
-        if number is None or not -protocol.MAX_INT32 <= number <= protocol.MAX_INT32:
-            raise InvalidRequest(
-                f"{protocol.INPUT_IDS}: got {token_id!r}, which is no token id; must be integers "
-                "that fit 32 bits"
-            )
-        checked.append(number)
-    return tuple(checked)
+    # There may be millions, and an event loop waits: no Python for each that is right.
+    with suppress(TypeError):
+        checked = tuple(map(index, token_ids))  # NumPy's integers too
+        if _is_token_id(min(checked, default=0)) and _is_token_id(max(checked, default=0)):
+            return checked
+    wrong = next(one for one in token_ids if not _is_token_id(one))
+    raise InvalidRequest(
+        f"{protocol.INPUT_IDS}: got {wrong!r}, which is no token id; must be integers that fit 32 "
+        "bits"
+    )
+
+
+def _is_token_id(value: Any) -> bool:
+    try:
+        return -protocol.MAX_INT32 <= index(value) <= protocol.MAX_INT32
+    except TypeError:
+        return False

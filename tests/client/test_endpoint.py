@@ -43,6 +43,9 @@ def test_accepts_the_forms_that_users_type(url: str, scheme: str, target: str) -
         ("grpc://user@127.0.0.1:8001", "more than a host and a port"),
         ("grpc://127.0.0.1:8001?x=1", "more than a host and a port"),
         ("grpc://[::1", "not a valid URL"),
+        ("http://\u2603.example", "ASCII"),
+        ("grpc://a\udcff", "ASCII"),
+        ("http://host\x00", "ASCII"),
     ],
 )
 def test_refuses_other_urls_and_shows_the_right_form(url: str, reason: str) -> None:

@@ -194,6 +194,13 @@ def test_alpaca_instructions(tmp_path: Path, lines: bool) -> None:
     assert load_lengths(path, count_tokens=_words) == [(5, 1), (5, 2), (3, 1)]
 
 
+def test_half_a_character_is_replaced(tmp_path: Path) -> None:
+    path = _write(tmp_path, r'{"instruction": "cut \ud83c", "output": "\udf89 off"}')
+    assert load_lengths(path, count_tokens=_words) == [(2, 2)]
+    (job,) = build_trace(str(path), rate=1.0, num_jobs=1, seed=0)
+    assert job.prompt == "cut ?"
+
+
 def test_tokens_are_estimated_unless_counted(tmp_path: Path) -> None:
     record = {"instruction": "12345", "output": "ää"}
     assert load_lengths(_write(tmp_path, json.dumps(record))) == [(2, 1)]

@@ -93,6 +93,14 @@ def test_a_body_that_is_too_large(guarded: RunningGateway) -> None:
     assert httpx.post(url, content=chunks(), headers=headers).status_code == 413
 
 
+def test_a_body_that_is_too_large_for_its_answers(guarded: RunningGateway) -> None:
+    body = {"model": "fastserve", "prompt": "x" * 600, "max_tokens": 1}
+    assert post(guarded, body | {"n": 2}).status_code == 200
+    refused = post(guarded, body | {"n": 4})
+    assert refused.status_code == 413
+    assert "for 4 answers" in refused.json()["error"]["message"]
+
+
 def test_too_many_answers(guarded: RunningGateway) -> None:
     refused = post(guarded, {"model": "fastserve", "prompt": ["a", "b"], "n": 3})
     assert refused.status_code == 400

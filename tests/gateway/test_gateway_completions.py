@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 from fastserve_client import FastServeClient
+from fastserve_client.gateway.completions import CompletionAnswer
+from fastserve_client.gateway.schemas import CompletionRequest
+from fastserve_client.results import Chunk, TokenLogprob
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway
 from serving_client import server_sent_events
@@ -240,3 +244,16 @@ def test_pairs_of_fields(client: OpenAI) -> None:
         client.completions.create(
             model="fastserve", prompt="Hello", stream_options={"include_usage": True}
         )
+
+
+def test_of_alternatives_with_one_text_the_likeliest_is_shown() -> None:
+    request = CompletionRequest(model="fastserve", prompt="a", logprobs=3)
+    top = (
+        TokenLogprob(7, "\ufffd", -0.5),
+        TokenLogprob(8, "b", -1.0),
+        TokenLogprob(9, "\ufffd", -3.0),
+    )
+    chunk = Chunk("\ufffd", (7,), logprobs=(replace(top[0], top=top),))
+    choice = CompletionAnswer(request).delta(0, chunk)
+    assert choice is not None
+    assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -0.5, "b": -1.0}]

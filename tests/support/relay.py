@@ -18,13 +18,18 @@ class Relay:
 
     Args:
         num_refused: so many first connections are dropped.
+        delay_s: until a connection is led on: the relay's clients hear nothing before.
         tls: the relay's clients speak TLS, and find ``CERTIFICATE``.
     """
 
-    def __init__(self, target: str, *, num_refused: int = 0, tls: bool = False) -> None:
+    def __init__(
+        self, target: str, *, num_refused: int = 0, delay_s: float = 0.0, tls: bool = False
+    ) -> None:
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
         self._num_refused = num_refused
+        self._delay_s = delay_s
+        self._closed = threading.Event()
         self._context = _server_context() if tls else None
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets: list[socket.socket] = [self._listener]
@@ -43,6 +48,7 @@ class Relay:
                 threading.Thread(target=self._connect, args=(connection,), daemon=True).start()
 
     def _connect(self, client: socket.socket) -> None:
+        self._closed.wait(self._delay_s)
         with suppress(OSError):  # a client that refuses the certificate
             if self._context is not None:
                 client = self._context.wrap_socket(client, server_side=True)
@@ -58,6 +64,7 @@ class Relay:
             sink.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
+        self._closed.set()
         for one in self._sockets:
             one.close()
 

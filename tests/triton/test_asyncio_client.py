@@ -127,6 +127,33 @@ def chunks_of(client: AsyncFastServeClient) -> AsyncIterator[object]:
     return client.stream("Hello", max_tokens=1)
 
 
+async def test_a_timeout_around_a_chunk_ends_the_stream_and_its_request(
+    client: AsyncFastServeClient, endpoints: Endpoints
+) -> None:
+    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
+
+    async def read_all() -> None:
+        async for _ in chunks:
+            pass
+
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(read_all(), 0.5)
+    assert [chunk async for chunk in chunks] == []
+    states = client.watch(10.0)
+    await anext(states)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(anext(states), 0.2)
+    assert [state async for state in states] == []
+    await wait_until_idle(endpoints)
+
+
+async def test_a_timeout_without_end_is_none(client: AsyncFastServeClient, url: str) -> None:
+    options = {"max_tokens": 3, "ignore_eos": True, "timeout_s": float("inf")}
+    assert (await client.generate("Hello", **options)).num_output_tokens == 3
+    with FastServeClient(url) as synchronous:
+        assert synchronous.generate("Hello", **options).num_output_tokens == 3
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_cancelling_the_task_cancels_the_request(
     client: AsyncFastServeClient, endpoints: Endpoints, stream: bool

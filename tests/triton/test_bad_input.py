@@ -163,6 +163,8 @@ CASES = [
     in_object("logprobs", 21),
     in_object("best_of", 2),
     in_object("text_input", "no"),
+    Bad("object, a surrogate as a name", r"'\ud800'", {"sampling_parameters": r'{"\ud800": 1}'}),
+    Bad("object, a long name", "x" * 80 + "…", {"sampling_parameters": f'{{"{"x" * 9999}": 1}}'}),
     in_object("id", "of a request parameter"),
     Bad(
         "stop twice",
@@ -214,6 +216,17 @@ def test_refused_by_name(bad: Bad, endpoints: Endpoints, good_stream: GrpcStream
     assert len(message) < 1000
     assert answer.num_finals == 1
     assert answer.num_responses == 0
+
+
+@pytest.mark.parametrize(
+    ("parameter", "status"), [(b'"id": "\xff"', 200), (b'"\xff": 1', 400), (b'"stop": "\xff"', 200)]
+)
+def test_request_parameters_may_be_any_bytes(
+    parameter: bytes, status: int, endpoints: Endpoints
+) -> None:
+    body = b'{"text_input": "a", "max_tokens": 2, %b}' % parameter
+    response = post(endpoints.http_url, GENERATE, body)
+    assert response.status_code == status, response.text
 
 
 def test_the_code_of_a_call_that_asks_for_it(endpoints: Endpoints) -> None:

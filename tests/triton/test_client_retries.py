@@ -52,6 +52,17 @@ def test_the_synchronous_client_tries_again_if_asked_to(late_url: str, late_serv
     assert late_server.num_connections >= 3
 
 
+async def test_a_long_way_to_the_server_is_no_failure(url: str) -> None:
+    endpoint = Endpoint.parse(url)
+    relay = Relay(endpoint.target, delay_s=0.5)
+    far_url = f"{endpoint.scheme}://127.0.0.1:{relay.port}"
+    with FastServeClient(far_url) as client:
+        assert client.generate("Hello", max_tokens=3, ignore_eos=True).num_output_tokens == 3
+    async with AsyncFastServeClient(far_url) as client:
+        assert (await client.generate("Hello", max_tokens=3, ignore_eos=True)).token_ids
+    relay.close()
+
+
 async def test_the_asyncio_client_tries_again_if_asked_to(late_url: str) -> None:
     async with AsyncFastServeClient(late_url) as once:
         with pytest.raises(ConnectionFailed):

@@ -91,6 +91,27 @@ def test_a_row_is_chosen_as_if_it_were_alone() -> None:
         assert choose(logits[row : row + 1], alone) == [together[row]]
 
 
+@pytest.mark.parametrize("other", [{"top_k": 300}, {"top_p": 0.9}, {"top_p": 0.9, "top_k": 60}])
+def test_which_of_equal_tokens_are_the_first_depends_on_no_other_row(other: dict[str, Any]) -> None:
+    """Logits of bfloat16 are mostly equal to others."""
+    logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(1)).bfloat16()
+    uniform = np.linspace(0.01, 0.99, 40)
+    alone = choose(logits, sampling(40, uniform=uniform, top_k=50))
+    values = {"top_k": 0, "top_p": 1.0} | other
+    beside = sampling(
+        41,
+        uniform=[*uniform, 0.5],
+        top_k=[50] * 40 + [values["top_k"]],
+        top_p=[1.0] * 40 + [values["top_p"]],
+    )
+    assert choose(torch.cat([logits, logits[:1]]), beside)[:40] == alone
+
+
+@pytest.mark.parametrize("top_p", [1e-30, 1e-40, 1e-46])
+def test_a_top_p_too_small_for_its_type_leaves_the_likeliest(top_p: float) -> None:
+    assert choose(LOGITS, sampling(1, top_p=top_p, uniform=0.99)) == [3]
+
+
 def test_extreme_uniform_numbers_stay_in_the_vocabulary() -> None:
     logits = torch.zeros(2, 7)
     for value in (0.0, 1 - 2**-53):

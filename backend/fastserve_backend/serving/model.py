@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
-from numpy.typing import NDArray
 
 from fastserve_backend.clock import MonotonicClock
 from fastserve_backend.config import EngineConfig
@@ -23,7 +22,12 @@ from fastserve_backend.errors import (
     OverloadedError,
 )
 from fastserve_backend.length_prediction.prompt_text import last_user_words
-from fastserve_backend.serving.codec import GRPC_STATUS_HEADER, decode_request, decode_watch
+from fastserve_backend.serving.codec import (
+    GRPC_STATUS_HEADER,
+    GenerateRequest,
+    decode_request,
+    decode_watch,
+)
 from fastserve_backend.serving.guard import ParentGuard
 from fastserve_backend.serving.metrics import MetricsPublisher
 from fastserve_backend.serving.repository import ENGINE_FILE
@@ -86,14 +90,16 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Accepts or refuses each request; responses follow from the emitter."""
         for request in requests:
-            errors_end_call = GRPC_STATUS_HEADER in request.parameters()
+            parameters = _text(request.parameters)  # a JSON object, or empty
+            errors_end_call = GRPC_STATUS_HEADER in parameters
             sender = request.get_response_sender()
             stream = ResponseStream(sender, self._emitter, errors_end_call=errors_end_call)
             try:
                 tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-                interval_s = decode_watch(tensors, request.parameters())
+                interval_s = decode_watch(tensors, parameters)
                 if interval_s is None:
-                    self._submit(request, tensors, stream)
+                    wanted = decode_request(tensors, parameters)
+                    self._submit(_text(request.request_id), wanted, stream)
                 else:
                     watch = WatchStream(sender, self._emitter, errors_end_call=errors_end_call)
                     number = self._engine.watch(interval_s, watch.push)
@@ -123,11 +129,8 @@ class TritonPythonModel:
         """Refuses new requests; whether all accepted ones have been answered."""
         return self._engine.drain(0.0) and self._emitter.num_active == 0
 
-    def _submit(
-        self, request: Any, tensors: Mapping[str, NDArray[Any]], stream: ResponseStream
-    ) -> None:
+    def _submit(self, request_id: str, wanted: GenerateRequest, stream: ResponseStream) -> None:
         engine = self._engine
-        wanted = decode_request(tensors, request.parameters())
         users_words = wanted.text
         if wanted.text is not None:
             prompt_ids = engine.checks.encode(wanted.text)
@@ -152,9 +155,17 @@ class TritonPythonModel:
         params = wanted.params
         if wanted.clip_max_tokens:
             params = engine.checks.clip_max_tokens(prompt_ids, params)
-        job_id = _job_id(request.request_id() or wanted.request_id)
+        job_id = _job_id(request_id or wanted.request_id)
         number = engine.submit(job_id, prompt_ids, params, stream.push, prompt_text=users_words)
         stream.accepted(lambda: engine.cancel(number))
+
+
+def _text(read: Callable[[], str]) -> str:
+    """What ``read`` reads of a request; over HTTP that may be any bytes."""
+    try:
+        return read()
+    except UnicodeDecodeError as error:
+        return error.object.decode(errors="replace")
 
 
 def _refusal(error: Exception) -> RequestError:

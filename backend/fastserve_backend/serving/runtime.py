@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from select import POLLIN, poll
 
@@ -151,11 +152,9 @@ class RuntimeDirectory:
         """Ends what is left of this server and waits until it is gone."""
         handles = []
         for pid in self.processes():
-            try:
+            with suppress(ProcessLookupError):  # it may end at any time
                 handles.append(os.pidfd_open(pid))
-            except ProcessLookupError:
-                continue
-            signal.pidfd_send_signal(handles[-1], signal.SIGKILL)
+                signal.pidfd_send_signal(handles[-1], signal.SIGKILL)
         for handle in handles:
             wait_readable(_KILL_WAIT_S, handle)
             os.close(handle)

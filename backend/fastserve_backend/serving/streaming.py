@@ -123,9 +123,9 @@ class RequestStream(ABC):
             self._sender.send(response)
 
     def _fail(self, error: RequestError) -> None:
-        self.finished = True
         triton_error = pb_utils.TritonError(str(error), error.code)
         response = pb_utils.InferenceResponse(output_tensors=[], error=triton_error)
+        self.finished = True
         final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         if self._errors_end_call:
             # A FINAL after the call has ended is a segmentation fault of the server.

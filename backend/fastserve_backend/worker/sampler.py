@@ -145,18 +145,31 @@ def _invert_filtered(probabilities: Tensor, uniform: Array, top_k: Array, top_p:
     vocab, device = probabilities.shape[-1], probabilities.device
     if (top_k > 0).all():
         # Sorting the vocabulary costs milliseconds; with a top_k the few largest do.
-        count = min(vocab, int(top_k.max()))
-        ordered, ids = torch.topk(probabilities, count, dim=-1, sorted=True)
+        ids = _largest(probabilities, min(vocab, int(top_k.max())))
+        ordered = probabilities.gather(1, ids)
     else:
         ordered, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[-1], device=device)[None, :]
     limit = to_device(np.where(top_k > 0, top_k, vocab)[:, None], device)
     kept = ordered.masked_fill(rank >= limit, 0.0)
     # top_p counts what top_k has left; a token stays while those above it have not reached top_p.
-    before = kept.cumsum(dim=-1) - kept
-    share = to_device(top_p[:, None], device) * kept.sum(dim=-1, keepdim=True)
-    kept = kept.masked_fill(before >= share, 0.0)
+    cumulative = kept.cumsum(dim=-1, dtype=torch.float64)
+    before = cumulative - kept
+    share = to_device(top_p[:, None], device) * cumulative[:, -1:]
+    # The first always does: a top_p may be too small for its type.
+    kept = kept.masked_fill((before >= share) & (rank > 0), 0.0)
     return ids.gather(1, _invert(kept, to_device(uniform, device))[:, None])[:, 0]
+
+
+def _largest(probabilities: Tensor, count: int) -> Tensor:
+    """int64 [R, count], where each row's largest are, in the order of a stable sort.
+
+    Of equal ones ``topk`` takes any, and others for another count: which it were would depend on
+    the other rows' top_k. So none are equal here: bits of floats from 0 on order as the floats do.
+    """
+    places = torch.arange(probabilities.shape[-1], device=probabilities.device)
+    keys = torch.add(-places, probabilities.view(torch.int32), alpha=2**32)
+    return torch.topk(keys, count, dim=-1, sorted=True)[1]
 
 
 def _penalise(scores: Tensor, penalties: Sequence[Penalties], input_ids: Tensor | None) -> None:

@@ -136,6 +136,12 @@ async def _read_stream(response: aiohttp.ClientResponse) -> Answer:
             "the stream ended without usage, so its tokens cannot be counted; the server must "
             "know stream_options.include_usage"
         ) from None
+    counts = (prompt_tokens, output_tokens)
+    if not all(isinstance(count, int) and count > 0 for count in counts):
+        raise ServerError(
+            f"usage: got {prompt_tokens!r} tokens of the prompt and {output_tokens!r} of the "
+            "answer; a job with a latency has at least one of each"
+        )
     return Answer(first_token_s, last_token_s, prompt_tokens, output_tokens)
 
 

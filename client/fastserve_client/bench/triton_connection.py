@@ -41,10 +41,12 @@ class TritonConnection:
         perf = chunk.perf
         if first_token_s is None or last_token_s is None or perf is None:
             raise ServerError("the answer had no token")
+        if not chunk.num_input_tokens:
+            raise ServerError("the answer did not say how many tokens its prompt had")
         return Answer(
             first_token_s,
             last_token_s,
-            prompt_tokens=chunk.num_input_tokens or 0,
+            prompt_tokens=chunk.num_input_tokens,
             output_tokens=num_tokens,
             queued_s=(perf.first_scheduled_time_ns - perf.arrival_time_ns) / 1e9,
             num_preemptions=perf.num_preemptions,

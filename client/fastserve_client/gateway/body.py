@@ -23,7 +23,8 @@ async def read_body(request: Request, schema: type[RequestT], max_bytes: int) ->
     """The fields of a JSON body.
 
     Raises:
-        ApiError: no JSON (415), too large (413), a field that is wrong or missing (400).
+        ApiError: no JSON (415), too large, alone or for so many answers (413), a field that is
+            wrong or missing (400).
         starlette.requests.ClientDisconnect: the client went away.
     """
     # A page in a browser can send text/plain to any address, but not JSON without CORS.
@@ -38,9 +39,15 @@ async def read_body(request: Request, schema: type[RequestT], max_bytes: int) ->
         if len(body) > max_bytes:
             raise _too_large(max_bytes)
     try:
-        return schema.model_validate_json(bytes(body))
+        fields = schema.model_validate_json(bytes(body))
     except ValidationError as error:
         raise from_validation(error) from None
+    # The server gets the prompts with each answer that is wanted.
+    if len(body) * fields.num_choices > max_bytes:
+        raise ApiError(
+            413, f"the body, for {fields.num_choices} answers, is larger than {max_bytes} bytes"
+        )
+    return fields
 
 
 def check_fields(

@@ -55,6 +55,9 @@ class CompletionAnswer(Answer):
         return {
             "tokens": [entry.token for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [{one.token: one.logprob for one in entry.top} for entry in entries],
+            # Of several with one text (parts of characters have none of their own) the likeliest.
+            "top_logprobs": [
+                {one.token: one.logprob for one in reversed(entry.top)} for entry in entries
+            ],
             "text_offset": offsets,
         }

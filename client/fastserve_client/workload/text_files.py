@@ -35,7 +35,7 @@ def read_text_lengths(
         WorkloadError: neither of the formats, or a record that lacks something.
     """
     exchanges = [
-        (prompt, output)
+        (_valid(prompt), _valid(output))
         for place, record in _records(path, text)
         for prompt, output in _exchanges(place, record)
         if prompt and output
@@ -90,6 +90,11 @@ def _text(place: str, holder: dict[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise WorkloadError(f"{place}: {key}: got {_short(value)}; must be text")
     return value
+
+
+def _valid(text: str) -> str:
+    """JSON can hold half a character, which no server takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _parse_json(path: str, first_line: int, text: str) -> Any:

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from check_device import Call
 from torch import Tensor
-from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask
 
 FLEX_PAGE = 128
@@ -46,6 +45,9 @@ def paged_flex(query: Tensor, kv_heads: int, context: int, *, compiled: bool) ->
     Args:
         compiled: False runs its plain operations, for a dry run.
     """
+    # Not public: a release without it lacks this comparison, and no other.
+    from torch.nn.attention.experimental._paged_attention import PagedAttention
+
     rows, _, head_dim = query.shape
     device = query.device
     num_pages = rows * -(-context // FLEX_PAGE)

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             except BaseException:
                 run.end()
                 raise
-    if run.no_device is not None:
+    if run.no_device is not None and not run.machine:
         print(f"no CUDA device: {run.no_device}; --tiny tries the program without one")
         return 2
     if all(phase["status"] == "skipped" for phase in phases):
@@ -126,7 +126,7 @@ class _Run:
         self.machine: dict[str, Any] = {}
         """What the phases say of it."""
         self.no_device: str | None = None
-        """Why there is none; no phase runs then."""
+        """Why there is none, or no more; no phase runs then."""
         self._arguments, self._scratch, self._started_s = arguments, scratch, started_s
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -149,6 +149,7 @@ class _Run:
             "rows": [],
         }
         if self.no_device is not None:
+            outcome["error"] = self.no_device
             return outcome
         missing = phase.missing_packages()
         if missing:
@@ -169,7 +170,10 @@ class _Run:
         code = self._exit_code(phase, limit_s, records)
         outcome["seconds"] = round(time.monotonic() - started_s, 1)
         for line in records.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except ValueError:  # its process was ended while it wrote the last one
+                break
             if "row" in record:
                 outcome["rows"].append(record["row"])
             self.machine |= record.get("machine", {})

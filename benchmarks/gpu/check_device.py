@@ -266,5 +266,8 @@ def _driver() -> str | None:
     if program is None:
         return None
     command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return None
     return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout else None

@@ -109,18 +109,25 @@ def _dry_run_indices(cases: Sequence[Case]) -> list[int]:
 
 
 def outcomes_of(index: int, *, tiny: bool) -> list[Outcome]:
-    """Of the case of this index; one that raises has failed."""
+    """Of the case of this index; one that raises has failed, and one whose kernel faults ends this
+    process: the device is lost for it."""
     torch.set_num_threads(1)  # the references' too
-    device = find_device(tiny=tiny)
     case = _cases()[index]
     try:
+        device = find_device(tiny=tiny)
         with torch.inference_mode():
             return [
                 Outcome(case.operation, f"{case}, {one.what}", one.error, one.limit)
                 for one in case.run(device.torch_device)
             ]
     except Exception as error:
-        return [Outcome(case.operation, str(case), math.inf, 0.0, one_line(error))]
+        reason = one_line(error)
+    try:
+        find_device(tiny=tiny).synchronize()
+    except RuntimeError:
+        print(f"  the device is lost for the process of {case}: {reason}", flush=True)
+        os._exit(1)
+    return [Outcome(case.operation, str(case), math.inf, 0.0, reason)]
 
 
 @cache

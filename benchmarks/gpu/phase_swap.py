@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ceilings import link_rates
@@ -23,7 +23,7 @@ from decode_steps import (
 from fastserve_backend.worker.host_store import make_host_store
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step
 from fastserve_backend.worker.swap_engine import SwapEngine
-from phase_context import CheckFailed, Context
+from phase_context import CheckFailed, Context, Value
 from random_models import largest_model
 
 SWAPPED_BYTES = 10**9
@@ -111,7 +111,10 @@ def run(context: Context) -> None:
                 {"model": name, "blocks": f"{count} {layout}", "direction": direction},
                 {"GB/s": bytes_s / 1e9, "share of pinned copy": bytes_s / rates[direction]},
             )
-    _slowdown(context, name, model, swaps, decode_step(1, batch, tokens), [out, back])
+        step = decode_step(1, batch, tokens)
+        copied = f"both directions, {layout}"
+        where: dict[str, Value] = {"model": name, "batch": batch, "copies": copied}
+        _slowdown(context, where, model, swaps, step, [out, back])
 
 
 def _seconds(swaps: _Swaps, copies: Sequence[_Copy]) -> float:
@@ -129,7 +132,7 @@ def _seconds(swaps: _Swaps, copies: Sequence[_Copy]) -> float:
 
 def _slowdown(
     context: Context,
-    name: str,
+    where: Mapping[str, Value],
     model: LoadedModel,
     swaps: _Swaps,
     step: Step,
@@ -150,7 +153,7 @@ def _slowdown(
         swaps.wait()
     context.recorder.row(
         "decode while swapping",
-        {"model": name, "batch": step.num_decodes, "copies": "both directions"},
+        where,
         {
             "ms alone": alone.seconds * 1e3,
             "spread": alone.spread,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from fastserve_kernels import kv_quantization, reference
-from fastserve_kernels.gpu import activations, cache_writes, kv_int8, norms
+from fastserve_kernels.gpu import activations, cache_writes, kv_int8, norms, pinned_copies
 from torch import Tensor
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
@@ -67,6 +67,7 @@ def cases() -> Iterator[Case]:
         yield from _norm_cases(dtype)
         yield from _activation_cases(dtype)
         yield from _int8_cases(dtype)
+    yield from _pinned_copy_cases()
 
 
 def _name(*parts: object) -> str:
@@ -273,3 +274,24 @@ def _int8_cases(dtype: torch.dtype) -> Iterator[Case]:
 
         name = _name(dtype, count, kv_heads, block_size, head_dim, num_last_tokens)
         yield Case("kv_int8", name, compare)
+
+
+def _pinned_copy_cases() -> Iterator[Case]:
+    for dtype in (torch.int32, torch.int64, torch.float32):
+        for size in (0, 1, 1023, 1025, 50_000):
+
+            def compare(
+                device: torch.device, dtype: torch.dtype = dtype, size: int = size
+            ) -> Iterator[Comparison]:
+                values = torch.randint(-(2**20), 2**20, (size,)).to(dtype)
+                there, back = torch.full((2, size + 64), 7, dtype=dtype)
+                there = there.to(device)
+                if device.type == "cuda":
+                    values, back = values.pin_memory(), back.pin_memory()
+                pinned_copies.copy_words(values, there[:size])
+                pinned_copies.copy_words(there[:size], back[:size])
+                rest = torch.full((64,), 7, dtype=dtype)
+                yield Comparison("there", there.cpu(), torch.cat([values, rest]))
+                yield Comparison("back", back, torch.cat([values, rest]))
+
+            yield Case("pinned_copy", _name(dtype, size), compare)

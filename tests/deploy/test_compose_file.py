@@ -29,6 +29,10 @@ def test_a_profile_is_one_model_server_and_what_is_in_front(
     assert triton["build"]["args"]["DEVICE"] == profile
     devices = triton.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices")
     assert bool(devices) == (profile == "gpu")
+    if profile == "gpu":  # the image's own command, and no other device
+        options = [one.replace("=", " ") for one in triton["command"]]
+        own = " ".join(dockerfile_stage("triton").command)
+        assert " ".join(options) == f"{own} --device cuda"
 
 
 def test_nothing_starts_without_a_profile() -> None:

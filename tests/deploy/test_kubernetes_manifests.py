@@ -60,6 +60,7 @@ def test_overlays(device: str) -> None:
     (container,) = built["Deployment", "triton"]["spec"]["template"]["spec"]["containers"]
     assert container["image"].endswith(f"-{device}")
     assert ("nvidia.com/gpu" in container["resources"]["limits"]) == (device == "gpu")
+    assert ("--device=cuda" in container["args"]) == (device == "gpu")
 
 
 def test_pods_are_restricted_and_fit_their_images() -> None:

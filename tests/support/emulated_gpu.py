@@ -194,8 +194,8 @@ class EmulatedGPU(TorchDispatchMode):
 
     def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
         tensors = _tensors((args, kwargs))
-        if not all(map(_is_here, tensors)):
-            raise ValueError("a kernel cannot access the host's memory")
+        if any(not _is_here(one) and _address(one) not in self._pinned for one in tensors):
+            raise ValueError("a kernel cannot access the host's memory, unless it is pinned")
         self.execute(
             partial(_interpret, kernel, *map(_on_host, args), **tree_map(_on_host, kwargs)), tensors
         )

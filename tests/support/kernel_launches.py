@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from fastserve_kernels.gpu import activations, cache_writes, kv_int8, norms
+from fastserve_kernels.gpu import activations, cache_writes, kv_int8, norms, pinned_copies
 from torch import Tensor
 
 TOKENS, LAYERS, BLOCKS, BLOCK_SIZE = 16, 40, 100, 16
@@ -50,6 +50,10 @@ def dequantize_blocks(dtype: torch.dtype, kv_heads: int, head_dim: int) -> None:
     parameters = _empty(torch.float16, *shape[:4], 2, head_dim)
     cache = _cache(dtype, kv_heads, head_dim)
     kv_int8.dequantize_blocks(codes, parameters, cache, _empty(torch.int32, 8))
+
+
+def copy_words() -> None:
+    pinned_copies.copy_words(_empty(torch.int64, 1001), _empty(torch.int64, 1001))
 
 
 def _empty(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -235,6 +235,30 @@ def test_a_check_that_takes_too_long_has_failed(tmp_path: Path) -> None:
     assert (phase["status"], phase["error"]) == ("timed out", "was ended after 0 s")
 
 
+def test_what_was_measured_outlives_the_device(
+    report: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import check
+
+    def lose_it_later(_: Any, phase: Any, limit_s: float, records: Path) -> int:
+        if phase.name == "machine":
+            row = {"table": "copies", "case": {}, "figures": {}, "note": ""}
+            lines = [json.dumps({"machine": {"name": "a GPU"}}), json.dumps({"row": row}), '{"ro']
+            records.write_text("\n".join(lines))
+            return 0
+        records.write_text(json.dumps({"error": "it fell off the bus"}))
+        return int(check.NO_DEVICE)
+
+    monkeypatch.setattr(check._Run, "_exit_code", lose_it_later)
+    monkeypatch.setattr(check, "PHASES", check.PHASES[:3])
+    assert check.main(["--output", str(tmp_path)]) == 1
+    (path,) = tmp_path.iterdir()
+    document = json.loads(path.read_text())
+    found = [(one["status"], one["error"], len(one["rows"])) for one in document["phases"]]
+    lost = "it fell off the bus"
+    assert found == [("passed", None, 1), ("failed", lost, 0), ("skipped", lost, 0)]
+
+
 HANGS, DIES = 3, 5
 
 

@@ -11,6 +11,7 @@ from emulated_gpu import DEVICE, emulated_gpu
 from fastserve_backend.worker.messages import Penalties, Sampling
 from fastserve_backend.worker.sampler import ChosenTokens, _penalise
 from fastserve_backend.worker.sampler import sample as begin_to_sample
+from fastserve_backend.worker.staging import Uploads
 
 EOS = (2,)
 
@@ -152,8 +153,9 @@ def test_a_token_that_only_the_ranks_know_counts_as_one_of_the_output(newest: in
     known = Penalties(1, 1.7, 0.3, 0.7, prompt, output + ids(newest), False)
     pending = Penalties(1, 1.7, 0.3, 0.7, prompt, output, True)
     scores = [logits.clone(), logits.clone()]
-    _penalise(scores[0], [known], None)
-    _penalise(scores[1], [pending], torch.tensor([2, newest, 4, 6]))
+    _penalise(scores[0], [known], None, Uploads(torch.device("cpu")))
+    newest_ids = torch.tensor([2, newest, 4, 6])
+    _penalise(scores[1], [pending], newest_ids, Uploads(torch.device("cpu")))
     assert torch.equal(*scores)
     assert torch.equal(scores[0][::2], logits[::2])
     assert scores[0][1, newest] != logits[1, newest]

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.config import ModelConfig
-from fastserve_backend.worker.staging import to_device
 
 # Blocks that are quantized at once on a CPU: their float32 copies fit in its cache.
 _QUANTIZED_AT_ONCE = 4
@@ -126,7 +125,7 @@ class StagedInt8Store(Int8Store):
         self, device_blocks: Sequence[int], host_blocks: Sequence[int], num_last_tokens: int
     ) -> None:
         staging = self._staging[0]
-        block_ids = to_device(np.asarray(device_blocks, dtype=np.int32), self._kv.device)
+        block_ids = _to_device(device_blocks, self._kv.device)
         for part in self._parts(len(device_blocks)):
             is_last = part.stop == len(device_blocks)
             self._kernels.quantize_blocks(
@@ -140,7 +139,7 @@ class StagedInt8Store(Int8Store):
 
     def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         staging = self._staging[1]
-        block_ids = to_device(np.asarray(device_blocks, dtype=np.int32), self._kv.device)
+        block_ids = _to_device(device_blocks, self._kv.device)
         for part in self._parts(len(device_blocks)):
             for staged, host in _runs(range(part.stop - part.start), host_blocks[part]):
                 staging[staged].copy_(self._blocks[host], non_blocking=True)
@@ -151,6 +150,14 @@ class StagedInt8Store(Int8Store):
         """As many blocks as the staging buffer holds."""
         for start in range(0, count, self._at_once):
             yield slice(start, min(start + self._at_once, count))
+
+
+def _to_device(blocks: Sequence[int], device: torch.device) -> Tensor:
+    """int32, without waiting for what the device has been given before."""
+    block_ids = torch.from_numpy(np.asarray(blocks, dtype=np.int32))
+    if device.type == "cpu":
+        return block_ids
+    return block_ids.pin_memory().to(device, non_blocking=True)
 
 
 def _parameter_bytes(kv: Tensor) -> int:
@@ -204,6 +211,8 @@ def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     if device.type == "cuda":
+        # Registering would make the pages on one thread, 16 s for 24 GiB; torch has several.
+        memory.zero_()
         runtime = torch.cuda.cudart()
         try:
             torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), num_bytes, 0))

@@ -21,7 +21,7 @@ from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.worker.messages import Penalties, Sampling, TopLogprobs
-from fastserve_backend.worker.staging import to_device
+from fastserve_backend.worker.staging import Uploads, to_host
 
 Array = npt.NDArray[Any]
 _NO_ROWS: Array = np.zeros(0, dtype=np.int64)
@@ -45,6 +45,7 @@ class SampledTokens:
         logprob_rows: Array = _NO_ROWS,
         logprobs: Sequence[Tensor] = (),
         groups: Sequence[Array] = (),
+        uploads: Uploads | None = None,
     ) -> None:
         """
         Args:
@@ -52,11 +53,13 @@ class SampledTokens:
             logprobs: of their tokens, float32; then for each of the groups the most likely tokens,
                 int32 [rows of the group, n], with theirs, float32.
             groups: indices into ``logprob_rows``.
+            uploads: that the choice is made from.
         """
         self.token_ids = token_ids
         """int64 [R], on the device."""
         self._logprob_rows = logprob_rows
         self._groups = groups
+        self._uploads = uploads
         self._on_host = _begin_copy([token_ids, *logprobs])
 
     def on_host(self) -> ChosenTokens:
@@ -92,6 +95,7 @@ def sample(
     if sampling is None:
         return SampledTokens(ops.argmax_rows(logits))
     raw = logits.float()
+    uploads = Uploads(raw.device)
     without_eos = np.flatnonzero(np.frombuffer(sampling.no_eos, dtype=np.bool_))
     bans_eos = len(without_eos) > 0 and len(eos_token_ids) > 0
     scores = raw
@@ -99,17 +103,17 @@ def sample(
         scores = raw.clone(memory_format=torch.contiguous_format)
     if bans_eos:
         ends = without_eos[:, None] * scores.shape[1] + np.array(eos_token_ids)
-        scores.view(-1).index_fill_(0, to_device(ends.ravel(), scores.device), -math.inf)
+        scores.view(-1).index_fill_(0, uploads.bring(ends.ravel()), -math.inf)
     if sampling.penalties:
-        _penalise(scores, sampling.penalties, input_ids)
-    token_ids = _choose(scores, sampling)
+        _penalise(scores, sampling.penalties, input_ids, uploads)
+    token_ids = _choose(scores, sampling, uploads)
     num_logprobs = np.frombuffer(sampling.num_logprobs, dtype=np.int32)
     if (num_logprobs >= 0).any():
-        return _with_logprobs(token_ids, raw, num_logprobs)
-    return SampledTokens(token_ids)
+        return _with_logprobs(token_ids, raw, num_logprobs, uploads)
+    return SampledTokens(token_ids, uploads=uploads)
 
 
-def _choose(scores: Tensor, sampling: Sampling) -> Tensor:
+def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> Tensor:
     temperature = np.frombuffer(sampling.temperature, dtype=np.float32)
     top_k = np.frombuffer(sampling.top_k, dtype=np.int32)
     top_p = np.frombuffer(sampling.top_p, dtype=np.float32)
@@ -122,13 +126,15 @@ def _choose(scores: Tensor, sampling: Sampling) -> Tensor:
         rows = np.flatnonzero(random & (filtered == is_filtered))
         if len(rows) == 0:
             continue
-        index = to_device(rows, scores.device)
-        heat = to_device(temperature[rows, None], scores.device)
+        index = uploads.bring(rows)
+        heat = uploads.bring(temperature[rows, None])
         probabilities = torch.softmax(scores[index] / heat, dim=-1)
         if is_filtered:
-            chosen = _invert_filtered(probabilities, uniform[rows], top_k[rows], top_p[rows])
+            chosen = _invert_filtered(
+                probabilities, uniform[rows], top_k[rows], top_p[rows], uploads
+            )
         else:
-            chosen = _invert(probabilities, to_device(uniform[rows], scores.device))
+            chosen = _invert(probabilities, uploads.bring(uniform[rows]))
         token_ids[index] = chosen
     return token_ids
 
@@ -141,24 +147,26 @@ def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return index.clamp_(max=probabilities.shape[-1] - 1)
 
 
-def _invert_filtered(probabilities: Tensor, uniform: Array, top_k: Array, top_p: Array) -> Tensor:
-    vocab, device = probabilities.shape[-1], probabilities.device
+def _invert_filtered(
+    probabilities: Tensor, uniform: Array, top_k: Array, top_p: Array, uploads: Uploads
+) -> Tensor:
+    vocab = probabilities.shape[-1]
     if (top_k > 0).all():
         # Sorting the vocabulary costs milliseconds; with a top_k the few largest do.
         ids = _largest(probabilities, min(vocab, int(top_k.max())))
         ordered = probabilities.gather(1, ids)
     else:
         ordered, ids = torch.sort(probabilities, dim=-1, descending=True, stable=True)
-    rank = torch.arange(ordered.shape[-1], device=device)[None, :]
-    limit = to_device(np.where(top_k > 0, top_k, vocab)[:, None], device)
+    rank = torch.arange(ordered.shape[-1], device=ordered.device)[None, :]
+    limit = uploads.bring(np.where(top_k > 0, top_k, vocab)[:, None])
     kept = ordered.masked_fill(rank >= limit, 0.0)
     # top_p counts what top_k has left; a token stays while those above it have not reached top_p.
     cumulative = kept.cumsum(dim=-1, dtype=torch.float64)
     before = cumulative - kept
-    share = to_device(top_p[:, None], device) * cumulative[:, -1:]
+    share = uploads.bring(top_p[:, None]) * cumulative[:, -1:]
     # The first always does: a top_p may be too small for its type.
     kept = kept.masked_fill((before >= share) & (rank > 0), 0.0)
-    return ids.gather(1, _invert(kept, to_device(uniform, device))[:, None])[:, 0]
+    return ids.gather(1, _invert(kept, uploads.bring(uniform))[:, None])[:, 0]
 
 
 def _largest(probabilities: Tensor, count: int) -> Tensor:
@@ -172,44 +180,46 @@ def _largest(probabilities: Tensor, count: int) -> Tensor:
     return torch.topk(keys, count, dim=-1, sorted=True)[1]
 
 
-def _penalise(scores: Tensor, penalties: Sequence[Penalties], input_ids: Tensor | None) -> None:
+def _penalise(
+    scores: Tensor, penalties: Sequence[Penalties], input_ids: Tensor | None, uploads: Uploads
+) -> None:
     """In place. ``repetition`` counts prompt and output, the others the output alone."""
-    vocab, device = scores.shape[1], scores.device
+    vocab = scores.shape[1]
     offsets = np.arange(len(penalties)) * vocab
-    prompt = _joined([row.prompt_ids for row in penalties], offsets, device)
-    output = _joined([row.output_ids for row in penalties], offsets, device)
+    prompt = uploads.bring(_joined([row.prompt_ids for row in penalties], offsets))
+    output = uploads.bring(_joined([row.output_ids for row in penalties], offsets))
     rows = np.array([row.row for row in penalties])
     pending = np.flatnonzero([row.is_pending for row in penalties])
     if len(pending) > 0:
         assert input_ids is not None
-        newest = input_ids[to_device(rows[pending], device)]
-        output = torch.cat([output, newest + to_device(offsets[pending], device)])
-    counts = torch.zeros(len(penalties) * vocab, device=device)
+        newest = input_ids[uploads.bring(rows[pending])]
+        output = torch.cat([output, newest + uploads.bring(offsets[pending])])
+    counts = torch.zeros(len(penalties) * vocab, device=scores.device)
     counts.index_add_(0, output, torch.ones_like(output, dtype=torch.float32))
     # A token that is here more than once gets the same score each time.
     places = torch.cat([prompt, output])
     index, count = places // vocab, counts[places]
     amounts = np.array([(row.repetition, row.presence, row.frequency) for row in penalties])
-    of_rows = to_device(amounts.T.astype(np.float32), device)
+    of_rows = uploads.bring(amounts.T.astype(np.float32))
     repetition, presence, frequency = (of_rows[column, index] for column in range(3))
-    places += to_device(rows * vocab - offsets, device)[index]
+    places += uploads.bring(rows * vocab - offsets)[index]
     flat = scores.view(-1)
     values = flat[places]
     values = torch.where(values > 0, values / repetition, values * repetition)
     flat[places] = values - torch.where(count > 0, presence + frequency * count, 0.0)
 
 
-def _joined(token_ids: Sequence[bytes], offsets: Array, device: torch.device) -> Tensor:
+def _joined(token_ids: Sequence[bytes], offsets: Array) -> Array:
     """int64, each list with its offset added."""
     lists = [np.frombuffer(one, dtype=np.int32).astype(np.int64) for one in token_ids]
-    return to_device(
-        np.concatenate([one + offset for one, offset in zip(lists, offsets, strict=True)]), device
-    )
+    return np.concatenate([one + offset for one, offset in zip(lists, offsets, strict=True)])
 
 
-def _with_logprobs(token_ids: Tensor, raw: Tensor, num_logprobs: Array) -> SampledTokens:
+def _with_logprobs(
+    token_ids: Tensor, raw: Tensor, num_logprobs: Array, uploads: Uploads
+) -> SampledTokens:
     rows = np.flatnonzero(num_logprobs >= 0)
-    index = to_device(rows, raw.device)
+    index = uploads.bring(rows)
     logprobs = torch.log_softmax(raw[index], dim=-1)
     own = logprobs.gather(1, token_ids[index][:, None])[:, 0]
     wanted = num_logprobs[rows]
@@ -217,18 +227,18 @@ def _with_logprobs(token_ids: Tensor, raw: Tensor, num_logprobs: Array) -> Sampl
     groups = [np.flatnonzero(wanted == count) for count in np.unique(wanted[wanted > 0])]
     results = [own]
     for group in groups:
-        values, ids = torch.topk(logprobs[to_device(group, raw.device)], int(wanted[group[0]]))
+        values, ids = torch.topk(logprobs[uploads.bring(group)], int(wanted[group[0]]))
         results += [ids.int(), values]
-    return SampledTokens(token_ids, rows, results, groups)
+    return SampledTokens(token_ids, rows, results, groups, uploads)
 
 
 def _begin_copy(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """On the CPU, by one copy, which a device makes when it gets there, to pinned memory; those of
-    wider types first, for their alignment."""
+    """On the CPU, by one copy, which a device makes when it gets there; those of wider types first,
+    for their alignment."""
     if len(tensors) == 1:
-        return [tensors[0].to("cpu", non_blocking=True)]
+        return [to_host(tensors[0])]
     parts = [tensor.contiguous().view(torch.uint8).flatten() for tensor in tensors]
-    joined = torch.cat(parts).to("cpu", non_blocking=True)
+    joined = to_host(torch.cat(parts))
     on_host = torch.split(joined, [len(part) for part in parts])
     return [
         part.view(tensor.dtype).view(tensor.shape)

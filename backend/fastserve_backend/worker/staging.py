@@ -1,4 +1,4 @@
-"""Bring a step's small arrays to the device."""
+"""Bring a step's small arrays to the device, and its results back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Places:
 
 
 class Staging:
-    """Arrays to tensors on the device, by one copy that the host does not wait for.
+    """Arrays to tensors on the device, by one copy that the host does not wait for, nor does it for
+    copies of KV blocks.
 
     The tensors are good until the next call.
 
@@ -35,6 +36,10 @@ class Staging:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
+        # Triton is not there for a CPU's torch.
+        from fastserve_kernels.gpu.pinned_copies import copy_words
+
+        self._copy_words = copy_words
         pinned = device.type == "cuda"
         # Two, because the copy of the call before may not have ended.
         self._buffers = [
@@ -66,8 +71,8 @@ class Staging:
             self._copied[self._turn].synchronize()
         for array, place in zip(arrays, places.host[self._turn], strict=True):
             place[...] = array
-        buffer = self._buffers[self._turn]
-        self._on_device[: places.num_bytes].copy_(buffer[: places.num_bytes], non_blocking=True)
+        used = slice(places.num_bytes)
+        self._copy_words(self._buffers[self._turn][used], self._on_device[used])
         if self._copied:
             self._copied[self._turn].record()
         return places.device
@@ -78,11 +83,39 @@ class Staging:
         return sum(array.nbytes + _ALIGNMENT for array in arrays)
 
 
-def to_device(values: Array, device: torch.device) -> Tensor:
-    """A tensor of its own for an array that comes now and then, without waiting for what the device
-    has been given before."""
-    tensor = torch.from_numpy(np.ascontiguousarray(values))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+class Uploads:
+    """Arrays of which only some steps have any, each to a tensor of its own. It holds the host's
+    memory of the copies: keep it until the device has done what it was given."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pinned: list[Tensor] = []
+
+    def bring(self, values: Array) -> Tensor:
+        """``values`` of a type of 4 or 8 bytes. On the current stream, without a wait."""
+        # A copy, for strides as a new array has them: of length 1 they may be anything.
+        tensor = torch.from_numpy(values.copy())
+        if self._device.type == "cpu":
+            return tensor
+        from fastserve_kernels.gpu.pinned_copies import copy_words
+
+        pinned = tensor.pin_memory()
+        self._pinned.append(pinned)
+        on_device = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        copy_words(pinned, on_device)
+        return on_device
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """``tensor``, contiguous, of a type of 4 or 8 bytes, in host memory: to be read, and not to be
+    let go, when the device has done what it was given until now. Itself if it is there."""
+    if tensor.device.type == "cpu":
+        return tensor
+    from fastserve_kernels.gpu.pinned_copies import copy_words
+
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy_words(tensor, on_host)
+    return on_host
 
 
 def _event() -> torch.cuda.Event:

@@ -2,7 +2,8 @@
 
 A group is the number of query heads that share a KV head. Architectures are those of compute
 capability 8.0 (the A100's) and 9.0 (the H100's); others from 8.0 on use the newest row not newer
-than they are. A program of a row for 8.0 keeps within the 99 KiB of shared memory of 8.6 and 8.9.
+than they are that fits. A program of a row for 8.0 keeps within the 99 KiB of shared memory of 8.6,
+8.9 and 12.x (RTX cards), one for 9.0 does not.
 """
 
 from __future__ import annotations
@@ -116,4 +117,5 @@ def _row(
 ) -> Parameters:
     padded = padded_head_dim(head_dim)
     hopper = (padded, element_bytes, 90)
-    return table[hopper if capability >= (9, 0) and hopper in table else (*hopper[:2], 80)]
+    has_shared_memory = (9, 0) <= capability < (12, 0)
+    return table[hopper if has_shared_memory and hopper in table else (*hopper[:2], 80)]

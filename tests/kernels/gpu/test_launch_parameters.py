@@ -24,7 +24,8 @@ def test_every_head_has_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "served_by"), [((8, 6), (8, 0)), ((8, 9), (8, 0)), ((10, 0), (9, 0))]
+    ("capability", "served_by"),
+    [((8, 6), (8, 0)), ((8, 9), (8, 0)), ((10, 0), (9, 0)), ((10, 3), (9, 0)), ((12, 0), (8, 0))],
 )
 def test_other_architectures_use_the_newest_row_not_newer(
     capability: tuple[int, int], served_by: tuple[int, int]

@@ -374,9 +374,8 @@ class Engine:
 
     def _take_prediction(self, answer: Predicted) -> None:
         assert self.predictions is not None
-        num_tokens = self.predictions.answered(answer, self.clock.now())
-        if num_tokens is not None:
-            self._loop.predicted(answer.number, num_tokens)
+        if answer.num_tokens is None or self._loop.predicted(answer.number, answer.num_tokens):
+            self.predictions.answered(answer, self.clock.now())
 
     def _show_watchers(self) -> None:
         now = self.clock.now()

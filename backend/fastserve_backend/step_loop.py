@@ -169,12 +169,14 @@ class StepLoop:
         self._counters.prompt_tokens += len(job.prompt_ids)
         self._fail_if_too_long(job)  # admission may have asked the ranks before these
 
-    def predicted(self, number: int, num_tokens: int) -> None:
-        """The job will have about so many output tokens; unknown numbers are ignored."""
+    def predicted(self, number: int, num_tokens: int) -> bool:
+        """The job will have about so many output tokens. Returns whether it has not ended yet."""
         job = self._jobs.get(number)
-        if job is not None:
-            job.predicted_tokens = num_tokens
-            self.policy.predicted(job)
+        if job is None:
+            return False
+        job.predicted_tokens = num_tokens
+        self.policy.predicted(job)
+        return True
 
     def cancel(self, number: int) -> None:
         """End the job with CANCELLED; unknown numbers are ignored."""
@@ -402,11 +404,14 @@ class StepLoop:
             behind.started_s = now
             behind.owed_s = elapsed_s - flight.counted_s
         ended = self._apply(flight, result, now, elapsed_s)
-        # Those that ended before are only forgotten.
+        # Those that ended, now or before, are only forgotten: they sink to no other queue.
+        ended_now = {job.number for job, _ in ended}
         rest = [
             job
             for number, job in flight.rows.items()
-            if number not in flight.going_on and job.state is not JobState.FINISHED
+            if number not in flight.going_on
+            and number not in ended_now
+            and job.state is not JobState.FINISHED
         ]
         self._step_ended(rest, elapsed_s + flight.owed_s, now)
         in_flight = self._jobs_in_flight()

@@ -56,6 +56,7 @@ def predictor_of(llm: LLM) -> psutil.Process:
 def all_counted(llm: LLM) -> bool:
     """Every ended job has had a prediction or fallen back, once."""
     counters = predictions_of(llm).counters
+    assert set(counters.fallbacks) <= {"cold", "down", "slow"}
     counted = counters.predictions.total() + counters.fallbacks.total()
     return counted == llm.engine.counters.finished.total()
 

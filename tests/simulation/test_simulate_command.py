@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from fastserve_backend.kv_cache.swap_costs import Link
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.profile.latency import Curve, Identity, LatencyProfile
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -71,6 +74,35 @@ def test_a_mistake_is_one_clear_error(arguments: list[str], message: str) -> Non
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def profile_path(tmp_path: Path) -> Path:
+    """Of OPT-125M in float16, in blocks of 32 tokens."""
+    model = load_model_config("opt-125m", load_format="dummy")
+    measured = Identity.of(model, hardware="a slide rule", dtype="float16", block_size=32)
+    path = tmp_path / "profile.json"
+    LatencyProfile(
+        identity=measured, num_blocks=100, link=Link(1e-4, 1e-4), num_samples=0,
+        held_out_error=None, base_s=0.004, tokens=Curve((0,), (1e-4,)),
+        sampled=Curve((0,), (1e-4,)), decode_context_s=1e-7, prefill_pair_s=1e-9,
+    ).save(path)  # fmt: skip
+    return path
+
+
+def test_a_profile_is_of_its_blocks_and_its_dtype(profile_path: Path) -> None:
+    arguments = ("opt-125m", "--rates", "1", "--num-jobs", "5", "--profile", str(profile_path))
+    done = simulate(*arguments, "--block-size", "32", "--swap-space-gib", "1")
+    assert done.returncode == 0, done.stderr
+    # Of 12 layers, keys and values, 768 channels, 32 tokens, 2 bytes.
+    assert f"100 KV blocks of 32 tokens and {2**30 // (12 * 2 * 768 * 32 * 2)} on" in done.stderr
+    for wrong, message in {
+        (): "was measured with block_size 32, not 16; set kv_cache.block_size",
+        ("--dtype", "float32", "--block-size", "32"): "with dtype float16, not float32; set model",
+    }.items():
+        refused = simulate(*arguments, *wrong)
+        assert refused.returncode == 1
+        assert message in " ".join(refused.stderr.split())
 
 
 def test_an_empty_trace_is_refused(tmp_path: Path) -> None:

@@ -31,8 +31,36 @@ def test_jobs_are_taken_in_order_up_to_the_most_jobs() -> None:
 
 
 def test_a_job_that_does_not_fit_the_tokens_is_passed_over() -> None:
-    assert fill([*prefills(8, 9, 2), *decodes(3, 2)], BatchLimits(8, 10)) == [(0, 8), (2, 2)]
-    assert fill([*prefills(8, 9), *decodes(3, 3)], BatchLimits(8, 10)) == [(0, 8), (3, 1), (4, 1)]
+    limits = BatchLimits(max_seqs=4, max_tokens=12)
+    assert fill([*prefills(8, 9, 4), *decodes(3, 2)], limits) == [(0, 8), (2, 4)]
+    assert fill([*prefills(9, 9), *decodes(3, 4)], limits) == [(0, 9), (3, 1), (4, 1), (5, 1)]
+
+
+def test_what_might_never_fit_beside_decodes_takes_the_tokens_that_are_left() -> None:
+    limits = BatchLimits(max_seqs=4, max_tokens=12)
+    long = make_job(9, 10)
+    assert fill([*decodes(0, 2), long], limits) == [(0, 1), (1, 1), (9, 10)]
+    assert fill([*decodes(0, 3), long], limits) == [(0, 1), (1, 1), (2, 1), (9, 9)]
+    run_iteration(long, 9)
+    assert fill([*decodes(0, 3), long], limits) == [(0, 1), (1, 1), (2, 1), (9, 1)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_prompt_of_all_tokens_runs_while_others_decode(name: str) -> None:
+    limits = BatchLimits(max_seqs=4, max_tokens=12)
+    policy = make(name, limits)
+    others = [make_job(number, 2, max_tokens=500) for number in range(3)]
+    for job in others:
+        policy.add(job, 0.0)
+    long = make_job(9, 12, max_tokens=500)
+    for now in range(9):
+        if now == 3:
+            policy.add(long, 3.0)
+        batch = policy.select(float(now))
+        for job, num_tokens in batch:
+            run_iteration(job, num_tokens)
+        policy.iteration_done([job for job, _ in batch], 1.0, now + 1.0)
+    assert long.output_ids
 
 
 def test_skipped_jobs_take_no_room() -> None:
@@ -52,13 +80,13 @@ def test_after_a_job_that_does_not_fit_only_so_many_more_are_looked_at() -> None
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_keeps_the_token_budget(name: str) -> None:
-    policy = make(name, BatchLimits(max_seqs=8, max_tokens=10))
+    policy = make(name, BatchLimits(max_seqs=3, max_tokens=12))
     first, too_long, decoding = make_job(0, 8), make_job(1, 9), make_job(2, 8, computed=True)
     for job in (first, too_long, decoding):
         policy.add(job, 0.0)
     batch = policy.select(0.0)
     assert {job.number for job, _ in batch} in ({0, 2}, {1, 2})
-    assert sum(num_tokens for _, num_tokens in batch) <= 10
+    assert sum(num_tokens for _, num_tokens in batch) <= 12
 
 
 # --- Chunks -----------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def teach(policy: Gittins, lengths: Sequence[int], predicted_tokens: int | None 
 def test_lengths_are_uniform_before_anything_is_known() -> None:
     distribution = LengthDistribution(MAX_TOKENS)
     edges = np.array(distribution.edges)
-    np.testing.assert_allclose(distribution.survival(), 1 - edges / MAX_TOKENS, atol=1e-12)
+    np.testing.assert_allclose(distribution.survival()[0], 1 - edges / MAX_TOKENS, atol=1e-12)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 100, 2048])
@@ -88,7 +88,7 @@ def test_what_is_learned_converges_to_the_truth() -> None:
     lengths = np.clip(rng.geometric(1 / 60, size=3000), 1, MAX_TOKENS)
     distribution = learned(lengths.tolist())
     truth = [(lengths > edge).mean() for edge in distribution.edges]
-    np.testing.assert_allclose(distribution.survival(), truth, atol=0.03)
+    np.testing.assert_allclose(distribution.survival()[0], truth, atol=0.03)
 
 
 def test_jobs_that_have_not_ended_count_as_long() -> None:
@@ -96,14 +96,14 @@ def test_jobs_that_have_not_ended_count_as_long() -> None:
     distribution = learned([8] * 10)
     for _ in range(10):
         distribution.passed(0, distribution.bin_of(100))
-    survival = dict(zip(distribution.edges, distribution.survival(), strict=True))
+    survival = dict(zip(distribution.edges, distribution.survival()[0], strict=True))
     assert survival[8] == pytest.approx(0.5, abs=0.2)
     assert survival[8] > 0.4
 
 
 def test_old_traffic_is_forgotten() -> None:
     distribution = learned([8] * 3000 + [200] * 12_000)
-    assert distribution.survival()[distribution.bin_of(200)] > 0.95
+    assert distribution.survival()[0, distribution.bin_of(200)] > 0.95
 
 
 def test_bins_that_nobody_came_to_follow_the_others() -> None:
@@ -114,12 +114,12 @@ def test_bins_that_nobody_came_to_follow_the_others() -> None:
         for index in range(beyond):
             distribution.passed(index, index + 1)
         distribution.passed(0, beyond)
-    slow = distribution.survival()
+    slow = distribution.survival()[0]
     for _ in range(40):
         for index in range(beyond):
             distribution.passed(0, index)
             distribution.ended(index)
-    fast = distribution.survival()
+    fast = distribution.survival()[0]
     after = distribution.bin_of(200)
     assert fast[after] / fast[beyond] < 0.3 * slow[after] / slow[beyond]
 
@@ -127,7 +127,7 @@ def test_bins_that_nobody_came_to_follow_the_others() -> None:
 def test_a_class_of_predictions_begins_around_its_lengths_and_learns_what_they_are_worth() -> None:
     of_all = learned([300] * 50)
     distribution = DistributionOfPredicted(of_all, 32, 63)
-    survival = dict(zip(distribution.edges, distribution.survival(), strict=True))
+    survival = dict(zip(distribution.edges, distribution.survival()[0], strict=True))
     assert survival[16] > 0.95
     assert 0.3 < survival[47] < 0.8
     assert survival[187] < 0.3
@@ -135,7 +135,7 @@ def test_a_class_of_predictions_begins_around_its_lengths_and_learns_what_they_a
         reached = distribution.bin_of(300)
         distribution.passed(0, reached)
         distribution.ended(reached)
-    np.testing.assert_allclose(distribution.survival(), of_all.survival(), atol=0.05)
+    np.testing.assert_allclose(distribution.survival()[0], of_all.survival()[0], atol=0.05)
 
 
 # --- The index --------------------------------------------------------------------------------
@@ -165,9 +165,11 @@ class Exact(LengthDistribution):
         self._lengths = lengths
 
     def survival(self) -> np.ndarray:
-        return np.array(
-            [sum(length > edge for length in self._lengths) for edge in self.edges], dtype=float
-        ) / len(self._lengths)
+        def share(age: int, edge: int) -> float:
+            left = [length for length in self._lengths if length > age]
+            return sum(length > edge for length in left) / max(1, len(left))
+
+        return np.array([[share(age, edge) for edge in self.edges] for age in self.edges])
 
 
 @pytest.mark.parametrize("objective", ["jct", "normalized_latency"])
@@ -182,6 +184,23 @@ def test_the_table_is_the_formula(objective: Objective, seed: int) -> None:
         for most in range(age + 1, longest + 1):
             expected = by_definition(lengths, reward, extra, age, most)
             assert index.of(extra, age, most) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("objective", ["jct", "normalized_latency"])
+@pytest.mark.parametrize(("num_jobs", "longest"), [(1000, 32), (5000, 8), (60_000, 4)])
+def test_jobs_that_outlived_all_others_keep_an_order(
+    objective: Objective, num_jobs: int, longest: int
+) -> None:
+    """Where the share of jobs that came so far is less than rounding, and at last 0."""
+    max_tokens = 32_768
+    index = GittinsIndex(learned([1 + n % longest for n in range(num_jobs)], max_tokens), objective)
+    ages = range(2 * longest, max_tokens, 97)
+    values = np.array([index.of(extra, age, max_tokens) for extra in (0.0, 5.0) for age in ages])
+    assert np.isfinite(values).all()
+    assert (values > 0).all()
+    # However old a job is, it is worth more when it is sure to end soon.
+    for age in (100, 1000):
+        assert index.of(0.0, age, age + 1) > index.of(0.0, age, max_tokens)
 
 
 def test_a_known_length_is_shortest_remaining_time() -> None:

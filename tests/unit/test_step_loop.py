@@ -52,6 +52,26 @@ def test_a_preempted_job_is_counted_once_and_only_its_own_iterations_are_execute
     assert (short.first_scheduled_s, short.executed_s, short.last_token_s) == (8.0, 3.0, 11.0)
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_a_job_that_ends_sinks_no_further(max_tokens: int) -> None:
+    rig = Rig(skip_join())
+    jobs = [make_job(number, 4, max_tokens=max_tokens) for number in range(3)]
+    for job in jobs:
+        rig.loop.add(job)
+    joined = jobs[0].queue_level
+    rig.run()
+    assert {job.queue_level for job in jobs} == {joined + max_tokens - 1}
+    assert rig.loop.policy.num_demotions == 3 * (max_tokens - 1)
+
+
+def test_a_prediction_that_comes_when_its_job_has_ended_came_too_late() -> None:
+    rig = Rig(skip_join())
+    rig.loop.add(make_job(0, 3, max_tokens=1))
+    assert rig.loop.predicted(0, 5)
+    rig.turn()
+    assert not rig.loop.predicted(0, 5)
+
+
 def test_an_end_of_sequence_token_ends_a_job_unless_it_is_ignored() -> None:
     rig = Rig(skip_join(), eos_token_ids=(5, 0))
     rig.run([make_job(0, 2, max_tokens=9)])

@@ -85,17 +85,15 @@ class JobPredictions:
         self._unfinished[job.number] = _Asked(job.arrival_s)
         self._client.ask(job.number, text)
 
-    def answered(self, answer: Predicted, now: float) -> int | None:
-        """The output tokens that its job is predicted to have, if there is both a prediction and,
-        still, the job."""
+    def answered(self, answer: Predicted, now: float) -> None:
+        """A prediction must have come before its job had ended."""
         asked = self._unfinished.get(answer.number)
         if asked is None:
-            return None
+            return
         asked.answer = answer
         if answer.num_tokens is not None:
             self.counters.predictions[answer.source] += 1
             self.counters.latency.observe(now - asked.arrival_s)
-        return answer.num_tokens
 
     def ended(self, job: Job) -> None:
         """For whatever reason; what the predictor can learn from, it learns."""

@@ -160,9 +160,14 @@ class LatencyProfile(LatencyModel):
         )
         return value if value > MIN_ITERATION_S else MIN_ITERATION_S
 
-    def require(self, model: ModelConfig, parallel: ParallelSection = NOT_PARALLEL) -> None:
-        """Raises ConfigError if this was measured for a model of another shape, or divided
-        otherwise than ``parallel`` says."""
+    def require(
+        self,
+        model: ModelConfig,
+        parallel: ParallelSection = NOT_PARALLEL,
+        block_size: int | None = None,
+    ) -> None:
+        """Raises ConfigError if this was measured for a model of another shape, divided otherwise
+        than ``parallel`` says, or with other KV blocks."""
         wanted, measured = shape_of(model), self.identity.shape
         differing = sorted(
             key for key in {*wanted, *measured} if wanted.get(key) != measured.get(key)
@@ -181,6 +186,11 @@ class LatencyProfile(LatencyModel):
                     f"profile: was measured with {key} {getattr(self.identity, key)}, not "
                     f"{wanted_size}; set parallel.{key} to that"
                 )
+        if block_size not in (None, self.identity.block_size):
+            raise ConfigError(
+                f"profile: was measured with block_size {self.identity.block_size}, not "
+                f"{block_size}; set kv_cache.block_size to that"
+            )
 
     def save(self, path: Path) -> None:
         """Atomically, so that a reader never sees half a file. Raises OSError."""

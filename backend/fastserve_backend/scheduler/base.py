@@ -19,7 +19,19 @@ class BatchLimits:
     would never run."""
     prefill_chunk_tokens: int | None = None
     """Most prefill tokens, all jobs together: a longer prefill runs in chunks, over several
-    iterations (Sarathi-Serve, Agrawal et al. 2024). None: every prefill runs whole."""
+    iterations (Sarathi-Serve, Agrawal et al. 2024). None: every prefill runs whole that fits beside
+    a batch of decodes."""
+
+    def most_tokens(self, needed: int, tokens_left: int, chunk_left: int | None) -> int:
+        """Of the tokens that a job needs, how many it may have in this iteration at most."""
+        if needed == 1:
+            return 1
+        if chunk_left is not None:
+            return min(needed, chunk_left, tokens_left)
+        if needed > self.max_tokens - (self.max_seqs - 1):
+            # Jobs that decode might never leave room for the whole of it.
+            return min(needed, tokens_left)
+        return needed
 
     def describe(self) -> str:
         chunk = self.prefill_chunk_tokens
@@ -116,7 +128,7 @@ class Policy(Protocol):
 
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
         """The iteration of these jobs took ``elapsed_s``, or is predicted to; they have its tokens,
-        be they pending. Called before ``remove`` of those that ended in it."""
+        be they pending. Not called for those that are known to end with it."""
         ...
 
     def not_run(self, jobs: Sequence[Job]) -> None:
@@ -152,9 +164,9 @@ def fill_batch(
     """Take jobs in order while they fit; the walk is O(batch), however many jobs wait.
 
     A job that exceeds the token limit is passed over, so that decodes (one token) behind a long
-    prefill still run; it comes first in the next iteration. After the first such job at most
-    ``max_seqs`` more are looked at. Jobs without memory are passed over too, until no other can
-    have any.
+    prefill still run; in the next iteration, behind decodes alone, it fits. After the first such
+    job at most ``max_seqs`` more are looked at. Jobs without memory are passed over too, until no
+    other can have any.
     """
     batch: list[Scheduled] = []
     tokens_left = limits.max_tokens
@@ -169,9 +181,7 @@ def fill_batch(
             if looks_left == 0:
                 break
             looks_left -= 1
-        needed = job.num_uncomputed
-        if chunk_left is not None and needed > 1:
-            needed = min(needed, chunk_left, tokens_left)
+        needed = limits.most_tokens(job.num_uncomputed, tokens_left, chunk_left)
         if 0 < needed <= tokens_left:
             if not memory.take(job, needed):
                 if memory.is_exhausted:

@@ -44,16 +44,13 @@ class GittinsIndex:
         edges = np.asarray(self._edges, dtype=np.float64)
         middles = (edges[:-1] + 1 + edges[1:]) / 2  # of the lengths in each bin
         is_jct = objective == "jct"
-        ended = survival[:-1] - survival[1:]
-        # [age, b], for the jobs that reach the age, out of all: worth and tokens until b.
-        worth = _between(ended if is_jct else ended / middles)
-        tokens = (
-            _between(ended * middles)
-            - edges[:, None] * (survival[:, None] - survival)
-            + survival * (edges - edges[:, None])
-        )
-        time = tokens + np.asarray(self._extras)[:, None, None] * survival[:, None]
-        is_after = edges > edges[:, None]
+        # [age, b], of the jobs that reach the age: worth and tokens until b.
+        ended = survival[:, :-1] - survival[:, 1:]
+        worth = _sums(ended if is_jct else ended / middles)
+        ages = edges[:, None]
+        tokens = _sums(ended * middles) - ages * (1 - survival) + survival * (edges - ages)
+        time = tokens + np.asarray(self._extras)[:, None, None]
+        is_after = edges > ages
         ratio = np.divide(worth, time, out=np.zeros_like(time), where=is_after)
         # Those that reach the most tokens end there.
         last = survival * (1.0 if is_jct else 1 / np.maximum(edges, 1))
@@ -69,8 +66,7 @@ class GittinsIndex:
         return by_most[min(bisect_left(self._edges, max_tokens), len(self._edges) - 1)]
 
 
-def _between(values: Array) -> Array:
-    """[i, j]: the sum of ``values[i:j]``; meaningless for j < i."""
-    sums = np.concatenate(([0.0], np.cumsum(values)))
-    difference: Array = sums - sums[:, None]
-    return difference
+def _sums(values: Array) -> Array:
+    """[i, j]: the sum of ``values[i, :j]``."""
+    sums: Array = np.pad(np.cumsum(values, axis=1), ((0, 0), (1, 0)))
+    return sums

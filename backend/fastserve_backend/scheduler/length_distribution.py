@@ -72,8 +72,18 @@ class LengthDistribution:
         self.num_ended += 1
 
     def survival(self) -> Array:
-        """Shape [edges]: the probability that a length exceeds each edge, from 1 down to 0."""
-        return np.concatenate(([1.0], np.cumprod(self.goes_on())))
+        """Shape [edges, edges]: of the lengths above one edge, the share that is above another; 1
+        where that is not behind it.
+
+        Not to be had from the shares of all lengths: those differ by less than rounding where
+        nearly all jobs have ended before.
+        """
+        goes_on = np.concatenate(([1.0], self.goes_on()))
+        shape = (len(goes_on), len(goes_on))
+        survival: Array = np.cumprod(
+            np.where(np.tri(*shape, dtype=bool), 1.0, np.broadcast_to(goes_on, shape)), axis=1
+        )
+        return survival
 
     def goes_on(self) -> Array:
         """Shape [bins]: of the jobs that come to a bin, the share that does not end in it."""

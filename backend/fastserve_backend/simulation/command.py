@@ -71,14 +71,15 @@ def simulate_command(
             f"prediction_error: got {prediction_error:g}; must be from 0 to {_MOST_ERROR:g}"
         )
     schedulers = [config.with_keys(policy=policy).scheduler for policy in policies]
+    profile = None if cluster.profile is None else LatencyProfile.load(cluster.profile)
     model = load_model_config(
         config.model.model,
         load_format=config.model.load_format,
-        device="cuda" if cluster.profile is None else "cpu",
-        dtype=config.model.dtype,
+        device="cuda",
+        dtype=config.model.dtype if profile is None else _measured_dtype(profile, config),
         max_model_len=config.model.max_model_len,
     )
-    latency, memory = _latency(config, cluster, model)
+    latency, memory = _latency(config, cluster.hardware, profile, model)
     block_size = config.kv_cache.block_size
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(
@@ -150,19 +151,29 @@ def simulate_command(
         raise ConfigError(f"output: cannot write {error.filename}: {error.strerror}") from None
 
 
+def _measured_dtype(profile: LatencyProfile, config: EngineConfig) -> str:
+    """Raises ConfigError: another is asked for."""
+    measured = profile.identity.dtype
+    if config.model.dtype not in ("auto", measured):
+        raise ConfigError(
+            f"profile: was measured with dtype {measured}, not {config.model.dtype}; set "
+            "model.dtype to that, or to auto"
+        )
+    return measured
+
+
 def _latency(
-    config: EngineConfig, cluster: Cluster, model: ModelConfig
+    config: EngineConfig, hardware: str, profile: LatencyProfile | None, model: ModelConfig
 ) -> tuple[LatencyModel, KVMemory]:
     """Iteration times, and the KV blocks."""
     kv = config.kv_cache
     parallel = config.parallel
-    if cluster.profile is not None:
-        profile = LatencyProfile.load(cluster.profile)
-        profile.require(model, parallel)
+    if profile is not None:
+        profile.require(model, parallel, kv.block_size)
         return profile, memory_of_profile(profile, model, kv)
     roofline = Roofline(
         model,
-        find_hardware(cluster.hardware),
+        find_hardware(hardware),
         parallel.tensor_parallel_size,
         parallel.pipeline_parallel_size,
     )

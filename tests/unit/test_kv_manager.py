@@ -193,6 +193,17 @@ def test_without_room_on_the_host_a_job_computes_again() -> None:
         assert desk.begun == []
 
 
+def test_a_job_too_large_for_the_host_takes_no_room_from_smaller_ones() -> None:
+    desk = Desk(8, 3, strategy="reactive")
+    urgent, *others = jobs_of(128, 16, 32, 64)
+    desk.run(*others)
+    desk.offer(urgent)
+    assert desk.kinds() == [(2, "swap_out"), (1, "swap_out")]
+    assert desk.counters.recomputed_jobs == 1
+    desk.end_copies()
+    assert desk.offer(urgent) == [urgent]
+
+
 def test_copies_of_jobs_on_the_device_make_room_on_the_host() -> None:
     desk = Desk(6, 3)
     first, second, urgent = make_job(1, 31), make_job(2, 31), make_job(0, 64)

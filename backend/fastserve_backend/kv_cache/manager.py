@@ -18,6 +18,7 @@ Strategies (FastServe §4.2, Fig. 15):
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator
 from itertools import chain
 from typing import Protocol
@@ -89,6 +90,7 @@ class KVManager:
         self._refuses_new = False
         self._has_no_victims = False
         self._taken: list[Job] = []
+        self._most_host_room = math.inf  # for one job: no more than these blocks
         self._begun: list[Transfer] = []
         self._holds_steps = False
         self._stalled: list[Job] = []  # would run, but for a copy
@@ -136,6 +138,7 @@ class KVManager:
         self._refuses_new = False
         self._has_no_victims = False
         self._taken = []
+        self._most_host_room = math.inf
         self._begun = []
         self._urgency = None
 
@@ -364,24 +367,28 @@ class KVManager:
         those first that will not leave soon."""
         host = self.tiers.host
         missing = host.missing(job.number, job.num_computed)
-        if missing > host.num_blocks:
+        if missing <= host.num_free:
+            return True
+        needed = host.num_held(job.number) + missing
+        if needed > self._most_host_room:
             return False
-        if missing > host.num_free:
-            copies = [
-                other
-                for number, other in self._holders.items()
-                if other is not job
-                and self.tiers.num_saved(number)
-                and self.tiers.device.num_held(number)
-                and self.tiers.transfer(number) is None
-            ]
-            if missing > host.num_free + sum(host.num_held(other.number) for other in copies):
-                return False
-            for other in sorted(copies, key=self._key):
+        copies = [
+            other
+            for number, other in self._holders.items()
+            if self.tiers.num_saved(number)
+            and self.tiers.device.num_held(number)
+            and self.tiers.transfer(number) is None
+        ]
+        room = host.num_free + sum(host.num_held(other.number) for other in copies)
+        self._most_host_room = room
+        if needed > room:
+            return False
+        for other in sorted(copies, key=self._key):
+            if other is not job:
                 self.tiers.forget_host(other.number)
                 if missing <= host.num_free:
                     break
-        return missing <= host.num_free
+        return True
 
     def _swap_out(self, job: Job) -> None:
         num_blocks = self.tiers.device.blocks_for(job.num_computed)

@@ -43,4 +43,4 @@ class LastTokens:
         # The others look up the last one, for nothing: a selection by mask would have a size that
         # the host had to wait for.
         found = kept[token_ids.clamp(max=-1)]
-        token_ids.copy_(torch.where(token_ids < 0, found, token_ids))
+        torch.where(token_ids < 0, found, token_ids, out=token_ids)

@@ -169,7 +169,9 @@ def gateway(
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse unknown fields instead of ignoring them.")
     ] = False,
-    max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body.")] = 8 << 20,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Largest body; one for n answers counts n times.")
+    ] = 8 << 20,
     max_jobs: Annotated[
         int, typer.Option(min=1, help="Most answers to one request: prompts times n.")
     ] = 128,

@@ -183,8 +183,8 @@ class SchedulerSection(_Section):
         None,
         ge=1,
         description="Most prefill tokens in one iteration; longer prompts run in chunks. "
-        "Default: prompts run whole, unless the model takes longer ones than "
-        "max_num_batched_tokens; then it is that.",
+        "Default: prompts run whole that fit beside max_num_seqs decodes; where the model takes "
+        "longer ones than max_num_batched_tokens, it is that.",
     )
     quantum_ratio: float = Field(
         2.0, ge=1.1, le=64.0, description="Quantum of a queue over that of the queue above it."

@@ -11,7 +11,7 @@ from fastserve_client.results import Chunk
 from fastserve_client.retry import RetryPolicy
 
 # More than this, infinity too, is no limit: gRPC takes it for a time that is over.
-_ENDLESS_S = 1e9
+ENDLESS_S = 1e9
 
 
 class Exchange:
@@ -28,7 +28,7 @@ class Exchange:
         self.request = request
         self._url = url
         self._deadline_s = None
-        if timeout_s is not None and timeout_s < _ENDLESS_S:
+        if timeout_s is not None and timeout_s < ENDLESS_S:
             self._deadline_s = time.monotonic() + timeout_s
         self._retry = retry
         self._num_retries = 0

@@ -12,6 +12,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import ClientClosed, error_from_message
+from fastserve_client.exchange import ENDLESS_S
 from fastserve_client.grpc_channel import open_channel, status_error
 from fastserve_client.grpc_codec import decode_response, encode_request
 from fastserve_client.request import InferRequest
@@ -39,7 +40,7 @@ class AioGrpcTransport:
     async def is_ready(self, model: str, timeout_s: float) -> bool:
         request = service_pb2.ModelReadyRequest(name=model)
         try:
-            answer = await self._stub.ModelReady(request, timeout=timeout_s)
+            answer = await self._stub.ModelReady(request, timeout=min(timeout_s, ENDLESS_S))
         except grpc.RpcError:
             return False
         return bool(answer.ready)

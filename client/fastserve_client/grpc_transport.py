@@ -11,6 +11,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import error_from_message
+from fastserve_client.exchange import ENDLESS_S
 from fastserve_client.grpc_channel import open_channel, status_error
 from fastserve_client.grpc_codec import decode_response, encode_request
 from fastserve_client.request import InferRequest
@@ -43,7 +44,7 @@ class GrpcTransport:
     def is_ready(self, model: str, timeout_s: float) -> bool:
         request = service_pb2.ModelReadyRequest(name=model)
         try:
-            return bool(self._stub.ModelReady(request, timeout=timeout_s).ready)
+            return bool(self._stub.ModelReady(request, timeout=min(timeout_s, ENDLESS_S)).ready)
         except grpc.RpcError:
             return False
 

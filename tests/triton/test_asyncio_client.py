@@ -150,7 +150,9 @@ async def test_a_timeout_around_a_chunk_ends_the_stream_and_its_request(
 async def test_a_timeout_without_end_is_none(client: AsyncFastServeClient, url: str) -> None:
     options = {"max_tokens": 3, "ignore_eos": True, "timeout_s": float("inf")}
     assert (await client.generate("Hello", **options)).num_output_tokens == 3
+    assert await client.is_ready(float("inf"))
     with FastServeClient(url) as synchronous:
+        assert synchronous.is_ready(float("inf"))
         assert synchronous.generate("Hello", **options).num_output_tokens == 3
 
 

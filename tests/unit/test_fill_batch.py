@@ -40,6 +40,8 @@ def test_what_might_never_fit_beside_decodes_takes_the_tokens_that_are_left() ->
     limits = BatchLimits(max_seqs=4, max_tokens=12)
     long = make_job(9, 10)
     assert fill([*decodes(0, 2), long], limits) == [(0, 1), (1, 1), (9, 10)]
+    # And leave to decodes behind them what those may need.
+    assert fill([*prefills(10, 10), *decodes(3, 2)], limits) == [(0, 10), (3, 1), (4, 1)]
     assert fill([*decodes(0, 3), long], limits) == [(0, 1), (1, 1), (2, 1), (9, 9)]
     run_iteration(long, 9)
     assert fill([*decodes(0, 3), long], limits) == [(0, 1), (1, 1), (2, 1), (9, 1)]

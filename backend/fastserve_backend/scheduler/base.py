@@ -15,23 +15,29 @@ class BatchLimits:
 
     max_seqs: int
     max_tokens: int
-    """Prefill and decode tokens together; without chunks at least the longest job's, or that one
-    would never run."""
+    """Prefill and decode tokens together; at least ``max_seqs``."""
     prefill_chunk_tokens: int | None = None
     """Most prefill tokens, all jobs together: a longer prefill runs in chunks, over several
     iterations (Sarathi-Serve, Agrawal et al. 2024). None: every prefill runs whole that fits beside
     a batch of decodes."""
 
-    def most_tokens(self, needed: int, tokens_left: int, chunk_left: int | None) -> int:
-        """Of the tokens that a job needs, how many it may have in this iteration at most."""
-        if needed == 1:
-            return 1
-        if chunk_left is not None:
-            return min(needed, chunk_left, tokens_left)
+    def tokens_of(
+        self, needed: int, tokens_left: int, chunk_left: int | None, seats_left: int
+    ) -> int:
+        """Of the tokens that a job needs, how many it gets in this iteration; 0 or less: none.
+
+        Args:
+            seats_left: of the batch, behind this job.
+        """
+        if chunk_left is not None and needed > 1:
+            needed = min(needed, chunk_left, tokens_left)
+        if needed <= tokens_left:
+            return needed
         if needed > self.max_tokens - (self.max_seqs - 1):
-            # Jobs that decode might never leave room for the whole of it.
-            return min(needed, tokens_left)
-        return needed
+            # Jobs that decode might never leave room for the whole of it: it takes what those leave
+            # that may follow.
+            return tokens_left - seats_left
+        return 0
 
     def describe(self) -> str:
         chunk = self.prefill_chunk_tokens
@@ -181,8 +187,9 @@ def fill_batch(
             if looks_left == 0:
                 break
             looks_left -= 1
-        needed = limits.most_tokens(job.num_uncomputed, tokens_left, chunk_left)
-        if 0 < needed <= tokens_left:
+        seats_left = limits.max_seqs - len(batch) - 1
+        needed = limits.tokens_of(job.num_uncomputed, tokens_left, chunk_left, seats_left)
+        if needed > 0:
             if not memory.take(job, needed):
                 if memory.is_exhausted:
                     break

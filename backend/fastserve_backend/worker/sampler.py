@@ -10,6 +10,7 @@ does not wait for a device: the copy of the results is begun, and read when the 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,8 @@ class ChosenTokens:
 
 
 class SampledTokens:
-    """What was chosen, on the device and on its way to the host."""
+    """What was chosen, on the device and on its way to the host. To be kept until the device has
+    done it."""
 
     def __init__(
         self,
@@ -120,7 +122,10 @@ def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> Tensor:
     uniform = np.frombuffer(sampling.uniform, dtype=np.float64)
     random = temperature > 0
     filtered = random & ((top_k > 0) | (top_p < 1))
-    token_ids = ops.argmax_rows(scores)
+    if random.all():
+        token_ids = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
+    else:
+        token_ids = ops.argmax_rows(scores)
     # Filtering sorts the vocabulary, so rows that need none are kept out of it.
     for is_filtered in (False, True):
         rows = np.flatnonzero(random & (filtered == is_filtered))
@@ -128,7 +133,9 @@ def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> Tensor:
             continue
         index = uploads.bring(rows)
         heat = uploads.bring(temperature[rows, None])
-        probabilities = torch.softmax(scores[index] / heat, dim=-1)
+        # Mostly there is one kind of rows, and a copy of all would take as long as the softmax.
+        of_rows = scores if len(rows) == len(scores) else scores[index]
+        probabilities = torch.softmax(of_rows / heat, dim=-1)
         if is_filtered:
             chosen = _invert_filtered(
                 probabilities, uniform[rows], top_k[rows], top_p[rows], uploads
@@ -176,8 +183,26 @@ def _largest(probabilities: Tensor, count: int) -> Tensor:
     the other rows' top_k. So none are equal here: bits of floats from 0 on order as the floats do.
     """
     places = torch.arange(probabilities.shape[-1], device=probabilities.device)
-    keys = torch.add(-places, probabilities.view(torch.int32), alpha=2**32)
+    keys = _scratch.take(probabilities.shape) if probabilities.device.type == "cpu" else None
+    keys = torch.add(-places, probabilities.view(torch.int32), alpha=2**32, out=keys)
     return torch.topk(keys, count, dim=-1, sorted=True)[1]
+
+
+class _Scratch(threading.local):
+    """Memory that is kept from step to step: to get some megabytes anew from a CPU's system takes
+    longer than what is done with them."""
+
+    memory = torch.empty(0, dtype=torch.int64)
+
+    def take(self, shape: torch.Size) -> Tensor:
+        """int64, of any values; good until the next call."""
+        count = shape.numel()
+        if count > len(self.memory):
+            self.memory = torch.empty(count, dtype=torch.int64)
+        return self.memory[:count].view(shape)
+
+
+_scratch = _Scratch()
 
 
 def _penalise(

@@ -55,9 +55,15 @@ class CompletionAnswer(Answer):
         return {
             "tokens": [entry.token for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            # Of several with one text (parts of characters have none of their own) the likeliest.
-            "top_logprobs": [
-                {one.token: one.logprob for one in reversed(entry.top)} for entry in entries
-            ],
+            "top_logprobs": [_by_text(entry.top) for entry in entries],
             "text_offset": offsets,
         }
+
+
+def _by_text(top: Sequence[TokenLogprob]) -> dict[str, float]:
+    """The likeliest first, and of those with one text alone: parts of characters have none of their
+    own."""
+    found: dict[str, float] = {}
+    for one in top:
+        found.setdefault(one.token, one.logprob)
+    return found

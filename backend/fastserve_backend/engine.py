@@ -436,7 +436,8 @@ class Engine:
 
     def _start_ranks(self, executor: OwnedExecutor) -> tuple[Ready, LatencyProfile]:
         """Returns when they have loaded the model, with the latency profile of such ranks."""
-        ready = executor.start(Setup.of(self.config), self._start_timeout_s)
+        setup = Setup.of(self.config, self.model_config.directory)
+        ready = executor.start(setup, self._start_timeout_s)
         identity = Identity.of(
             self.model_config,
             hardware=ready.hardware,

@@ -36,6 +36,21 @@ def test_cancelling_in_every_state_frees_everything(checkpoint: Path, tokenizer:
         assert after.finish_reason is not None
 
 
+@pytest.mark.parametrize("name", ["with a space", "long" * 25])
+def test_the_directory_for_temporary_files_may_have_any_name(
+    checkpoint: Path,
+    tokenizer: Path,
+    tmp_path: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+    with small_engine(checkpoint, tokenizer) as llm:
+        (answer,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
+        assert answer.finish_reason is not None
+
+
 def test_a_full_queue_refuses_and_recovers(checkpoint: Path, tokenizer: Path) -> None:
     with small_engine(checkpoint, tokenizer, max_queued_requests=3) as llm:
         sinks = [Collector() for _ in range(3)]

@@ -144,6 +144,14 @@ def test_configuration(pair: tuple[LlamaForCausalLM, Path]) -> None:
     check_rotation(model, config)
 
 
+def test_the_end_of_a_turn_is_found_where_its_field_is_missing(tmp_path: Path) -> None:
+    file = write_llama(
+        tmp_path / "m.gguf", random_llama(), change=remove("tokenizer.ggml.eot_token_id")
+    )
+    convert(file, tmp_path / "out")
+    assert config_of(tmp_path / "out").eos_token_ids == (END, END_OF_TURN)
+
+
 def check_rotation(model: LlamaForCausalLM, config: OurConfig) -> None:
     rotation = model.model.rotary_emb
     ours = torch.tensor(config.rotary.frequencies)
@@ -403,6 +411,18 @@ class TestTokenizer:
         assert ids[0] == 1
         assert tokens[ids[1]] == "▁hello"
         assert ours.decode(ids) == " hello w日\n"
+
+        for adds_space, expected in (
+            (True, ["<s>", "<s>", "▁hello", "</s>", "▁hello"]),
+            (False, ["<s>", "<s>", "hello", "</s>", "hello"]),
+        ):
+            fields["tokenizer.ggml.add_space_prefix"] = adds_space
+            file = write_llama(
+                tmp_path / "m.gguf", random_llama(vocab_size=len(tokens)), change=change
+            )
+            convert(file, tmp_path / f"{adds_space}")
+            ours = load_tokenizer("m", None, config_of(tmp_path / f"{adds_space}"))
+            assert [tokens[one] for one in ours.encode("<s>hello</s>hello")] == expected
 
     def test_chat_template(self, directory: Path) -> None:
         ours = load_tokenizer("m", None, config_of(directory))

@@ -118,6 +118,9 @@ def test_end_tokens(tmp_path: Path) -> None:
     )
     config = load(str(tmp_path))
     assert (config.eos_token_ids, config.bos_token_id) == ((), None)
+    # A sampler that must not end an answer bans them, each in its place of a row of logits.
+    beyond = write(tmp_path, eos_token_id=[5, SMALL["vocab_size"]])
+    assert load(beyond).eos_token_ids == (5,)
 
 
 def test_max_model_len(tmp_path: Path) -> None:

@@ -327,6 +327,14 @@ class TestLoadTokenizer:
         with pytest.raises(ModelError, match=r"token id \d+, but the model's vocab_size is 300"):
             load_tokenizer("m", None, config(tmp_path, "auto", vocab_size=300))
 
+    def test_tokens_that_were_added_may_lie_behind_the_vocabulary(self, tmp_path: Path) -> None:
+        fast = train()
+        size = fast.get_vocab_size()
+        fast.add_special_tokens(["<padding>"])
+        fast.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = load_tokenizer("m", None, config(tmp_path, "auto", vocab_size=size))
+        assert max(tokenizer.encode("Hello <padding>")) == size
+
     @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "tokenizer_config.json"])
     def test_damaged_file(self, tmp_path: Path, name: str) -> None:
         write_opt_files(tmp_path)

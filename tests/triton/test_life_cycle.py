@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,10 +19,10 @@ import httpx
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.errors import ModelError
-from fastserve_backend.serving import process
+from fastserve_backend.serving import launch, process
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError, PortInUseError
-from fastserve_backend.serving.launch import TritonServer
+from fastserve_backend.serving.launch import TritonServer, serve
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_client import protocol
 from serving_client import (
@@ -367,6 +368,30 @@ def test_sigterm_while_starting_ends_quietly(tiny_config: EngineConfig, tmp_path
     output, _ = launcher.communicate(timeout=30.0)
     assert launcher.returncode == 0
     assert output == ""
+
+
+def test_sigterm_while_the_model_is_fetched_ends_at_once(
+    tiny_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "load_model_config", lambda *_, **__: threading.Event().wait(60))
+    killer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM))
+    killer.start()
+    started_s = time.monotonic()
+    assert serve(tiny_config) == 0
+    assert time.monotonic() - started_s < 30
+    killer.join()
+
+
+def test_a_launcher_that_fails_says_so(tiny_config: EngineConfig) -> None:
+    server = TritonServer(tiny_config)
+
+    def fail() -> None:
+        raise FileNotFoundError("somebody has cleaned up")
+
+    server._keep_running = fail  # type: ignore[method-assign]
+    server._supervise()
+    assert server.failure == "FileNotFoundError: somebody has cleaned up"
+    server.stop()
 
 
 @pytest.mark.parametrize("port", [-1, 65536, 10**20])

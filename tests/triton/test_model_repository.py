@@ -46,6 +46,17 @@ def test_model_directory_may_have_any_name(tmp_path: Path) -> None:
     assert written.model.tokenizer == "someone/else"
 
 
+def test_a_gguf_file_may_have_any_name(tmp_path: Path) -> None:
+    file = tmp_path / "modèle.gguf"
+    file.touch()
+    config = EngineConfig().with_keys(model=str(file))
+    model = write_repository(tmp_path / "repository", config) / protocol.MODEL_NAME
+    written = Path(EngineConfig.from_yaml(model / ENGINE_FILE).model.model)
+    assert str(written).isascii()
+    assert written.suffix == ".gguf"
+    assert written.samefile(file)
+
+
 def test_shim_makes_a_named_backend(
     tiny_config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import os
 import shutil
 import tempfile
 import time
@@ -46,6 +47,8 @@ STEP_TIMEOUT_S = 600.0
 # While the first stage is free, how often collect() lets its caller look for arrivals.
 ARRIVAL_POLL_S = 0.01
 _log = logging.getLogger(__name__)
+# Of the directory that the engine's socket gets one in: its path has 107 bytes at most.
+_MOST_PARENT_BYTES = 70
 
 
 class DistributedExecutor:
@@ -74,7 +77,11 @@ class DistributedExecutor:
         self._authenticator: ThreadAuthenticator | None = None
         self._lost: LostRanks | None = None
         if cluster is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="fastserve-ranks-"))  # mode 0700
+            parent = tempfile.gettempdir()
+            if len(os.fsencode(parent)) > _MOST_PARENT_BYTES:
+                parent = "/tmp"
+            # Of mode 0700.
+            self._directory = Path(tempfile.mkdtemp(prefix="fastserve-ranks-", dir=parent))
             self._address = f"ipc://{self._directory}/engine.sock"
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.bind(self._address)

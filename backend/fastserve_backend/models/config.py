@@ -7,8 +7,9 @@ the engine process must never do.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
@@ -21,6 +22,8 @@ from .registry import ARCHITECTURES
 
 if TYPE_CHECKING:
     from typing import Unpack
+
+_log = logging.getLogger(__name__)
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -233,6 +236,16 @@ def load_model_config(
             max_model_len=max_model_len,
         )
     )
+    beyond = [one for one in config.eos_token_ids if one >= config.vocab_size]
+    if beyond:
+        _log.warning(
+            "%s: end tokens %s are not in the vocabulary of %d; ignored",
+            raw.source,
+            ", ".join(map(str, beyond)),
+            config.vocab_size,
+        )
+        ids = tuple(one for one in config.eos_token_ids if one not in beyond)
+        config = replace(config, eos_token_ids=ids)
     if config.head_dim % _HEAD_DIM_STEP or config.head_dim > _HEAD_DIM_MAX:
         raise ModelError(
             f"{raw.source}: hidden_size / heads is {config.head_dim}, but the attention kernels "

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 import platformdirs
@@ -18,10 +20,11 @@ from fastserve_backend.interpreter import child_environment, python_executable
 from .errors import ModelError
 
 # Part of the key of what is cached: to be raised when the same file is to give something else.
-_VERSION = 4
+_VERSION = 5
 
 # Minutes from a slow disk, for the largest model that a disk holds twice.
 _TIMEOUT_S = 3600.0
+_DRAFT = ".new-"
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +40,10 @@ def converted(file: Path) -> Path:
     """
     stat = file.stat()
     version = f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{_VERSION}"
+    # The file may be a link of another name, and the server's process takes names for ASCII.
+    name = file.resolve().stem.encode("ascii", "ignore").decode()
     key = hashlib.sha256(version.encode()).hexdigest()[:16]
-    directory = Path(platformdirs.user_cache_dir("fastserve")) / "gguf" / f"{file.stem}-{key}"
+    directory = Path(platformdirs.user_cache_dir("fastserve")) / "gguf" / f"{name}-{key}"
     if not directory.is_dir():
         _log.info("converting %s to %s, once", file, directory)
         try:
@@ -53,7 +58,10 @@ def converted(file: Path) -> Path:
 
 def _make(file: Path, directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=directory.parent) as scratch:
+    for left in directory.parent.glob(f"{_DRAFT}*"):  # by a process that was killed
+        if time.time() - left.stat().st_mtime > _TIMEOUT_S:
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_DRAFT, dir=directory.parent) as scratch:
         made = Path(scratch) / "model"
         _convert(file, made)
         try:

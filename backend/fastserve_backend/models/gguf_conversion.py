@@ -37,6 +37,8 @@ _SHARD_BYTES = 2 * 2**30
 
 # Factors of the rotary frequencies, computed by llama.cpp's converter for Llama 3.1 and later.
 _ROPE_FACTORS = "rope_freqs.weight"
+# Of chat templates; a vocabulary has at most one that it uses.
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 # Optional fields of rotary scaling: GGUF's name -> Hugging Face's.
 _ROPE_OPTIONS = {
@@ -150,7 +152,12 @@ class GGUFFile:
     def _end_tokens(self) -> list[int]:
         """End of text, and of a turn in chat where that is another token."""
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-        return list(dict.fromkeys(token for key in keys if (token := self.field(key)) is not None))
+        ids = [token_id for key in keys if (token_id := self.field(key)) is not None]
+        if self.field(keys[1]) is None:
+            # As llama.cpp: files of before there was the field have a token of such a name.
+            tokens = self.field("tokenizer.ggml.tokens") or []
+            ids += [tokens.index(name) for name in _TURN_ENDS if name in tokens][:1]
+        return list(dict.fromkeys(ids))
 
     def _rope(self, config: dict[str, Any]) -> dict[str, Any]:
         rope: dict[str, Any] = {

@@ -2,8 +2,8 @@
 
 A byte-level vocabulary is built of the file's fields: how transformers reads one differs from
 version to version, and it does not look at the name of how text is split before it is encoded. A
-SentencePiece vocabulary is transformers' to read. llama.cpp's defaults for the begin token are its
-own.
+SentencePiece vocabulary is transformers' to read, but for what becomes of spaces. That, and the
+defaults for the begin token, are llama.cpp's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from transformers import AutoTokenizer
@@ -75,10 +75,20 @@ def _read(path: Path, file: Fields) -> FastTokenizer:
     if kind == _SENTENCEPIECE:
         tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
         fast: FastTokenizer = tokenizer.backend_tokenizer
+        fast.pre_tokenizer = None
+        fast.normalizer = _sentencepiece_spaces(file)
         return fast
     raise ModelError(
         f"tokenizer.ggml.model is {kind!r}; known are {_BYTE_LEVEL} and {_SENTENCEPIECE}; use the "
         "model's Hugging Face checkpoint"
+    )
+
+
+def _sentencepiece_spaces(file: Fields) -> normalizers.Normalizer:
+    """A text begins with a space, at its start and behind each special token."""
+    adds_space = file.field("tokenizer.ggml.add_space_prefix", True)
+    return normalizers.Sequence(
+        [*([normalizers.Prepend("▁")] if adds_space else []), normalizers.Replace(" ", "▁")]
     )
 
 

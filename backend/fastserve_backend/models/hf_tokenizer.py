@@ -82,7 +82,8 @@ class HFTokenizer(Tokenizer):
                 f"tokenizer {str(directory)!r} is neither byte-level nor SentencePiece BPE (its "
                 f"decoder is {type(fast.decoder).__name__}); no other kind is supported"
             )
-        largest = max(fast.get_vocab(with_added_tokens=True).values(), default=-1)
+        # Tokens that were added for training, as padding, may lie behind: no request may have them.
+        largest = max(fast.get_vocab(with_added_tokens=False).values(), default=-1)
         if largest >= vocab_size:
             raise ModelError(
                 f"tokenizer {str(directory)!r} has token id {largest}, but the model's vocab_size "

@@ -6,6 +6,7 @@ import atexit
 import enum
 import ipaddress
 import logging
+import os
 import signal
 import socket
 import threading
@@ -35,6 +36,7 @@ START_TIMEOUT_S = 600.0
 
 # About one start in eighty aborts inside tritonserver 24.10, before the model is asked anything.
 _START_TRIES = 3
+_FETCH_END_S = 3.0
 # How soon a broken engine, which its stub reports in a file, is noticed. Deaths wake at once.
 _WATCH_INTERVAL_S = 0.5
 
@@ -80,6 +82,8 @@ class TritonServer:
         self._server: ServerProcess | None = None
         self._supervisor: threading.Thread | None = None
         self._stopping = threading.Event()
+        self.is_fetching = False
+        """Whether the model's files are being downloaded or converted."""
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._timeout_s = START_TIMEOUT_S
         self.failure: str | None = None
@@ -127,7 +131,11 @@ class TritonServer:
         self._warn_if_public()
         self._timeout_s = timeout_s
         model = self._config.model
-        load_model_config(model.model, load_format=model.load_format)
+        self.is_fetching = True
+        try:
+            load_model_config(model.model, load_format=model.load_format)
+        finally:
+            self.is_fetching = False
         self._installation = TritonInstallation.find()
         self._endpoints = self._wanted.claim()
         self._runtime = RuntimeDirectory.create()
@@ -203,34 +211,36 @@ class TritonServer:
                 self._retire(kill=False)
 
     def _supervise(self) -> None:
+        try:
+            self._keep_running()
+        except LaunchError as error:
+            if not self._stopping.is_set():
+                logger.error("%s", error)
+                self.failure = str(error)
+        except Exception as error:
+            logger.exception("the server cannot be supervised any more")
+            self.failure = f"{type(error).__name__}: {error}"
+        finally:
+            self._clean_up()
+
+    def _keep_running(self) -> None:
+        """Until a stop is asked for; then it has drained. Raises LaunchError: it is given up."""
         limiter = RestartLimiter()
-        while True:
-            trouble = self._watch()
-            if trouble is None:
-                assert self._server is not None
-                self._server.drain()
-                self._clean_up()
-                return
+        while (trouble := self._watch()) is not None:
             reason = self._describe(trouble)
-            try:
-                if trouble is _Trouble.RANKS_GIVEN_UP:
-                    raise LaunchError(reason)
-                if limiter.restart(time.monotonic()) is None:
-                    raise LaunchError(f"{reason}; given up after {limiter.describe()}")
-                logger.error("%s; restarting the server", reason)
-                assert self._server is not None
-                # With its stub gone, the server would wait in vain for the streams in flight.
-                self._retire(kill=trouble is not _Trouble.ENGINE_FAILED)
-                began_s = time.monotonic()
-                self._launch()
-                limiter.leave_out(time.monotonic() - began_s)
-                self.restarts += 1
-            except LaunchError as error:
-                if not self._stopping.is_set():
-                    logger.error("%s", error)
-                    self.failure = str(error)
-                self._clean_up()
-                return
+            if trouble is _Trouble.RANKS_GIVEN_UP:
+                raise LaunchError(reason)
+            if limiter.restart(time.monotonic()) is None:
+                raise LaunchError(f"{reason}; given up after {limiter.describe()}")
+            logger.error("%s; restarting the server", reason)
+            # With its stub gone, the server would wait in vain for the streams in flight.
+            self._retire(kill=trouble is not _Trouble.ENGINE_FAILED)
+            began_s = time.monotonic()
+            self._launch()
+            limiter.leave_out(time.monotonic() - began_s)
+            self.restarts += 1
+        assert self._server is not None
+        self._server.drain()
 
     def _watch(self) -> _Trouble | None:
         """Blocks until something ended; None when a stop was asked for."""
@@ -312,8 +322,16 @@ def serve(
         log_path=log_path,
     )
 
+    # Downloads wait for their connections, whatever is raised; they go on at the next start.
+    end = threading.Timer(_FETCH_END_S, os._exit, (0,))
+    end.daemon = True
+
     def on_signal(number: int, frame: FrameType | None) -> None:
+        is_first = not server.stop_requested
         server.request_stop()
+        if is_first and server.is_fetching:  # which looks at no request
+            end.start()
+            raise KeyboardInterrupt
 
     stop_signals = (signal.SIGTERM, signal.SIGINT)
     previous = {number: signal.signal(number, on_signal) for number in stop_signals}
@@ -321,11 +339,12 @@ def serve(
         server.start(timeout_s)
         on_ready(server)
         return server.wait()
-    except FastServeError:
+    except (FastServeError, KeyboardInterrupt):
         if not server.stop_requested:
             raise
         return 0
     finally:
+        end.cancel()
         server.stop()
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -51,5 +51,7 @@ def _ascii_path(path: str | None, link: Path) -> str | None:
     # The stub's Python takes file names for ASCII and cannot be told otherwise.
     if path is None or path.isascii() or not Path(path).exists():
         return path
+    if Path(path).is_file():
+        link = link.with_suffix(Path(path).suffix)  # by which a GGUF file is known
     link.symlink_to(Path(path).resolve())
     return str(link)

@@ -22,6 +22,8 @@ LAUNCHER_VARIABLE = "FASTSERVE_LAUNCHER_PID"
 _KILL_WAIT_S = 10.0
 _SHARED_MEMORY = Path("/dev/shm")
 # Triton starts stubs by a shell command in which their paths are not quoted.
+# The engine's socket is in a directory in this one; the path of a socket has 107 bytes at most.
+_MOST_PARENT_CHARS = 45
 _NOT_IN_A_COMMAND = re.compile(r"[^\w./+-]", re.ASCII)
 
 
@@ -41,7 +43,7 @@ class RuntimeDirectory:
     def create(cls) -> RuntimeDirectory:
         """Makes an empty one that only this user can read."""
         parent = tempfile.gettempdir()
-        if _NOT_IN_A_COMMAND.search(parent):
+        if _NOT_IN_A_COMMAND.search(parent) or len(parent) > _MOST_PARENT_CHARS:
             parent = "/tmp"
         return cls(Path(tempfile.mkdtemp(prefix="fastserve-", dir=parent)))
 

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.partition import RankPlace
@@ -63,7 +63,8 @@ def join_process_group(device: torch.device, rendezvous: Path | None, start_id: 
     address: dict[str, Any]
     if rendezvous is not None:
         interface = "lo"
-        address = {"init_method": rendezvous.as_uri()}
+        # (init_method is a URL, of which torch reads no path with special characters)
+        address = {"store": FileStore(str(rendezvous), int(os.environ["WORLD_SIZE"]))}
     else:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         interface = _interface_to(host, port)

@@ -44,10 +44,12 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
     """On several hosts: names this start of the ranks where they meet."""
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Setup:
+    def of(cls, config: EngineConfig, directory: str | None = None) -> Setup:
+        """``directory``: where the model's files are on this host. Ranks there load those: a name
+        may mean others by the time that they are restarted."""
         model, parallel, kv = config.model, config.parallel, config.kv_cache
         return cls(
-            model=model.model,
+            model=directory if directory and parallel.nnodes == 1 else model.model,
             load_format=model.load_format,
             dtype=model.dtype,
             max_model_len=model.max_model_len,

@@ -20,6 +20,7 @@ from fastserve_backend.models.config import DTYPE_BYTES, ModelConfig, load_model
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.models.partition import RankPlace, layers_of_stages
 from fastserve_backend.worker.answering import AnsweringThread
+from fastserve_backend.worker.cores import num_cores
 from fastserve_backend.worker.engine_link import EngineLink, Send, sender
 from fastserve_backend.worker.groups import choose_device, join_process_group, make_tensor_group
 from fastserve_backend.worker.host_store import make_host_store
@@ -104,7 +105,7 @@ def _set_up(
     device = choose_device(setup.device)
     num_local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     if device.type == "cpu":
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local_ranks))
+        torch.set_num_threads(max(1, num_cores() // num_local_ranks))
     join_process_group(device, rendezvous, setup.start_id)
     place = RankPlace.of(
         int(os.environ["RANK"]), setup.tensor_parallel_size, setup.pipeline_parallel_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import signal
@@ -140,8 +141,13 @@ def test_the_stub_never_imports_torch_and_ranks_do(server: TritonServer) -> None
     assert "libtorch" in Path(f"/proc/{rank_pid(server.runtime)}/maps").read_text()
 
 
-def test_runtime_directory_is_private(server: TritonServer) -> None:
-    assert server.runtime.path.stat().st_mode & 0o777 == 0o700
+def test_runtime_directory_is_private_and_locked(server: TritonServer) -> None:
+    path = server.runtime.path
+    assert path.stat().st_mode & 0o777 == 0o700
+    descriptor = os.open(path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
 
 
 def test_everything_that_dies_is_restarted_a_few_times(

@@ -36,6 +36,7 @@ START_TIMEOUT_S = 600.0
 
 # About one start in eighty aborts inside tritonserver 24.10, before the model is asked anything.
 _START_TRIES = 3
+# Time to tidy up for a download or a conversion that is interrupted.
 _FETCH_END_S = 3.0
 # How soon a broken engine, which its stub reports in a file, is noticed. Deaths wake at once.
 _WATCH_INTERVAL_S = 0.5
@@ -322,8 +323,12 @@ def serve(
         log_path=log_path,
     )
 
+    def end_fetching() -> None:
+        if server.is_fetching:
+            os._exit(0)
+
     # Downloads wait for their connections, whatever is raised; they go on at the next start.
-    end = threading.Timer(_FETCH_END_S, os._exit, (0,))
+    end = threading.Timer(_FETCH_END_S, end_fetching)
     end.daemon = True
 
     def on_signal(number: int, frame: FrameType | None) -> None:

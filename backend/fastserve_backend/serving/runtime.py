@@ -6,6 +6,7 @@ marks every process that belongs to this server, orphans included.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -38,6 +39,7 @@ class RuntimeDirectory:
         self._drain_file = path / "drain"
         self._drained_file = path / "drained"
         self._end_file = path / "end"
+        self._lock: int | None = None
 
     @classmethod
     def create(cls) -> RuntimeDirectory:
@@ -45,7 +47,12 @@ class RuntimeDirectory:
         parent = tempfile.gettempdir()
         if _NOT_IN_A_COMMAND.search(parent) or len(parent) > _MOST_PARENT_CHARS:
             parent = "/tmp"
-        return cls(Path(tempfile.mkdtemp(prefix="fastserve-", dir=parent)))
+        runtime = cls(Path(tempfile.mkdtemp(prefix="fastserve-", dir=parent)))
+        # Systems that clear /tmp of what is some days old leave directories that are locked
+        # (tmpfiles.d(5)).
+        runtime._lock = os.open(runtime.path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(runtime._lock, fcntl.LOCK_SH)
+        return runtime
 
     @classmethod
     def from_environment(cls) -> RuntimeDirectory | None:
@@ -168,6 +175,9 @@ class RuntimeDirectory:
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def wait_readable(timeout_s: float, *descriptors: int) -> set[int]:

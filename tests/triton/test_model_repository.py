@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +58,26 @@ def test_a_gguf_file_may_have_any_name(tmp_path: Path) -> None:
     assert str(written).isascii()
     assert written.suffix == ".gguf"
     assert written.samefile(file)
+    # The launcher and the stub, which knows no names but ASCII, look for one and the same model.
+    ask = (
+        "import sys; from pathlib import Path; from fastserve_backend.models import gguf; "
+        "gguf._make = lambda file, directory: print(directory.name); "
+        "gguf.converted(Path(sys.argv[1]))"
+    )
+    names = set()
+    for path, setting in ((file, "1"), (written, "0")):
+        environment = os.environ | {
+            "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": setting,
+            "XDG_CACHE_HOME": str(tmp_path),
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", ask, str(path)],
+            env=environment, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        names.add(done.stdout)
+    (name,) = names
+    assert name.startswith("modle-")
 
 
 def test_shim_makes_a_named_backend(

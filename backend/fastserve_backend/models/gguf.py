@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import shutil
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import platformdirs
@@ -39,10 +41,11 @@ def converted(file: Path) -> Path:
     Raises ModelError for a file that is damaged or holds a model that cannot be served.
     """
     stat = file.stat()
-    version = f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{_VERSION}"
     # The file may be a link of another name, and the server's process takes names for ASCII.
-    name = file.resolve().stem.encode("ascii", "ignore").decode()
-    key = hashlib.sha256(version.encode()).hexdigest()[:16]
+    real = file.resolve()
+    name = real.stem.encode("ascii", "ignore").decode()
+    version = f"\n{stat.st_size}\n{stat.st_mtime_ns}\n{_VERSION}"
+    key = hashlib.sha256(os.fsencode(real) + version.encode()).hexdigest()[:16]
     directory = Path(platformdirs.user_cache_dir("fastserve")) / "gguf" / f"{name}-{key}"
     if not directory.is_dir():
         _log.info("converting %s to %s, once", file, directory)
@@ -59,8 +62,9 @@ def converted(file: Path) -> Path:
 def _make(file: Path, directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     for left in directory.parent.glob(f"{_DRAFT}*"):  # by a process that was killed
-        if time.time() - left.stat().st_mtime > _TIMEOUT_S:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process tidies up as well, or has ended
+            if time.time() - left.stat().st_mtime > _TIMEOUT_S:
+                shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=_DRAFT, dir=directory.parent) as scratch:
         made = Path(scratch) / "model"
         _convert(file, made)

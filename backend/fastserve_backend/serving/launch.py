@@ -127,13 +127,13 @@ class TritonServer:
             ModelLoadError: the model refused its configuration or checkpoint.
             LaunchError: no tritonserver, or it did not become ready within ``timeout_s``.
         """
-        if self._runtime is not None or self._stopping.is_set():
-            raise LaunchError("a TritonServer starts once; make another one")
         self._warn_if_public()
         self._timeout_s = timeout_s
         model = self._config.model
-        self.is_fetching = True
+        self.is_fetching = True  # first: a stop that is asked for from now on interrupts
         try:
+            if self._runtime is not None or self._stopping.is_set():
+                raise LaunchError("a TritonServer starts once; make another one")
             load_model_config(model.model, load_format=model.load_format)
         finally:
             self.is_fetching = False

@@ -22,9 +22,9 @@ LAUNCHER_VARIABLE = "FASTSERVE_LAUNCHER_PID"
 # A process that was sent SIGKILL is gone as soon as the kernel has freed its memory.
 _KILL_WAIT_S = 10.0
 _SHARED_MEMORY = Path("/dev/shm")
-# Triton starts stubs by a shell command in which their paths are not quoted.
 # The engine's socket is in a directory in this one; the path of a socket has 107 bytes at most.
 _MOST_PARENT_CHARS = 45
+# Triton starts stubs by a shell command in which their paths are not quoted.
 _NOT_IN_A_COMMAND = re.compile(r"[^\w./+-]", re.ASCII)
 
 
@@ -51,7 +51,8 @@ class RuntimeDirectory:
         # Systems that clear /tmp of what is some days old leave directories that are locked
         # (tmpfiles.d(5)).
         runtime._lock = os.open(runtime.path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(runtime._lock, fcntl.LOCK_SH)
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(runtime._lock, fcntl.LOCK_SH)
         return runtime
 
     @classmethod

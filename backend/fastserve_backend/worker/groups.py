@@ -64,7 +64,9 @@ def join_process_group(device: torch.device, rendezvous: Path | None, start_id: 
     if rendezvous is not None:
         interface = "lo"
         # (init_method is a URL, of which torch reads no path with special characters)
-        address = {"store": FileStore(str(rendezvous), int(os.environ["WORLD_SIZE"]))}
+        files = FileStore(str(rendezvous), int(os.environ["WORLD_SIZE"]))
+        files.set_timeout(COLLECTIVE_TIMEOUT)
+        address = {"store": files}
     else:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         interface = _interface_to(host, port)

@@ -198,7 +198,8 @@ class _Scratch(threading.local):
         """int64, of any values; good until the next call."""
         count = shape.numel()
         if count > len(self.memory):
-            self.memory = torch.empty(count, dtype=torch.int64)
+            with torch.inference_mode(False):  # to be written in any mode
+                self.memory = torch.empty(count, dtype=torch.int64)
         return self.memory[:count].view(shape)
 
 

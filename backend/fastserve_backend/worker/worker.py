@@ -169,11 +169,10 @@ def _does_not_fit(setup: Setup, config: ModelConfig, device: torch.device) -> Co
     ranks = setup.tensor_parallel_size * setup.pipeline_parallel_size
     weights = config.num_parameters * DTYPE_BYTES[config.dtype] / ranks
     return ConfigError(
-        f"model.model: got {setup.model!r}, whose weights are {weights / 2**30:.1f} GiB a rank in "
-        f"{config.dtype}; with a step of scheduler.max_num_batched_tokens "
-        f"{setup.max_num_batched_tokens} they do not fit the {total / 2**30:.1f} GiB of "
-        f"{torch.cuda.get_device_name(device)}; raise tensor_parallel_size or "
-        "pipeline_parallel_size, or lower max_num_batched_tokens"
+        f"model.model: the weights are {weights / 2**30:.1f} GiB a rank in {config.dtype}; with a "
+        f"step of scheduler.max_num_batched_tokens {setup.max_num_batched_tokens} they do not fit "
+        f"the {total / 2**30:.1f} GiB of {torch.cuda.get_device_name(device)}; raise "
+        "tensor_parallel_size or pipeline_parallel_size, or lower max_num_batched_tokens"
     )
 
 

@@ -405,13 +405,11 @@ class StepLoop:
             behind.owed_s = elapsed_s - flight.counted_s
         ended = self._apply(flight, result, now, elapsed_s)
         # Those that ended, now or before, are only forgotten: they sink to no other queue.
-        ended_now = {job.number for job, _ in ended}
+        done = flight.going_on | {job.number for job, _ in ended}
         rest = [
             job
             for number, job in flight.rows.items()
-            if number not in flight.going_on
-            and number not in ended_now
-            and job.state is not JobState.FINISHED
+            if number not in done and job.state is not JobState.FINISHED
         ]
         self._step_ended(rest, elapsed_s + flight.owed_s, now)
         in_flight = self._jobs_in_flight()

@@ -37,9 +37,9 @@ class EngineError(FastServeError):
     """The engine or one of its ranks is broken (Triton code INTERNAL)."""
 
 
-def _shorten(text: str) -> str:
-    # What is rejected is quoted back so that the caller recognises it; more would flood a log line.
-    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
-
-
+# What is rejected is quoted back so that the caller recognises it; more would flood a log line.
 _MAX_SHOWN_CHARS = 80
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"

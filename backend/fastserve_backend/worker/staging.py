@@ -36,10 +36,6 @@ class Staging:
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        # Triton is not there for a CPU's torch.
-        from fastserve_kernels.gpu.pinned_copies import copy_words
-
-        self._copy_words = copy_words
         pinned = device.type == "cuda"
         # Two, because the copy of the call before may not have ended.
         self._buffers = [
@@ -72,7 +68,7 @@ class Staging:
         for array, place in zip(arrays, places.host[self._turn], strict=True):
             place[...] = array
         used = slice(places.num_bytes)
-        self._copy_words(self._buffers[self._turn][used], self._on_device[used])
+        _copy(self._buffers[self._turn][used], self._on_device[used])
         if self._copied:
             self._copied[self._turn].record()
         return places.device
@@ -97,12 +93,10 @@ class Uploads:
         tensor = torch.from_numpy(values.copy())
         if self._device.type == "cpu":
             return tensor
-        from fastserve_kernels.gpu.pinned_copies import copy_words
-
         pinned = tensor.pin_memory()
         self._pinned.append(pinned)
         on_device = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        copy_words(pinned, on_device)
+        _copy(pinned, on_device)
         return on_device
 
 
@@ -111,11 +105,16 @@ def to_host(tensor: Tensor) -> Tensor:
     let go, when the device has done what it was given until now. Itself if it is there."""
     if tensor.device.type == "cpu":
         return tensor
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    _copy(tensor, on_host)
+    return on_host
+
+
+def _copy(source: Tensor, target: Tensor) -> None:
+    # Triton is not there for a CPU's torch.
     from fastserve_kernels.gpu.pinned_copies import copy_words
 
-    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    copy_words(tensor, on_host)
-    return on_host
+    copy_words(source, target)
 
 
 def _event() -> torch.cuda.Event:

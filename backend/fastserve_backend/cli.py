@@ -60,9 +60,9 @@ def _serve(
 ) -> None:
     """Serve MODEL through a real tritonserver until SIGTERM or Ctrl-C.
 
-    MODEL is a Hugging Face id, a local directory in Hugging Face format, a GGUF file, or a built-in
-    name with --load-format dummy. Without MODEL and --config, the embedded default runs:
-    SmolLM2-135M-Instruct, which needs no download.
+    MODEL is a Hugging Face id (owner/name, or owner/name@revision), a local directory in Hugging
+    Face format, a GGUF file, or a built-in name with --load-format dummy. Without MODEL and
+    --config, the embedded default runs: SmolLM2-135M-Instruct, which needs no download.
     """
     from fastserve_backend.serving.launch import serve
 

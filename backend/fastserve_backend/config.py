@@ -22,7 +22,8 @@ class ModelConfigSection(_Section):
     model: str = Field(
         "facebook/opt-125m",
         min_length=1,
-        description="Hugging Face id, local directory, GGUF file, or a built-in name.",
+        description="Hugging Face id (owner/name or owner/name@revision), local directory, GGUF "
+        "file, or a built-in name.",
     )
     tokenizer: str | None = Field(
         None, description="Directory or id of the tokenizer; default: the model's own."

@@ -16,19 +16,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.hub import at_commit
+from fastserve_backend.worker.messages import Setup
 from gguf_files import byte_level_bpe, random_llama
 from paged_executor import load
 from transformers import LlamaForCausalLM
 
 REPOSITORY = "owner/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NEXT_COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
+SNAPSHOT = f"/cache/snapshots/{COMMIT}"
 TIMEOUT_S = 60.0
 
 # Prints where the model came to and a prompt by its tokenizer and chat template.
 PROGRAM = """
 import sys
+from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.tokenizer import load_tokenizer
@@ -70,6 +76,8 @@ class Hub:
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = files
+        """Of the main branch and of each commit."""
+        self.head = COMMIT
         self.fetched: list[str] = []
         self.cut: str | None = None
         """A file whose connection ends halfway."""
@@ -105,7 +113,9 @@ class Hub:
             self._send(request, body, json.dumps([self._entry(name) for name in self.files]))
         elif path == repository or path.startswith(f"{repository}/revision/"):
             siblings = [{"rfilename": name} for name in self.files]
-            info = {"id": REPOSITORY, "sha": COMMIT, "siblings": siblings, "private": False}
+            revision = path.rpartition("/revision/")[-1] if "/revision/" in path else "main"
+            commit = {"main": self.head, "v1": COMMIT}.get(revision, revision)
+            info = {"id": REPOSITORY, "sha": commit, "siblings": siblings, "private": False}
             self._send(request, body, json.dumps(info))
         elif path.startswith(resolve) and path.split("/", 5)[-1] in self.files:
             self._send_file(request, body, path.split("/", 5)[-1])
@@ -140,7 +150,7 @@ class Hub:
         part = content[start:]
         request.send_response(206 if start else 200)
         request.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
-        request.send_header("X-Repo-Commit", COMMIT)
+        request.send_header("X-Repo-Commit", request.path.split("/")[4])
         request.send_header("Accept-Ranges", "bytes")
         if start:
             end = len(content) - 1
@@ -196,6 +206,38 @@ def test_download_then_the_cache_alone(hub: Hub, tmp_path: Path) -> None:
     assert parts(run(tmp_path, hub.endpoint)) == (directory, chat)
     assert hub.fetched == []
     assert parts(run(tmp_path, None)) == (directory, chat)
+
+
+def test_revisions(hub: Hub, tmp_path: Path) -> None:
+    first, _ = parts(run(tmp_path, hub.endpoint))
+    hub.head = NEXT_COMMIT
+    hub.files["chat_template.jinja"] = b"{{ messages[0].content }} again"
+    second, chat = parts(run(tmp_path, hub.endpoint))
+    assert (first.name, second.name, chat) == (COMMIT, NEXT_COMMIT, "Hello again")
+    # What the first host of several says to the others, whatever is pushed meanwhile.
+    pinned = at_commit(REPOSITORY, str(first))
+    for endpoint in (hub.endpoint, None):
+        assert parts(run(tmp_path, endpoint, model=pinned)) == (first, "Hello world")
+    for endpoint in (hub.endpoint, None):
+        assert parts(run(tmp_path, endpoint, model=f"{REPOSITORY}@v1")) == (first, "Hello world")
+
+
+def test_which_names_are_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert at_commit("owner/tiny", SNAPSHOT) == f"owner/tiny@{COMMIT}"
+    assert at_commit("owner/tiny@main", SNAPSHOT) == f"owner/tiny@{COMMIT}"
+    assert at_commit("/models/tiny", "/models/tiny") == "/models/tiny"
+    assert at_commit("opt-125m", None) == "opt-125m"
+    monkeypatch.chdir(tmp_path)
+    Path("owner/tiny").mkdir(parents=True)
+    assert at_commit("owner/tiny", "owner/tiny") == "owner/tiny"
+
+
+@pytest.mark.parametrize(("nnodes", "loads"), [(1, SNAPSHOT), (2, f"{REPOSITORY}@{COMMIT}")])
+def test_what_ranks_load(nnodes: int, loads: str) -> None:
+    config = EngineConfig(
+        model={"model": REPOSITORY}, parallel={"tensor_parallel_size": 2, "nnodes": nnodes}
+    )
+    assert Setup.of(config, SNAPSHOT).model == loads
 
 
 def test_random_weights_need_no_weights(hub: Hub, tmp_path: Path) -> None:
@@ -270,7 +312,10 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
         load_model_config(str(tmp_path), load_format="dummy")
 
 
-@pytest.mark.parametrize("name", ["owner/name/more", "owner/", "/name", "ow ner/name", "-a/b"])
+@pytest.mark.parametrize(
+    "name",
+    ["owner/name/more", "owner/", "/name", "ow ner/name", "-a/b", "a/b@", "a/b@v1/../c", "a/b@c@d"],
+)
 def test_no_hub_id(name: str) -> None:
-    with pytest.raises(ModelError, match=r"no Hugging Face id \(owner/name\)"):
+    with pytest.raises(ModelError, match=r"no Hugging Face id \(owner/name or owner/name@revision"):
         load_model_config(name, load_format="auto")

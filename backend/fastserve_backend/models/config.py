@@ -314,9 +314,9 @@ def _directory(model: str, load_format: LoadFormat) -> Path:
     if is_hub_id(model):
         return download(model, weights=load_format == "auto")
     raise ModelError(
-        f"model {model!r} is no directory, no GGUF file, no Hugging Face id (owner/name) and no "
-        f"built-in name; built-in names are {EMBEDDED_MODEL} and, with load_format dummy, "
-        f"{', '.join(builtin_names())}"
+        f"model {model!r} is no directory, no GGUF file, no Hugging Face id (owner/name or "
+        f"owner/name@revision) and no built-in name; built-in names are {EMBEDDED_MODEL} and, "
+        f"with load_format dummy, {', '.join(builtin_names())}"
     )
 
 

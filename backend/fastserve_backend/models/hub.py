@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 
 from .errors import ModelError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_NAME = r"[A-Za-z0-9][\w.-]*"
+_HUB_ID = re.compile(rf"{_NAME}/{_NAME}(@{_NAME}(/{_NAME})*)?")
 
 _TIMEOUT_S = 10.0  # for the one small request that lists a repository
 
@@ -17,31 +19,44 @@ _SAFETENSORS = "model*.safetensors"
 
 
 def is_hub_id(model: str) -> bool:
-    """True for the form "owner/name"; asks nobody whether it exists."""
+    """True for "owner/name" and "owner/name@revision"; asks nobody whether it exists."""
     return _HUB_ID.fullmatch(model) is not None
 
 
-def download(model: str, *, weights: bool) -> Path:
-    """The local snapshot of hub repository `model`, fetched where the cache lacks it.
+def at_commit(model: str, directory: str | None) -> str:
+    """`model`; if that is a hub id, then of the commit that `directory`, its snapshot, has.
 
-    With `weights`, either its safetensors or, where it has none, its `pytorch_model*.bin` come too.
-    Without network the cache alone serves. Raises ModelError if the repository cannot be had.
+    Another host finds the same files by it, whatever was pushed since.
+    """
+    if directory is None or not is_hub_id(model) or Path(model).is_dir():
+        return model
+    return f"{model.partition('@')[0]}@{Path(directory).name}"
+
+
+def download(model: str, *, weights: bool) -> Path:
+    """The local snapshot of hub id `model`, fetched where the cache lacks it.
+
+    A revision is a branch, tag or commit, by default the main branch. With `weights`, either the
+    repository's safetensors or, where it has none, its `pytorch_model*.bin` come too. Without
+    network the cache alone serves. Raises ModelError if the repository cannot be had.
     """
     # Imported here: most runs use local directories and should not pay for the import.
     from huggingface_hub import HfApi, snapshot_download
 
+    repository, _, revision = model.partition("@")
+    snapshot = partial(snapshot_download, repository, revision=revision or None)
     patterns = [*_CONFIG_AND_TOKENIZER, *([_SAFETENSORS] if weights else [])]
     try:
         if weights:
             # (list_repo_files would retry for 20 seconds where there is no network)
-            files = HfApi().model_info(model, timeout=_TIMEOUT_S).siblings or []
-            if not any(fnmatch(file.rfilename, _SAFETENSORS) for file in files):
+            info = HfApi().model_info(repository, revision=revision or None, timeout=_TIMEOUT_S)
+            if not any(fnmatch(file.rfilename, _SAFETENSORS) for file in info.siblings or []):
                 patterns[-1] = "pytorch_model*.bin"
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        return Path(snapshot(allow_patterns=patterns))
     except Exception as error:  # the hub client raises the errors of several libraries
         try:
             # (with the patterns, because the client refuses a snapshot that lacks what it asks for)
-            return Path(snapshot_download(model, allow_patterns=patterns, local_files_only=True))
+            return Path(snapshot(allow_patterns=patterns, local_files_only=True))
         except Exception:
             reason = next(iter(str(error).splitlines()), "")
             raise ModelError(

@@ -159,7 +159,8 @@ def load_tokenizer(model: str, tokenizer: str | None, config: ModelConfig) -> To
         if not directory.is_dir():
             if not is_hub_id(tokenizer):
                 raise ModelError(
-                    f"tokenizer {tokenizer!r} is no directory and no Hugging Face id (owner/name)"
+                    f"tokenizer {tokenizer!r} is no directory and no Hugging Face id (owner/name "
+                    "or owner/name@revision)"
                 )
             directory = download(tokenizer, weights=False)
     elif config.directory is not None and has_tokenizer_files(Path(config.directory)):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from fastserve_backend.models.hub import at_commit
+
 if TYPE_CHECKING:  # pydantic takes a rank a quarter of a second to import
     from fastserve_backend.config import EngineConfig
 
@@ -45,11 +47,12 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
 
     @classmethod
     def of(cls, config: EngineConfig, directory: str | None = None) -> Setup:
-        """``directory``: where the model's files are on this host. Ranks there load those: a name
-        may mean others by the time that they are restarted."""
+        """``directory``: where the model's files are on this host. Ranks there load those, ranks of
+        other hosts their commit: a name may mean others by the time that they are (re)started."""
         model, parallel, kv = config.model, config.parallel, config.kv_cache
+        on_all_hosts = at_commit(model.model, directory)
         return cls(
-            model=directory if directory and parallel.nnodes == 1 else model.model,
+            model=directory if directory and parallel.nnodes == 1 else on_all_hosts,
             load_format=model.load_format,
             dtype=model.dtype,
             max_model_len=model.max_model_len,

@@ -41,7 +41,7 @@ class Ranks(DistributedExecutor):
 
     def submit(self, step: Step) -> None:
         self.num_steps += 1
-        self.num_ahead += self._num_unfinished > 0
+        self.num_ahead += not self.can_submit
         super().submit(step)
 
 

@@ -20,8 +20,8 @@ class MonotonicClock:
 class VirtualClock:
     """A clock that moves only when told to."""
 
-    def __init__(self, start_s: float = 0.0) -> None:
-        self._now_s = start_s
+    def __init__(self) -> None:
+        self._now_s = 0.0
 
     def now(self) -> float:
         return self._now_s

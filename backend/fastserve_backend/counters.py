@@ -12,7 +12,7 @@ from fastserve_backend.latency_histograms import LatencyHistograms
 class EngineCounters:
     """Totals since the start, which only the step loop's thread writes."""
 
-    latencies: LatencyHistograms = field(default_factory=LatencyHistograms, compare=False)
+    latencies: LatencyHistograms = field(compare=False)
     prompt_tokens: int = 0
     generation_tokens: int = 0
     iterations: int = 0

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 from fastserve_backend.clock import Clock, MonotonicClock
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.configured_model import load_configured_model
 from fastserve_backend.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.delivery import Delivery
 from fastserve_backend.engine_picture import take_picture
@@ -25,10 +26,9 @@ from fastserve_backend.errors import (
     FastServeError,
     OverloadedError,
 )
-from fastserve_backend.executor.base import OwnedExecutor
+from fastserve_backend.executor.base import START_TIMEOUT_S, OwnedExecutor
 from fastserve_backend.executor.cluster import Cluster
 from fastserve_backend.executor.distributed import DistributedExecutor
-from fastserve_backend.executor.simulated import load_of
 from fastserve_backend.job import FinishReason, Job, OutputSink
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
@@ -37,13 +37,13 @@ from fastserve_backend.latency_histograms import LatencyHistograms
 from fastserve_backend.length_prediction.job_predictions import JobPredictions
 from fastserve_backend.length_prediction.messages import Predicted
 from fastserve_backend.length_prediction.settings import PredictorSettings
-from fastserve_backend.models.config import ModelConfig, load_model_config
-from fastserve_backend.models.partition import check_parallel
+from fastserve_backend.models.config import ModelConfig
 from fastserve_backend.models.tokenizer import Tokenizer, load_tokenizer
 from fastserve_backend.profile.correction import CorrectedLatency
-from fastserve_backend.profile.latency import Identity, LatencyProfile
+from fastserve_backend.profile.iteration import IterationLoad
+from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.loads import Limits
-from fastserve_backend.profile.measure import cache_path, link_of, load_or_measure
+from fastserve_backend.profile.measure import cache_path, identity_of, link_of, load_or_measure
 from fastserve_backend.request_checks import RequestChecks
 from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.sampling_params import MAX_SEED, SamplingParams
@@ -125,7 +125,7 @@ class Engine:
 
     # --- Life ---------------------------------------------------------------------------------
 
-    def start(self, timeout_s: float = 600.0) -> None:
+    def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Load tokenizer and model, start the ranks, measure the latency profile.
 
         Raises:
@@ -159,7 +159,7 @@ class Engine:
             self.clock,
             eos_token_ids=self.model_config.eos_token_ids,
             counters=self.counters,
-            predict_s=lambda step: self.profile.iteration_s(load_of(step)),
+            predict_s=lambda step: self.profile.iteration_s(IterationLoad.of_step(step)),
             on_end=self._count_end,
             on_iteration=self._observe,
             check_integrity=self._check_integrity,
@@ -410,17 +410,7 @@ class Engine:
 
     def _load(self) -> None:
         model = self.config.model
-        self.model_config = load_model_config(
-            model.model,
-            load_format=model.load_format,
-            device="cuda" if model.device == "cuda" else "cpu",
-            dtype=model.dtype,
-            max_model_len=model.max_model_len,
-        )
-        parallel = self.config.parallel
-        check_parallel(
-            self.model_config, parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-        )
+        self.model_config = load_configured_model(self.config)
         self.tokenizer = load_tokenizer(model.model, model.tokenizer, self.model_config)
 
     def _make_distributed(self) -> OwnedExecutor:
@@ -438,13 +428,7 @@ class Engine:
         """Returns when they have loaded the model, with the latency profile of such ranks."""
         setup = Setup.of(self.config, self.model_config.directory)
         ready = executor.start(setup, self._start_timeout_s)
-        identity = Identity.of(
-            self.model_config,
-            hardware=ready.hardware,
-            dtype=ready.dtype,
-            block_size=self.config.kv_cache.block_size,
-            parallel=self.config.parallel,
-        )
+        identity = identity_of(self.model_config, self.config, ready)
         if self._profiled is None or self._profiled.identity.key != identity.key:
             limits = Limits.of(self.config, self.model_config.max_model_len, ready.num_blocks)
             self._profiled = load_or_measure(
@@ -478,7 +462,7 @@ class Engine:
 
     def _observe(self, step: Step, elapsed_s: float) -> None:
         """An iteration has ended: let the predictions follow the machine."""
-        if self.profile.observe(load_of(step), elapsed_s):
+        if self.profile.observe(IterationLoad.of_step(step), elapsed_s):
             self._loop.policy.recalibrate()
             _log.info(
                 "iterations take %.2f (decode) and %.2f (with prefill) times the profile's "

@@ -61,7 +61,6 @@ class JobStats:
 class JobOutput:
     """New tokens of one job, or its end. ``finish_reason`` is set exactly once, on the last one."""
 
-    job_id: str
     text: str
     """New text: never a broken UTF-8 sequence, never part of a stop word."""
     token_ids: Sequence[int]

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from fastserve_backend.job import Job
 
-DEFAULT_SLO_S = 0.3
 # Steps of at most 2.5: a quantile interpolated within a bucket is off by no more than that.
 _FIRST_TOKEN_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 _INTER_TOKEN_BOUNDS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 25)
@@ -68,7 +67,7 @@ class LatencyHistograms:
         slo_s: wanted normalized latency, seconds a token.
     """
 
-    def __init__(self, slo_s: float = DEFAULT_SLO_S) -> None:
+    def __init__(self, slo_s: float) -> None:
         self.time_to_first_token = Histogram(_FIRST_TOKEN_BOUNDS_S)
         self.inter_token = Histogram(_INTER_TOKEN_BOUNDS_S)
         self.e2e = Histogram(_WHOLE_JOB_BOUNDS_S)

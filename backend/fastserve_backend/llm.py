@@ -12,7 +12,7 @@ from rich.progress import Progress
 
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine import Engine
-from fastserve_backend.errors import EngineError, OverloadedError
+from fastserve_backend.errors import EngineError, InvalidRequestError, OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput, JobStats, TokenLogprob
 from fastserve_backend.length_prediction.prompt_text import last_user_words
 from fastserve_backend.models.chat_template import Message
@@ -43,6 +43,7 @@ class LLM:
     Args:
         model: as ``fastserve serve`` takes it.
         options: any key of ``engine.yaml``, such as ``load_format="dummy"`` or ``max_num_seqs=32``.
+        check_integrity: verify the block tables after every step, for tests.
 
     Raises:
         ConfigError, ModelError: the options or the model cannot be used.
@@ -124,26 +125,30 @@ class LLM:
         else:
             each = list(params)
         if len(each) != len(jobs):
-            raise ValueError(f"got {len(jobs)} prompts and {len(each)} SamplingParams")
+            raise InvalidRequestError(
+                "params", len(each), f"must be one for all {len(jobs)} prompts, or one each"
+            )
         ids = [self.engine.checks.encode(p) if isinstance(p, str) else p for p in jobs]
         for prompt_ids, one in zip(ids, each, strict=True):
             self.engine.checks.validate(prompt_ids, one)
         completions = [Completion(prompt) for prompt in jobs]
         outputs: queue.SimpleQueue[tuple[int, JobOutput]] = queue.SimpleQueue()
         numbers: list[int] = []
+
+        def submit_waiting() -> None:
+            for index in range(len(numbers), len(jobs)):
+                try:
+                    number = self._submit(index, ids[index], texts[index], each[index], outputs)
+                except OverloadedError:
+                    return  # the rest when a job has ended
+                numbers.append(number)
+
         unfinished = len(jobs)
         try:
             with Progress(disable=not progress, transient=True) as bar:
                 task = bar.add_task("generating", total=len(jobs))
                 while unfinished:
-                    while len(numbers) < len(jobs):
-                        index = len(numbers)
-                        try:
-                            numbers.append(
-                                self._submit(index, ids[index], texts[index], each[index], outputs)
-                            )
-                        except OverloadedError:
-                            break  # the rest when a job has ended
+                    submit_waiting()
                     try:
                         index, output = outputs.get(timeout=_CHECK_S)
                     except queue.Empty:

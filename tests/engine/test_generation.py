@@ -148,3 +148,9 @@ def test_impossible_prompts_are_refused(
     assert caught.value.field == field
     (fine,) = llm.generate([[7, 8]], SamplingParams(max_tokens=2, ignore_eos=True), progress=False)
     assert len(fine.token_ids) == 2
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_as_many_parameters_as_prompts(llm: LLM, count: int) -> None:
+    with pytest.raises(InvalidRequestError, match=f"params: got {count}; must be one for all 2"):
+        llm.generate([[7, 8], [9]], [SamplingParams(max_tokens=2)] * count, progress=False)

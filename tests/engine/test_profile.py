@@ -46,7 +46,7 @@ def test_the_engine_measures_once_and_corrects_itself(
         assert profile.model == measured
         assert 0 < profile.decode_s(1) <= profile.prefill_s(300)
         assert measured.identity.dtype == "float32"
-        measured.require(llm.engine.model_config)
+        measured.require(llm.engine.model_config, llm.engine.config.parallel, 16)
         llm.generate([[5] * 8] * 4, SamplingParams(max_tokens=20, ignore_eos=True))
         assert profile.decode_ratio != 1.0  # it has seen these decodes
     written_ns = path.stat().st_mtime_ns

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fastserve_backend.config import ParallelSection
 from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.profile.latency import Curve, Identity, LatencyProfile
@@ -80,7 +81,9 @@ def test_a_mistake_is_one_clear_error(arguments: list[str], message: str) -> Non
 def profile_path(tmp_path: Path) -> Path:
     """Of OPT-125M in float16, in blocks of 32 tokens."""
     model = load_model_config("opt-125m", load_format="dummy")
-    measured = Identity.of(model, hardware="a slide rule", dtype="float16", block_size=32)
+    measured = Identity.of(
+        model, hardware="a slide rule", dtype="float16", block_size=32, parallel=ParallelSection()
+    )
     path = tmp_path / "profile.json"
     LatencyProfile(
         identity=measured, num_blocks=100, link=Link(1e-4, 1e-4), num_samples=0,

@@ -10,6 +10,7 @@ from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
+from fastserve_backend.latency_histograms import LatencyHistograms
 from jobs import make_job, run_iteration
 from policies import LinearTimes
 
@@ -33,7 +34,7 @@ class Desk:
         config = KVCacheSection.model_validate(
             {"strategy": strategy, "incremental": incremental, "write_back": write_back}
         )
-        self.counters = EngineCounters()
+        self.counters = EngineCounters(LatencyHistograms(slo_s=0.3))
         self.tiers = TwoTierKV(num_blocks, num_host_blocks, 16, incremental=incremental)
         costs = SwapCosts(LinearTimes(), 100, link)
         self.manager = KVManager(self.tiers, self, config, costs, self.counters)

@@ -11,11 +11,12 @@ from fastserve_backend.clock import VirtualClock
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.counters import EngineCounters
 from fastserve_backend.delivery import NewToken, OnEnd
-from fastserve_backend.executor.simulated import SimulatedExecutor, load_of
+from fastserve_backend.executor.simulated import SimulatedExecutor
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.latency_histograms import LatencyHistograms
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.step_loop import StepLoop
@@ -159,7 +160,7 @@ class Rig:
         model = SimpleModel(num_stages)
         self.executor = self.make_executor(model, link)
         self.delivery = self.make_delivery()
-        self.counters = EngineCounters()
+        self.counters = EngineCounters(LatencyHistograms(slo_s=0.3))
         tiers = TwoTierKV(num_blocks, num_host_blocks, BLOCK_SIZE, incremental=kv_cache.incremental)
         self.pool, self.host = tiers.device, tiers.host
         costs = SwapCosts(model, BLOCK_BYTES, link)
@@ -174,7 +175,7 @@ class Rig:
             self.clock,
             eos_token_ids=eos_token_ids,
             counters=self.counters,
-            predict_s=lambda step: model.iteration_s(load_of(step)),
+            predict_s=lambda step: model.iteration_s(IterationLoad.of_step(step)),
             on_end=lambda job, reason: self.ends.append((job.number, reason)),
             on_iteration=lambda step, elapsed_s: self.iterations_s.append(elapsed_s),
             check_integrity=True,

@@ -125,14 +125,16 @@ def test_files_that_cannot_be_read_are_one_clear_error(tmp_path: Path) -> None:
 def test_a_profile_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     small = load_model_config("opt-125m", load_format="dummy")
     large = load_model_config("opt-1.3b", load_format="dummy")
-    measured = Identity.of(small, hardware="cpu", dtype="bfloat16", block_size=16)
+    measured = Identity.of(
+        small, hardware="cpu", dtype="bfloat16", block_size=16, parallel=ParallelSection()
+    )
     path = tmp_path / "profile.json"
     replace(known_profile(), identity=measured).save(path)
     profile = LatencyProfile.load(path)
-    profile.require(small)
-    profile.require(replace(small, name="a copy of it", max_model_len=512))
+    profile.require(small, ParallelSection(), 16)
+    profile.require(replace(small, name="a copy of it", max_model_len=512), ParallelSection(), 16)
     with pytest.raises(ConfigError, match=r"profile: .*'opt-125m' for 'opt-1\.3b'") as caught:
-        profile.require(large)
+        profile.require(large, ParallelSection(), 16)
     assert "\n" not in str(caught.value)
 
 
@@ -146,11 +148,11 @@ def test_a_profile_of_other_ranks_is_refused_by_their_number(tmp_path: Path) -> 
     replace(known_profile(), identity=measured).save(path)
     profile = LatencyProfile.load(path)
     assert profile.num_stages == 3
-    profile.require(small, parallel)
+    profile.require(small, parallel, 16)
     with pytest.raises(ConfigError, match=r"profile: .* tensor_parallel_size 2, not 1; set"):
-        profile.require(small)
+        profile.require(small, ParallelSection(), 16)
     with pytest.raises(ConfigError, match=r"profile: .* pipeline_parallel_size 3, not 1; set"):
-        profile.require(small, ParallelSection(tensor_parallel_size=2))
+        profile.require(small, ParallelSection(tensor_parallel_size=2), 16)
 
 
 def test_the_cache_key_is_of_all_that_times_depend_on_and_of_nothing_else() -> None:

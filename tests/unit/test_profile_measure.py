@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fastserve_backend.clock import VirtualClock
-from fastserve_backend.executor.simulated import SimulatedExecutor, load_of
+from fastserve_backend.executor.simulated import SimulatedExecutor
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.loads import Limits, brief_grid, full_grid, random_mixes
@@ -114,7 +114,7 @@ def test_every_step_is_one_that_the_engine_could_send() -> None:
     executor = CountingExecutor(known_profile(), clock)
     measure_fully(identity(), executor, clock.now, LIMITS, LINK, lambda share: None)
     for step in executor.steps:
-        load = load_of(step)
+        load = IterationLoad.of_step(step)
         assert load.num_tokens <= LIMITS.max_batched_tokens
         assert len(step.query_lens) // 4 <= LIMITS.max_seqs
         blocks = memoryview(step.block_ids).cast("i")

@@ -36,6 +36,10 @@ class TinyConfig(ModelConfig):
     """4 layers of 1,000 weights, 8 channels in 4 heads on 2 KV heads, 100 words: head of 800."""
 
     @property
+    def num_layer_parameters(self) -> int:
+        return 1000
+
+    @property
     def num_parameters(self) -> int:
         return 4 * 1000 + 800
 
@@ -152,8 +156,11 @@ def test_kv_blocks_fill_what_the_weights_leave() -> None:
     assert Roofline(TINY, SLOW).num_device_blocks(16, 0.9) == 8400 // 1024
     # Each of two GPUs holds half of the weights and half of each block.
     assert Roofline(TINY, SLOW, 2).num_device_blocks(16, 0.9) == (18_000 - 4800) // 512
-    # The fullest of three stages holds 2 layers and maybe the head: 2 · 2,800 bytes, half a block.
-    assert Roofline(TINY, SLOW, 1, 3).num_device_blocks(16, 0.9) == (18_000 - 5600) // 512
+    # The middle one of three stages holds 2 layers, the last one 1 and the head: 2 · 2,000 bytes,
+    # half a block.
+    assert Roofline(TINY, SLOW, 1, 3).num_device_blocks(16, 0.9) == (18_000 - 4000) // 512
+    # Of two stages the last has the head: 2 · 2,800 bytes.
+    assert Roofline(TINY, SLOW, 1, 2).num_device_blocks(16, 0.9) == (18_000 - 5600) // 512
 
 
 def test_kv_of_a_job_has_the_size_that_fastserve_states() -> None:

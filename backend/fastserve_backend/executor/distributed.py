@@ -165,16 +165,12 @@ class DistributedExecutor:
 
     @property
     def can_submit(self) -> bool:
-        return self._in_first_stage is None and self._num_unfinished < len(self.busy_s)
+        return self._in_first_stage is None and len(self._flights) < len(self.busy_s)
 
     @property
     def can_submit_ahead(self) -> bool:
         # With several stages the last one has the tokens, and the first runs another batch.
-        return len(self.busy_s) == 1 and self._num_unfinished == 1
-
-    @property
-    def _num_unfinished(self) -> int:
-        return len(self._flights)
+        return len(self.busy_s) == 1 and len(self._flights) == 1
 
     def submit(self, step: Step) -> None:
         self._send(step)

@@ -50,7 +50,7 @@ class SimulatedExecutor:
         return self._clock.now() >= self._stage_free_s[0]
 
     def submit(self, step: Step) -> None:
-        load = load_of(step)
+        load = IterationLoad.of_step(step)
         total_s = self._model.iteration_s(load)
         stage_s = total_s / len(self._stage_free_s)
         end_s = self._clock.now()
@@ -91,13 +91,3 @@ class SimulatedExecutor:
 
     def check(self) -> None:
         """Modelled ranks do not die."""
-
-
-def load_of(step: Step) -> IterationLoad:
-    """What the step computes."""
-    counts = array("i", step.query_lens)
-    num_sampling = len(counts) - step.num_partial
-    return IterationLoad.of(
-        (start, count, row < num_sampling)
-        for row, (start, count) in enumerate(zip(array("i", step.starts), counts, strict=True))
-    )

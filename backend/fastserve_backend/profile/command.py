@@ -11,18 +11,23 @@ from rich.table import Table
 
 from fastserve_backend.clock import MonotonicClock
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.configured_model import load_configured_model
 from fastserve_backend.errors import ConfigError
+from fastserve_backend.executor.base import START_TIMEOUT_S
 from fastserve_backend.executor.cluster import Cluster
 from fastserve_backend.executor.distributed import DistributedExecutor
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.partition import check_parallel
 from fastserve_backend.profile.fit import Sample
-from fastserve_backend.profile.latency import Identity, LatencyProfile
+from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.loads import Limits
-from fastserve_backend.profile.measure import Measurement, cache_path, link_of, measure_fully
+from fastserve_backend.profile.measure import (
+    Measurement,
+    cache_path,
+    identity_of,
+    link_of,
+    measure_fully,
+)
 from fastserve_backend.worker.messages import Setup
 
-_START_TIMEOUT_S = 600.0
 # Of the held-out iterations, from the smallest to the largest.
 _SHOWN_ROWS = 10
 
@@ -51,17 +56,8 @@ def profile_command(config: EngineConfig, output: Path | None) -> None:
 
 
 def _measure(config: EngineConfig) -> Measurement:
-    model = config.model
-    model_config = load_model_config(
-        model.model,
-        load_format=model.load_format,
-        device="cuda" if model.device == "cuda" else "cpu",
-        dtype=model.dtype,
-        max_model_len=model.max_model_len,
-    )
-    parallel = config.parallel
-    check_parallel(model_config, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
-    cluster = Cluster.of(parallel)
+    model = load_configured_model(config)
+    cluster = Cluster.of(config.parallel)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -74,21 +70,14 @@ def _measure(config: EngineConfig) -> Measurement:
             opened.callback(cluster.close)
         executor = DistributedExecutor(cluster)
         opened.callback(executor.close)
-        task = bar.add_task(f"loading {model_config.name}", total=1.0)
-        ready = executor.start(Setup.of(config), _START_TIMEOUT_S)
-        bar.update(task, description=f"measuring {model_config.name}")
-        identity = Identity.of(
-            model_config,
-            hardware=ready.hardware,
-            dtype=ready.dtype,
-            block_size=config.kv_cache.block_size,
-            parallel=parallel,
-        )
+        task = bar.add_task(f"loading {model.name}", total=1.0)
+        ready = executor.start(Setup.of(config, model.directory), START_TIMEOUT_S)
+        bar.update(task, description=f"measuring {model.name}")
         return measure_fully(
-            identity,
+            identity_of(model, config, ready),
             executor,
             MonotonicClock().now,
-            Limits.of(config, model_config.max_model_len, ready.num_blocks),
+            Limits.of(config, model.max_model_len, ready.num_blocks),
             link_of(ready),
             lambda share: bar.update(task, completed=share),
         )

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from fastserve_backend.worker.messages import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,15 @@ class IterationLoad:
             else:
                 prefill_pairs += count * start + count * (count + 1) // 2
         return cls(num_tokens, num_sampled, num_decodes, decode_context, prefill_pairs)
+
+    @classmethod
+    def of_step(cls, step: Step) -> IterationLoad:
+        counts = array("i", step.query_lens)
+        num_sampling = len(counts) - step.num_partial
+        return cls.of(
+            (start, count, row < num_sampling)
+            for row, (start, count) in enumerate(zip(array("i", step.starts), counts, strict=True))
+        )
 
 
 class LatencyModel(ABC):

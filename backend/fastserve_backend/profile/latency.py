@@ -24,7 +24,6 @@ from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 # the queues.
 MIN_ITERATION_S = 1e-6
 _FORMAT = 5
-NOT_PARALLEL = ParallelSection()
 
 # What a model's configuration says that its iteration times do not depend on, or that a profile
 # states by itself.
@@ -57,7 +56,7 @@ class Identity:
         hardware: str,
         dtype: str,
         block_size: int,
-        parallel: ParallelSection = NOT_PARALLEL,
+        parallel: ParallelSection,
     ) -> Identity:
         """``hardware`` and ``dtype`` as the ranks report them."""
         return cls(
@@ -160,12 +159,7 @@ class LatencyProfile(LatencyModel):
         )
         return value if value > MIN_ITERATION_S else MIN_ITERATION_S
 
-    def require(
-        self,
-        model: ModelConfig,
-        parallel: ParallelSection = NOT_PARALLEL,
-        block_size: int | None = None,
-    ) -> None:
+    def require(self, model: ModelConfig, parallel: ParallelSection, block_size: int) -> None:
         """Raises ConfigError if this was measured for a model of another shape, divided otherwise
         than ``parallel`` says, or with other KV blocks."""
         wanted, measured = shape_of(model), self.identity.shape
@@ -186,7 +180,7 @@ class LatencyProfile(LatencyModel):
                     f"profile: was measured with {key} {getattr(self.identity, key)}, not "
                     f"{wanted_size}; set parallel.{key} to that"
                 )
-        if block_size not in (None, self.identity.block_size):
+        if block_size != self.identity.block_size:
             raise ConfigError(
                 f"profile: was measured with block_size {self.identity.block_size}, not "
                 f"{block_size}; set kv_cache.block_size to that"

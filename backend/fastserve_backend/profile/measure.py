@@ -12,9 +12,11 @@ from pathlib import Path
 
 import platformdirs
 
+from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.kv_cache.swap_costs import Link
+from fastserve_backend.models.config import ModelConfig
 from fastserve_backend.profile.drift import typical_seconds
 from fastserve_backend.profile.fit import Sample, fit, mean_error
 from fastserve_backend.profile.iteration import IterationLoad
@@ -56,6 +58,17 @@ class Measurement:
 def cache_path(identity: Identity) -> Path:
     """Where the engine looks for the profile at its start."""
     return Path(platformdirs.user_cache_dir("fastserve")) / "profiles" / f"{identity.key}.json"
+
+
+def identity_of(model: ModelConfig, config: EngineConfig, ready: Ready) -> Identity:
+    """Of ``model`` on the ranks that are ready."""
+    return Identity.of(
+        model,
+        hardware=ready.hardware,
+        dtype=ready.dtype,
+        block_size=config.kv_cache.block_size,
+        parallel=config.parallel,
+    )
 
 
 def link_of(ready: Ready) -> Link:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.config import DTYPE_BYTES, ModelConfig
-from fastserve_backend.models.partition import check_parallel
+from fastserve_backend.models.partition import check_parallel, layers_of_stages, share_of_kv
 from fastserve_backend.profile.hardware import GPUS_PER_NODE, Hardware
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 
@@ -54,8 +54,8 @@ class Roofline(LatencyModel):
     """Times of a model in 16 bits, sharded over ``tensor_parallel × pipeline_parallel`` GPUs.
 
     Tensor parallelism divides every matrix and the heads, pipeline parallelism the layers into
-    stages that differ by one layer at most. GPUs fill nodes stage by stage; between nodes each GPU
-    has a network card as fast as its PCIe link.
+    stages, as the engine's ranks do (``models.partition``). GPUs fill nodes stage by stage; between
+    nodes each GPU has a network card as fast as its PCIe link.
 
     Weights are counted from ``num_parameters``: the LM head is vocabulary × hidden, all else lies
     in the layers. That is exact for tied embeddings but for the table of positions (0.1% of
@@ -78,13 +78,14 @@ class Roofline(LatencyModel):
         self._model = model
         self._hardware = hardware
         # Of a job's KV, on one GPU. The fullest stage decides what fits and how long swaps take.
-        self.share_of_kv = -(-model.num_layers // pipeline_parallel) / (
-            model.num_layers * tensor_parallel
-        )
+        self.share_of_kv = share_of_kv(model, tensor_parallel, pipeline_parallel)
         element_bytes = DTYPE_BYTES[model.dtype]
         head = model.vocab_size * model.hidden_size
         layers = model.num_parameters - head
-        self._weight_bytes = (layers * self.share_of_kv + head / tensor_parallel) * element_bytes
+        stages = [len(stage) for stage in layers_of_stages(model, pipeline_parallel)]
+        weights = [layers * count / model.num_layers for count in stages]
+        weights[-1] += head
+        self._weight_bytes = max(weights) / tensor_parallel * element_bytes
         if self._weight_bytes > hardware.hbm_bytes:
             raise ConfigError(
                 f"hardware: got {hardware.name!r} with {hardware.hbm_bytes / 2**30:.0f} GiB; "

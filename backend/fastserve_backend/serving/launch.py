@@ -20,6 +20,7 @@ from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFA
 
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import FastServeError
+from fastserve_backend.executor.base import START_TIMEOUT_S
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.serving.endpoints import Endpoints
@@ -30,9 +31,6 @@ from fastserve_backend.serving.repository import write_repository
 from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
 
 logger = logging.getLogger(__name__)
-
-START_TIMEOUT_S = 600.0
-"""Weights of a large model take minutes from a slow disk."""
 
 # About one start in eighty aborts inside tritonserver 24.10, before the model is asked anything.
 _START_TRIES = 3

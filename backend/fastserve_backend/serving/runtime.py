@@ -70,10 +70,6 @@ class RuntimeDirectory:
         return self.path / "repository"
 
     @property
-    def log(self) -> Path:
-        return self.path / "server.log"
-
-    @property
     def shared_memory_prefix(self) -> str:
         return f"{self.path.name}-"
 

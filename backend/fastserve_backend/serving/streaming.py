@@ -74,9 +74,7 @@ class RequestStream(ABC):
     """One accepted request. ``push`` of its kind hands over what is to be sent; the rest is its
     emitter's."""
 
-    def __init__(
-        self, sender: ResponseSender, emitter: Emitter, *, errors_end_call: bool = False
-    ) -> None:
+    def __init__(self, sender: ResponseSender, emitter: Emitter, *, errors_end_call: bool) -> None:
         """``errors_end_call``: the gRPC stream ends with the first error, as its status."""
         self._errors_end_call = errors_end_call
         self._sender = sender
@@ -139,9 +137,7 @@ class RequestStream(ABC):
 class ResponseStream(RequestStream):
     """A request that is a job. ``push`` may be called by any one thread."""
 
-    def __init__(
-        self, sender: ResponseSender, emitter: Emitter, *, errors_end_call: bool = False
-    ) -> None:
+    def __init__(self, sender: ResponseSender, emitter: Emitter, *, errors_end_call: bool) -> None:
         super().__init__(sender, emitter, errors_end_call=errors_end_call)
         self._pending: deque[JobOutput | RequestError] = deque()
         self._encoder: ResponseEncoder | None = None

@@ -27,9 +27,7 @@ WATCH_LIMIT_S = 20.0
 class WatchStream(RequestStream):
     """``push`` may be called by several threads. The emitter sends the latest picture only."""
 
-    def __init__(
-        self, sender: ResponseSender, emitter: Emitter, *, errors_end_call: bool = False
-    ) -> None:
+    def __init__(self, sender: ResponseSender, emitter: Emitter, *, errors_end_call: bool) -> None:
         super().__init__(sender, emitter, errors_end_call=errors_end_call)
         self._state: EngineState | None = None
         self._ended = False

@@ -15,12 +15,13 @@ from fastserve_backend.clock import VirtualClock
 from fastserve_backend.config import KVCacheSection, SchedulerSection
 from fastserve_backend.counters import EngineCounters
 from fastserve_backend.delivery import NewToken, OnEnd
-from fastserve_backend.executor.simulated import SimulatedExecutor, load_of
+from fastserve_backend.executor.simulated import SimulatedExecutor
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
-from fastserve_backend.profile.iteration import LatencyModel
+from fastserve_backend.latency_histograms import LatencyHistograms
+from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.registry import make_policy
 from fastserve_backend.simulation.memory import KVMemory
@@ -69,7 +70,7 @@ def simulate(
     clock = VirtualClock()
     executor = SimulatedExecutor(latency, clock, memory.link)
     policy = make_policy(scheduler, latency, max_model_len)
-    counters = EngineCounters()
+    counters = EngineCounters(LatencyHistograms(scheduler.slo_ms / 1e3))
     tiers = TwoTierKV(
         memory.num_blocks,
         memory.num_host_blocks if kv_cache.is_swapping else 0,
@@ -85,7 +86,7 @@ def simulate(
         clock,
         eos_token_ids=(),
         counters=counters,
-        predict_s=lambda step: latency.iteration_s(load_of(step)),
+        predict_s=lambda step: latency.iteration_s(IterationLoad.of_step(step)),
         on_end=_ignore_end,
         on_iteration=_ignore_iteration,
         check_integrity=check_integrity,

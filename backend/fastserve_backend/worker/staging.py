@@ -41,7 +41,7 @@ class Staging:
         self._buffers = [
             torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
         ]
-        self._copied = [_event() for _ in range(2)] if pinned else []
+        self._copied = [torch.cuda.Event() for _ in range(2)] if pinned else []
         self._on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._turn = 0
 
@@ -115,7 +115,3 @@ def _copy(source: Tensor, target: Tensor) -> None:
     from fastserve_kernels.gpu.pinned_copies import copy_words
 
     copy_words(source, target)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event()

@@ -7,6 +7,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -227,8 +228,8 @@ def _ahead(steps: Iterator[Step]) -> Iterator[Step]:
 def _send_heartbeats(link: EngineLink) -> None:
     def beat() -> None:
         send = link.sender("heartbeat")
-        while not stopped.wait(HEARTBEAT_S):
+        while True:
+            time.sleep(HEARTBEAT_S)
             send(Heartbeat())
 
-    stopped = threading.Event()
     threading.Thread(target=beat, name="heartbeat", daemon=True).start()

@@ -6,16 +6,36 @@ The same models read ``engine.yaml`` and give ``fastserve serve`` its flags.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from fastserve_backend.errors import ConfigError
+
+# Of times that are configured: from a microsecond to eleven days.
+_MIN_MS, _MAX_MS = 1e-3, 1e9
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        """YAML reads a bare ``yes`` as true, and pydantic that as 1."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
+            raise PydanticCustomError("number", "must be a number")
+        return value
 
 
 class ModelConfigSection(_Section):
@@ -26,7 +46,9 @@ class ModelConfigSection(_Section):
         "file, or a built-in name.",
     )
     tokenizer: str | None = Field(
-        None, description="Directory or id of the tokenizer; default: the model's own."
+        None,
+        min_length=1,
+        description="Directory or id of the tokenizer; default: the model's own.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of weights and KV; auto: the checkpoint's (CPU: never float16)."
@@ -140,7 +162,7 @@ class KVCacheSection(_Section):
     swap_space_gib: float = Field(
         4.0,
         ge=0.0,
-        allow_inf_nan=False,
+        le=2**20,
         description="Host memory of each rank for preempted jobs' KV, GiB; 0: none is swapped.",
     )
     strategy: SwapStrategy = Field(
@@ -194,7 +216,7 @@ class SchedulerSection(_Section):
         "auto", description="Quantum of the highest queue, ms; auto: one decode iteration."
     )
     slo_ms: float = Field(
-        300.0, gt=0.0, allow_inf_nan=False, description="Wanted normalized latency, ms a token."
+        300.0, ge=_MIN_MS, le=_MAX_MS, description="Wanted normalized latency, ms a token."
     )
     starvation_ms: float | Literal["auto"] = Field(
         "auto",
@@ -249,7 +271,8 @@ class EngineConfig(_Section):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
-        """Raises ConfigError with all problems in one message."""
+        """Raises ConfigError: all problems of single keys in one message, or else all of keys that
+        do not go together."""
         try:
             config = cls.model_validate(values)
         except ValidationError as error:
@@ -265,7 +288,7 @@ class EngineConfig(_Section):
         """Raises ConfigError: unreadable file, YAML that is not a mapping, or invalid values."""
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from None
         if values is None:
             values = {}
@@ -307,8 +330,11 @@ class EngineConfig(_Section):
             )
         for key in ("base_quantum_ms", "starvation_ms"):
             value = getattr(scheduler, key)
-            if value != "auto" and not 0.0 < value < float("inf"):
-                problems.append(f"scheduler.{key}: got {value}; must be 'auto' or above 0 ms")
+            if value != "auto" and not _MIN_MS <= value <= _MAX_MS:
+                problems.append(
+                    f"scheduler.{key}: got {value}; must be 'auto' or from {_MIN_MS:g} to "
+                    f"{_MAX_MS:g} ms"
+                )
         return problems
 
 

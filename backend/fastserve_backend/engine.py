@@ -142,6 +142,8 @@ class Engine:
             self._executor = self._make_executor()
             try:
                 self._ready, profile = self._start_ranks(self._executor)
+                self.profile = CorrectedLatency(profile)
+                self._loop = self._make_loop()
             except BaseException:
                 self._executor.close()
                 raise
@@ -149,24 +151,12 @@ class Engine:
             self._close_cluster()
             self._close_predictions()
             raise
-        self.profile = CorrectedLatency(profile)
-        policy = make_policy(self.config.scheduler, self.profile, self.model_config.max_model_len)
-        self._loop = StepLoop(
-            policy,
-            self._new_kv(policy),
-            self._executor,
-            Delivery(self.tokenizer),
-            self.clock,
-            eos_token_ids=self.model_config.eos_token_ids,
-            counters=self.counters,
-            predict_s=lambda step: self.profile.iteration_s(IterationLoad.of_step(step)),
-            on_end=self._count_end,
-            on_iteration=self._observe,
-            check_integrity=self._check_integrity,
-        )
         self.checks = RequestChecks(self.model_config, self.tokenizer, self._kv_capacity)
         _log.info(
-            "ready: %s, %s, %s", self.config.model.model, self._describe_ranks(), policy.describe()
+            "ready: %s, %s, %s",
+            self.config.model.model,
+            self._describe_ranks(),
+            self._loop.policy.describe(),
         )
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -182,10 +172,10 @@ class Engine:
         """Cancel what is left and stop the ranks; idempotent."""
         with self._admission:
             self._draining = True
-        if self._thread is not None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
             self._inbox.put(_Stop())
-            self._thread.join(CLOSE_TIMEOUT_S)
-            self._thread = None
+            thread.join(CLOSE_TIMEOUT_S)
         self._close_predictions()
 
     # --- Jobs ---------------------------------------------------------------------------------
@@ -435,6 +425,22 @@ class Engine:
                 cache_path(identity), identity, executor, self.clock.now, limits, link_of(ready)
             )
         return ready, self._profiled
+
+    def _make_loop(self) -> StepLoop:
+        policy = make_policy(self.config.scheduler, self.profile, self.model_config.max_model_len)
+        return StepLoop(
+            policy,
+            self._new_kv(policy),
+            self._executor,
+            Delivery(self.tokenizer),
+            self.clock,
+            eos_token_ids=self.model_config.eos_token_ids,
+            counters=self.counters,
+            predict_s=lambda step: self.profile.iteration_s(IterationLoad.of_step(step)),
+            on_end=self._count_end,
+            on_iteration=self._observe,
+            check_integrity=self._check_integrity,
+        )
 
     def _new_kv(self, policy: Policy) -> KVManager:
         """For the ranks as they last were: no job has KV on them."""

@@ -197,6 +197,7 @@ class StepLoop:
             job.finish_reason = FinishReason.ERROR
             self._on_end(job, FinishReason.ERROR)
         self._jobs.clear()
+        self.num_running = 0
 
     def suspend(self, kv: KVManager) -> None:
         """The ranks are lost, with all KV and whatever they had not answered: it is as if that had

@@ -181,13 +181,18 @@ def test_an_index_of_another_release_of_its_library_is_refused(
 def test_what_a_killed_process_was_writing_is_removed(
     taught: LengthPredictor, tmp_path: Path
 ) -> None:
-    old, new = tmp_path / "old.tmp", tmp_path / "new.tmp"
-    for draft in (old, new):
-        draft.write_bytes(b"half a file")
-    os.utime(old, (0, 0))
+    old, new = tmp_path / f"{FILE_NAME}.old.tmp", tmp_path / f"{FILE_NAME}.new.tmp"
+    other = tmp_path / "other.tmp"
+    for file in (old, new, other):
+        file.write_bytes(b"half a file")
+        os.utime(file, (0, 0))
+    os.utime(new)
+    (tmp_path / f"{FILE_NAME}.folder.tmp").mkdir()  # cannot be removed, which is not its affair
     taught.save(tmp_path)
     assert not old.exists()
     assert new.exists(), "it may be another server's, which saves at this moment"
+    assert other.exists(), "the directory is the user's"
+    assert (tmp_path / FILE_NAME).exists()
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(

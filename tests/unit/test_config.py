@@ -46,9 +46,10 @@ def test_every_problem_is_in_one_message() -> None:
         assert part in message
 
 
-def test_a_file_nested_too_deeply(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["[" * 5000, "model: 2024-13-45", "a: " + "9" * 5000, "\xff"])
+def test_a_file_that_cannot_be_read(tmp_path: Path, content: str) -> None:
     path = tmp_path / "engine.yaml"
-    path.write_text("[" * 5000)
+    path.write_text(content, encoding="latin-1")
     with pytest.raises(ConfigError, match="cannot read"):
         EngineConfig.from_yaml(path)
 
@@ -57,7 +58,14 @@ def test_a_file_nested_too_deeply(tmp_path: Path) -> None:
     ("keys", "message"),
     [
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "must be at least"),
-        ({"base_quantum_ms": 0}, "base_quantum_ms: got 0.0; must be 'auto' or above 0 ms"),
+        ({"base_quantum_ms": 0}, "base_quantum_ms: got 0.0; must be 'auto' or from 0.001 to"),
+        ({"base_quantum_ms": 5e-324}, "base_quantum_ms: got 5e-324"),
+        ({"starvation_ms": 1e300}, r"starvation_ms: got 1e\+300"),
+        ({"swap_space_gib": 1e300}, r"swap_space_gib: got 1e\+300"),
+        ({"max_num_seqs": True}, "max_num_seqs: got True; must be a number"),
+        ({"starvation_ms": True}, "starvation_ms: got True; must be a number"),
+        ({"device_blocks": False}, "device_blocks: got False; must be a number"),
+        ({"tokenizer": ""}, "tokenizer: got ''"),
         ({"starvation_ms": float("nan")}, "starvation_ms: got nan"),
         ({"slo_ms": float("inf")}, "slo_ms: got inf"),
         ({"quantum_ratio": 1.0000001}, "quantum_ratio: got 1.0000001"),

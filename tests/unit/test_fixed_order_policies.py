@@ -9,7 +9,7 @@ from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.srpt import SRPT
 from jobs import make_job
-from policies import POLICIES, TIMES, by_priority, iterate, make, one_job
+from policies import POLICIES, TIMES, LinearTimes, by_priority, iterate, make, one_job
 
 # --- Every policy -----------------------------------------------------------------------------
 
@@ -145,6 +145,24 @@ def test_srpt_changes_its_order_as_jobs_progress() -> None:
     policy.remove(newcomer)
     assert iterate(policy, 7.0) == [first]
     assert by_priority(policy, [first, second]) == [first, second]
+
+
+def test_srpt_orders_all_jobs_by_the_times_that_hold_now() -> None:
+    class DriftingTimes(LinearTimes):
+        decode_token_s = 1.0
+
+        def decode_s(self, context_tokens: int) -> float:
+            return self.decode_token_s
+
+    times = DriftingTimes()
+    policy = SRPT(one_job(), times)
+    runs, waits = make_job(0, 1, max_tokens=15), make_job(1, 1, max_tokens=20)
+    for job in (runs, waits):
+        policy.add(job, 0.0)
+    DriftingTimes.decode_token_s = 3.0  # what is left of the first has 40 s now, not 14
+    policy.recalibrate()
+    for now in range(3):
+        assert iterate(policy, float(now)) == [runs]
 
 
 def test_srpt_counts_the_chunks_that_have_run() -> None:

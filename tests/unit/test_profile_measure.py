@@ -163,9 +163,9 @@ def test_a_profile_of_smaller_batches_is_measured_again(tmp_path: Path) -> None:
     clock = VirtualClock()
     executor = CountingExecutor(known_profile(), clock)
 
-    def steps_for(max_seqs: int) -> int:
+    def steps_for(max_seqs: int, max_batched_tokens: int = 512) -> int:
         num_steps = len(executor.steps)
-        limits = replace(LIMITS, max_seqs=max_seqs)
+        limits = replace(LIMITS, max_seqs=max_seqs, max_batched_tokens=max_batched_tokens)
         profile = load_or_measure(path, identity(), executor, clock.now, limits, LINK)
         assert LatencyProfile.load(path) == profile
         return len(executor.steps) - num_steps
@@ -173,6 +173,8 @@ def test_a_profile_of_smaller_batches_is_measured_again(tmp_path: Path) -> None:
     assert steps_for(8) > 0
     assert steps_for(4) == 0
     assert steps_for(16) > 0
+    assert steps_for(8) == 0
+    assert steps_for(8, max_batched_tokens=2048) > 0  # whose prefills are longer
     assert steps_for(8) == 0
 
 

@@ -143,6 +143,8 @@ class LatencyProfile(LatencyModel):
     """For each pair of a prompt's token and a position that it attends to."""
     max_seqs: int = 0
     """No batch of more jobs was measured; beyond, the curves go on as they end."""
+    max_prefill_tokens: int = 0
+    """No longer prefill was measured; the same."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for coefficients that no fit gives."""

@@ -53,6 +53,10 @@ class Limits:
         """Context and new tokens of one job."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
+    @property
+    def max_prefill_tokens(self) -> int:
+        return min(self.max_job_tokens, self.max_batched_tokens)
+
     def hold(self, mix: Mix) -> bool:
         """Whether an engine with these limits can run the iteration."""
         blocks = sum(-(-(start + count) // self.block_size) for start, count, _ in mix)

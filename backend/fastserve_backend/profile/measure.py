@@ -86,7 +86,8 @@ def load_or_measure(
 ) -> LatencyProfile:
     """The profile in ``path``, or a brief measurement that is kept there for the next start.
 
-    One that was measured with smaller batches than ``limits`` allow is measured again.
+    One that was measured with smaller batches or shorter prefills than ``limits`` allow is measured
+    again.
     """
     if path.exists():
         try:
@@ -94,7 +95,11 @@ def load_or_measure(
         except ConfigError as error:
             _log.warning("%s", error)
         else:
-            if profile.identity.key == identity.key and profile.max_seqs >= limits.max_seqs:
+            covers = (
+                profile.max_seqs >= limits.max_seqs
+                and profile.max_prefill_tokens >= limits.max_prefill_tokens
+            )
+            if profile.identity.key == identity.key and covers:
                 return _with_link(profile, link, path)
     _log.info("measuring the latency profile of %s on %s", identity.model, identity.hardware)
     profile = measure_briefly(identity, executor, now, limits, link)
@@ -125,7 +130,7 @@ def measure_briefly(
     bench = _Bench(executor, now, limits)
     times = bench.times(mixes, BRIEF_BUDGET_S, lambda share: None)
     profile = fit(identity, limits.num_blocks, link, _samples(mixes, times))
-    return replace(profile, max_seqs=limits.max_seqs)
+    return replace(profile, max_seqs=limits.max_seqs, max_prefill_tokens=limits.max_prefill_tokens)
 
 
 def measure_fully(

@@ -164,6 +164,10 @@ class Policy(Protocol):
         ...
 
 
+# Of a burst of prompts that wait for tokens, so many may be between a decode and its seat.
+_LOOKS_BEYOND = 4
+
+
 def fill_batch(
     jobs: Iterable[Job], limits: BatchLimits, skip: Callable[[Job], bool], memory: Memory
 ) -> list[Scheduled]:
@@ -171,8 +175,8 @@ def fill_batch(
 
     A job that exceeds the token limit is passed over, so that decodes (one token) behind a long
     prefill still run; in the next iteration, behind decodes alone, it fits. After the first such
-    job at most ``max_seqs`` more are looked at. Jobs without memory are passed over too, until no
-    other can have any.
+    job a few times ``max_seqs`` more are looked at. Jobs without memory are passed over too, until
+    no other can have any.
     """
     batch: list[Scheduled] = []
     tokens_left = limits.max_tokens
@@ -199,5 +203,5 @@ def fill_batch(
             if chunk_left is not None and job.num_uncomputed > 1:
                 chunk_left -= needed
         elif looks_left is None:
-            looks_left = limits.max_seqs
+            looks_left = _LOOKS_BEYOND * limits.max_seqs
     return batch

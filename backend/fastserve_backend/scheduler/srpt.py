@@ -14,7 +14,8 @@ from fastserve_backend.scheduler.fixed_priority import FixedPriority
 
 
 class SRPT(FixedPriority):
-    """Fixed priority, but the key is the remaining time, taken anew whenever the job has run."""
+    """Fixed priority, but the key is the remaining time, taken anew whenever the job has run or the
+    iteration times have drifted."""
 
     name = "srpt"
 
@@ -32,3 +33,6 @@ class SRPT(FixedPriority):
         super().iteration_done(jobs, elapsed_s, now)
         for job in jobs:
             self._jobs.move(job, self.key(job))
+
+    def recalibrate(self) -> None:
+        self._jobs.reorder(self.key)

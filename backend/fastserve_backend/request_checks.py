@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.models.chat_template import Message
 from fastserve_backend.models.config import ModelConfig
 from fastserve_backend.models.tokenizer import TokenizationError, Tokenizer
 from fastserve_backend.sampling_params import SamplingParams
+
+_CHARS_A_TOKEN = 8
+# A word that is cut may have more tokens than the whole word.
+_CUT_TOKENS = 64
 
 
 class RequestChecks:
@@ -35,7 +43,7 @@ class RequestChecks:
         """
         self._check_length("text_input", len(text))
         try:
-            ids = self._tokenizer.encode(text)
+            ids = self._tokenize("text_input", text, special_tokens=True)
         except TokenizationError as error:
             raise InvalidRequestError("text_input", text, str(error)) from None
         if not ids:
@@ -55,9 +63,21 @@ class RequestChecks:
         try:
             text = self._tokenizer.render_chat(messages)
             self._check_length("messages", len(text))
-            return self._tokenizer.encode(text, special_tokens=False)
+            return self._tokenize("messages", text, special_tokens=False)
         except TokenizationError as error:
             raise InvalidRequestError("messages", given, str(error)) from None
+
+    def accept_ids(self, ids: NDArray[np.integer[Any]]) -> list[int]:
+        """A prompt that comes as token ids, [n] with n > 0.
+
+        Raises:
+            InvalidRequestError: too many for the model, or one that its vocabulary lacks.
+        """
+        if len(ids) > self._max_prompt_tokens:
+            raise self._too_long("input_ids", f"{len(ids)} tokens")
+        accepted: list[int] = ids.tolist()
+        self._check_vocabulary(accepted)
+        return accepted
 
     def clip_max_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
         """``params`` with max_tokens lowered to what the model and its KV cache leave room for.
@@ -72,12 +92,9 @@ class RequestChecks:
 
     def validate(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises InvalidRequestError if this model and cache can never serve such a job."""
-        vocab_size = self._model_config.vocab_size
         if len(prompt_ids) == 0:
             raise InvalidRequestError("input_ids", "no tokens", "must have at least one token")
-        if min(prompt_ids) < 0 or max(prompt_ids) >= vocab_size:
-            bad = next(token for token in prompt_ids if not 0 <= token < vocab_size)
-            raise InvalidRequestError("input_ids", bad, f"token ids are 0 to {vocab_size - 1}")
+        self._check_vocabulary(prompt_ids)
         limit = self._model_config.max_model_len
         total = len(prompt_ids) + params.max_tokens
         if len(prompt_ids) >= limit:
@@ -98,6 +115,22 @@ class RequestChecks:
                 params.max_tokens,
                 f"prompt and output together are {total} tokens and the KV cache holds {capacity}",
             )
+
+    def _tokenize(self, field: str, text: str, *, special_tokens: bool) -> list[int]:
+        # Hopelessly long ones take seconds, in which no other request is accepted. Their beginning
+        # tells: most texts have a token for every four characters or so.
+        most = self._max_prompt_tokens
+        if len(text) > _CHARS_A_TOKEN * most:
+            beginning = self._tokenizer.encode(text[: _CHARS_A_TOKEN * most], special_tokens=False)
+            if len(beginning) > most + _CUT_TOKENS:
+                raise self._too_long(field, f"{len(text)} characters")
+        return self._tokenizer.encode(text, special_tokens=special_tokens)
+
+    def _check_vocabulary(self, ids: Sequence[int]) -> None:
+        vocab_size = self._model_config.vocab_size
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            bad = next(token for token in ids if not 0 <= token < vocab_size)
+            raise InvalidRequestError("input_ids", bad, f"token ids are 0 to {vocab_size - 1}")
 
     def _check_length(self, field: str, num_chars: int) -> None:
         if num_chars > self._max_prompt_tokens * self._tokenizer.max_token_bytes:

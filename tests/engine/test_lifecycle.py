@@ -87,7 +87,7 @@ def test_closing_cancels_what_runs_and_leaves_nothing_behind(
         llm.engine.submit("j", [5], LONG, sink)
         assert sink.started.wait(DEADLINE_S)
         rank = rank_of(llm)
-        directory = llm.engine._executor._directory  # type: ignore[attr-defined]
+        directory = Path(llm.engine._executor._directory.name)  # type: ignore[attr-defined]
         assert directory.stat().st_mode & 0o777 == 0o700
         llm.close()
         assert sink.wait().finish_reason is FinishReason.CANCELLED
@@ -96,6 +96,19 @@ def test_closing_cancels_what_runs_and_leaves_nothing_behind(
         llm.close()
         with pytest.raises((EngineError, DrainingError)):
             llm.engine.submit("j", [5], LONG, Collector())
+
+
+def test_a_stop_signal_to_all_processes_leaves_the_ranks_to_the_engine(
+    checkpoint: Path, tokenizer: Path
+) -> None:
+    with small_engine(checkpoint, tokenizer) as llm:
+        sink = Collector()
+        llm.engine.submit("j", [5], LONG, sink)
+        assert sink.started.wait(DEADLINE_S)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            rank_of(llm).send_signal(number)
+        assert sink.wait().finish_reason is FinishReason.LENGTH
+        assert llm.engine.counters.worker_restarts == 0
 
 
 def test_a_raising_sink_disturbs_nobody(checkpoint: Path, tokenizer: Path) -> None:

@@ -6,14 +6,12 @@ import errno
 import logging
 import math
 import os
-import shutil
 import tempfile
 import time
 import uuid
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -73,16 +71,18 @@ class DistributedExecutor:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._identities: dict[int, bytes] = {}  # rank → of its main socket
-        self._directory: Path | None = None
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._authenticator: ThreadAuthenticator | None = None
         self._lost: LostRanks | None = None
         if cluster is None:
             parent = tempfile.gettempdir()
             if len(os.fsencode(parent)) > _MOST_PARENT_BYTES:
                 parent = "/tmp"
-            # Of mode 0700.
-            self._directory = Path(tempfile.mkdtemp(prefix="fastserve-ranks-", dir=parent))
-            self._address = f"ipc://{self._directory}/engine.sock"
+            # Of mode 0700; goes at the program's end at the latest.
+            self._directory = tempfile.TemporaryDirectory(
+                prefix="fastserve-ranks-", dir=parent, ignore_cleanup_errors=True
+            )
+            self._address = f"ipc://{self._directory.name}/engine.sock"
             self._socket.setsockopt(zmq.LINGER, 0)
             self._socket.bind(self._address)
         else:
@@ -128,9 +128,11 @@ class DistributedExecutor:
         """Start the ranks of this host; returns what to send to all."""
         num_ranks = setup.tensor_parallel_size * setup.pipeline_parallel_size
         arguments = ["--engine", self._address]
-        if self._cluster is None:
-            self._ranks.start(num_ranks, [*arguments, "--rendezvous", f"{self._directory}/ranks"])
+        if self._directory is not None:
+            rendezvous = f"{self._directory.name}/ranks"
+            self._ranks.start(num_ranks, [*arguments, "--rendezvous", rendezvous])
             return setup
+        assert self._cluster is not None
         self._cluster.start_agent()
         self._ranks.start(
             num_ranks,
@@ -226,7 +228,7 @@ class DistributedExecutor:
             self._authenticator.stop()
         self._context.term()
         if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory.cleanup()
 
     def _end_stage(self, rank: int, done: StageDone) -> bool:
         """Whether that makes room for another step."""

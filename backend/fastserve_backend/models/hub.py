@@ -30,7 +30,12 @@ def at_commit(model: str, directory: str | None) -> str:
     """
     if directory is None or not is_hub_id(model) or Path(model).is_dir():
         return model
-    return f"{model.partition('@')[0]}@{Path(directory).name}"
+    return f"{without_revision(model)}@{Path(directory).name}"
+
+
+def without_revision(model: str) -> str:
+    """The repository's name; what is no hub id is returned as it is."""
+    return model.partition("@")[0] if is_hub_id(model) else model
 
 
 def download(model: str, *, weights: bool) -> Path:

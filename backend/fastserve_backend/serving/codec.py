@@ -26,6 +26,8 @@ forward it as a request parameter, because such a stream must be answered in ano
 
 # Room for all stop words at their longest, and for little else.
 MAX_SAMPLING_PARAMETERS_BYTES = 1 << 20
+# A million tokens of text, escaped. Reading JSON holds up all other requests.
+MAX_MESSAGES_BYTES = 16 << 20
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
 _BOOLEANS = {"true": True, "false": False}
@@ -38,7 +40,8 @@ class GenerateRequest:
     """A valid request. Exactly one of ``text``, ``input_ids`` and ``messages`` is set."""
 
     text: str | None
-    input_ids: list[int] | None
+    input_ids: NDArray[np.int32] | None
+    """[n]"""
     messages: list[dict[str, str]] | None
     """A conversation, for the model's chat template: each with ``role`` and ``content``."""
     stream: bool
@@ -123,7 +126,7 @@ def decode_watch(tensors: Mapping[str, NDArray[Any]], parameters: str) -> float 
 
 class _Prompt(NamedTuple):
     text: str | None = None
-    input_ids: list[int] | None = None
+    input_ids: NDArray[np.int32] | None = None
     messages: list[dict[str, str]] | None = None
 
 
@@ -140,8 +143,13 @@ def _prompt(tensors: Mapping[str, NDArray[Any]]) -> _Prompt:
     if name == protocol.INPUT_IDS:
         if tensor.size == 0:
             raise InvalidRequestError(name, [], "at least one token id is required")
-        return _Prompt(input_ids=tensor.reshape(-1).tolist())
-    text = _to_text(name, _single(name, tensor))
+        return _Prompt(input_ids=tensor.reshape(-1))
+    encoded = _single(name, tensor)
+    if name == protocol.MESSAGES and len(encoded) > MAX_MESSAGES_BYTES:
+        raise InvalidRequestError(
+            name, f"{len(encoded)} bytes", f"at most {MAX_MESSAGES_BYTES} bytes"
+        )
+    text = _to_text(name, encoded)
     if name == protocol.MESSAGES:
         return _Prompt(messages=_messages(text))
     if not text:

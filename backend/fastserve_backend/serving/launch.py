@@ -20,8 +20,9 @@ from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFA
 
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import FastServeError
-from fastserve_backend.executor.base import START_TIMEOUT_S
+from fastserve_backend.executor.base import START_TIMEOUT_S as ENGINE_START_TIMEOUT_S
 from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.hub import at_commit
 from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError
@@ -31,6 +32,9 @@ from fastserve_backend.serving.repository import write_repository
 from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
 
 logger = logging.getLogger(__name__)
+
+# The engine gives up first: it can say what it waits for.
+START_TIMEOUT_S = ENGINE_START_TIMEOUT_S + 60.0
 
 # About one start in eighty aborts inside tritonserver 24.10, before the model is asked anything.
 _START_TRIES = 3
@@ -127,15 +131,19 @@ class TritonServer:
         """
         self._warn_if_public()
         self._timeout_s = timeout_s
+        self._installation = TritonInstallation.find()
+        self._wanted.claim()  # a busy port shows before a long download
         model = self._config.model
         self.is_fetching = True  # first: a stop that is asked for from now on interrupts
         try:
             if self._runtime is not None or self._stopping.is_set():
                 raise LaunchError("a TritonServer starts once; make another one")
-            load_model_config(model.model, load_format=model.load_format)
+            described = load_model_config(model.model, load_format=model.load_format)
         finally:
             self.is_fetching = False
-        self._installation = TritonInstallation.find()
+        # What is restarted has the weights that it had, whatever was pushed meanwhile.
+        commit = at_commit(model.model, described.directory)
+        self._config = self._config.with_keys(model=commit)
         self._endpoints = self._wanted.claim()
         self._runtime = RuntimeDirectory.create()
         try:

@@ -139,7 +139,7 @@ class TritonPythonModel:
             users_words = last_user_words(wanted.messages)
         else:
             assert wanted.input_ids is not None
-            prompt_ids = wanted.input_ids
+            prompt_ids = engine.checks.accept_ids(wanted.input_ids)
         prompt = ""
         if wanted.include_input:
             prompt = wanted.text if wanted.text is not None else engine.tokenizer.decode(prompt_ids)

@@ -71,7 +71,9 @@ class RuntimeDirectory:
 
     @property
     def shared_memory_prefix(self) -> str:
-        return f"{self.path.name}-"
+        """Of what the server's python backend shares with its stub. The server refuses to let
+        clients register regions that are called so in the beginning."""
+        return f"triton_python_backend_shm_region_{self.path.name}-"
 
     def environment(self) -> dict[str, str]:
         """What the server inherits; temporary files of its processes go with the directory."""
@@ -82,7 +84,9 @@ class RuntimeDirectory:
         }
 
     def report_stub(self) -> None:
-        """Called by the stub before it loads the model."""
+        """Called by the stub before it loads the model, and so before there is any request."""
+        for region in _SHARED_MEMORY.glob(f"{self.shared_memory_prefix}*"):
+            region.chmod(0o600)  # whoever can read it, reads prompts; the server leaves it at 0644
         _write_at_once(self._stub_file, str(os.getpid()))
 
     def report_failure(self, reason: str, *, gave_up: bool = False) -> None:

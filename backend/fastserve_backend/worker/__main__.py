@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -34,8 +35,11 @@ def main() -> int:
     with lasting_imports():
         from fastserve_backend.worker.worker import run
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    # Ctrl-C reaches the whole process group; the engine decides when its ranks end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C, or a service manager's stop, reaches all processes; the engine ends its own ranks when
+    # all jobs have ended, torchrun its own at once.
+    is_torchruns = "TORCHELASTIC_RUN_ID" in os.environ
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL if is_torchruns else signal.SIG_IGN)
     try:
         return run(arguments.engine, arguments.rendezvous)
     except ConfigError as error:

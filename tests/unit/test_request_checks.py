@@ -1,0 +1,60 @@
+"""Prompts are refused before they cost time or memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.tokenizer import ByteTokenizer
+from fastserve_backend.request_checks import RequestChecks
+
+MODEL = load_model_config("opt-125m", load_format="dummy", max_model_len=1000)
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Tokens of ``width`` characters; a text has as many as its bytes make."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(MODEL.vocab_size)
+        self.max_token_bytes = 64
+        self.width = width
+        self.num_chars = 0
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        self.num_chars += len(text)
+        return [7] * (len(text) // self.width)
+
+
+def checks(tokenizer: ByteTokenizer) -> RequestChecks:
+    return RequestChecks(MODEL, tokenizer, lambda: 10_000)
+
+
+def test_of_a_hopelessly_long_text_only_the_beginning_is_tokenized() -> None:
+    tokenizer = CountingTokenizer(width=4)
+    with pytest.raises(InvalidRequestError, match=r"text_input: got '60000 characters'"):
+        checks(tokenizer).encode("a" * 60_000)
+    assert tokenizer.num_chars <= 8 * 1000
+
+
+def test_a_text_of_long_tokens_is_tokenized_whole() -> None:
+    tokenizer = CountingTokenizer(width=40)
+    assert len(checks(tokenizer).encode("a" * 30_000)) == 750
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([5, -1], "input_ids: got -1; token ids are 0 to"),
+        ([MODEL.vocab_size, 5], f"input_ids: got {MODEL.vocab_size}; token ids are 0 to"),
+        ([5] * 1000, "input_ids: got '1000 tokens'; the model takes at most 999 tokens"),
+    ],
+)
+def test_token_ids_are_refused_before_they_are_decoded(ids: list[int], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        checks(ByteTokenizer(MODEL.vocab_size)).accept_ids(np.array(ids, np.int32))
+
+
+def test_token_ids_that_fit() -> None:
+    ids = [5] * 999
+    assert checks(ByteTokenizer(MODEL.vocab_size)).accept_ids(np.array(ids, np.int32)) == ids

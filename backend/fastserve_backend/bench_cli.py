@@ -37,8 +37,7 @@ def bench(
         ),
     ] = None,
     compare: Annotated[
-        str | None,
-        typer.Option("--compare", "--policies", help="Policies for --serve, separated by commas."),
+        str | None, typer.Option(help="Policies for --serve, separated by commas.")
     ] = None,
     concurrency: Annotated[
         str | None,

@@ -54,9 +54,7 @@ def bench_command(
         ClientError: the workload cannot be used, or a server is not there.
     """
     output.check()
-    labels = [server.label for server in servers]
-    if len(set(labels)) < len(labels):
-        raise InvalidRequest(f"url: got {', '.join(labels)}; each must have another NAME=")
+    _check_labels(servers)
     for repeat in range(plan.repeats):
         for load in plan.loads:
             plan.requests(plan.trace(load, repeat), load, repeat)
@@ -82,6 +80,16 @@ def bench_command(
     if not finished:
         return ExitCode.INTERRUPTED
     return ExitCode.OK if any(point.summary for point in points) else ExitCode.FAILED
+
+
+def _check_labels(servers: Sequence[Target] | Sequence[OwnServer]) -> None:
+    """Raises InvalidRequest: results of two servers could not be told apart."""
+    labels = [server.label for server in servers]
+    if len(set(labels)) == len(labels):
+        return
+    if isinstance(servers[0], OwnServer):
+        raise InvalidRequest(f"compare: got {', '.join(labels)}; each policy must be there once")
+    raise InvalidRequest(f"url: got {', '.join(labels)}; each must have another NAME=")
 
 
 async def _measure(session: Session, servers: Sequence[Target] | Sequence[OwnServer]) -> None:

@@ -259,22 +259,22 @@ def simulate(
     MODEL is as of serve; a built-in name needs nothing but its name. Times in the table are in
     seconds.
     """
+    from fastserve_client.report.output import Output
     from fastserve_client.workload import LengthLimits, Workload
 
-    from fastserve_backend.simulation.command import Cluster, simulate_command
+    from fastserve_backend.simulation.command import ModelledHardware, simulate_command
 
     if keys["load_format"] is None:
         keys["load_format"] = "dummy"  # no weights are needed
     limits = LengthLimits(max_prompt_tokens, max_total_tokens, max_output_tokens)
     simulate_command(
         _engine_config(model, config, keys),
-        Cluster(profile, hardware),
+        ModelledHardware(profile, hardware),
         Workload(dataset, num_jobs, seed, limits, scale, length_ratio),
+        Output(output, plot),
         policies=listed(policies),
         rates=parse_rates(rates),
         prediction_error=prediction_error,
-        output=output,
-        plot=plot,
     )
 
 

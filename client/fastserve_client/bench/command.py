@@ -29,9 +29,9 @@ from fastserve_client.bench.progress import RunProgress
 from fastserve_client.bench.report import report_json
 from fastserve_client.bench.session import Observer, Plan, Session, Start
 from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
-from fastserve_client.errors import ClientError, InvalidRequest, WorkloadError
+from fastserve_client.errors import ClientError, InvalidRequest
 from fastserve_client.report import Objectives
-from fastserve_client.report.output import Output
+from fastserve_client.report.output import Output, write_json
 from fastserve_client.terminal import ExitCode
 
 # Later than this, a reader of text notices.
@@ -194,11 +194,7 @@ def _write(
 ) -> None:
     """Raises WorkloadError: a file cannot be written."""
     if output.json is not None:
-        text = report_json(points, settings, within)
-        try:
-            output.json.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise WorkloadError(f"output: cannot write {output.json}: {error.strerror}") from None
+        write_json(output.json, report_json(points, settings, within))
         console.print(f"wrote {output.json}", markup=False)
     if output.plot is not None and any(point.summary for point in points):
         for path in write_figures(points, output.plot, objectives.normalized_latency_s):

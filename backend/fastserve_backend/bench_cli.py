@@ -3,41 +3,97 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from fastserve_client.endpoint import DEFAULT_URL
 
+from fastserve_backend import workload_flags
 from fastserve_backend.errors import ConfigError, FastServeError
-from fastserve_backend.workload_flags import listed, parse_rates, workload_flags
+from fastserve_backend.workload_flags import listed, parse_rates
 
 
 def bench(
-    url: list[str] | None,
-    model: str | None,
-    serve: str | None,
-    compare: str | None,
-    rates: str | None,
-    concurrency: str | None,
-    repeats: int,
-    warmup: int,
-    pause: float,
-    timeout: float,
-    dataset: str,
-    num_jobs: int,
-    seed: int,
-    max_prompt_tokens: int | None,
-    max_total_tokens: int | None,
-    max_output_tokens: int | None,
-    scale: float,
-    length_ratio: float | None,
-    vocab_size: int,
-    natural_lengths: bool,
-    chat: bool,
-    slo_ms: float,
-    ttft_slo_ms: float | None,
-    tpot_slo_ms: float | None,
-    output: Path | None,
-    plot: Path | None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A server, [NAME=]grpc://HOST:PORT (Triton) or [NAME=]http://HOST:PORT/v1 (any "
+            "OpenAI API, with the key in OPENAI_API_KEY); can be repeated.",
+            show_default=DEFAULT_URL,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="The model's name at the server.",
+            show_default="fastserve over gRPC, else the first that the server lists",
+        ),
+    ] = None,
+    serve: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of --url: arguments of fastserve serve in one string, for servers that "
+            "run in turn, one a policy of --compare."
+        ),
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="Policies for --serve, separated by commas.")
+    ] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            help="In place of --rates: numbers of requests to keep under way, separated by commas."
+        ),
+    ] = None,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Runs of each load, seeds counting up; medians.")
+    ] = 1,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Requests before a run, which do not count.")
+    ] = 4,
+    pause: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=3600.0,
+            help="Seconds before each run where several --url take turns: some servers stay busy "
+            "for a while after their last job.",
+        ),
+    ] = 2.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that each request may take.")
+    ] = 600.0,
+    rates: workload_flags.Rates = None,
+    dataset: workload_flags.Dataset = "sharegpt",
+    num_jobs: workload_flags.NumJobs = 100,
+    seed: workload_flags.Seed = 0,
+    max_prompt_tokens: workload_flags.MaxPromptTokens = 1024,
+    max_total_tokens: workload_flags.MaxTotalTokens = 2048,
+    max_output_tokens: workload_flags.MaxOutputTokens = None,
+    scale: workload_flags.Scale = 1.0,
+    length_ratio: workload_flags.LengthRatio = None,
+    # Every model has as many tokens, and which ones a prompt holds costs it nothing.
+    vocab_size: Annotated[
+        int, typer.Option(help="Prompts have random token ids below this.")
+    ] = 1000,
+    natural_lengths: Annotated[
+        bool,
+        typer.Option(
+            "--natural-lengths",
+            help="Send the texts of the data set, and let answers end by themselves.",
+        ),
+    ] = False,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Send those texts as messages of users, for instruct models."),
+    ] = False,
+    slo_ms: Annotated[float, typer.Option(help="Wanted latency per output token.")] = 300.0,
+    ttft_slo_ms: Annotated[float | None, typer.Option(help="Wanted time to first token.")] = None,
+    tpot_slo_ms: Annotated[
+        float | None, typer.Option(help="Wanted time per token after the first.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write JSON with every job's times.")] = None,
+    plot: workload_flags.Plot = None,
 ) -> None:
     """Load test of running servers: latencies, throughput and errors at each load.
 
@@ -81,7 +137,7 @@ def bench(
     bounds_ms = (slo_ms, ttft_slo_ms, tpot_slo_ms)
     servers: list[Target] | list[OwnServer]
     if serve is None:
-        servers = [Target.parse(one, model) for one in url or ["grpc://127.0.0.1:8001"]]
+        servers = [Target.parse(one, model) for one in url or [DEFAULT_URL]]
     else:
         servers = [OwnServer.parse(serve, policy) for policy in listed(compare)]
     code = bench_command(
@@ -100,127 +156,3 @@ def _whole_numbers(text: str | None) -> list[int]:
             f"concurrency: got {text!r}; must be whole numbers from 1, separated by commas"
         )
     return [int(number) for number in numbers]
-
-
-def bench_flags() -> dict[str, tuple[Any, Any]]:
-    """Annotation and default of each argument of :func:`bench`."""
-    return {
-        "url": (
-            Annotated[
-                list[str] | None,
-                typer.Option(
-                    help="A server, [NAME=]grpc://HOST:PORT (Triton) or "
-                    "[NAME=]http://HOST:PORT/v1 (any OpenAI API, with the key in OPENAI_API_KEY); "
-                    "can be repeated.",
-                    show_default="grpc://127.0.0.1:8001",
-                ),
-            ],
-            None,
-        ),
-        "model": (
-            Annotated[
-                str | None,
-                typer.Option(
-                    help="The model's name at the server.",
-                    show_default="fastserve over gRPC, else the first that the server lists",
-                ),
-            ],
-            None,
-        ),
-        "serve": (
-            Annotated[
-                str | None,
-                typer.Option(
-                    help="In place of --url: arguments of fastserve serve in one string, for "
-                    "servers that run in turn, one a policy of --compare."
-                ),
-            ],
-            None,
-        ),
-        "compare": (
-            Annotated[
-                str | None,
-                typer.Option(
-                    "--compare", "--policies", help="Policies for --serve, separated by commas."
-                ),
-            ],
-            None,
-        ),
-        "concurrency": (
-            Annotated[
-                str | None,
-                typer.Option(
-                    help="In place of --rates: numbers of requests to keep under way, separated "
-                    "by commas."
-                ),
-            ],
-            None,
-        ),
-        "repeats": (
-            Annotated[
-                int, typer.Option(min=1, help="Runs of each load, seeds counting up; medians.")
-            ],
-            1,
-        ),
-        "warmup": (
-            Annotated[int, typer.Option(min=0, help="Requests before a run, which do not count.")],
-            4,
-        ),
-        "pause": (
-            Annotated[
-                float,
-                typer.Option(
-                    min=0.0,
-                    max=3600.0,
-                    help="Seconds before each run where several --url take turns: some servers "
-                    "stay busy for a while after their last job.",
-                ),
-            ],
-            2.0,
-        ),
-        "timeout": (
-            Annotated[float, typer.Option(min=0.001, help="Seconds that each request may take.")],
-            600.0,
-        ),
-        **workload_flags(num_jobs=100),
-        "vocab_size": (
-            Annotated[int, typer.Option(help="Prompts have random token ids below this.")],
-            1000,  # every model has as many, and which ones a prompt holds costs it nothing
-        ),
-        "natural_lengths": (
-            Annotated[
-                bool,
-                typer.Option(
-                    "--natural-lengths",
-                    help="Send the texts of the data set, and let answers end by themselves.",
-                ),
-            ],
-            False,
-        ),
-        "chat": (
-            Annotated[
-                bool,
-                typer.Option(
-                    "--chat", help="Send those texts as messages of users, for instruct models."
-                ),
-            ],
-            False,
-        ),
-        "slo_ms": (
-            Annotated[float, typer.Option(help="Wanted latency per output token.")],
-            300.0,
-        ),
-        "ttft_slo_ms": (
-            Annotated[float | None, typer.Option(help="Wanted time to first token.")],
-            None,
-        ),
-        "tpot_slo_ms": (
-            Annotated[float | None, typer.Option(help="Wanted time per token after the first.")],
-            None,
-        ),
-        "output": (
-            Annotated[Path | None, typer.Option(help="Write JSON with every job's times.")],
-            None,
-        ),
-        "plot": (Annotated[Path | None, typer.Option(help="Draw the sweep: PNG, SVG.")], None),
-    }

@@ -11,16 +11,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from fastserve_client.endpoint import DEFAULT_URL
 from fastserve_client.errors import ClientError
+from fastserve_client.protocol import (
+    DEFAULT_GRPC_PORT,
+    DEFAULT_HOST,
+    DEFAULT_HTTP_PORT,
+    DEFAULT_METRICS_PORT,
+)
 from rich.console import Console
 from rich.markup import escape
 
-from fastserve_backend.bench_cli import bench, bench_flags
+from fastserve_backend import workload_flags
+from fastserve_backend.bench_cli import bench
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.config_flags import config_flags, register
+from fastserve_backend.config_flags import with_config_flags
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.models.embedded import EMBEDDED_MODEL
-from fastserve_backend.workload_flags import listed, parse_rates, workload_flags
+from fastserve_backend.profile.hardware import HARDWARE
+from fastserve_backend.workload_flags import listed, parse_rates
 
 if TYPE_CHECKING:
     from fastserve_backend.serving.endpoints import Endpoints
@@ -29,6 +38,9 @@ if TYPE_CHECKING:
 _Url = Annotated[str, typer.Option(help="The server: grpc://, or http:// with its HTTP port.")]
 _TopP = Annotated[float | None, typer.Option(help="Nucleus sampling, in (0, 1].")]
 _TopK = Annotated[int | None, typer.Option(help="Only the k most likely tokens.")]
+_Config = Annotated[Path | None, typer.Option(help="An engine.yaml; flags override it.")]
+
+*_GPUS, _LAST_GPU = HARDWARE
 
 app = typer.Typer(
     name="fastserve",
@@ -49,49 +61,10 @@ def main() -> None:
         sys.exit(1)
 
 
-def _serve(
-    model: str | None,
-    config: Path | None,
-    host: str,
-    http_port: int,
-    grpc_port: int,
-    metrics_port: int,
-    **keys: Any,
-) -> None:
-    """Serve MODEL through a real tritonserver until SIGTERM or Ctrl-C.
-
-    MODEL is a Hugging Face id (owner/name, or owner/name@revision), a local directory in Hugging
-    Face format, a GGUF file, or a built-in name with --load-format dummy. Without MODEL and
-    --config, the embedded default runs: SmolLM2-135M-Instruct, which needs no download.
-    """
-    from fastserve_backend.serving.launch import serve
-
-    code = serve(
-        _engine_config(model, config, keys),
-        host=host,
-        http_port=http_port,
-        grpc_port=grpc_port,
-        metrics_port=metrics_port,
-        on_ready=lambda server: _print_endpoints(server.endpoints),
-    )
-    raise typer.Exit(code)
-
-
-def _engine_config(model: str | None, config: Path | None, keys: dict[str, Any]) -> EngineConfig:
-    """The file's, or without one that of the embedded model, with the flags that were given."""
-    given = {key: value for key, value in keys.items() if value is not None}
-    if model is not None:
-        given["model"] = model
-    elif config is None:
-        given["model"] = EMBEDDED_MODEL
-    base = EngineConfig() if config is None else EngineConfig.from_yaml(config)
-    return base.with_keys(**given)
-
-
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    url: _Url = "grpc://127.0.0.1:8001",
+    url: _Url = DEFAULT_URL,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_p: _TopP = None,
@@ -121,7 +94,7 @@ def generate(
 
 @app.command()
 def chat(
-    url: _Url = "grpc://127.0.0.1:8001",
+    url: _Url = DEFAULT_URL,
     system: Annotated[
         str | None, typer.Option(help="What the model is told before the first message.")
     ] = None,
@@ -157,9 +130,9 @@ def chat(
 def gateway(
     host: Annotated[
         str, typer.Option(help="Address to listen on; other than loopback needs keys.")
-    ] = "127.0.0.1",
+    ] = DEFAULT_HOST,
     port: Annotated[int, typer.Option(help="0 is any free one.")] = 9000,
-    url: _Url = "grpc://127.0.0.1:8001",
+    url: _Url = DEFAULT_URL,
     model: Annotated[
         str, typer.Option(help="Name of the model at the server and in requests.")
     ] = "fastserve",
@@ -203,65 +176,34 @@ def _print_gateway(url: str) -> None:
     )
 
 
-def _simulate(
-    model: str,
-    config: Path | None,
-    policies: str,
-    rates: str | None,
-    dataset: str,
-    num_jobs: int,
-    seed: int,
-    max_prompt_tokens: int | None,
-    max_total_tokens: int | None,
-    max_output_tokens: int | None,
-    scale: float,
-    length_ratio: float | None,
-    hardware: str,
-    profile: Path | None,
-    prediction_error: float | None,
-    output: Path | None,
-    plot: Path | None,
+@app.command()
+@with_config_flags()
+def serve(
+    model: Annotated[str | None, typer.Argument(show_default=EMBEDDED_MODEL)] = None,
+    config: _Config = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULT_HOST,
+    http_port: Annotated[int, typer.Option(help="Triton HTTP.")] = DEFAULT_HTTP_PORT,
+    grpc_port: Annotated[int, typer.Option(help="Triton gRPC.")] = DEFAULT_GRPC_PORT,
+    metrics_port: Annotated[int, typer.Option(help="Prometheus metrics.")] = DEFAULT_METRICS_PORT,
     **keys: Any,
 ) -> None:
-    """What each policy does to latency: the engine's own scheduler against a modelled cluster.
+    """Serve MODEL through a real tritonserver until SIGTERM or Ctrl-C.
 
-    MODEL is as of serve; a built-in name needs nothing but its name. Times in the table are in
-    seconds.
+    MODEL is a Hugging Face id (owner/name, or owner/name@revision), a local directory in Hugging
+    Face format, a GGUF file, or a built-in name with --load-format dummy. Without MODEL and
+    --config, the embedded default runs: SmolLM2-135M-Instruct, which needs no download.
     """
-    from fastserve_client.workload import LengthLimits, Workload
+    from fastserve_backend.serving import launch
 
-    from fastserve_backend.simulation.command import Cluster, simulate_command
-
-    given = {key: value for key, value in keys.items() if value is not None}
-    given.setdefault("load_format", "dummy")  # no weights are needed
-    base = EngineConfig() if config is None else EngineConfig.from_yaml(config)
-    simulate_command(
-        base.with_keys(model=model, **given),
-        Cluster(profile, hardware),
-        Workload(
-            dataset,
-            num_jobs,
-            seed,
-            LengthLimits(max_prompt_tokens, max_total_tokens, max_output_tokens),
-            scale,
-            length_ratio,
-        ),
-        policies=listed(policies),
-        rates=parse_rates(rates),
-        prediction_error=prediction_error,
-        output=output,
-        plot=plot,
+    code = launch.serve(
+        _engine_config(model, config, keys),
+        host=host,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        on_ready=lambda server: _print_endpoints(server.endpoints),
     )
-
-
-def _profile(model: str | None, config: Path | None, output: Path | None, **keys: Any) -> None:
-    """Measure how long iterations take, on real ranks, and how well that predicts others.
-
-    MODEL is as of serve.
-    """
-    from fastserve_backend.profile.command import profile_command
-
-    profile_command(_engine_config(model, config, keys), output)
+    raise typer.Exit(code)
 
 
 def _print_endpoints(endpoints: Endpoints) -> None:
@@ -272,96 +214,107 @@ def _print_endpoints(endpoints: Endpoints) -> None:
     console.print(f"  metrics  {endpoints.metrics_url}")
 
 
-def _add_serve_command() -> None:
-    """``serve`` has a flag for each configuration key; help and choices come from the fields."""
-    parameters: dict[str, tuple[Any, Any]] = {
-        "model": (Annotated[str | None, typer.Argument(show_default=EMBEDDED_MODEL)], None),
-        "config": (
-            Annotated[Path | None, typer.Option(help="An engine.yaml; flags override it.")],
-            None,
+# Without those keys of which a simulation takes no notice, and the policy, of which it has several.
+@app.command()
+@with_config_flags(
+    without=(
+        "policy", "tokenizer", "device", "max_queued_requests", "stream_interval",
+        "length_prediction", "length_prediction_dir", "length_prediction_capacity",
+        "nnodes", "node_rank", "master_addr", "master_port",
+    )
+)  # fmt: skip
+def simulate(
+    model: Annotated[str, typer.Argument(help="As of serve.")],
+    config: _Config = None,
+    policies: Annotated[
+        str, typer.Option(help="To compare, separated by commas.")
+    ] = "fcfs,skip_join_mlfq",
+    rates: workload_flags.Rates = None,
+    dataset: workload_flags.Dataset = "sharegpt",
+    num_jobs: workload_flags.NumJobs = 1000,
+    seed: workload_flags.Seed = 0,
+    max_prompt_tokens: workload_flags.MaxPromptTokens = 1024,
+    max_total_tokens: workload_flags.MaxTotalTokens = 2048,
+    max_output_tokens: workload_flags.MaxOutputTokens = None,
+    scale: workload_flags.Scale = 1.0,
+    length_ratio: workload_flags.LengthRatio = None,
+    hardware: Annotated[str, typer.Option(help=f"{', '.join(_GPUS)} or {_LAST_GPU}.")] = "a100-80g",
+    profile: Annotated[
+        Path | None, typer.Option(help="A file of fastserve profile, in place of --hardware.")
+    ] = None,
+    prediction_error: Annotated[
+        float | None,
+        typer.Option(
+            help="Predict output lengths, for the policies speculative and gittins: the standard "
+            "deviation of ln(predicted / real), 0 for perfect predictions; left out: nothing is "
+            "predicted."
         ),
-        "host": (Annotated[str, typer.Option(help="Address to listen on.")], "127.0.0.1"),
-        "http_port": (Annotated[int, typer.Option(help="Triton HTTP.")], 8000),
-        "grpc_port": (Annotated[int, typer.Option(help="Triton gRPC.")], 8001),
-        "metrics_port": (Annotated[int, typer.Option(help="Prometheus metrics.")], 8002),
-    }
-    register(app, "serve", _serve, parameters | config_flags())
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    plot: workload_flags.Plot = None,
+    **keys: Any,
+) -> None:
+    """What each policy does to latency: the engine's own scheduler against a modelled cluster.
+
+    MODEL is as of serve; a built-in name needs nothing but its name. Times in the table are in
+    seconds.
+    """
+    from fastserve_client.report.output import Output
+    from fastserve_client.workload import LengthLimits, Workload
+
+    from fastserve_backend.simulation.command import ModelledHardware, simulate_command
+
+    if keys["load_format"] is None:
+        keys["load_format"] = "dummy"  # no weights are needed
+    limits = LengthLimits(max_prompt_tokens, max_total_tokens, max_output_tokens)
+    simulate_command(
+        _engine_config(model, config, keys),
+        ModelledHardware(profile, hardware),
+        Workload(dataset, num_jobs, seed, limits, scale, length_ratio),
+        Output(output, plot),
+        policies=listed(policies),
+        rates=parse_rates(rates),
+        prediction_error=prediction_error,
+    )
 
 
-def _add_profile_command() -> None:
-    """With the flags of ``serve`` that change what is measured."""
-    parameters: dict[str, tuple[Any, Any]] = {
-        "model": (Annotated[str | None, typer.Argument(help="As of serve.")], None),
-        "config": (
-            Annotated[Path | None, typer.Option(help="An engine.yaml; flags override it.")],
-            None,
-        ),
-        "output": (
-            Annotated[
-                Path | None, typer.Option(help="JSON; default: where the engine looks for it.")
-            ],
-            None,
-        ),
-    }
-    flags = config_flags(
+app.command()(bench)
+
+
+@app.command()
+@with_config_flags(
+    only=(
         "load_format", "dtype", "device", "max_model_len",
         "tensor_parallel_size", "pipeline_parallel_size", "nnodes", "master_addr", "master_port",
         "block_size", "device_blocks", "device_memory_utilization",
         "max_num_seqs", "max_num_batched_tokens",
-    )  # fmt: skip
-    register(app, "profile", _profile, parameters | flags)
+    )
+)  # fmt: skip
+def profile(
+    model: Annotated[str | None, typer.Argument(help="As of serve.")] = None,
+    config: _Config = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON; default: where the engine looks for it.")
+    ] = None,
+    **keys: Any,
+) -> None:
+    """Measure how long iterations take, on real ranks, and how well that predicts others.
+
+    MODEL is as of serve.
+    """
+    from fastserve_backend.profile.command import profile_command
+
+    profile_command(_engine_config(model, config, keys), output)
 
 
-def _add_simulate_command() -> None:
-    """With the flags of ``serve`` that matter here, so that a set-up can be tried first."""
-    parameters: dict[str, tuple[Any, Any]] = {
-        "model": (Annotated[str, typer.Argument(help="As of serve.")], ...),
-        "config": (
-            Annotated[Path | None, typer.Option(help="An engine.yaml; flags override it.")],
-            None,
-        ),
-        "policies": (
-            Annotated[str, typer.Option(help="To compare, separated by commas.")],
-            "fcfs,skip_join_mlfq",
-        ),
-        **workload_flags(num_jobs=1000),
-        "hardware": (
-            Annotated[str, typer.Option(help="v100-32g, a100-40g, a100-80g, h100 or h200.")],
-            "a100-80g",
-        ),
-        "profile": (
-            Annotated[
-                Path | None,
-                typer.Option(help="A file of fastserve profile, in place of --hardware."),
-            ],
-            None,
-        ),
-        "prediction_error": (
-            Annotated[
-                float | None,
-                typer.Option(
-                    help="Predict output lengths, for the policies speculative and gittins: the "
-                    "standard deviation of ln(predicted / real), 0 for perfect predictions; left "
-                    "out: nothing is predicted."
-                ),
-            ],
-            None,
-        ),
-        "output": (Annotated[Path | None, typer.Option(help="Write the report as JSON.")], None),
-        "plot": (Annotated[Path | None, typer.Option(help="Draw the sweep: PNG, SVG.")], None),
-    }
-    flags = config_flags()
-    unused = ("policy", "tokenizer", "device", "max_queued_requests", "stream_interval")
-    predictor = ("length_prediction", "length_prediction_dir", "length_prediction_capacity")
-    for key in (*unused, *predictor, "nnodes", "node_rank", "master_addr", "master_port"):
-        del flags[key]
-    register(app, "simulate", _simulate, parameters | flags)
+def _engine_config(model: str | None, config: Path | None, keys: dict[str, Any]) -> EngineConfig:
+    """The file's, or without one that of the embedded model, with the flags that were given."""
+    base = EngineConfig() if config is None else EngineConfig.from_yaml(config)
+    if model is None and config is None:
+        model = EMBEDDED_MODEL
+    given = {"model": model, **keys}
+    return base.with_keys(**{key: value for key, value in given.items() if value is not None})
 
-
-_add_serve_command()
-_add_simulate_command()
-register(app, "bench", bench, bench_flags())
-_add_profile_command()
 
 if __name__ == "__main__":
     main()

@@ -3,48 +3,61 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args, get_origin
+from collections.abc import Callable, Container, Iterator
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 from pydantic.fields import FieldInfo
 
 from fastserve_backend.config import EngineConfig
 
-
-def config_flags(*only: str) -> dict[str, tuple[Any, Any]]:
-    """Annotation and default of a flag for each configuration key but the model, or for some."""
-    parameters: dict[str, tuple[Any, Any]] = {}
-    for section, section_field in EngineConfig.model_fields.items():
-        fields: Mapping[str, FieldInfo] = section_field.annotation.model_fields  # type: ignore[union-attr]
-        for key, field in fields.items():
-            if key == "model" or (only and key not in only):  # the model is positional
-                continue
-            default = field.get_default()
-            option = typer.Option(
-                help=f"{field.description}{'' if default is None else f' Default: {default}.'}",
-                metavar=_choices(field.annotation),
-                rich_help_panel=f"engine.yaml: {section}",
-                show_default=False,
-            )
-            parameters[key] = (Annotated[_flag_type(field.annotation) | None, option], None)
-    return parameters
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-def register(
-    app: typer.Typer, name: str, function: Any, parameters: dict[str, tuple[Any, Any]]
-) -> None:
-    """Add ``function``, which takes ``parameters`` as keywords, as a command."""
-    function.__signature__ = inspect.Signature(
-        [
-            inspect.Parameter(
-                key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-            )
-            for key, (annotation, default) in parameters.items()
+def with_config_flags(
+    *, only: Container[str] | None = None, without: Container[str] = ()
+) -> Callable[[_Command], _Command]:
+    """Decorates a command: its ``**keys`` become a flag for each configuration key, or for some.
+
+    What is not given on the command line arrives as None.
+    """
+
+    def decorate(command: Any) -> Any:
+        declared = inspect.signature(command, eval_str=True).parameters.values()
+        own = [parameter for parameter in declared if parameter.kind is not parameter.VAR_KEYWORD]
+        flags = [
+            _flag(section, key, field)
+            for section, key, field in _fields()
+            if key not in without and (only is None or key in only)
         ]
+        command.__signature__ = inspect.Signature(own + flags)
+        return command
+
+    return decorate
+
+
+def _fields() -> Iterator[tuple[str, str, FieldInfo]]:
+    """Section, key and field of all that is a flag."""
+    for section, section_field in EngineConfig.model_fields.items():
+        for key, field in section_field.annotation.model_fields.items():  # type: ignore[union-attr]
+            if key != "model":  # which is positional
+                yield section, key, field
+
+
+def _flag(section: str, key: str, field: FieldInfo) -> inspect.Parameter:
+    default = field.get_default()
+    option = typer.Option(
+        help=f"{field.description}{'' if default is None else f' Default: {default}.'}",
+        metavar=_choices(field.annotation),
+        rich_help_panel=f"engine.yaml: {section}",
+        show_default=False,
     )
-    function.__annotations__ = {key: annotation for key, (annotation, _) in parameters.items()}
-    app.command(name)(function)
+    return inspect.Parameter(
+        key,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[_flag_type(field.annotation) | None, option],
+    )
 
 
 def _flag_type(annotation: Any) -> Any:

@@ -1,63 +1,38 @@
-"""Flags that ``simulate`` and ``bench`` share: the workload."""
+"""Flags that ``simulate`` and ``bench`` share: the workload, and the figure of a sweep."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from fastserve_backend.errors import ConfigError
 
-
-def workload_flags(num_jobs: int) -> dict[str, tuple[Any, Any]]:
-    """Annotation and default by name, as ``register`` takes them."""
-    return {
-        "rates": (
-            Annotated[
-                str | None,
-                typer.Option(
-                    help="Jobs per second, separated by commas; left out: the timestamps of "
-                    "a data set that has them."
-                ),
-            ],
-            None,
-        ),
-        "dataset": (
-            Annotated[
-                str,
-                typer.Option(
-                    help="sharegpt or alpaca (packaged, synthetic), equal:PROMPT:OUTPUT, or a "
-                    "file: lengths CSV, ShareGPT or Alpaca JSON, Azure LLM trace."
-                ),
-            ],
-            "sharegpt",
-        ),
-        "num_jobs": (Annotated[int, typer.Option(help="Jobs of a trace.")], num_jobs),
-        "seed": (Annotated[int, typer.Option(help="Of arrivals and lengths.")], 0),
-        "max_prompt_tokens": (
-            Annotated[int | None, typer.Option(help="Leave out jobs with longer prompts.")],
-            1024,
-        ),
-        "max_total_tokens": (
-            Annotated[int | None, typer.Option(help="Leave out jobs that are longer in all.")],
-            2048,
-        ),
-        "max_output_tokens": (
-            Annotated[int | None, typer.Option(help="Leave out jobs with longer outputs.")],
-            None,
-        ),
-        "scale": (
-            Annotated[float, typer.Option(help="All lengths times this, before the limits.")],
-            1.0,
-        ),
-        "length_ratio": (
-            Annotated[
-                float | None,
-                typer.Option(help="Scale lengths to this mean prompt / mean output ratio."),
-            ],
-            None,
-        ),
-    }
+Rates = Annotated[
+    str | None,
+    typer.Option(
+        help="Jobs per second, separated by commas; left out: the timestamps of a data set that "
+        "has them."
+    ),
+]
+Dataset = Annotated[
+    str,
+    typer.Option(
+        help="sharegpt or alpaca (packaged, synthetic), equal:PROMPT:OUTPUT, or a file: lengths "
+        "CSV, ShareGPT or Alpaca JSON, Azure LLM trace."
+    ),
+]
+NumJobs = Annotated[int, typer.Option(help="Jobs of a trace.")]
+Seed = Annotated[int, typer.Option(help="Of arrivals and lengths.")]
+MaxPromptTokens = Annotated[int | None, typer.Option(help="Leave out jobs with longer prompts.")]
+MaxTotalTokens = Annotated[int | None, typer.Option(help="Leave out jobs that are longer in all.")]
+MaxOutputTokens = Annotated[int | None, typer.Option(help="Leave out jobs with longer outputs.")]
+Scale = Annotated[float, typer.Option(help="All lengths times this, before the limits.")]
+LengthRatio = Annotated[
+    float | None, typer.Option(help="Scale lengths to this mean prompt / mean output ratio.")
+]
+Plot = Annotated[Path | None, typer.Option(help="Draw the sweep: PNG, SVG.")]
 
 
 def parse_rates(text: str | None) -> list[float]:

@@ -7,10 +7,9 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from fastserve_client.client import FastServeClient, TokenStream
-from fastserve_client.endpoint import DEFAULT_URL
 from fastserve_client.errors import ClientError, InvalidRequest
 from fastserve_client.results import Chunk
 from fastserve_client.terminal import ExitCode, TextWriter, cannot_write
@@ -26,14 +25,12 @@ _HELP = f"Ctrl-C stops an answer, Ctrl-D ends, {_FORGET} forgets the conversatio
 
 def chat_in_terminal(
     *,
-    url: str = DEFAULT_URL,
-    system: str | None = None,
-    timeout_s: float | None = None,
-    out: TextIO | None = None,
-    err: TextIO | None = None,
+    url: str,
+    system: str | None,
+    timeout_s: float | None,
     **sampling: Unpack[SamplingOptions],
 ) -> ExitCode:
-    """Reads messages, a line each, from stdin until its end and streams the answers to ``out``.
+    """Reads messages, a line each, from stdin until its end and streams the answers to stdout.
 
     The whole conversation goes to the server each time. Ctrl-C cancels the answer that is being
     written; what there is of it stays in the conversation. A message that got no answer does not,
@@ -46,52 +43,56 @@ def chat_in_terminal(
     Returns:
         The exit code for the process: that of the last answer.
     """
-    out = sys.stdout if out is None else out
-    err = sys.stderr if err is None else err
-    is_interactive = sys.stdin.isatty()
     beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = list(beginning)
     code = ExitCode.OK
     try:
         client = FastServeClient(url)
     except InvalidRequest as error:
-        print(f"error: {error}", file=err)
+        print(f"error: {error}", file=sys.stderr)
         return ExitCode.USAGE
     with client:
-        if is_interactive:
-            _enable_line_editing()
-            print(_HELP, file=err)
-        while True:
-            try:
-                text = (input("> ") if is_interactive else input()).strip()
-            except EOFError:
-                return code
-            except KeyboardInterrupt:
-                print(f"\n{_HELP}", file=err)
-                continue
-            if text == _FORGET:
+        for line in _typed_lines():
+            if line == _FORGET:
                 messages = list(beginning)
-            elif text:
-                messages.append({"role": "user", "content": text})
-                try:
-                    code, answer = _answer(client, messages, timeout_s, out, err, sampling)
-                except OSError as error:
-                    return cannot_write(error, out, err)
-                if answer:
-                    messages.append({"role": "assistant", "content": answer})
-                else:
-                    messages.pop()
+                continue
+            messages.append({"role": "user", "content": line})
+            try:
+                code, answer = _answer(client, messages, timeout_s, sampling)
+            except OSError as error:
+                return cannot_write(error, sys.stdout, sys.stderr)
+            if answer:
+                messages.append({"role": "assistant", "content": answer})
+            else:
+                messages.pop()
+    return code
+
+
+def _typed_lines() -> Iterator[str]:
+    """Lines of stdin that are not blank, up to its end; Ctrl-C shows the help."""
+    is_interactive = sys.stdin.isatty()
+    if is_interactive:
+        _enable_line_editing()
+        print(_HELP, file=sys.stderr)
+    while True:
+        try:
+            line = (input("> ") if is_interactive else input()).strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print(f"\n{_HELP}", file=sys.stderr)
+            continue
+        if line:
+            yield line
 
 
 def _answer(
     client: FastServeClient,
     messages: list[Message],
     timeout_s: float | None,
-    out: TextIO,
-    err: TextIO,
     sampling: SamplingOptions,
 ) -> tuple[ExitCode, str]:
-    writer = TextWriter(out)
+    writer = TextWriter(sys.stdout)
     answer = ""
     code, closing_line = ExitCode.OK, None
     try:
@@ -108,7 +109,7 @@ def _answer(
         closing_line = f"error: {error}"
     writer.end_line()
     if closing_line is not None:
-        print(closing_line, file=err)
+        print(closing_line, file=sys.stderr)
     return code, answer
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from fastserve_client.cancelling import cancel_all
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import ClientClosed
 from fastserve_client.http_aio_transport import AioHttpTransport, HttpSession, Item
@@ -94,10 +95,7 @@ def _schedule_stop(loop: asyncio.AbstractEventLoop, session: HttpSession) -> Non
     async def stop() -> None:
         try:
             await session.close()
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
         finally:
             loop.stop()
 

@@ -19,7 +19,7 @@ from fastserve_client.bench.session import Load, Plan, Run
 from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
 from fastserve_client.errors import InvalidRequest, WorkloadError
 from fastserve_client.report import JobRecord, Objectives, highest_rate
-from fastserve_client.report.output import Output
+from fastserve_client.report.output import Output, write_json
 from fastserve_client.workload import LengthLimits, TraceJob, Workload
 from report_records import record
 from rich.console import Console
@@ -201,3 +201,8 @@ def test_mistakes_are_found_before_anything_runs(tmp_path: Path) -> None:
         Output(tmp_path / "none" / "o.json", None).check()
     with pytest.raises(WorkloadError, match=r"must end in \.png or \.svg"):
         Output(None, tmp_path / "figure.pdf").check()
+
+
+def test_a_report_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match=r"^output: cannot write .*: Is a directory"):
+        write_json(tmp_path, "{}")

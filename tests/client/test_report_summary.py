@@ -21,7 +21,6 @@ def test_times_of_one_job() -> None:
         output_tokens=4,
         num_preemptions=2,
         executed_s=6.0,
-        alone_s=5.0,
     )
     assert job.latency_s == 8.0
     assert job.normalized_latency_s == 2.0
@@ -29,12 +28,10 @@ def test_times_of_one_job() -> None:
     assert job.tpot_s == 2.0
     assert job.queueing_s == 2.0
     assert job.queueing_share == 0.25
-    assert job.slowdown == 1.6
 
 
-def test_what_one_job_may_not_have() -> None:
+def test_a_single_token_has_no_time_per_token() -> None:
     assert record(output_tokens=1).tpot_s is None
-    assert record(alone_s=None).slowdown is None
 
 
 def test_executing_longer_than_the_latency_is_no_negative_queueing() -> None:

@@ -30,10 +30,6 @@ def _write(folder: Path, text: str, name: str = "data") -> str:
     return str(path)
 
 
-def _words(text: str) -> int:
-    return len(text.split())
-
-
 def test_equal_jobs() -> None:
     assert load_lengths("equal:512:64") == [(512, 64)]
 
@@ -157,7 +153,7 @@ _CONVERSATIONS = [
             {"from": "human", "value": "one two"},
             {"from": "gpt", "value": "three"},
             {"from": "human", "value": "asked twice"},
-            {"from": "human", "value": "a b c d"},
+            {"from": "human", "value": "an only question"},
             {"from": "gpt", "value": "e f"},
             {"from": "human", "value": "no answer"},
         ],
@@ -173,7 +169,7 @@ _CONVERSATIONS = [
 @pytest.mark.parametrize("indent", [None, 2])
 def test_sharegpt_pairs_of_human_and_gpt(tmp_path: Path, indent: int | None) -> None:
     path = _write(tmp_path, "\n" + json.dumps(_CONVERSATIONS, indent=indent))
-    assert load_lengths(path, count_tokens=_words) == [(2, 1), (4, 2)]
+    assert load_lengths(path) == [(2, 2), (4, 1)]
 
 
 _INSTRUCTIONS = [
@@ -191,25 +187,20 @@ def test_alpaca_instructions(tmp_path: Path, lines: bool) -> None:
     else:
         text = json.dumps(_INSTRUCTIONS)
     path = _write(tmp_path, text)
-    assert load_lengths(path, count_tokens=_words) == [(5, 1), (5, 2), (3, 1)]
+    assert load_lengths(path) == [(3, 1), (5, 2), (3, 1)]
 
 
 def test_half_a_character_is_replaced(tmp_path: Path) -> None:
     path = _write(tmp_path, r'{"instruction": "cut \ud83c", "output": "\udf89 off"}')
-    assert load_lengths(path, count_tokens=_words) == [(2, 2)]
+    assert load_lengths(path) == [(2, 2)]
     (job,) = build_trace(str(path), rate=1.0, num_jobs=1, seed=0)
     assert job.prompt == "cut ?"
 
 
-def test_tokens_are_estimated_unless_counted(tmp_path: Path) -> None:
+def test_tokens_are_estimated(tmp_path: Path) -> None:
     record = {"instruction": "12345", "output": "ää"}
     assert load_lengths(_write(tmp_path, json.dumps(record))) == [(2, 1)]
     assert [estimate_tokens(text) for text in ("", "a", "abcd", "äää")] == [1, 1, 1, 2]
-
-
-def test_a_text_has_at_least_one_token(tmp_path: Path) -> None:
-    path = _write(tmp_path, json.dumps({"instruction": " ", "output": "a b"}))
-    assert load_lengths(path, count_tokens=_words) == [(1, 2)]
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,8 @@ def test_ctrl_c_cancels_what_runs_and_reports_what_has_finished(
         (["--natural-lengths", "--rates", "1"], "natural_lengths: needs --max-output-tokens"),
         (["--chat", "--rates", "1"], "chat: needs --natural-lengths"),
         (["--compare", "fcfs", "--rates", "1"], "compare: takes policies for --serve"),
+        (["--serve", "x", "--compare", "mlfq,mlfq", "--rates", "1"], "compare: got mlfq, mlfq"),
+        (["--url", "http://h", "--url", "http://h", "--rates", "1"], "url: got http://h/v1, http"),
         (["--dataset", "[/x].csv", "--rates", "1"], "dataset: got '[/x].csv' (No such file"),
         ([], "rate: got none; sharegpt has no timestamps of its own"),
     ],

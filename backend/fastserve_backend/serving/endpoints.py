@@ -6,6 +6,8 @@ import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from fastserve_client.listening import PORTS, listen
+
 from fastserve_backend.serving.errors import LaunchError, PortInUseError
 
 _WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -65,20 +67,13 @@ class Endpoints:
 
 
 def _listen(purpose: str, host: str, port: int, held: ExitStack) -> int:
-    if not 0 <= port < 1 << 16:  # the system would take the rest of a division for it
+    if port not in PORTS:
         raise LaunchError(f"{purpose}_port: got {port}; must be 0 to 65535")
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        probe = held.enter_context(listen(host, port))
     except socket.gaierror as error:
         raise LaunchError(f"host: got {host!r}; {error.strerror}") from None
-    probe = held.enter_context(socket.socket(family, kind))
-    # As the server does: connections of an earlier server in TIME_WAIT do not count as busy.
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        probe.bind(address)
-        probe.listen(1)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise PortInUseError(purpose, host, port, reason) from None
+    except OSError as error:
+        raise PortInUseError(purpose, host, port, str(error.strerror)) from None
     free_port: int = probe.getsockname()[1]
     return free_port

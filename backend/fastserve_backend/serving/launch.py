@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import enum
-import ipaddress
 import logging
 import os
 import signal
@@ -16,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from fastserve_client.listening import is_loopback
 from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_METRICS_PORT
 
 from fastserve_backend.config import EngineConfig
@@ -289,11 +289,7 @@ class TritonServer:
 
     def _warn_if_public(self) -> None:
         host = self._wanted.host
-        try:
-            loopback = ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            loopback = host == "localhost"
-        if not loopback:
+        if not is_loopback(host):
             logger.warning(
                 "listening on %s without any authentication: whoever reaches these ports can use "
                 "the server; put a gateway with API keys in front of it",

@@ -29,9 +29,9 @@ from fastserve_client.bench.progress import RunProgress
 from fastserve_client.bench.report import report_json
 from fastserve_client.bench.session import Observer, Plan, Session, Start
 from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
-from fastserve_client.errors import ClientError, InvalidRequest, WorkloadError
+from fastserve_client.errors import ClientError, InvalidRequest
 from fastserve_client.report import Objectives
-from fastserve_client.report.output import Output
+from fastserve_client.report.output import Output, write_json
 from fastserve_client.terminal import ExitCode
 
 # Later than this, a reader of text notices.
@@ -54,9 +54,7 @@ def bench_command(
         ClientError: the workload cannot be used, or a server is not there.
     """
     output.check()
-    labels = [server.label for server in servers]
-    if len(set(labels)) < len(labels):
-        raise InvalidRequest(f"url: got {', '.join(labels)}; each must have another NAME=")
+    _check_labels(servers)
     for repeat in range(plan.repeats):
         for load in plan.loads:
             plan.requests(plan.trace(load, repeat), load, repeat)
@@ -82,6 +80,16 @@ def bench_command(
     if not finished:
         return ExitCode.INTERRUPTED
     return ExitCode.OK if any(point.summary for point in points) else ExitCode.FAILED
+
+
+def _check_labels(servers: Sequence[Target] | Sequence[OwnServer]) -> None:
+    """Raises InvalidRequest: results of two servers could not be told apart."""
+    labels = [server.label for server in servers]
+    if len(set(labels)) == len(labels):
+        return
+    if isinstance(servers[0], OwnServer):
+        raise InvalidRequest(f"compare: got {', '.join(labels)}; each policy must be there once")
+    raise InvalidRequest(f"url: got {', '.join(labels)}; each must have another NAME=")
 
 
 async def _measure(session: Session, servers: Sequence[Target] | Sequence[OwnServer]) -> None:
@@ -186,11 +194,7 @@ def _write(
 ) -> None:
     """Raises WorkloadError: a file cannot be written."""
     if output.json is not None:
-        text = report_json(points, settings, within)
-        try:
-            output.json.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise WorkloadError(f"output: cannot write {output.json}: {error.strerror}") from None
+        write_json(output.json, report_json(points, settings, within))
         console.print(f"wrote {output.json}", markup=False)
     if output.plot is not None and any(point.summary for point in points):
         for path in write_figures(points, output.plot, objectives.normalized_latency_s):

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastserve_client.bench.connection import Answer, Connection, Request
 from fastserve_client.bench.outcome import Failure, FailureKind, Outcome
+from fastserve_client.cancelling import cancel_all
 from fastserve_client.errors import ClientError
 from fastserve_client.report import JobRecord
 
@@ -78,7 +79,7 @@ class Driver:
                 await asyncio.sleep(max(0.0, arrival_s - self.elapsed_s))
                 tasks.append(asyncio.ensure_future(self._send(request, arrival_s)))
         except asyncio.CancelledError:
-            await _cancel(tasks)
+            await cancel_all(tasks)
             raise
         await _all(tasks)
 
@@ -133,11 +134,5 @@ async def _all(work: Sequence[Any]) -> None:
     try:
         await asyncio.gather(*tasks)
     except BaseException:
-        await _cancel(tasks)
+        await cancel_all(tasks)
         raise
-
-
-async def _cancel(tasks: Sequence[asyncio.Future[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
@@ -86,7 +87,7 @@ class OpenAIConnection:
             ) as response:
                 if response.status != 200:
                     raise await _refusal(response)
-                return await _read_stream(response)
+                return await _read_answer(response)
         except TimeoutError:
             raise RequestTimeout(f"{self._url} did not finish in time") from None
         except aiohttp.ClientConnectorError as error:
@@ -104,45 +105,57 @@ class OpenAIConnection:
         return ConnectionFailed(f"no server at {self._url} ({reason}); name another --url")
 
 
-async def _read_stream(response: aiohttp.ClientResponse) -> Answer:
-    """Server-sent events up to the end of the answer.
-
-    A chunk may hold several tokens: only ``usage`` tells how many there were. One whose text is
-    empty still stands for a token, of a character that is not complete.
-    """
+async def _read_answer(response: aiohttp.ClientResponse) -> Answer:
+    """A chunk may hold several tokens: only ``usage`` tells how many there were. One whose text is
+    empty still stands for a token, of a character that is not complete."""
     first_token_s = last_token_s = None
     usage: Any = None
+    async for now_s, event in _events(response):
+        if event.get("error") is not None:
+            raise ServerError(_shorten(f"the stream ended with an error: {event['error']}"))
+        if event.get("choices"):
+            last_token_s = now_s
+            first_token_s = first_token_s or now_s
+        usage = event.get("usage") or usage
+    if first_token_s is None or last_token_s is None:
+        raise ServerError("the answer had no token")
+    return Answer(first_token_s, last_token_s, *_token_counts(usage))
+
+
+async def _events(
+    response: aiohttp.ClientResponse,
+) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+    """Server-sent events, each with the time when it came.
+
+    Raises:
+        ConnectionFailed: the stream ended before the answer.
+        ServerError: an event that makes no sense.
+    """
     is_whole = False
     async for line in response.content:
         if line.startswith(_DONE):
             is_whole = True
         elif line.startswith(_DATA):
-            now_s = time.monotonic()
-            event = _parse(line)
-            if event.get("error") is not None:
-                raise ServerError(_shorten(f"the stream ended with an error: {event['error']}"))
-            if event.get("choices"):
-                last_token_s = now_s
-                first_token_s = first_token_s or now_s
-            usage = event.get("usage") or usage
+            yield time.monotonic(), _parse(line)
     if not is_whole:
         raise ConnectionFailed(f"{response.url} ended the stream before the answer ended")
-    if first_token_s is None or last_token_s is None:
-        raise ServerError("the answer had no token")
+
+
+def _token_counts(usage: Any) -> tuple[int, int]:
+    """Of the prompt and of the answer. Raises ServerError: the server has not counted them."""
     try:
-        prompt_tokens, output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        counts = usage["prompt_tokens"], usage["completion_tokens"]
     except (KeyError, TypeError):
         raise ServerError(
             "the stream ended without usage, so its tokens cannot be counted; the server must "
             "know stream_options.include_usage"
         ) from None
-    counts = (prompt_tokens, output_tokens)
     if not all(isinstance(count, int) and count > 0 for count in counts):
         raise ServerError(
-            f"usage: got {prompt_tokens!r} tokens of the prompt and {output_tokens!r} of the "
-            "answer; a job with a latency has at least one of each"
+            f"usage: got {counts[0]!r} tokens of the prompt and {counts[1]!r} of the answer; "
+            "a job with a latency has at least one of each"
         )
-    return Answer(first_token_s, last_token_s, prompt_tokens, output_tokens)
+    return counts
 
 
 def _parse(line: bytes) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import signal
 import socket
@@ -18,12 +17,12 @@ from fastapi import FastAPI
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import InvalidRequest
 from fastserve_client.gateway.app import GatewaySettings, create_app, end_answers, end_live_view
+from fastserve_client.listening import PORTS, is_loopback, listen
 
 # Answers that take longer end with an error when the gateway ends.
 _DRAIN_TIMEOUT_S = 30.0
 # For those errors to be read, before connections are cut off.
 _ERRORS_TIMEOUT_S = 5
-_BACKLOG = 1024
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -41,7 +40,7 @@ def run_gateway(
         InvalidRequest: the settings cannot be used, or the port cannot be had.
     """
     Endpoint.parse(settings.url)
-    if not settings.keys.required and not _is_loopback(host):
+    if not settings.keys.required and not is_loopback(host):
         raise InvalidRequest(
             f"host: got {host!r}, which others can reach; that needs keys: --api-keys-file FILE"
         )
@@ -92,28 +91,13 @@ def _exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def _listen(host: str, port: int) -> socket.socket:
-    if not 0 <= port < 1 << 16:  # the system would take the rest of a division for it
+    if port not in PORTS:
         raise InvalidRequest(f"port: got {port}; must be 0 to 65535")
-    listener = None
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except (OSError, OverflowError) as error:
-        if listener is not None:
-            listener.close()
-        reason = getattr(error, "strerror", None) or str(error)
+        return listen(host, port)
+    except OSError as error:
         raise InvalidRequest(
-            f"port: cannot listen on {host}:{port} ({reason}); choose another one with --port"
+            f"port: cannot listen on {host}:{port} ({error.strerror}); "
+            "choose another one with --port"
         ) from None
-    return listener

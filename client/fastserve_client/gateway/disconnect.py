@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from fastserve_client.cancelling import cancel_all
 from fastserve_client.gateway.errors import ClientDisconnected
 
 T = TypeVar("T")
@@ -30,9 +31,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             return task.result()
         raise ClientDisconnected
     finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+        await cancel_all((task, watcher))
 
 
 async def _until_disconnected(receive: Receive) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastserve_client.aio_client import AsyncFastServeClient, AsyncTokenStream
+from fastserve_client.cancelling import cancel_all
 from fastserve_client.errors import ClientError
 from fastserve_client.options import Prompt, SamplingOptions
 from fastserve_client.results import Chunk, Completion
@@ -41,7 +42,7 @@ async def complete_all(client: AsyncFastServeClient, jobs: Sequence[Job]) -> lis
         await _await_refusals(tasks)
         raise
     finally:
-        await _cancel(tasks)
+        await cancel_all(tasks)
 
 
 async def stream_all(
@@ -80,7 +81,7 @@ async def stream_all(
         await _await_refusals(tasks)
         raise
     finally:
-        await _cancel(tasks)
+        await cancel_all(tasks)
 
 
 def _stream(client: AsyncFastServeClient, job: Job) -> AsyncTokenStream:
@@ -91,9 +92,3 @@ async def _await_refusals(tasks: Sequence[asyncio.Future[Any]]) -> None:
     # What is wrong with one job is mostly wrong with all. Cancelling a call that the server is
     # about to end with an error was seen to keep tritonserver 24.10 from unloading.
     await asyncio.wait(tasks, timeout=_REFUSAL_S)
-
-
-async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -23,3 +23,11 @@ class Output:
                 raise WorkloadError(f"{name}: got {str(path)!r}; its directory does not exist")
         if self.plot is not None:
             check_path(self.plot)
+
+
+def write_json(path: Path, text: str) -> None:
+    """Raises WorkloadError: the file cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WorkloadError(f"output: cannot write {path}: {error.strerror}") from None

@@ -77,8 +77,3 @@ class JobRecord:
     def queueing_share(self) -> float | None:
         """Share of the latency spent waiting, 0 … 1 (FastServe Fig. 1)."""
         return None if self.queueing_s is None else self.queueing_s / self.latency_s
-
-    @property
-    def slowdown(self) -> float | None:
-        """Latency over latency on an idle system; ``None`` where that is not known."""
-        return None if self.alone_s is None else self.latency_s / self.alone_s

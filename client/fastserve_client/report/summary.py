@@ -52,7 +52,8 @@ class Summary:
     ``None``, as in what follows, unless it is known of every job.
     """
     longest_tenth_slowdown: float | None
-    """Mean slowdown of the tenth of jobs that take longest alone: what preemption costs them."""
+    """Mean of latency over latency on an idle system, of the tenth of jobs that take longest there:
+    what preemption costs them."""
     preemptions_per_job: float | None
 
 

@@ -19,7 +19,7 @@ from fastserve_client.workload.lengths import (
     scale_ratio,
 )
 from fastserve_client.workload.spec import Workload
-from fastserve_client.workload.text_files import CountTokens, estimate_tokens
+from fastserve_client.workload.text_files import estimate_tokens
 from fastserve_client.workload.trace import (
     TraceJob,
     check_trace_fits,
@@ -35,7 +35,6 @@ __all__ = [
     "LengthLimits",
     "AUTHORS_LIMITS",
     "NO_LIMITS",
-    "CountTokens",
     "estimate_tokens",
     "load_lengths",
     "scale_lengths",

@@ -16,7 +16,7 @@ from fastserve_client.workload.lengths import (
     scale_lengths,
 )
 from fastserve_client.workload.synthetic import SYNTHETIC_DATASETS, synthetic_lengths
-from fastserve_client.workload.text_files import CountTokens, estimate_tokens, read_text_lengths
+from fastserve_client.workload.text_files import read_text_lengths
 from fastserve_client.workload.trace import (
     TraceJob,
     check_num_jobs,
@@ -43,12 +43,7 @@ class _Jobs:
         )
 
 
-def load_lengths(
-    dataset: str,
-    limits: LengthLimits = NO_LIMITS,
-    count_tokens: CountTokens = estimate_tokens,
-    scale: float = 1.0,
-) -> Lengths:
+def load_lengths(dataset: str, limits: LengthLimits = NO_LIMITS, scale: float = 1.0) -> Lengths:
     """The job lengths of a data set, without those over the limits.
 
     Args:
@@ -56,13 +51,12 @@ def load_lengths(
             ``equal:PROMPT:OUTPUT``, or a path. What a file is shows in its content: CSV with the
             columns ``prompt_tokens,output_tokens``, an Azure LLM inference trace, or JSON of
             ShareGPT or Alpaca.
-        count_tokens: For files that hold text.
         scale: All lengths times this, before the limits.
 
     Raises:
         WorkloadError: no such data set, a malformed file, or no job within the limits.
     """
-    return _load(dataset, limits, count_tokens, scale).lengths
+    return _load(dataset, limits, scale).lengths
 
 
 def build_trace(
@@ -72,7 +66,6 @@ def build_trace(
     num_jobs: int | None = None,
     seed: int = 0,
     limits: LengthLimits = NO_LIMITS,
-    count_tokens: CountTokens = estimate_tokens,
     scale: float = 1.0,
 ) -> list[TraceJob]:
     """The trace of a load test, sorted by arrival.
@@ -82,13 +75,13 @@ def build_trace(
     a Poisson process (see :func:`poisson_trace`).
 
     Args:
-        dataset, limits, count_tokens, scale: As for :func:`load_lengths`.
+        dataset, limits, scale: As for :func:`load_lengths`.
         rate: Jobs per second.
 
     Raises:
         WorkloadError: as for :func:`load_lengths`, or a number missing or out of its range.
     """
-    jobs = _load(dataset, limits, count_tokens, scale)
+    jobs = _load(dataset, limits, scale)
     timestamps_s = jobs.timestamps_s
     if timestamps_s is None:
         if rate is None:
@@ -109,8 +102,8 @@ def build_trace(
     return timestamp_trace(timestamps_s, jobs.lengths, rate)
 
 
-def _load(dataset: str, limits: LengthLimits, count_tokens: CountTokens, scale: float) -> _Jobs:
-    jobs = _load_all(dataset, count_tokens)
+def _load(dataset: str, limits: LengthLimits, scale: float) -> _Jobs:
+    jobs = _load_all(dataset)
     if scale != 1.0:
         jobs = replace(jobs, lengths=scale_lengths(jobs.lengths, scale))
     kept = [i for i, length in enumerate(jobs.lengths) if limits.allow(*length)]
@@ -124,7 +117,7 @@ def _load(dataset: str, limits: LengthLimits, count_tokens: CountTokens, scale: 
     return jobs.only(kept)
 
 
-def _load_all(dataset: str, count_tokens: CountTokens) -> _Jobs:
+def _load_all(dataset: str) -> _Jobs:
     if dataset in SYNTHETIC_DATASETS:
         return _Jobs(synthetic_lengths(dataset))
     if dataset.startswith("equal:"):
@@ -138,7 +131,7 @@ def _load_all(dataset: str, count_tokens: CountTokens) -> _Jobs:
     if not text:
         raise WorkloadError(f"{dataset}: got an empty file; must hold at least one job")
     if text.lstrip().startswith(("[", "{")):
-        lengths, prompts = read_text_lengths(dataset, text, count_tokens)
+        lengths, prompts = read_text_lengths(dataset, text)
         return _Jobs(lengths, prompts=prompts)
     return _Jobs(*read_csv_lengths(dataset, text))
 

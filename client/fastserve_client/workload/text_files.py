@@ -1,20 +1,17 @@
 """Data sets of texts: ShareGPT conversations, Alpaca instructions (JSON or JSON Lines).
 
-Each record becomes jobs by counting the tokens of its texts. A job without a prompt or without an
+Each record becomes jobs by estimating the tokens of its texts. A job without a prompt or without an
 output (both data sets have some) is left out: nothing would be generated.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 from fastserve_client.errors import WorkloadError
-
-CountTokens: TypeAlias = Callable[[str], int]
-"""Tokens of a text, as the tokenizer of the model counts them."""
 
 
 def estimate_tokens(text: str) -> int:
@@ -26,9 +23,7 @@ def estimate_tokens(text: str) -> int:
     return max(1, -(-len(text.encode()) // 4))
 
 
-def read_text_lengths(
-    path: str, text: str, count_tokens: CountTokens
-) -> tuple[list[tuple[int, int]], list[str]]:
+def read_text_lengths(path: str, text: str) -> tuple[list[tuple[int, int]], list[str]]:
     """The lengths of the jobs of a file's ``text``, and their prompts; ``path`` is for messages.
 
     Raises:
@@ -40,7 +35,7 @@ def read_text_lengths(
         for prompt, output in _exchanges(place, record)
         if prompt and output
     ]
-    lengths = [(max(1, count_tokens(a)), max(1, count_tokens(b))) for a, b in exchanges]
+    lengths = [(estimate_tokens(a), estimate_tokens(b)) for a, b in exchanges]
     return lengths, [prompt for prompt, _ in exchanges]
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
-from .embedded import EMBEDDED_MODEL, embedded_file
-from .errors import ModelError
-from .gguf import converted
-from .hub import download, is_hub_id
-from .registry import ARCHITECTURES
+from fastserve_backend.models.embedded import EMBEDDED_MODEL, embedded_file
+from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.gguf import converted
+from fastserve_backend.models.hub import download, is_hub_id
+from fastserve_backend.models.registry import ARCHITECTURES
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import util
 from pathlib import Path
 
-from .errors import ModelError
+from fastserve_backend.models.errors import ModelError
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 """What ``fastserve serve`` runs when no model is named."""

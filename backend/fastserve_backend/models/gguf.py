@@ -18,8 +18,7 @@ from pathlib import Path
 import platformdirs
 
 from fastserve_backend.interpreter import child_environment, python_executable
-
-from .errors import ModelError
+from fastserve_backend.models.errors import ModelError
 
 # Part of the key of what is cached: to be raised when the same file is to give something else.
 _VERSION = 5

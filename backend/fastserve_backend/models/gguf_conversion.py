@@ -24,11 +24,11 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .config import HFConfig
-from .errors import ModelError
-from .gguf_tokenizer import save_tokenizer
-from .llama_config import LlamaConfig
-from .rotary_config import read_rotary
+from fastserve_backend.models.config import HFConfig
+from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.gguf_tokenizer import save_tokenizer
+from fastserve_backend.models.llama_config import LlamaConfig
+from fastserve_backend.models.rotary_config import read_rotary
 
 _LLAMA = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA]
 

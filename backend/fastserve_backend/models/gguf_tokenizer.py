@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from transformers import AutoTokenizer
 
-from .errors import ModelError
+from fastserve_backend.models.errors import ModelError
 
 # Of Llama 3's own tokenizer.json.
 _LLAMA3_SPLIT = (

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .attention_batch import AttentionBatch
-from .gpt_neox_config import GPTNeoXConfig
-from .layers import (
+from fastserve_backend.models.attention_batch import AttentionBatch
+from fastserve_backend.models.gpt_neox_config import GPTNeoXConfig
+from fastserve_backend.models.layers import (
     Attention,
     ColumnLinear,
     LayerNorm,
@@ -22,11 +22,11 @@ from .layers import (
     VocabEmbedding,
     prefixed,
 )
-from .lm_head import LMHead
-from .model_part import ModelPart
-from .rotary import RotaryEmbedding
-from .rotary_lm import RotaryLM
-from .weights import Parameter
+from fastserve_backend.models.lm_head import LMHead
+from fastserve_backend.models.model_part import ModelPart
+from fastserve_backend.models.rotary import RotaryEmbedding
+from fastserve_backend.models.rotary_lm import RotaryLM
+from fastserve_backend.models.weights import Parameter
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.nn.functional.gelu,

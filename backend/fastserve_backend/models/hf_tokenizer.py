@@ -21,9 +21,9 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
-from .chat_template import ChatTemplate, ChatTemplateError, Message
-from .errors import ModelError
-from .tokenizer import NO_CHAT_TEMPLATE, TokenizationError, Tokenizer, utf8
+from fastserve_backend.models.chat_template import ChatTemplate, ChatTemplateError, Message
+from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.tokenizer import NO_CHAT_TEMPLATE, TokenizationError, Tokenizer, utf8
 
 _GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
 _GPT2_SPECIAL = "<|endoftext|>"  # GPT-2's begin, end and unknown token where no file names others

@@ -15,10 +15,10 @@ import torch
 from fastserve_kernels import ops
 from torch import Tensor
 
-from .attention_batch import AttentionBatch
-from .config import ModelConfig
-from .model_part import ModelPart
-from .weights import Parameter
+from fastserve_backend.models.attention_batch import AttentionBatch
+from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.model_part import ModelPart
+from fastserve_backend.models.weights import Parameter
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .config import CommonFields, HFConfig, ModelConfig, limit_model_len
-from .rotary_config import Rotary, read_rotary
+from fastserve_backend.models.config import CommonFields, HFConfig, ModelConfig, limit_model_len
+from fastserve_backend.models.rotary_config import Rotary, read_rotary
 
 if TYPE_CHECKING:
     from typing import Unpack

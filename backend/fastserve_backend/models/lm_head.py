@@ -8,9 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .layers import ColumnLinear, VocabEmbedding
-from .model_part import ModelPart
-from .weights import Parameter, StoredTensor, WeightSource, check_tensor, load_parameters
+from fastserve_backend.models.layers import ColumnLinear, VocabEmbedding
+from fastserve_backend.models.model_part import ModelPart
+from fastserve_backend.models.weights import (
+    Parameter,
+    StoredTensor,
+    WeightSource,
+    check_tensor,
+    load_parameters,
+)
 
 
 class LMHead:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .config import CommonFields, HFConfig, ModelConfig, limit_model_len
+from fastserve_backend.models.config import CommonFields, HFConfig, ModelConfig, limit_model_len
 
 if TYPE_CHECKING:
     from typing import Unpack

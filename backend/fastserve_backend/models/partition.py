@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastserve_backend.errors import ConfigError
-
-from .config import ModelConfig
+from fastserve_backend.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

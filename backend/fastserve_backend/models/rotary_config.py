@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .config import HFConfig
+from fastserve_backend.models.config import HFConfig
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 

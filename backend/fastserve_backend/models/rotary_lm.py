@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .attention_batch import AttentionBatch
-from .layers import LayerNorm, RMSNorm, VocabEmbedding, prefixed
-from .lm_head import LMHead
-from .model_part import ModelPart
-from .rotary import RotaryEmbedding
-from .weights import Parameter, StoredTensor, WeightSource
+from fastserve_backend.models.attention_batch import AttentionBatch
+from fastserve_backend.models.layers import LayerNorm, RMSNorm, VocabEmbedding, prefixed
+from fastserve_backend.models.lm_head import LMHead
+from fastserve_backend.models.model_part import ModelPart
+from fastserve_backend.models.rotary import RotaryEmbedding
+from fastserve_backend.models.weights import Parameter, StoredTensor, WeightSource
 
 
 class RotaryLayer(Protocol):

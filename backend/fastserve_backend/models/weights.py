@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .errors import ModelError
+from fastserve_backend.models.errors import ModelError
 
 DUMMY_STD = 0.02  # standard deviation of OPT's own initial weights
 

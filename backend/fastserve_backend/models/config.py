@@ -72,7 +72,6 @@ class ModelConfig:
     vocab_size: int
     max_model_len: int
     dtype: DType
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
     # Built-in configurations: name -> the fields of a config.json.
@@ -131,12 +130,12 @@ class HFConfig:
         """The error to raise for field `key`, whose value is not `allowed`."""
         return ModelError(f"{self.source}: {key} is {self._raw.get(key)!r}, expected {allowed}")
 
-    def integer(self, key: str, default: int, minimum: int = 1) -> int:
+    def integer(self, key: str, default: int) -> int:
         value = self._raw.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(key, f"an integer of at least {minimum}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(key, "an integer of at least 1")
         return value
 
     def number(self, key: str, default: float | None) -> float:
@@ -283,7 +282,8 @@ def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
     if generation.is_file():
         # Where both name end tokens, generation_config.json is the one that generation follows.
         defaults = _read_json(generation, model)
-        raw.update({k: defaults[k] for k in ("eos_token_id",) if defaults.get(k) is not None})
+        if defaults.get("eos_token_id") is not None:
+            raw["eos_token_id"] = defaults["eos_token_id"]
     if load_format == "auto" and not any((directory / f).is_file() for f in WEIGHT_FILES):
         raise ModelError(
             f"model {model!r}: {directory} holds no weights ({', '.join(WEIGHT_FILES)}); "

@@ -76,7 +76,6 @@ class GPTNeoXConfig(ModelConfig):
             intermediate_size=raw.integer("intermediate_size", 24576),
             vocab_size=raw.integer("vocab_size", 50432),
             max_model_len=limit_model_len(max_model_len, rotary.max_positions),
-            bos_token_id=next(iter(raw.token_ids("bos_token_id", (0,))), None),
             eos_token_ids=raw.token_ids("eos_token_id", (2,)),
             layer_norm_eps=raw.number("layer_norm_eps", 1e-5),
             rotary=rotary,

@@ -88,7 +88,6 @@ class LlamaConfig(ModelConfig):
             intermediate_size=raw.integer("intermediate_size", 11008),
             vocab_size=raw.integer("vocab_size", 32000),
             max_model_len=limit_model_len(max_model_len, rotary.max_positions),
-            bos_token_id=next(iter(raw.token_ids("bos_token_id", (1,))), None),
             eos_token_ids=raw.token_ids("eos_token_id", (2,)),
             rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
             rotary=rotary,

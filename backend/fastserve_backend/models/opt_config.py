@@ -83,7 +83,6 @@ class OPTConfig(ModelConfig):
             intermediate_size=raw.integer("ffn_dim", 3072),
             vocab_size=raw.integer("vocab_size", 50272),
             max_model_len=limit_model_len(max_model_len, positions),
-            bos_token_id=next(iter(raw.token_ids("bos_token_id", (2,))), None),
             eos_token_ids=raw.token_ids("eos_token_id", (2,)),
             word_embed_proj_dim=raw.integer("word_embed_proj_dim", hidden_size),
             max_position_embeddings=positions,

@@ -105,7 +105,6 @@ class GGUFFile:
             directory=None,
             load_format="dummy",
             dtype="bfloat16",
-            max_model_len=None,
         )
         return config
 

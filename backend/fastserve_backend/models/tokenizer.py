@@ -1,9 +1,9 @@
 """Text to token ids and back, without torch.
 
-Every token stands for a run of bytes. Decoding joins the bytes
-and reads them as UTF-8 with U+FFFD for what is broken, so a stream only has to remember the bytes
-of one unfinished character. (`tokenizers.decoders.DecodeStream` holds back for ever after a lone
-invalid byte, and decodes all that it holds on every step.)
+Every token stands for a run of bytes. Decoding joins the bytes and reads them as UTF-8 with U+FFFD
+for what is broken, so a stream only has to remember the bytes of one unfinished character.
+(`tokenizers.decoders.DecodeStream` holds back for ever after a lone invalid byte, and decodes all
+that it holds on every step.)
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Parameter:
     """
 
     shape: tuple[int, ...]
-    load: Callable[[Tensor], None]
+    load: Callable[[Tensor], object]
     shard: Shard = ()
     is_scale: bool = False
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 DRAFT_SUFFIX = ".tmp"
@@ -25,3 +29,15 @@ def write_atomically(path: Path, data: bytes) -> None:
     except BaseException:
         os.unlink(draft)
         raise
+
+
+def remove_drafts(drafts: Iterable[Path], age_s: float) -> None:
+    """Those, files or directories, that did not change for so long: their process was killed."""
+    for draft in drafts:
+        with suppress(FileNotFoundError):  # another process tidies up as well, or has ended
+            if time.time() - draft.stat().st_mtime <= age_s:
+                continue
+            if draft.is_dir():
+                shutil.rmtree(draft, ignore_errors=True)
+            else:
+                draft.unlink()

@@ -7,8 +7,6 @@ There is no text in it, and nothing that could be executed.
 from __future__ import annotations
 
 import hashlib
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from fastserve_backend.atomic_file import DRAFT_SUFFIX, write_atomically
+from fastserve_backend.atomic_file import DRAFT_SUFFIX, remove_drafts, write_atomically
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.length_prediction.past_jobs import SavedJobs
 
@@ -26,6 +24,7 @@ FILE_NAME = "predictor.safetensors"
 _FORMAT = "fastserve-length-prediction"
 _VERSION = "1"
 _REGRESSOR = "regressor."
+# Nothing takes so long to save.
 _OLD_DRAFT_S = 600.0
 
 Tensors = dict[str, NDArray[Any]]
@@ -52,7 +51,7 @@ def write_state(directory: Path, state: SavedState, encoder: str) -> None:
     tensors |= {f"{_REGRESSOR}{name}": value for name, value in state.regressor.items()}
     data = save(tensors, {**_made_by(encoder), "sha256": _sha256(tensors)})
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _remove_drafts(directory)
+    remove_drafts(directory.glob(f"*{DRAFT_SUFFIX}"), _OLD_DRAFT_S)
     write_atomically(directory / FILE_NAME, data)
 
 
@@ -84,14 +83,6 @@ def read_state(directory: Path, encoder: str) -> SavedState | None:
         if name.startswith(_REGRESSOR)
     }
     return SavedState(jobs, regressor)
-
-
-def _remove_drafts(directory: Path) -> None:
-    """What a process that was killed while it saved has left; none takes so long to save."""
-    for draft in directory.glob(f"*{DRAFT_SUFFIX}"):
-        with suppress(FileNotFoundError):  # another server may share the directory
-            if time.time() - draft.stat().st_mtime > _OLD_DRAFT_S:
-                draft.unlink()
 
 
 def _made_by(encoder: str) -> dict[str, str]:

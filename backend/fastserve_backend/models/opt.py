@@ -97,7 +97,7 @@ class OPTModel:
         )
 
     def parameters(self) -> dict[str, Parameter]:
-        """Every tensor that the stage wants, by name; a tied LM head is none of them."""
+        """Every tensor that the stage wants, by name; a tied head's as `LMHead.parameters` says."""
         wanted: dict[str, Parameter] = {}
         if self._part.is_first:
             wanted |= prefixed("embed_tokens", self._tokens.parameters())

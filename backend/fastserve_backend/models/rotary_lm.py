@@ -62,7 +62,7 @@ class RotaryLM:
         self._head = head
 
     def parameters(self) -> dict[str, Parameter]:
-        """Every tensor that the stage wants, by name; a tied LM head is none of them."""
+        """Every tensor that the stage wants, by name; a tied head's as `LMHead.parameters` says."""
         wanted: dict[str, Parameter] = {}
         if self._part.is_first:
             wanted |= prefixed(self._tokens_name, self._tokens.parameters())

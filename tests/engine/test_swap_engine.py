@@ -50,7 +50,6 @@ def make_config(dtype: DType) -> ModelConfig:
         vocab_size=128,
         max_model_len=64,
         dtype=dtype,
-        bos_token_id=None,
         eos_token_ids=(),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -139,7 +140,7 @@ def test_configuration(pair: tuple[LlamaForCausalLM, Path]) -> None:
     assert config.tie_word_embeddings is theirs.tie_word_embeddings
     assert config.num_parameters == sum(p.numel() for p in model.parameters())
     assert config.dtype == "bfloat16"
-    assert config.bos_token_id == BEGIN
+    assert json.loads((directory / "config.json").read_text())["bos_token_id"] == BEGIN
     assert config.eos_token_ids == (END, END_OF_TURN)
     check_rotation(model, config)
 

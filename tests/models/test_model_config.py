@@ -104,7 +104,6 @@ def test_fields_left_out_take_transformers_defaults(tmp_path: Path) -> None:
     assert ours.enable_bias is theirs.enable_bias
     assert ours.layer_norm_elementwise_affine is theirs.layer_norm_elementwise_affine
     assert ours.eos_token_ids == (theirs.eos_token_id,)
-    assert ours.bos_token_id == theirs.bos_token_id
 
 
 def test_end_tokens(tmp_path: Path) -> None:
@@ -113,11 +112,8 @@ def test_end_tokens(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert load(str(tmp_path)).eos_token_ids == (7, 8)
     (tmp_path / "generation_config.json").unlink()
-    (tmp_path / "config.json").write_text(
-        json.dumps({**SMALL, "eos_token_id": None, "bos_token_id": None})
-    )
-    config = load(str(tmp_path))
-    assert (config.eos_token_ids, config.bos_token_id) == ((), None)
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "eos_token_id": None}))
+    assert load(str(tmp_path)).eos_token_ids == ()
     # A sampler that must not end an answer bans them, each in its place of a row of logits.
     beyond = write(tmp_path, eos_token_id=[5, SMALL["vocab_size"]])
     assert load(beyond).eos_token_ids == (5,)

@@ -58,7 +58,6 @@ TINY = TinyConfig(
     vocab_size=100,
     max_model_len=64,
     dtype="float16",
-    bos_token_id=None,
     eos_token_ids=(2,),
 )
 

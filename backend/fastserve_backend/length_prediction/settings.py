@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-import platformdirs
-
+from fastserve_backend.cache_directory import cache_directory
 from fastserve_backend.config import EngineConfig, ModelConfigSection
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.hub import without_revision
@@ -65,7 +64,7 @@ def default_directory(model: ModelConfigSection) -> Path:
     # model stays what it is with the next commit.
     of = os.fsencode(name.resolve()) if name.exists() else without_revision(model.model).encode()
     key = hashlib.sha256(of + b"\0" + model.load_format.encode()).hexdigest()[:24]
-    return Path(platformdirs.user_cache_dir("fastserve")) / "length_prediction" / key
+    return cache_directory("length_prediction") / key
 
 
 def _expanded(chosen: str) -> Path:

@@ -15,8 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fastserve_backend.errors import FastServeError
-
-from .errors import ModelError
+from fastserve_backend.models.errors import ModelError
 
 Message = Mapping[str, str]
 """``role`` (such as system, user, assistant) and ``content``."""

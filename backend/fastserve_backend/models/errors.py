@@ -1,6 +1,6 @@
 """The error of everything that can be wrong with a model's name, files or configuration."""
 
-from ..errors import FastServeError
+from fastserve_backend.errors import FastServeError
 
 
 class ModelError(FastServeError):

@@ -8,18 +8,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import shutil
 import subprocess
 import tempfile
-import time
-from contextlib import suppress
 from pathlib import Path
 
-import platformdirs
-
+from fastserve_backend.atomic_file import remove_drafts
+from fastserve_backend.cache_directory import cache_directory
 from fastserve_backend.interpreter import child_environment, python_executable
-
-from .errors import ModelError
+from fastserve_backend.models.errors import ModelError
 
 # Part of the key of what is cached: to be raised when the same file is to give something else.
 _VERSION = 5
@@ -46,7 +42,7 @@ def converted(file: Path) -> Path:
     name = real.stem.encode("ascii", "ignore").decode()
     version = f"\n{stat.st_size}\n{stat.st_mtime_ns}\n{_VERSION}"
     key = hashlib.sha256(os.fsencode(real) + version.encode()).hexdigest()[:16]
-    directory = Path(platformdirs.user_cache_dir("fastserve")) / "gguf" / f"{name}-{key}"
+    directory = cache_directory("gguf") / f"{name}-{key}"
     if not directory.is_dir():
         _log.info("converting %s to %s, once", file, directory)
         try:
@@ -61,10 +57,7 @@ def converted(file: Path) -> Path:
 
 def _make(file: Path, directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
-    for left in directory.parent.glob(f"{_DRAFT}*"):  # by a process that was killed
-        with suppress(FileNotFoundError):  # another process tidies up as well, or has ended
-            if time.time() - left.stat().st_mtime > _TIMEOUT_S:
-                shutil.rmtree(left, ignore_errors=True)
+    remove_drafts(directory.parent.glob(f"{_DRAFT}*"), _TIMEOUT_S)
     with tempfile.TemporaryDirectory(prefix=_DRAFT, dir=directory.parent) as scratch:
         made = Path(scratch) / "model"
         _convert(file, made)

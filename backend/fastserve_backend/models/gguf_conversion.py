@@ -24,11 +24,11 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .config import HFConfig
-from .errors import ModelError
-from .gguf_tokenizer import save_tokenizer
-from .llama_config import LlamaConfig
-from .rotary_config import read_rotary
+from fastserve_backend.models.config import HFConfig
+from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.gguf_tokenizer import save_tokenizer
+from fastserve_backend.models.llama_config import LlamaConfig
+from fastserve_backend.models.rotary_config import read_rotary
 
 _LLAMA = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA]
 
@@ -54,9 +54,8 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         try:
             self._reader = gguf.GGUFReader(path)
-        except (
-            Exception
-        ) as error:  # the library raises what numpy does for bytes that are not there
+        # The library raises what numpy does for bytes that are not there.
+        except Exception as error:
             raise ModelError(f"damaged, or no GGUF file ({error})") from error
         architecture = self.field("general.architecture")
         if architecture != _LLAMA:
@@ -76,7 +75,7 @@ class GGUFFile:
 
     def config(self) -> dict[str, Any]:
         """The fields of a Hugging Face config.json, of a model that can be served."""
-        tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        tensors = {tensor.name for tensor in self._reader.tensors}
         config: dict[str, Any] = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -105,14 +104,12 @@ class GGUFFile:
             directory=None,
             load_format="dummy",
             dtype="bfloat16",
-            max_model_len=None,
         )
         return config
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and values, bfloat16, of a Hugging Face checkpoint."""
-        num_layers = self._required("llama.block_count")
-        names = _names(num_layers)
+        names = _names(self._required("llama.block_count"))
         heads = self._required("llama.attention.head_count")
         kv_heads = self.field("llama.attention.head_count_kv") or heads
         for tensor in self._reader.tensors:

@@ -16,7 +16,7 @@ from fastserve_backend.lasting_imports import lasting_imports
 def main() -> int:
     path, directory = (Path(argument) for argument in sys.argv[1:])
     with lasting_imports():
-        from .gguf_conversion import convert
+        from fastserve_backend.models.gguf_conversion import convert
     try:
         convert(path, directory)
     except FastServeError as error:

@@ -17,7 +17,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from transformers import AutoTokenizer
 
-from .errors import ModelError
+from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.hf_tokenizer import around_prompt
 
 # Of Llama 3's own tokenizer.json.
 _LLAMA3_SPLIT = (
@@ -54,14 +55,10 @@ def save_tokenizer(path: Path, file: Fields, directory: Path) -> None:
     fast.post_processor = _post_processor(file, fast)
     fast.save(str(directory / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    for key, field in (
-        ("bos_token", "tokenizer.ggml.bos_token_id"),
-        ("eos_token", "tokenizer.ggml.eos_token_id"),
-        ("unk_token", "tokenizer.ggml.unknown_token_id"),
-    ):
-        token_id = file.field(field)
-        if token_id is not None:
-            settings[key] = _token(fast, token_id)
+    for key, name in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown")):
+        token = _token(file, fast, name)
+        if token is not None:
+            settings[key] = token
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     template = file.field("tokenizer.chat_template")
     if template is not None:
@@ -143,18 +140,17 @@ def _post_processor(file: Fields, fast: FastTokenizer) -> processors.PostProcess
         or file.field("tokenizer.ggml.pre") in _LLAMA3,
     )
     adds_end = file.field("tokenizer.ggml.add_eos_token", False)
-    begin = file.field("tokenizer.ggml.bos_token_id") if adds_begin else None
-    end = file.field("tokenizer.ggml.eos_token_id") if adds_end else None
-    before = [] if begin is None else [(_token(fast, begin), begin)]
-    after = [] if end is None else [(_token(fast, end), end)]
-    return processors.TemplateProcessing(
-        single=[*(token for token, _ in before), "$A", *(token for token, _ in after)],
-        special_tokens=list(dict.fromkeys([*before, *after])),
-    )
+    begin = _token(file, fast, "bos") if adds_begin else None
+    end = _token(file, fast, "eos") if adds_end else None
+    return around_prompt(fast, begin, end)
 
 
-def _token(fast: FastTokenizer, token_id: int) -> str:
-    token = fast.id_to_token(token_id)
+def _token(file: Fields, fast: FastTokenizer, name: str) -> str | None:
+    """The special token of that name in GGUF; None where the file has none."""
+    token_id = file.field(f"tokenizer.ggml.{name}_token_id")
+    if token_id is None:
+        return None
+    token: str | None = fast.id_to_token(token_id)
     if token is None:
         raise ModelError(f"its special token {token_id} is not in the vocabulary")
     return token

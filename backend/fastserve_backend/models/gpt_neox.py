@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .attention_batch import AttentionBatch
-from .gpt_neox_config import GPTNeoXConfig
-from .layers import (
+from fastserve_backend.models.attention_batch import AttentionBatch
+from fastserve_backend.models.gpt_neox_config import GPTNeoXConfig
+from fastserve_backend.models.layers import (
     Attention,
     ColumnLinear,
     LayerNorm,
@@ -22,17 +22,18 @@ from .layers import (
     VocabEmbedding,
     prefixed,
 )
-from .lm_head import LMHead
-from .model_part import ModelPart
-from .rotary import RotaryEmbedding
-from .rotary_lm import RotaryLM
-from .weights import Parameter
+from fastserve_backend.models.lm_head import LMHead
+from fastserve_backend.models.model_part import ModelPart
+from fastserve_backend.models.rotary import RotaryEmbedding
+from fastserve_backend.models.rotary_lm import RotaryLM
+from fastserve_backend.models.weights import Parameter
 
+_TANH_GELU = partial(torch.nn.functional.gelu, approximate="tanh")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": torch.nn.functional.gelu,
-    "gelu_new": partial(torch.nn.functional.gelu, approximate="tanh"),
-    "gelu_fast": partial(torch.nn.functional.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "gelu_new": _TANH_GELU,
+    "gelu_fast": _TANH_GELU,
+    "gelu_pytorch_tanh": _TANH_GELU,
     "relu": torch.relu,
 }
 
@@ -49,7 +50,6 @@ class GPTNeoXLayer:
         row = partial(RowLinear, part=part, reduce=not self._parallel)
         self._tensor = part.tensor
         self._attend = Attention.of(config, layer, part)
-        self._heads, self._head_dim = self._attend.heads, config.head_dim
         self._qkv = column(hidden, {"query_key_value": 3 * hidden}, bias=config.attention_bias)
         self._out = row(hidden, {"dense": hidden}, bias=config.attention_bias)
         self._up = column(hidden, {"dense_h_to_4h": ffn}, bias=True)
@@ -71,7 +71,8 @@ class GPTNeoXLayer:
         """The checkpoint has query, key and value of one head together; we have those of all."""
 
         def load(tensor: Tensor) -> None:
-            by_head = tensor.view(self._heads, 3, self._head_dim, *tensor.shape[1:])
+            heads, head_dim = self._attend.heads, self._attend.head_dim
+            by_head = tensor.view(heads, 3, head_dim, *tensor.shape[1:])
             parameter.load(by_head.transpose(0, 1).reshape(tensor.shape))
 
         return replace(parameter, load=load)

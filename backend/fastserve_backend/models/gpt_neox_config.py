@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
-from .config import CommonFields, HFConfig, ModelConfig, limit_model_len
-from .rotary_config import Rotary, read_rotary
-
-if TYPE_CHECKING:
-    from typing import Unpack
+from fastserve_backend.models.config import CommonFields, HFConfig, ModelConfig
+from fastserve_backend.models.rotary_config import Rotary, read_rotary
 
 
 def _pythia(layers: int, heads: int, hidden: int, vocab: int = 50304) -> Mapping[str, Any]:
@@ -51,13 +48,7 @@ class GPTNeoXConfig(ModelConfig):
     )
 
     @classmethod
-    def from_hf(
-        cls,
-        raw: HFConfig,
-        *,
-        max_model_len: int | None,
-        **common: Unpack[CommonFields],
-    ) -> GPTNeoXConfig:
+    def from_hf(cls, raw: HFConfig, **common: Unpack[CommonFields]) -> GPTNeoXConfig:
         hidden_size = raw.integer("hidden_size", 6144)
         num_heads = raw.integer("num_attention_heads", 64)
         if hidden_size % num_heads:
@@ -75,8 +66,7 @@ class GPTNeoXConfig(ModelConfig):
             head_dim=head_dim,
             intermediate_size=raw.integer("intermediate_size", 24576),
             vocab_size=raw.integer("vocab_size", 50432),
-            max_model_len=limit_model_len(max_model_len, rotary.max_positions),
-            bos_token_id=next(iter(raw.token_ids("bos_token_id", (0,))), None),
+            max_model_len=rotary.max_positions,
             eos_token_ids=raw.token_ids("eos_token_id", (2,)),
             layer_norm_eps=raw.number("layer_norm_eps", 1e-5),
             rotary=rotary,
@@ -100,4 +90,4 @@ class GPTNeoXConfig(ModelConfig):
     def num_parameters(self) -> int:
         tables = 1 if self.tie_word_embeddings else 2
         total = self.num_layers * self.num_layer_parameters
-        return total + tables * self.vocab_size * self.hidden_size + 2 * self.hidden_size
+        return total + tables * self.num_head_parameters + 2 * self.hidden_size

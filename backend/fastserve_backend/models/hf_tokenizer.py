@@ -21,9 +21,9 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
-from .chat_template import ChatTemplate, ChatTemplateError, Message
-from .errors import ModelError
-from .tokenizer import NO_CHAT_TEMPLATE, TokenizationError, Tokenizer, utf8
+from fastserve_backend.models.chat_template import ChatTemplate, ChatTemplateError, Message
+from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.tokenizer import NO_CHAT_TEMPLATE, TokenizationError, Tokenizer, utf8
 
 _GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
 _GPT2_SPECIAL = "<|endoftext|>"  # GPT-2's begin, end and unknown token where no file names others
@@ -178,12 +178,19 @@ def _load(directory: Path, settings: dict[str, Any]) -> FastTokenizer:
     _add_special_tokens(fast, settings)
     begin = _text(settings["bos_token"]) if settings.get("add_bos_token") else None
     end = _text(settings["eos_token"]) if settings.get("add_eos_token") else None
-    around = [token for token in (begin, end) if token is not None]
-    fast.post_processor = processors.TemplateProcessing(
-        single=[token for token in (begin, "$A", end) if token is not None],
-        special_tokens=[(token, fast.token_to_id(token)) for token in dict.fromkeys(around)],
-    )
+    fast.post_processor = around_prompt(fast, begin, end)
     return fast
+
+
+def around_prompt(
+    fast: FastTokenizer, begin: str | None, end: str | None
+) -> processors.PostProcessor:
+    """Puts these tokens before and behind a prompt."""
+    around = dict.fromkeys(token for token in (begin, end) if token is not None)
+    return processors.TemplateProcessing(
+        single=[token for token in (begin, "$A", end) if token is not None],
+        special_tokens=[(token, fast.token_to_id(token)) for token in around],
+    )
 
 
 def _settings(directory: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
-from .errors import ModelError
+from fastserve_backend.models.errors import ModelError
 
 _NAME = r"[A-Za-z0-9][\w.-]*"
 _HUB_ID = re.compile(rf"{_NAME}/{_NAME}(@{_NAME}(/{_NAME})*)?")

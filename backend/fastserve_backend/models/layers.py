@@ -15,10 +15,10 @@ import torch
 from fastserve_kernels import ops
 from torch import Tensor
 
-from .attention_batch import AttentionBatch
-from .config import ModelConfig
-from .model_part import ModelPart
-from .weights import Parameter
+from fastserve_backend.models.attention_batch import AttentionBatch
+from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.model_part import ModelPart
+from fastserve_backend.models.weights import Parameter
 
 
 @dataclass(frozen=True)
@@ -243,14 +243,7 @@ class VocabEmbedding(Embedding):
 class LayerNorm:
     """Layer normalisation of a sum, [T, width]; without `affine` it has no weights of its own."""
 
-    def __init__(
-        self,
-        width: int,
-        *,
-        affine: bool,
-        part: ModelPart,
-        eps: float = 1e-5,
-    ) -> None:
+    def __init__(self, width: int, *, affine: bool, part: ModelPart, eps: float = 1e-5) -> None:
         self._eps = eps
         empty = partial(torch.empty, width, dtype=part.dtype, device=part.device)
         self._weight = empty() if affine else None
@@ -261,8 +254,8 @@ class LayerNorm:
             return {}
         shape = tuple(self._weight.shape)
         return {
-            "weight": Parameter(shape, partial(_copy, self._weight), is_scale=True),
-            "bias": Parameter(shape, partial(_copy, self._bias)),
+            "weight": Parameter(shape, self._weight.copy_, is_scale=True),
+            "bias": Parameter(shape, self._bias.copy_),
         }
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
@@ -279,15 +272,11 @@ class RMSNorm:
 
     def parameters(self) -> dict[str, Parameter]:
         shape = tuple(self._weight.shape)
-        return {"weight": Parameter(shape, partial(_copy, self._weight), is_scale=True)}
+        return {"weight": Parameter(shape, self._weight.copy_, is_scale=True)}
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(x + residual, its normalisation), both [T, width]."""
         return ops.add_rms_norm(x, residual, self._weight, self._eps)
-
-
-def _copy(target: Tensor, tensor: Tensor) -> None:
-    target.copy_(tensor)
 
 
 def prefixed(prefix: str, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:

@@ -10,8 +10,8 @@ from functools import partial
 from fastserve_kernels import ops
 from torch import Tensor
 
-from .attention_batch import AttentionBatch
-from .layers import (
+from fastserve_backend.models.attention_batch import AttentionBatch
+from fastserve_backend.models.layers import (
     Attention,
     ColumnLinear,
     RMSNorm,
@@ -19,12 +19,12 @@ from .layers import (
     VocabEmbedding,
     prefixed,
 )
-from .llama_config import LlamaConfig
-from .lm_head import LMHead
-from .model_part import ModelPart
-from .rotary import RotaryEmbedding
-from .rotary_lm import RotaryLM
-from .weights import Parameter
+from fastserve_backend.models.llama_config import LlamaConfig
+from fastserve_backend.models.lm_head import LMHead
+from fastserve_backend.models.model_part import ModelPart
+from fastserve_backend.models.rotary import RotaryEmbedding
+from fastserve_backend.models.rotary_lm import RotaryLM
+from fastserve_backend.models.weights import Parameter
 
 
 class LlamaLayer:

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
-from .config import CommonFields, HFConfig, ModelConfig, limit_model_len
-from .rotary_config import Rotary, read_rotary
-
-if TYPE_CHECKING:
-    from typing import Unpack
+from fastserve_backend.models.config import CommonFields, HFConfig, ModelConfig
+from fastserve_backend.models.rotary_config import Rotary, read_rotary
 
 
 def _published(
@@ -59,13 +56,7 @@ class LlamaConfig(ModelConfig):
     )  # fmt: skip
 
     @classmethod
-    def from_hf(
-        cls,
-        raw: HFConfig,
-        *,
-        max_model_len: int | None,
-        **common: Unpack[CommonFields],
-    ) -> LlamaConfig:
+    def from_hf(cls, raw: HFConfig, **common: Unpack[CommonFields]) -> LlamaConfig:
         hidden_size = raw.integer("hidden_size", 4096)
         num_heads = raw.integer("num_attention_heads", 32)
         num_kv_heads = raw.integer("num_key_value_heads", num_heads)
@@ -87,8 +78,7 @@ class LlamaConfig(ModelConfig):
             head_dim=head_dim,
             intermediate_size=raw.integer("intermediate_size", 11008),
             vocab_size=raw.integer("vocab_size", 32000),
-            max_model_len=limit_model_len(max_model_len, rotary.max_positions),
-            bos_token_id=next(iter(raw.token_ids("bos_token_id", (1,))), None),
+            max_model_len=rotary.max_positions,
             eos_token_ids=raw.token_ids("eos_token_id", (2,)),
             rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
             rotary=rotary,
@@ -112,4 +102,4 @@ class LlamaConfig(ModelConfig):
     def num_parameters(self) -> int:
         tables = 1 if self.tie_word_embeddings else 2
         total = self.num_layers * self.num_layer_parameters
-        return total + tables * self.vocab_size * self.hidden_size + self.hidden_size
+        return total + tables * self.num_head_parameters + self.hidden_size

@@ -8,9 +8,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .layers import ColumnLinear, VocabEmbedding
-from .model_part import ModelPart
-from .weights import Parameter, StoredTensor, WeightSource, check_tensor, load_parameters
+from fastserve_backend.models.layers import ColumnLinear, VocabEmbedding
+from fastserve_backend.models.model_part import ModelPart
+from fastserve_backend.models.weights import (
+    Parameter,
+    StoredTensor,
+    WeightSource,
+    check_tensor,
+    load_parameters,
+)
 
 
 class LMHead:
@@ -81,21 +87,21 @@ class LMHead:
     def _one_table(
         self, source: WeightSource, tables: dict[str, StoredTensor]
     ) -> Iterator[StoredTensor]:
-        """All tensors but the two that may be the table, which are kept in `tables`; then, under
-        the embedding's name, the one that this stage begins with."""
+        """All tensors, but of the two that may be the table one alone, as the last and under the
+        embedding's name: the first stage prefers the embedding's, others the head's. `tables` gets
+        those that are there, by their own names."""
         assert self._tied_to is not None
-        embedding_name = self._tied_to[0]
+        embedding_name, _ = self._tied_to
         for stored in source:
-            if stored.name not in (self._name, embedding_name) or stored.name in tables:
+            if stored.name in (embedding_name, self._name) and stored.name not in tables:
+                check_tensor(stored, self._parameter.shape)
+                tables[stored.name] = stored
+            else:
                 yield stored
-                continue
-            check_tensor(stored, self._parameter.shape)
-            tables[stored.name] = stored
-        names = (embedding_name, self._name)
-        for name in names if self._part.is_first else reversed(names):
-            if name in tables and (self._part.is_first or self._part.is_last):
-                yield replace(tables[name], name=embedding_name)
-                return
+        of_embedding, of_head = tables.get(embedding_name), tables.get(self._name)
+        table = (of_embedding or of_head) if self._part.is_first else (of_head or of_embedding)
+        if table is not None:
+            yield replace(table, name=embedding_name)
 
     @property
     def _parameter(self) -> Parameter:

@@ -9,12 +9,18 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from .attention_batch import AttentionBatch
-from .config import ModelConfig
-from .model_part import ModelPart
-from .registry import ARCHITECTURES
-from .tensor_group import ALONE, TensorGroup
-from .weights import Parameter, WeightSource, checkpoint_tensors, dummy_tensors, numel
+from fastserve_backend.models.attention_batch import AttentionBatch
+from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.model_part import ModelPart
+from fastserve_backend.models.registry import ARCHITECTURES
+from fastserve_backend.models.tensor_group import ALONE, TensorGroup
+from fastserve_backend.models.weights import (
+    Parameter,
+    WeightSource,
+    checkpoint_tensors,
+    dummy_tensors,
+    numel,
+)
 
 
 class CausalLM(Protocol):

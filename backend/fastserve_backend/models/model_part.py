@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .tensor_group import ALONE, TensorGroup
+from fastserve_backend.models.tensor_group import ALONE, TensorGroup
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .attention_batch import AttentionBatch
-from .layers import (
+from fastserve_backend.models.attention_batch import AttentionBatch
+from fastserve_backend.models.layers import (
     Attention,
     ColumnLinear,
     Embedding,
@@ -24,10 +24,10 @@ from .layers import (
     VocabEmbedding,
     prefixed,
 )
-from .lm_head import LMHead
-from .model_part import ModelPart
-from .opt_config import POSITION_OFFSET, OPTConfig
-from .weights import Parameter, StoredTensor, WeightSource
+from fastserve_backend.models.lm_head import LMHead
+from fastserve_backend.models.model_part import ModelPart
+from fastserve_backend.models.opt_config import POSITION_OFFSET, OPTConfig
+from fastserve_backend.models.weights import Parameter, StoredTensor, WeightSource
 
 
 class OPTLayer:
@@ -97,7 +97,7 @@ class OPTModel:
         )
 
     def parameters(self) -> dict[str, Parameter]:
-        """Every tensor that the stage wants, by name; a tied LM head is none of them."""
+        """Every tensor that the stage wants, by name; a tied head's as `LMHead.parameters` says."""
         wanted: dict[str, Parameter] = {}
         if self._part.is_first:
             wanted |= prefixed("embed_tokens", self._tokens.parameters())

@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
-from .config import CommonFields, HFConfig, ModelConfig, limit_model_len
-
-if TYPE_CHECKING:
-    from typing import Unpack
+from fastserve_backend.models.config import CommonFields, HFConfig, ModelConfig
 
 # Rows in front of position 0 in OPT's table of positions, which once served padding tokens.
 POSITION_OFFSET = 2
@@ -59,13 +56,7 @@ class OPTConfig(ModelConfig):
     )
 
     @classmethod
-    def from_hf(
-        cls,
-        raw: HFConfig,
-        *,
-        max_model_len: int | None,
-        **common: Unpack[CommonFields],
-    ) -> OPTConfig:
+    def from_hf(cls, raw: HFConfig, **common: Unpack[CommonFields]) -> OPTConfig:
         hidden_size = raw.integer("hidden_size", 768)
         num_heads = raw.integer("num_attention_heads", 12)
         if hidden_size % num_heads:
@@ -82,8 +73,7 @@ class OPTConfig(ModelConfig):
             head_dim=hidden_size // num_heads,
             intermediate_size=raw.integer("ffn_dim", 3072),
             vocab_size=raw.integer("vocab_size", 50272),
-            max_model_len=limit_model_len(max_model_len, positions),
-            bos_token_id=next(iter(raw.token_ids("bos_token_id", (2,))), None),
+            max_model_len=positions,
             eos_token_ids=raw.token_ids("eos_token_id", (2,)),
             word_embed_proj_dim=raw.integer("word_embed_proj_dim", hidden_size),
             max_position_embeddings=positions,
@@ -114,12 +104,11 @@ class OPTConfig(ModelConfig):
     @property
     def num_parameters(self) -> int:
         hidden, embed = self.hidden_size, self.word_embed_proj_dim
-        total = self.num_layers * self.num_layer_parameters + self.vocab_size * embed
+        tables = 1 if self.tie_word_embeddings else 2
+        total = self.num_layers * self.num_layer_parameters + tables * self.num_head_parameters
         total += (self.max_position_embeddings + POSITION_OFFSET) * hidden
         if embed != hidden:
             total += 2 * embed * hidden
         if self.has_final_layer_norm:
             total += self._num_norm_parameters
-        if not self.tie_word_embeddings:
-            total += self.vocab_size * embed
         return total

@@ -7,10 +7,11 @@ Tensor parallelism divides every layer, pipeline parallelism the sequence of lay
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import gcd
 
 from fastserve_backend.errors import ConfigError
-
-from .config import ModelConfig
+from fastserve_backend.models.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ def stage_layers(num_layers: int, num_stages: int, table_layers: float = 0.0) ->
         stage = size.index(min(size))
         size[stage] += 1
         counts[stage] += 1
-    starts = [sum(counts[:stage]) for stage in range(num_stages)]
-    return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+    bounds = accumulate(counts, initial=0)
+    return tuple(range(start, stop) for start, stop in pairwise(bounds))
 
 
 def layers_of_stages(model: ModelConfig, num_stages: int) -> tuple[range, ...]:
@@ -77,16 +78,13 @@ def share_of_kv(model: ModelConfig, tensor_size: int, num_stages: int) -> float:
 
 def check_parallel(model: ModelConfig, tensor_size: int, num_stages: int) -> None:
     """Raises ConfigError if the model cannot be divided so, naming the sizes that can be."""
-    if model.num_heads % tensor_size or model.num_kv_heads % tensor_size:
-        allowed = [
-            size
-            for size in range(1, model.num_kv_heads + 1)
-            if model.num_heads % size == 0 and model.num_kv_heads % size == 0
-        ]
+    divided = gcd(model.num_heads, model.num_kv_heads)
+    if divided % tensor_size:
+        allowed = (str(size) for size in range(1, divided + 1) if divided % size == 0)
         raise ConfigError(
             f"parallel.tensor_parallel_size: got {tensor_size}; must divide the {model.num_heads} "
             f"heads and {model.num_kv_heads} KV heads of {model.name}: "
-            f"{', '.join(map(str, allowed))}"
+            f"{', '.join(allowed)}"
         )
     if not 1 <= num_stages <= model.num_layers:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .rotary_config import Rotary
+from fastserve_backend.models.rotary_config import Rotary
 
 
 class RotaryEmbedding:

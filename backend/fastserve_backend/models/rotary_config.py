@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .config import HFConfig
+from fastserve_backend.models.config import HFConfig
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -45,19 +45,19 @@ def read_rotary(raw: HFConfig, head_dim: int, positions: int, *, default_share: 
     dim = int(head_dim * share)
     if dim < 2 or dim % 2:
         raise raw.error("partial_rotary_factor", f"an even number of a head's {head_dim} elements")
-    plain = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    frequencies = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    if kind == "yarn":
+        return _yarn(frequencies, rope, theta, dim, positions)
     if kind == "linear":
         factor = rope.number("factor", None)
-        return Rotary(dim, tuple(one / factor for one in plain), 1.0, positions)
-    if kind == "llama3":
-        return Rotary(dim, tuple(_llama3(one, rope) for one in plain), 1.0, positions)
-    if kind == "yarn":
-        return _yarn(plain, rope, theta, dim, positions)
-    if kind == "dynamic":
+        frequencies = [one / factor for one in frequencies]
+    elif kind == "llama3":
+        frequencies = [_llama3(one, rope) for one in frequencies]
+    elif kind == "dynamic":
         # Its frequencies change with each longer job; up to the trained length they are plain.
         trained = rope.integer("original_max_position_embeddings", positions)
-        return Rotary(dim, tuple(plain), 1.0, min(positions, trained))
-    return Rotary(dim, tuple(plain), 1.0, positions)
+        positions = min(positions, trained)
+    return Rotary(dim, tuple(frequencies), 1.0, positions)
 
 
 def _llama3(frequency: float, rope: HFConfig) -> float:

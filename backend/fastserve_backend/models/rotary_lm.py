@@ -9,12 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .attention_batch import AttentionBatch
-from .layers import LayerNorm, RMSNorm, VocabEmbedding, prefixed
-from .lm_head import LMHead
-from .model_part import ModelPart
-from .rotary import RotaryEmbedding
-from .weights import Parameter, StoredTensor, WeightSource
+from fastserve_backend.models.attention_batch import AttentionBatch
+from fastserve_backend.models.layers import LayerNorm, RMSNorm, VocabEmbedding, prefixed
+from fastserve_backend.models.lm_head import LMHead
+from fastserve_backend.models.model_part import ModelPart
+from fastserve_backend.models.rotary import RotaryEmbedding
+from fastserve_backend.models.weights import Parameter, StoredTensor, WeightSource
 
 
 class RotaryLayer(Protocol):
@@ -62,7 +62,7 @@ class RotaryLM:
         self._head = head
 
     def parameters(self) -> dict[str, Parameter]:
-        """Every tensor that the stage wants, by name; a tied LM head is none of them."""
+        """Every tensor that the stage wants, by name; a tied head's as `LMHead.parameters` says."""
         wanted: dict[str, Parameter] = {}
         if self._part.is_first:
             wanted |= prefixed(self._tokens_name, self._tokens.parameters())

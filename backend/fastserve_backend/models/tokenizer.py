@@ -1,9 +1,9 @@
 """Text to token ids and back, without torch.
 
-Every token stands for a run of bytes. Decoding joins the bytes
-and reads them as UTF-8 with U+FFFD for what is broken, so a stream only has to remember the bytes
-of one unfinished character. (`tokenizers.decoders.DecodeStream` holds back for ever after a lone
-invalid byte, and decodes all that it holds on every step.)
+Every token stands for a run of bytes. Decoding joins the bytes and reads them as UTF-8 with U+FFFD
+for what is broken, so a stream only has to remember the bytes of one unfinished character.
+(`tokenizers.decoders.DecodeStream` holds back for ever after a lone invalid byte, and decodes all
+that it holds on every step.)
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..errors import FastServeError
-from .chat_template import Message
-from .config import ModelConfig
-from .errors import ModelError
-from .hub import download, is_hub_id
+from fastserve_backend.errors import FastServeError
+from fastserve_backend.models.chat_template import Message
+from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.hub import download, is_hub_id
 
 # Ids of OPT's special tokens, which the built-in tokenizer shares.
 _OPT_EOS = 2
@@ -152,7 +152,7 @@ def load_tokenizer(model: str, tokenizer: str | None, config: ModelConfig) -> To
     Random weights without tokenizer files get the built-in one. Raises ModelError where there is no
     usable tokenizer or where it has ids that the model's vocabulary lacks.
     """
-    from .hf_tokenizer import HFTokenizer, has_tokenizer_files
+    from fastserve_backend.models.hf_tokenizer import HFTokenizer, has_tokenizer_files
 
     if tokenizer is not None:
         directory = Path(tokenizer).expanduser()

@@ -21,7 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .errors import ModelError
+from fastserve_backend.models.config import WEIGHT_FILES
+from fastserve_backend.models.errors import ModelError
 
 DUMMY_STD = 0.02  # standard deviation of OPT's own initial weights
 
@@ -68,7 +69,7 @@ class Parameter:
     """
 
     shape: tuple[int, ...]
-    load: Callable[[Tensor], None]
+    load: Callable[[Tensor], object]
     shard: Shard = ()
     is_scale: bool = False
 
@@ -176,22 +177,16 @@ def numel(shape: tuple[int, ...]) -> int:
 
 
 def checkpoint_tensors(directory: Path) -> Iterator[StoredTensor]:
-    """The tensors of a checkpoint, file by file; safetensors before `pytorch_model*.bin`.
+    """The tensors of a checkpoint, file by file; the first of `WEIGHT_FILES` that is there.
 
     Raises ModelError for missing, damaged or unsafe files.
     """
-    if (directory / "model.safetensors").is_file():
-        yield from _safetensors(directory / "model.safetensors")
-    elif (index := directory / "model.safetensors.index.json").is_file():
-        for file in _shards(index):
-            yield from _safetensors(file)
-    elif (directory / "pytorch_model.bin").is_file():
-        yield from _torch_file(directory / "pytorch_model.bin")
-    elif (index := directory / "pytorch_model.bin.index.json").is_file():
-        for file in _shards(index):
-            yield from _torch_file(file)
-    else:
+    found = next((directory / name for name in WEIGHT_FILES if (directory / name).is_file()), None)
+    if found is None:
         raise ModelError(f"{directory} holds no weights (model.safetensors or pytorch_model.bin)")
+    read = _safetensors if "safetensors" in found.name else _torch_file
+    for file in _shards(found) if found.suffix == ".json" else [found]:
+        yield from read(file)
 
 
 def _shards(index: Path) -> list[Path]:

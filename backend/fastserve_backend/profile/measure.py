@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import platformdirs
-
+from fastserve_backend.cache_directory import cache_directory
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.executor.base import Executor
@@ -57,7 +56,7 @@ class Measurement:
 
 def cache_path(identity: Identity) -> Path:
     """Where the engine looks for the profile at its start."""
-    return Path(platformdirs.user_cache_dir("fastserve")) / "profiles" / f"{identity.key}.json"
+    return cache_directory("profiles") / f"{identity.key}.json"
 
 
 def identity_of(model: ModelConfig, config: EngineConfig, ready: Ready) -> Identity:

@@ -20,6 +20,13 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def numeric_address(host: str) -> str:
+    """The address that a name stands for, IPv4 before IPv6. Raises socket.gaierror: none."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    found.sort(key=lambda one: one[0] != socket.AF_INET)
+    return str(found[0][4][0])
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens there.
 

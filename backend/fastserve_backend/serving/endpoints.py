@@ -6,7 +6,7 @@ import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from fastserve_client.listening import PORTS, listen
+from fastserve_client.listening import PORTS, listen, numeric_address
 
 from fastserve_backend.serving.errors import LaunchError, PortInUseError
 
@@ -41,7 +41,8 @@ class Endpoints:
         return f"http://{self._authority(self.metrics_port)}/metrics"
 
     def claim(self) -> Endpoints:
-        """Listens on each port for a moment; returns the endpoints with free ports for zeros.
+        """Listens on each port for a moment; returns the endpoints with free ports for zeros, and
+        with an address for the name of a host, which the server's HTTP would not look up.
 
         The server itself would find a busy port only after the model has loaded.
 
@@ -49,17 +50,22 @@ class Endpoints:
             PortInUseError: names the port and the flag that changes it.
             LaunchError: ``host`` is not an address of this machine.
         """
+        try:
+            host = numeric_address(self.host)
+        except (socket.gaierror, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise LaunchError(f"host: got {self.host!r}; {reason}") from None
         # All are held until the last is found: two zeros must not get the same port.
         with ExitStack() as held:
             http, grpc, metrics = (
-                _listen(purpose, self.host, port, held)
+                _listen(purpose, host, port, held)
                 for purpose, port in (
                     ("http", self.http_port),
                     ("grpc", self.grpc_port),
                     ("metrics", self.metrics_port),
                 )
             )
-        return Endpoints(self.host, http, grpc, metrics)
+        return Endpoints(host, http, grpc, metrics)
 
     def _authority(self, port: int) -> str:
         host = self.reachable_host
@@ -71,8 +77,6 @@ def _listen(purpose: str, host: str, port: int, held: ExitStack) -> int:
         raise LaunchError(f"{purpose}_port: got {port}; must be 0 to 65535")
     try:
         probe = held.enter_context(listen(host, port))
-    except socket.gaierror as error:
-        raise LaunchError(f"host: got {host!r}; {error.strerror}") from None
     except OSError as error:
         raise PortInUseError(purpose, host, port, str(error.strerror)) from None
     free_port: int = probe.getsockname()[1]

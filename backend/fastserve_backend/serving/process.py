@@ -245,6 +245,9 @@ def _backend_directories() -> set[Path]:
 
 
 def _flags(runtime: RuntimeDirectory, endpoints: Endpoints) -> list[str]:
+    http_host = grpc_host = endpoints.host
+    if ":" in endpoints.host:  # IPv6, as libevent and as gRPC want it
+        http_host, grpc_host = f"ipv6:{endpoints.host}", f"[{endpoints.host}]"
     # Nobody needs these interfaces here, and each lets a client change the server.
     restriction = f"{_RESTRICTED_APIS}:fastserve-admin={secrets.token_hex(16)}"
     return [
@@ -252,11 +255,11 @@ def _flags(runtime: RuntimeDirectory, endpoints: Endpoints) -> list[str]:
         "--model-control-mode=none",
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={DRAIN_TIMEOUT_S}",
-        f"--http-address={endpoints.host}",
+        f"--http-address={http_host}",
         f"--http-port={endpoints.http_port}",
-        f"--grpc-address={endpoints.host}",
+        f"--grpc-address={grpc_host}",
         f"--grpc-port={endpoints.grpc_port}",
-        f"--metrics-address={endpoints.host}",
+        f"--metrics-address={http_host}",
         f"--metrics-port={endpoints.metrics_port}",
         # The server's own polling of hardware; an idle server should be idle.
         "--allow-cpu-metrics=false",

@@ -251,10 +251,10 @@ class _Graph:
 
 
 class _Event:
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self._is_timed = enable_timing
 
-    def record(self) -> None: ...
+    def record(self, stream: _Stream | None = None) -> None: ...
 
     def synchronize(self) -> None: ...
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.worker.staging import Uploads
 
 # Blocks that are quantized at once on a CPU: their float32 copies fit in its cache.
 _QUANTIZED_AT_ONCE = 4
@@ -120,12 +121,14 @@ class StagedInt8Store(Int8Store):
         # One for each direction, whose thread's stream orders what is done with it.
         shape = (2, self._at_once, self.block_bytes)
         self._staging = torch.empty(shape, dtype=torch.uint8, device=kv.device)
+        # What a direction's thread brought for its latest copy, for whose end it has to wait.
+        self._uploads = [Uploads(kv.device) for _ in range(2)]
 
     def copy_out(
         self, device_blocks: Sequence[int], host_blocks: Sequence[int], num_last_tokens: int
     ) -> None:
         staging = self._staging[0]
-        block_ids = _to_device(device_blocks, self._kv.device)
+        block_ids = self._bring(0, device_blocks)
         for part in self._parts(len(device_blocks)):
             is_last = part.stop == len(device_blocks)
             self._kernels.quantize_blocks(
@@ -139,25 +142,22 @@ class StagedInt8Store(Int8Store):
 
     def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         staging = self._staging[1]
-        block_ids = _to_device(device_blocks, self._kv.device)
+        block_ids = self._bring(1, device_blocks)
         for part in self._parts(len(device_blocks)):
             for staged, host in _runs(range(part.stop - part.start), host_blocks[part]):
                 staging[staged].copy_(self._blocks[host], non_blocking=True)
             codes, parameters = _int8_parts(staging[: part.stop - part.start], self._kv)
             self._kernels.dequantize_blocks(codes, parameters, self._kv, block_ids[part])
 
+    def _bring(self, direction: int, blocks: Sequence[int]) -> Tensor:
+        """int32, past the copy engines, which have blocks to move."""
+        self._uploads[direction] = Uploads(self._kv.device)
+        return self._uploads[direction].bring(np.asarray(blocks, dtype=np.int32))
+
     def _parts(self, count: int) -> Iterator[slice]:
         """As many blocks as the staging buffer holds."""
         for start in range(0, count, self._at_once):
             yield slice(start, min(start + self._at_once, count))
-
-
-def _to_device(blocks: Sequence[int], device: torch.device) -> Tensor:
-    """int32, without waiting for what the device has been given before."""
-    block_ids = torch.from_numpy(np.asarray(blocks, dtype=np.int32))
-    if device.type == "cpu":
-        return block_ids
-    return block_ids.pin_memory().to(device, non_blocking=True)
 
 
 def _parameter_bytes(kv: Tensor) -> int:

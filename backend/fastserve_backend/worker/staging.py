@@ -13,7 +13,12 @@ from torch import Tensor
 
 Array = npt.NDArray[Any]
 _ALIGNMENT = 64
-_TORCH_DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
+_TORCH_DTYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+    np.dtype(np.float64): torch.float64,
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Staging:
         self._buffers = [
             torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
         ]
-        self._copied = [torch.cuda.Event() for _ in range(2)] if pinned else []
+        self._copied = [torch.cuda.Event(blocking=True) for _ in range(2)] if pinned else []
         self._on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._turn = 0
 
@@ -89,14 +94,14 @@ class Uploads:
 
     def bring(self, values: Array) -> Tensor:
         """``values`` of a type of 4 or 8 bytes. On the current stream, without a wait."""
-        # A copy, for strides as a new array has them: of length 1 they may be anything.
-        tensor = torch.from_numpy(values.copy())
-        if self._device.type == "cpu":
-            return tensor
-        pinned = tensor.pin_memory()
-        self._pinned.append(pinned)
-        on_device = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        _copy(pinned, on_device)
+        on_gpu = self._device.type == "cuda"
+        on_host = torch.empty(values.shape, dtype=_TORCH_DTYPES[values.dtype], pin_memory=on_gpu)
+        on_host.numpy()[...] = values
+        if not on_gpu:
+            return on_host
+        self._pinned.append(on_host)
+        on_device = torch.empty(on_host.shape, dtype=on_host.dtype, device=self._device)
+        _copy(on_host, on_device)
         return on_device
 
 

@@ -99,17 +99,9 @@ class WorkListInputs:
         prefill_work = work_lists.prefill_work(
             layout.query_lens[n:], self._tile, layout.context_lens[n:]
         )
-        arrays = [
-            layout.token_ids,
-            layout.positions,
-            layout.slots,
-            layout.block_tables,
-            layout.context_lens,
-            decode_work,
-            prefill_work,
-            layout.query_starts[n:] - n,
-            layout.sampled,
-        ]
+        arrays = _arrays(
+            layout, decode_work, prefill_work, layout.query_starts[n:] - n, layout.sampled
+        )
         return self._tensors(n, arrays, self._staging.places(arrays))
 
     def bring_padded(self, layout: StepLayout, num_jobs: int) -> StepTensors:
@@ -117,17 +109,7 @@ class WorkListInputs:
         padded to so many jobs have. All rows are sampled, so ``sampled`` is empty."""
         padded = layout.padded(num_jobs, self._max_blocks)
         decode_work = work_lists.decode_work(padded.context_lens, self._capacity(num_jobs))
-        arrays = [
-            padded.token_ids,
-            padded.positions,
-            padded.slots,
-            padded.block_tables,
-            padded.context_lens,
-            decode_work,
-            _NO_TILES,
-            _NO_STARTS,
-            _NO_SAMPLED,
-        ]
+        arrays = _arrays(padded, decode_work, _NO_TILES, _NO_STARTS, _NO_SAMPLED)
         if num_jobs not in self._places:
             self._places[num_jobs] = self._staging.places(arrays)
         return self._tensors(num_jobs, arrays, self._places[num_jobs])
@@ -158,3 +140,19 @@ class WorkListInputs:
         by_job = [np.zeros(jobs, dtype=np.int64)] * 2 + [np.zeros(jobs + 1, dtype=np.int32)]
         tables = np.zeros((jobs, self._max_blocks), dtype=np.int32)
         return Staging.size_of([*by_token, *by_job, tables, decode_work, tiles])
+
+
+def _arrays(
+    layout: StepLayout, decode_work: Array, prefill_work: Array, query_starts: Array, sampled: Array
+) -> list[Array]:
+    return [
+        layout.token_ids,
+        layout.positions,
+        layout.slots,
+        layout.block_tables,
+        layout.context_lens,
+        decode_work,
+        prefill_work,
+        query_starts,
+        sampled,
+    ]

@@ -48,9 +48,10 @@ class StepLayout:
         counts = np.frombuffer(step.block_counts, dtype=np.int32)
         num_jobs = len(query_lens)
         tables = np.zeros((num_jobs, int(counts.max())), dtype=np.int32)
-        tables[np.arange(tables.shape[1])[None, :] < counts[:, None]] = np.frombuffer(
-            step.block_ids, dtype=np.int32
-        )
+        block_ids = np.frombuffer(step.block_ids, dtype=np.int32)
+        firsts = np.cumsum(counts) - counts
+        columns = np.arange(len(block_ids)) - np.repeat(firsts, counts)
+        tables[np.repeat(np.arange(num_jobs), counts), columns] = block_ids
         ends = np.cumsum(query_lens)
         rows = np.repeat(np.arange(num_jobs), query_lens)
         positions = np.arange(int(ends[-1])) + np.repeat(starts - (ends - query_lens), query_lens)

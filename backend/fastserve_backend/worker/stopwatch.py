@@ -41,6 +41,7 @@ class Stopwatch:
     def _now(self) -> _Instant:
         if not self._is_gpu:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        # A wait for it sleeps: spinning would take a core from those who launch and copy.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record()
         return event

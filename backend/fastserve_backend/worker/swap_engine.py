@@ -134,4 +134,6 @@ def _stream(device: torch.device) -> AbstractContextManager[object]:
 def _wait(device: torch.device) -> None:
     """Until what the current stream has begun has ended."""
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        ended = torch.cuda.Event(blocking=True)  # for which this thread sleeps, not spins
+        ended.record(torch.cuda.current_stream(device))
+        ended.synchronize()

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastserve_kernels.gpu.launch_parameters import cdiv
+
 # Elements of a program: 16 bytes of 16-bit values for each thread of 4 warps.
 _BLOCK = 1024
 
@@ -19,7 +21,7 @@ def bias_relu(x: Tensor, bias: Tensor | None) -> None:
     """
     rows, size = x.shape
     if rows:
-        _bias_relu[(rows, triton.cdiv(size, _BLOCK))](
+        _bias_relu[(rows, cdiv(size, _BLOCK))](
             x, x if bias is None else bias, x.stride(0), size,
             HAS_BIAS=bias is not None, BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip
@@ -30,9 +32,7 @@ def silu_mul(x: Tensor) -> Tensor:
     rows, size = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
     if rows:
-        _silu_mul[(rows, triton.cdiv(size, _BLOCK))](
-            x, out, x.stride(0), size, BLOCK=_BLOCK, num_warps=4
-        )
+        _silu_mul[(rows, cdiv(size, _BLOCK))](x, out, x.stride(0), size, BLOCK=_BLOCK, num_warps=4)
     return out
 
 

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
+
 # Elements that a program moves at once: 16 bytes of a 16-bit type for each of its threads. Small
 # programs, since a decode step has few tokens to spread over the multiprocessors.
 _ELEMENTS_OF_A_WARP = 32 * 8
@@ -22,12 +24,12 @@ def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) 
     num_tokens, kv_heads, head_dim = key.shape
     heads_tile = _heads_of_a_tile(head_dim)
     if num_tokens:
-        _kv_write[(num_tokens, triton.cdiv(kv_heads, heads_tile))](
+        _kv_write[(num_tokens, cdiv(kv_heads, heads_tile))](
             kv, layer, key, value, slots,
             kv.shape[1], kv_heads,
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             BLOCK_SIZE=kv.shape[4], HEAD_DIM=head_dim,
-            HEADS_TILE=heads_tile, DIM_TILE=triton.next_power_of_2(head_dim),
+            HEADS_TILE=heads_tile, DIM_TILE=next_power_of_2(head_dim),
             num_warps=_NUM_WARPS,
         )  # fmt: skip
 
@@ -47,24 +49,24 @@ def rope_kv_write(
     num_tokens, heads, head_dim = query.shape
     kv_heads = key.shape[1]
     rotary_dim = cos_sin.shape[1]
-    half_tile = triton.next_power_of_2(rotary_dim // 2)
+    half_tile = next_power_of_2(rotary_dim // 2)
     heads_tile = _heads_of_a_tile(head_dim // 2)  # a pair's two elements are in two tiles
-    query_tiles = triton.cdiv(heads, heads_tile)
+    query_tiles = cdiv(heads, heads_tile)
     if num_tokens:
-        _rope_kv_write[(num_tokens, query_tiles + triton.cdiv(kv_heads, heads_tile))](
+        _rope_kv_write[(num_tokens, query_tiles + cdiv(kv_heads, heads_tile))](
             query, key, value, cos_sin, kv, layer, slots,
             kv.shape[1], heads, kv_heads, query_tiles,
             query.stride(0), query.stride(1), key.stride(0), key.stride(1),
             value.stride(0), value.stride(1),
             BLOCK_SIZE=kv.shape[4], HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
-            HEADS_TILE=heads_tile, DIM_TILE=triton.next_power_of_2(head_dim), HALF_TILE=half_tile,
-            REST_TILE=triton.next_power_of_2(max(head_dim - rotary_dim, 1)),
+            HEADS_TILE=heads_tile, DIM_TILE=next_power_of_2(head_dim), HALF_TILE=half_tile,
+            REST_TILE=next_power_of_2(max(head_dim - rotary_dim, 1)),
             num_warps=_NUM_WARPS,
         )  # fmt: skip
 
 
 def _heads_of_a_tile(elements_of_a_head: int) -> int:
-    row: int = triton.next_power_of_2(elements_of_a_head)
+    row: int = next_power_of_2(elements_of_a_head)
     return max(1, _NUM_WARPS * _ELEMENTS_OF_A_WARP // row)
 
 

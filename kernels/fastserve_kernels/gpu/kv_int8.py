@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastserve_kernels.gpu.launch_parameters import next_power_of_2
 from fastserve_kernels.kv_quantization import LARGEST, LEAST_SCALE, LEVELS, LOWEST_CODE
 
 _LEVELS = tl.constexpr(float(LEVELS))
@@ -69,7 +70,7 @@ def dequantize_blocks(codes: Tensor, parameters: Tensor, kv: Tensor, block_ids: 
 
 def _launch_parameters(kv: Tensor) -> dict[str, int]:
     block_size, head_dim = kv.shape[4:]
-    dim_tile = triton.next_power_of_2(head_dim)
+    dim_tile = next_power_of_2(head_dim)
     num_warps = min(max(block_size * dim_tile // _ELEMENTS_OF_A_WARP, 1), _MOST_WARPS)
     return {
         "BLOCK_SIZE": block_size,

@@ -14,9 +14,20 @@ from typing import TypeVar
 MIN_PADDED_HEAD_DIM = 64
 
 
+# (Triton's own are for kernels: on the host they take a microsecond or more.)
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two of at least n > 0."""
+    return 1 << (n - 1).bit_length()
+
+
 def padded_head_dim(head_dim: int) -> int:
     """The power of two that kernels hold a head in, of at least 64."""
-    return max(MIN_PADDED_HEAD_DIM, 1 << (head_dim - 1).bit_length())
+    return max(MIN_PADDED_HEAD_DIM, next_power_of_2(head_dim))
 
 
 @dataclass(frozen=True)

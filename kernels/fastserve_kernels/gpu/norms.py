@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastserve_kernels.gpu.launch_parameters import next_power_of_2
+
 _ELEMENTS_OF_A_WARP = 32 * 16
 _MOST_WARPS = 32
 
@@ -50,7 +52,7 @@ def _results(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _launch_parameters(size: int) -> dict[str, int]:
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     return {"BLOCK": block, "num_warps": min(max(block // _ELEMENTS_OF_A_WARP, 1), _MOST_WARPS)}
 
 

@@ -83,7 +83,7 @@ def paged_decode(
 
 def query_rows(group: int) -> int:
     """Rows of the tile that holds a KV head's query heads; one head alone takes no dot product."""
-    return 1 if group == 1 else max(MIN_DOT_ROWS, triton.next_power_of_2(group))
+    return 1 if group == 1 else max(MIN_DOT_ROWS, launch_parameters.next_power_of_2(group))
 
 
 # Nothing that differs from step to step is specialised: serving must not wait for a compiler.

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastserve_kernels.gpu.launch_parameters import cdiv
+
 # 4-byte words of a program: so many lines of 128 bytes are under way at a time as the link needs.
 _BLOCK = 1024
 
@@ -26,7 +28,7 @@ def copy_words(source: Tensor, target: Tensor) -> None:
     """
     num_words = source.numel() * source.element_size() // 4
     if num_words:
-        _copy_words[(triton.cdiv(num_words, _BLOCK),)](
+        _copy_words[(cdiv(num_words, _BLOCK),)](
             source.view(torch.int32), target.view(torch.int32), num_words,
             BLOCK=_BLOCK, num_warps=4,
         )  # fmt: skip

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
@@ -54,6 +55,36 @@ class RunningOrder(Protocol):
     def urgency(self, now: float) -> Callable[[Job], tuple[float, float]]: ...
 
 
+@dataclass(slots=True)
+class _Round:
+    """What one scheduling turn begins with, and has decided so far."""
+
+    now: float
+    busy: set[int] = field(default_factory=set)
+    """Jobs in flight or taken."""
+    running: set[int] = field(default_factory=set)
+    """In flight, and may be offered for the step after."""
+    num_unoffered: int = 0
+    """Holders that the policy may still offer."""
+    is_ahead: bool = False
+    """Of the end of a step."""
+    ending_blocks: int = 0
+    """Of jobs in flight that are not offered again."""
+    offered: set[int] = field(default_factory=set)
+    taken: list[Job] = field(default_factory=list)
+    stalled: list[Job] = field(default_factory=list)
+    """Would run, but for a copy."""
+    begun: list[Transfer] = field(default_factory=list)
+    promised: int = 0
+    """Blocks that more urgent jobs wait for."""
+    most_host_room: float = math.inf
+    """For one job: no more than these blocks."""
+    is_too_early: bool = False
+    refuses_new: bool = False
+    has_no_victims: bool = False
+    urgency: Callable[[Job], tuple[float, float]] | None = None
+
+
 class KVManager:
     """Owns ``tiers`` and changes ``num_computed`` of jobs that lose their KV."""
 
@@ -77,24 +108,8 @@ class KVManager:
         self._holders: dict[int, Job] = {}  # jobs with blocks in either tier
         self._rounds_to_look = 0  # until the next look ahead
         self._admitted: dict[int, int] = {}  # strategy defer: job → blocks that it may come to need
-        # The round:
-        self._now = 0.0
-        self._busy: set[int] = set()  # jobs in flight or taken
-        self._offered: set[int] = set()
-        self._running: set[int] = set()  # in flight, and may be offered for the step after
-        self._num_unoffered = 0  # holders that the policy may still offer
-        self._is_ahead = False  # of the end of a step
-        self._ending_blocks = 0  # of jobs in flight that are not offered again
-        self._is_too_early = False
-        self._promised = 0  # blocks that more urgent jobs wait for
-        self._refuses_new = False
-        self._has_no_victims = False
-        self._taken: list[Job] = []
-        self._most_host_room = math.inf  # for one job: no more than these blocks
-        self._begun: list[Transfer] = []
         self._holds_steps = False
-        self._stalled: list[Job] = []  # would run, but for a copy
-        self._urgency: Callable[[Job], tuple[float, float]] | None = None
+        self._round = _Round(0.0)
 
     @property
     def holds_steps(self) -> bool:
@@ -120,87 +135,85 @@ class KVManager:
             going_on: while a step runs, for the one after it: those of ``in_flight`` that may be in
                 that too. The others end with theirs.
         """
-        for job in self._stalled:
-            job.swap_stall_s += now - self._now
-        self._stalled = []
-        self._now = now
-        self._busy = set(in_flight)
-        self._running = set(going_on or ())
-        self._offered = set()
-        self._num_unoffered = len(self._holders) - len(self._busy) + len(self._running)
-        self._is_ahead = going_on is not None
-        self._ending_blocks = 0
-        if self._is_ahead:
-            ending = self._busy - self._running
-            self._ending_blocks = sum(self.tiers.device.num_held(number) for number in ending)
-        self._is_too_early = False
-        self._promised = 0
-        self._refuses_new = False
-        self._has_no_victims = False
-        self._taken = []
-        self._most_host_room = math.inf
-        self._begun = []
-        self._urgency = None
+        last = self._round
+        for job in last.stalled:
+            job.swap_stall_s += now - last.now
+        busy, running = set(in_flight), set(going_on or ())
+        ending = busy - running if going_on is not None else ()
+        self._round = _Round(
+            now,
+            busy,
+            running,
+            num_unoffered=len(self._holders) - len(busy) + len(running),
+            is_ahead=going_on is not None,
+            ending_blocks=sum(self.tiers.device.num_held(number) for number in ending),
+        )
 
     @property
     def is_too_early(self) -> bool:
         """Whether a job that runs would have to leave for a more urgent one, or waits for blocks of
         one that ends with it, which takes the end of its step: what was taken in this round must
         not be sent."""
-        return self._is_too_early
+        return self._round.is_too_early
 
     @property
     def is_exhausted(self) -> bool:
-        return self._is_too_early or (self._refuses_new and self._num_unoffered <= 0)
+        return self._round.is_too_early or (
+            self._round.refuses_new and self._round.num_unoffered <= 0
+        )
 
     def take(self, job: Job, num_tokens: int) -> bool:
         """Give the job blocks for its next ``num_tokens`` tokens, if need be from less urgent jobs.
 
         A job takes blocks only from jobs that were not offered before it and are not in flight, and
-        only if that makes it fit. What it waits for, no less urgent job gets. So the first job
-        offered always runs at last: admission refuses a job that the device cannot hold alone.
+        only if that makes it fit. What it waits for, no less urgent job gets. (One that the policy
+        passes over for want of tokens is not offered, waits for nothing, and may lose its blocks.)
+        So the first job offered always runs at last: admission refuses a job that the device cannot
+        hold alone.
         """
         is_new = job.number not in self._holders
         if not is_new:
-            self._num_unoffered -= 1
-        elif self._refuses_new:
+            self._round.num_unoffered -= 1
+        elif self._round.refuses_new:
             return False
         elif self._strategy == "defer" and not self._admit(job):
-            self._refuses_new = True
+            self._round.refuses_new = True
             return False
-        self._offered.add(job.number)
+        self._round.offered.add(job.number)
         if not self.tiers.may_run(job.number):
             if self.tiers.is_swapped_out(job.number):
                 self._swap_in(job, num_tokens)
             if self.tiers.transfer(job.number) is not None or self._room_is_coming():
-                self._stalled.append(job)
+                self._round.stalled.append(job)
             return False
         room_for = job.num_computed + num_tokens
-        if not self._find(self.tiers.device.missing(job.number, room_for)):
-            self._refuses_new |= is_new
+        if not self._make_room(self.tiers.device.missing(job.number, room_for)):
+            self._round.refuses_new |= is_new
             if self._room_is_coming():
-                self._stalled.append(job)
-            elif job.number in self._running and self._room_is_coming(self._ending_blocks):
-                self._is_too_early = True  # it would be set aside for less urgent ones
+                self._round.stalled.append(job)
+            elif job.number in self._round.running and self._room_is_coming(
+                self._round.ending_blocks
+            ):
+                self._round.is_too_early = True  # it would be set aside for less urgent ones
             return False
         self.tiers.device.grow(job.number, room_for)
         self._holders[job.number] = job
-        self._busy.add(job.number)
-        self._taken.append(job)
+        self._round.busy.add(job.number)
+        self._round.taken.append(job)
         if self.tiers.device.num_used > self._counters.peak_blocks:
             self._counters.peak_blocks = self.tiers.device.num_used
         return True
 
     def transfers(self) -> list[Transfer]:
         """The copies to begin, in this order. Ends the round."""
-        if self._is_too_early:
-            return self._begun
+        if self._round.is_too_early:
+            return self._round.begun
         self._holds_steps = self._strategy == "reactive" or self._is_worth_waiting()
         if self.holds_steps:
-            self._stalled += self._taken  # they wait with the others
+            self._round.stalled += self._round.taken  # they wait with the others
         elif self._strategy == "proactive":
             self._look_ahead()
-        return self._begun
+        return self._round.begun
 
     def _look_ahead(self) -> None:
         if self._rounds_to_look > 0:
@@ -214,12 +227,12 @@ class KVManager:
     def _is_worth_waiting(self) -> bool:
         """Whether all who may run lose less by waiting for all copies than those that they are for
         by waiting for an iteration without them. A small model's copies are that short."""
-        may_run = self._taken if self._is_ahead else self._busy
-        if not self._begun or not may_run:
+        may_run = self._round.taken if self._round.is_ahead else self._round.busy
+        if not self._round.begun or not may_run:
             return False
         num_blocks = sum(len(transfer.device_blocks) for transfer in self.tiers.transfers())
         return self._costs.longest_s(num_blocks) * len(may_run) <= (
-            self._costs.least_iteration_s * len(self._stalled)
+            self._costs.least_iteration_s * len(self._round.stalled)
         )
 
     def transfer_ended(self, job_number: int, *, succeeded: bool, seconds: float) -> None:
@@ -258,38 +271,38 @@ class KVManager:
         self._admitted[job.number] = needed
         return True
 
-    def _find(self, num_blocks: int) -> bool:
+    def _make_room(self, num_blocks: int) -> bool:
         """Whether ``num_blocks`` are free; begins to free them if not, and promises them."""
         device = self.tiers.device
         if num_blocks == 0:
             return True
-        coming = self.tiers.num_leaving + self._ending_blocks
-        shortage = num_blocks + self._promised - device.num_free - coming
-        if shortage > 0 and not self._has_no_victims:
+        coming = self.tiers.num_leaving + self._round.ending_blocks
+        shortage = num_blocks + self._round.promised - device.num_free - coming
+        if shortage > 0 and not self._round.has_no_victims:
             victims = self._victims(shortage)
-            if not self._running.isdisjoint(victim.number for victim in victims):
-                self._is_too_early = True
+            if not self._round.running.isdisjoint(victim.number for victim in victims):
+                self._round.is_too_early = True
                 return False
             # Later in the round more is promised and fewer jobs are idle.
-            self._has_no_victims = not victims
+            self._round.has_no_victims = not victims
             for victim in victims:
                 self._evict(victim)
-        if num_blocks + self._promised <= device.num_free:
+        if num_blocks + self._round.promised <= device.num_free:
             return True
-        self._promised += num_blocks
+        self._round.promised += num_blocks
         return False
 
     def _room_is_coming(self, ending_blocks: int = 0) -> bool:
         """Whether what was promised up to now is free when the swap-outs under way have ended, and
         so many blocks more."""
         coming = self.tiers.num_leaving + ending_blocks
-        return coming > 0 and self._promised <= self.tiers.device.num_free + coming
+        return coming > 0 and self._round.promised <= self.tiers.device.num_free + coming
 
     def _victims(self, num_blocks: int) -> list[Job]:
         """Jobs that have to go for ``num_blocks`` blocks, the last to run first; none if even all
         have fewer."""
         victims = []
-        running = (self._holders[number] for number in self._running - self._offered)
+        running = (self._holders[number] for number in self._round.running - self._round.offered)
         jobs = chain(self._idle_on_device(), running)
         for job in sorted(jobs, key=self._key, reverse=True):
             victims.append(job)
@@ -300,19 +313,20 @@ class KVManager:
 
     def _idle_on_device(self) -> Iterator[Job]:
         """Jobs with blocks on the device that no step, no transfer and no job offered uses."""
+        busy, offered = self._round.busy, self._round.offered
         for number, job in self._holders.items():
             if (
-                number not in self._busy
-                and number not in self._offered
+                number not in busy
+                and number not in offered
                 and self.tiers.transfer(number) is None
                 and self.tiers.device.num_held(number)
             ):
                 yield job
 
     def _key(self, job: Job) -> tuple[float, float]:
-        if self._urgency is None:
-            self._urgency = self._order.urgency(self._now)
-        return self._urgency(job)
+        if self._round.urgency is None:
+            self._round.urgency = self._order.urgency(self._round.now)
+        return self._round.urgency(job)
 
     def _evict(self, job: Job) -> None:
         if self._may_swap(job) and self._make_host_room(job):
@@ -326,7 +340,7 @@ class KVManager:
         return self._strategy == "reactive" or self._swap_is_cheaper(job)
 
     def _drop(self, job: Job) -> None:
-        self._num_unoffered -= 1  # if it is offered later, it is as a new job
+        self._round.num_unoffered -= 1  # if it is offered later, it is as a new job
         self.tiers.release(job.number)
         self._forget(job)
 
@@ -370,7 +384,7 @@ class KVManager:
         if missing <= host.num_free:
             return True
         needed = host.num_held(job.number) + missing
-        if needed > self._most_host_room:
+        if needed > self._round.most_host_room:
             return False
         copies = [
             other
@@ -380,7 +394,7 @@ class KVManager:
             and self.tiers.transfer(number) is None
         ]
         room = host.num_free + sum(host.num_held(other.number) for other in copies)
-        self._most_host_room = room
+        self._round.most_host_room = room
         if needed > room:
             return False
         for other in sorted(copies, key=self._key):
@@ -397,22 +411,22 @@ class KVManager:
         job.num_swaps += 1
         transfer = self.tiers.swap_out(job.number, job.num_computed)
         if transfer is not None:
-            self._begun.append(transfer)
+            self._round.begun.append(transfer)
 
     def _swap_in(self, job: Job, num_tokens: int) -> None:
         """Bring the swapped-out job back, with room for its next ``num_tokens`` tokens."""
         room_for = job.num_computed + num_tokens
-        if self._find(self.tiers.device.blocks_for(room_for)):
-            self._begun.append(self.tiers.swap_in(job.number, room_for))
+        if self._make_room(self.tiers.device.blocks_for(room_for)):
+            self._round.begun.append(self.tiers.swap_in(job.number, room_for))
 
     # --- Ahead of time ------------------------------------------------------------------------
 
     def _swap_ahead(self) -> None:
         """Keep the reserve free, and on the device the jobs that run next (ENST order)."""
         device = self.tiers.device
-        reserve = self._reserve.num_blocks(self._now)
+        reserve = self._reserve.num_blocks(self._round.now)
         has_waiting = any(map(self.tiers.is_swapped_out, self._holders))
-        spare = device.num_free + self.tiers.num_leaving - self._promised
+        spare = device.num_free + self.tiers.num_leaving - self._round.promised
         if not has_waiting and spare >= reserve:
             return
         returning, leaving = self._misplaced(device.num_blocks - reserve)
@@ -431,9 +445,9 @@ class KVManager:
                 self._swap_out(job)
         for job in returning:
             needed = self._room_to_return(job)
-            if needed + self._promised + reserve > device.num_free:
+            if needed + self._round.promised + reserve > device.num_free:
                 break
-            self._begun.append(self.tiers.swap_in(job.number, job.num_tokens))
+            self._round.begun.append(self.tiers.swap_in(job.number, job.num_tokens))
 
     def _misplaced(self, capacity: int) -> tuple[list[Job], list[Job]]:
         """Swapped-out jobs that belong on the device and idle ones there that do not, both the
@@ -442,11 +456,11 @@ class KVManager:
         The jobs that run next belong on the device, as many as have ``capacity`` blocks together.
         """
         device = self.tiers.device
-        used = sum(device.num_held(number) for number in self._busy)
+        used = sum(device.num_held(number) for number in self._round.busy)
         idle = {job.number for job in self._idle_on_device()}
         returning, leaving = [], []
         for job in sorted(self._holders.values(), key=self._key):
-            if job.number in self._busy:
+            if job.number in self._round.busy:
                 continue
             if job.number in idle:
                 used += device.num_held(job.number)
@@ -484,4 +498,4 @@ class KVManager:
             job.number, job.num_computed, min(max_blocks, host.num_free)
         )
         if transfer is not None:
-            self._begun.append(transfer)
+            self._round.begun.append(transfer)

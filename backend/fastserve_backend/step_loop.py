@@ -17,13 +17,13 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from fastserve_backend.clock import Clock
 from fastserve_backend.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.delivery import NewToken, OnEnd
 from fastserve_backend.executor.base import Executor
+from fastserve_backend.flights import Ahead, Flight, is_ending
 from fastserve_backend.job import FinishReason, Job, JobState
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.tiers import Transfer
@@ -53,33 +53,6 @@ class Delivery(Protocol):
     def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None: ...
 
     def close_all(self, reason: FinishReason, error: str) -> list[Job]: ...
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A step that the ranks have not finished."""
-
-    rows: dict[int, Job]
-    """By number, in the step's order: those that get a token first."""
-    step: Step
-    started_s: float
-    """When it was sent, or when the step that it was sent behind ended."""
-    predicted_s: float | None = None
-    """How long it takes, if that was asked."""
-    next_is_chosen: bool = False
-    """Whether the step after it has been chosen, be it in vain."""
-    going_on: set[int] = field(default_factory=set)
-    """The jobs for which it counted as ended when the step after it was chosen."""
-    set_aside: list[Job] = field(default_factory=list)
-    """Those of them that are not in that step."""
-    counted_s: float = 0.0
-    """What it counted for with them."""
-    owed_s: float = 0.0
-    """What the step before took beyond what that had counted for."""
-
-    @property
-    def num_sampling(self) -> int:
-        return len(self.rows) - self.step.num_partial
 
 
 class StepLoop:
@@ -122,7 +95,7 @@ class StepLoop:
         self.num_running = 0
         """Jobs of the latest step, of each stage's; 0 if none is left."""
         self._jobs: dict[int, Job] = {}
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._returned: list[Job] = []  # jobs for which a step ended since the last was sent
         self._step_ids = itertools.count()
         self._last_result_s: float | None = None
@@ -293,7 +266,7 @@ class StepLoop:
         if not self._executor.can_submit_ahead or self.kv.holds_steps:
             return None
         flight = self._flights[0]
-        if flight.next_is_chosen:
+        if flight.ahead is not None:
             return None
         if flight.predicted_s is None:
             flight.predicted_s = self._predict_s(flight.step)
@@ -303,23 +276,22 @@ class StepLoop:
     def _schedule_ahead(self) -> None:
         """Choose and send the step after the running one as if that had ended."""
         flight = self._flights[0]
-        flight.next_is_chosen = True
-        going_on = [job for job in flight.rows.values() if not _is_ending(job)]
-        flight.going_on = {job.number for job in going_on}
+        going_on = [job for job in flight.rows.values() if not is_ending(job)]
         now = self._clock.now()
         assert flight.predicted_s is not None
-        flight.counted_s = max(now - flight.started_s, flight.predicted_s)
-        self._step_ended(going_on, flight.counted_s + flight.owed_s, now)
+        counted_s = max(now - flight.started_s, flight.predicted_s)
+        flight.ahead = Ahead({job.number for job in going_on}, counted_s)
+        self._step_ended(going_on, counted_s + flight.owed_s, now)
         self._schedule(behind=flight)
 
-    def _schedule(self, behind: _Flight | None = None) -> None:
+    def _schedule(self, behind: Flight | None = None) -> None:
         """Choose the next batch, allocate its blocks and send it, if there is a job to run.
 
         Args:
-            behind: the step that runs, whose tokens it may run.
+            behind: the step that runs and counts as ended, whose tokens it may run.
         """
         now = self._clock.now()
-        batch = self._allocate(self._serving_time(now), behind)
+        batch = self._allocate(self._serving_time(now), None if behind is None else behind.ahead)
         if batch is None or (behind is not None and not batch):
             return
         for job, _ in batch:
@@ -338,7 +310,8 @@ class StepLoop:
         if behind is None:
             self._count_preemptions(set_aside)
         else:
-            behind.set_aside = set_aside  # some may turn out to have ended
+            assert behind.ahead is not None
+            behind.ahead.set_aside = set_aside  # some may turn out to have ended
         if batch:
             self._send(in_step_order(batch), behind)
         self.num_running = len(self._jobs_in_flight()) if behind is None else len(batch)
@@ -348,7 +321,7 @@ class StepLoop:
             job.num_preemptions += 1
             self._counters.preemptions += 1
 
-    def _allocate(self, now: float, behind: _Flight | None) -> list[tuple[Job, int]] | None:
+    def _allocate(self, now: float, ahead: Ahead | None) -> list[tuple[Job, int]] | None:
         """The next batch, all its KV on the device; sends the copies that others need.
 
         None: nobody may run before copies, or the running step, have ended.
@@ -358,7 +331,7 @@ class StepLoop:
         if self.kv.holds_steps:
             return None
         in_flight = self._jobs_in_flight().keys()
-        self.kv.begin(now, in_flight, None if behind is None else behind.going_on)
+        self.kv.begin(now, in_flight, None if ahead is None else ahead.going_on)
         batch = self.policy.select(now, self.kv)
         for transfer in self.kv.transfers():
             self._copies[transfer.id] = transfer
@@ -368,7 +341,7 @@ class StepLoop:
             return None
         return list(batch)
 
-    def _send(self, batch: list[tuple[Job, int]], behind: _Flight | None) -> None:
+    def _send(self, batch: list[tuple[Job, int]], behind: Flight | None) -> None:
         """``batch``, in the step's order."""
         previous = None if behind is None else {n: row for row, n in enumerate(behind.rows)}
         step = build_step(next(self._step_ids), batch, self.kv.tiers.device, previous)
@@ -377,7 +350,7 @@ class StepLoop:
         started_s = self._clock.now()
         if self._last_result_s is not None and not self._flights:
             self._counters.between_s += started_s - self._last_result_s
-        self._flights.append(_Flight({job.number: job for job, _ in batch}, step, started_s))
+        self._flights.append(Flight({job.number: job for job, _ in batch}, step, started_s))
         self._executor.submit(step)
 
     def _jobs_in_flight(self) -> dict[int, Job]:
@@ -392,7 +365,7 @@ class StepLoop:
             transfer.job_number, succeeded=result.error is None, seconds=result.seconds
         )
 
-    def _finish_step(self, flight: _Flight, result: StepResult) -> None:
+    def _finish_step(self, flight: Flight, result: StepResult) -> None:
         now = self._clock.now()
         elapsed_s = now - flight.started_s
         counters = self._counters
@@ -400,13 +373,14 @@ class StepLoop:
         counters.compute_s += result.compute_s
         counters.iteration_s += elapsed_s
         self._last_result_s = now
-        behind = self._flights[0] if flight.next_is_chosen and self._flights else None
-        if behind is not None:
+        ahead = flight.ahead
+        if ahead is not None and self._flights:
+            behind = self._flights[0]
             behind.started_s = now
-            behind.owed_s = elapsed_s - flight.counted_s
+            behind.owed_s = elapsed_s - ahead.counted_s
         ended = self._apply(flight, result, now, elapsed_s)
         # Those that ended, now or before, are only forgotten: they sink to no other queue.
-        done = flight.going_on | {job.number for job, _ in ended}
+        done = {job.number for job, _ in ended} | (ahead.going_on if ahead is not None else set())
         rest = [
             job
             for number, job in flight.rows.items()
@@ -419,9 +393,10 @@ class StepLoop:
                 self._release(job)
         for job, reason in ended:
             self._end(job, reason)
-        self._count_preemptions(
-            job for job in flight.set_aside if job.state is not JobState.FINISHED
-        )
+        if ahead is not None:
+            self._count_preemptions(
+                job for job in ahead.set_aside if job.state is not JobState.FINISHED
+            )
         self._on_iteration(flight.step, elapsed_s)
 
     def _step_ended(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
@@ -430,7 +405,7 @@ class StepLoop:
         self.policy.iteration_done(jobs, elapsed_s, self._serving_time(now))
 
     def _apply(
-        self, flight: _Flight, result: StepResult, now: float, elapsed_s: float
+        self, flight: Flight, result: StepResult, now: float, elapsed_s: float
     ) -> list[tuple[Job, FinishReason]]:
         """Update the jobs of the step; returns those that end with it."""
         for job in flight.rows.values():
@@ -494,8 +469,3 @@ class StepLoop:
     def _release(self, job: Job) -> None:
         self.policy.remove(job)
         self.kv.release(job)
-
-
-def _is_ending(job: Job) -> bool:
-    """Whether the job has ended, or will with its pending token whatever that is."""
-    return job.state is JobState.FINISHED or job.num_outputs >= job.params.max_tokens

@@ -108,7 +108,7 @@ class Trigger(Collector):
     "options",
     [
         {"policy": "skip_join_mlfq"},
-        {"policy": "srpt", "strategy": "reactive", "prefill_chunk_tokens": 30},
+        {"policy": "mlfq", "strategy": "reactive", "prefill_chunk_tokens": 30},
         {"policy": "fcfs", "strategy": "defer"},
     ],
     ids=str,

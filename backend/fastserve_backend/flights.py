@@ -1,0 +1,46 @@
+"""Steps that the ranks have not finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fastserve_backend.job import Job, JobState
+from fastserve_backend.worker.messages import Step
+
+
+@dataclass(slots=True)
+class Ahead:
+    """That a running step counts as ended, because the step after it was to be chosen."""
+
+    going_on: set[int]
+    """The jobs for which it does, by number."""
+    counted_s: float
+    """What it counts for with them."""
+    set_aside: list[Job] = field(default_factory=list)
+    """Those of them that are not in the step after it."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was sent."""
+
+    rows: dict[int, Job]
+    """By number, in the step's order: those that get a token first."""
+    step: Step
+    started_s: float
+    """When it was sent, or when the step that it was sent behind ended."""
+    predicted_s: float | None = None
+    """How long it takes, if that was asked."""
+    ahead: Ahead | None = None
+    """Set once the step after it has been chosen, be it in vain."""
+    owed_s: float = 0.0
+    """What the step before took beyond what that had counted for."""
+
+    @property
+    def num_sampling(self) -> int:
+        return len(self.rows) - self.step.num_partial
+
+
+def is_ending(job: Job) -> bool:
+    """Whether the job has ended, or will with its pending token whatever that is."""
+    return job.state is JobState.FINISHED or job.num_outputs >= job.params.max_tokens

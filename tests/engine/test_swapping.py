@@ -186,7 +186,7 @@ class SlowLink(DistributedExecutor):
         self._num_steps = 0
 
     def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
-        if self._held and (self._held[0][0] <= self._num_steps or self._num_unfinished == 0):
+        if self._held and (self._held[0][0] <= self._num_steps or not self._flights):
             return self._held.pop(0)[1]
         result = super().collect(timeout_s)
         if isinstance(result, CopyResult):

@@ -22,7 +22,7 @@ class CountingExecutor(DistributedExecutor):
 
     def submit(self, step: Step) -> None:
         super().submit(step)
-        self.most_flights = max(self.most_flights, self._num_unfinished)
+        self.most_flights = max(self.most_flights, len(self._flights))
 
 
 def prefill(step_id: int, block: int, num_tokens: int = 16) -> Step:

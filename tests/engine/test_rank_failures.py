@@ -17,8 +17,9 @@ from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.errors import EngineError
 from fastserve_backend.executor import rank_processes
 from fastserve_backend.job import FinishReason, JobOutput, TokenLogprob
-from live_engine import DEADLINE_S, Collector, rank_of, small_engine, wait_until
+from live_engine import DEADLINE_S, Collector, rank_of, small_engine
 from small_model import VOCAB_SIZE
+from waiting import wait_for
 
 NUM_JOBS = 20
 OUTPUT = 100
@@ -133,7 +134,7 @@ def test_streams_under_load_outlive_a_killed_rank(
         assert counters.finished.total() == NUM_JOBS
         if options.get("strategy") != "defer":
             assert counters.swap_out_bytes > 0
-        wait_until(lambda: llm.engine.snapshot().free_blocks == 80)
+        wait_for(lambda: llm.engine.snapshot().free_blocks == 80)
         snapshot = llm.engine.snapshot()
         assert snapshot.swapped == 0
         assert sum(snapshot.level_sizes) == 0
@@ -163,7 +164,7 @@ def test_a_rank_that_dies_while_idle_is_replaced(
 ) -> None:
     with small_engine(checkpoint, tokenizer) as llm:
         rank_of(llm).kill()
-        wait_until(lambda: llm.engine.counters.worker_restarts == 1, 3)
+        wait_for(lambda: llm.engine.counters.worker_restarts == 1, 3)
         (client,) = submit(llm, jobs[:1])
         client.wait()
         assert_the_same(client, undisturbed[0])
@@ -181,7 +182,7 @@ def test_closing_while_ranks_load_is_quick_and_leaves_nothing_behind(
     with small_engine(checkpoint, tokenizer) as llm:
         first = rank_of(llm)
         (client,) = submit(llm, jobs[1:2], [Trigger(5, first.kill)])
-        wait_until(lambda: set(psutil.Process().children()) - before - {first} != set())
+        wait_for(lambda: set(psutil.Process().children()) - before - {first} != set())
         began_s = time.monotonic()
         llm.close()
         assert time.monotonic() - began_s < 1.0
@@ -195,9 +196,9 @@ def test_after_three_restarts_jobs_fail_with_the_reason(checkpoint: Path, tokeni
     with small_engine(checkpoint, tokenizer, max_num_seqs=2) as llm:
         long = SamplingParams(max_tokens=300, ignore_eos=True)
         clients = submit(llm, [([5], long)] * 20)
-        wait_until(lambda: llm.engine.snapshot().running > 0)
+        wait_for(lambda: llm.engine.snapshot().running > 0)
         for _ in range(4):  # the first while it serves, the others while they load
-            wait_until(lambda: bool(set(psutil.Process().children()) - dead))
+            wait_for(lambda: bool(set(psutil.Process().children()) - dead))
             for rank in set(psutil.Process().children()) - dead:
                 rank.kill()
                 dead.add(rank)

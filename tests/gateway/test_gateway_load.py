@@ -23,7 +23,8 @@ from fastserve_client.gateway.command import GatewayServer
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
 from running_server import running_server
-from serving_client import metric, used_blocks, wait_for
+from serving_client import metric, used_blocks
+from waiting import wait_for
 
 DEADLINE_S = 60.0
 LONG = {

@@ -56,11 +56,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
-
-
 def bfloat16(model: LlamaForCausalLM) -> dict[str, Tensor]:
     """The weights that a checkpoint of `model` in bfloat16 holds."""
     state = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 
 import pytest
 from fastserve_backend.serving.endpoints import Endpoints
-from serving_client import GrpcStream, generate, http_stream, metric, used_blocks, wait_for
+from serving_client import GrpcStream, generate, http_stream, metric, used_blocks
+from waiting import wait_for
 
 LIMIT_S = 0.25
 # One number of a busy machine says little: the best of so many counts.

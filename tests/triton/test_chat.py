@@ -17,15 +17,8 @@ import pytest
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_client import FastServeClient, InvalidRequest
 from fastserve_client.terminal import ExitCode
-from serving_client import (
-    GENERATE,
-    GENERATE_STREAM,
-    http_stream,
-    metric,
-    post,
-    used_blocks,
-    wait_for,
-)
+from serving_client import GENERATE, GENERATE_STREAM, http_stream, metric, post, used_blocks
+from waiting import wait_for
 
 DEADLINE_S = 60.0
 CAPITAL = "What is the capital of France? Answer in one word."

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,16 +25,9 @@ from fastserve_backend.serving.errors import LaunchError, ModelLoadError, PortIn
 from fastserve_backend.serving.launch import TritonServer, serve
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_client import protocol
-from serving_client import (
-    GENERATE,
-    STATUS_HEADER,
-    GrpcStream,
-    metric,
-    post,
-    used_blocks,
-    wait_for,
-)
+from serving_client import GENERATE, STATUS_HEADER, GrpcStream, metric, post, used_blocks
 from tiny_model import START_TIMEOUT_S
+from waiting import wait_for
 
 RESTART_TIMEOUT_S = 60.0
 # Within this time a dead rank is noticed.

@@ -23,7 +23,8 @@ from fastserve_client import (
     ServerError,
 )
 from fastserve_client.terminal import ExitCode, generate_to_terminal
-from serving_client import used_blocks, wait_for
+from serving_client import used_blocks
+from waiting import wait_for
 
 DEADLINE_S = 30.0
 LONG = 3000  # tokens; takes far longer than any of these tests waits

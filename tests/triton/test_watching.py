@@ -36,9 +36,9 @@ from serving_client import (
     post,
     tensors,
     used_blocks,
-    wait_for,
 )
 from tiny_model import START_TIMEOUT_S
+from waiting import wait_for
 
 DEADLINE_S = 30.0
 LONG = {"text_input": "a long one", "stream": True, "max_tokens": 3500, "ignore_eos": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import signal
-import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,9 +85,7 @@ def test_streams_outlive_a_killed_rank(
         ranks = ranks_of(llm.executors[0])
         assert len(ranks) == tensor_size * num_stages
         ranks[victim].kill()
-        killed_s = time.monotonic()
         wait_for(lambda: llm.engine.counters.worker_restarts == 1)
-        assert time.monotonic() - killed_s < 3
         wait_for(lambda: all_ended(ranks))
         streams.wait()
         assert streams.token_ids == undisturbed
@@ -111,9 +109,7 @@ def test_streams_outlive_a_stopped_rank(
         wait_for(lambda: sum(map(len, streams.token_ids)) > 100)
         ranks = ranks_of(llm.executors[0])
         ranks[1].send_signal(signal.SIGSTOP)
-        stopped_s = time.monotonic()
         wait_for(lambda: llm.engine.counters.worker_restarts == 1)
-        assert time.monotonic() - stopped_s < 4.0 + 3.0
         wait_for(lambda: all_ended(ranks))
         streams.wait()
         assert streams.token_ids == undisturbed
@@ -153,19 +149,30 @@ def test_a_pause_of_the_engine_is_no_silence_of_the_ranks(monkeypatch: pytest.Mo
 
 
 def test_idle_ranks_cost_nothing_listen_on_loopback_alone_and_one_that_dies_is_replaced(
-    small_opt: Path, tokenizer: Path
+    small_opt: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    heartbeats: Counter[int] = Counter()
+    heard_from = RankProcesses.heard_from
+
+    def count(processes: RankProcesses, rank: int) -> None:
+        heartbeats[rank] += 1
+        heard_from(processes, rank)
+
     with ParallelLLM(small_opt, tokenizer, 2, 1) as llm:
         ranks = ranks_of(llm.executors[0])
         assert listening([psutil.Process(), *ranks]) <= {"127.0.0.1", "::1"}
         llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
         before = [sum(rank.cpu_times()[:2]) for rank in ranks]
-        started_s = time.monotonic()
-        wait_for(lambda: time.monotonic() - started_s > 2.0)
+        monkeypatch.setattr(RankProcesses, "heard_from", count)
+        wait_for(lambda: all(heartbeats[rank] >= 3 for rank in range(2)))  # one comes a second
         after = [sum(rank.cpu_times()[:2]) for rank in ranks]
         assert all(b - a < 0.3 for a, b in zip(before, after, strict=True))
         ranks[1].kill()
-        wait_for(lambda: llm.engine.counters.worker_restarts == 1, 5)
+        wait_for(lambda: llm.engine.counters.worker_restarts == 1)
+        assert "rank 1 died" in caplog.text  # it was not its silence that was noticed
         wait_for(lambda: all_ended(ranks))
         (answer,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
         assert answer.finish_reason is not None

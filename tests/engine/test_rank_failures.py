@@ -160,11 +160,16 @@ def test_a_stopped_rank_is_replaced(
 
 
 def test_a_rank_that_dies_while_idle_is_replaced(
-    checkpoint: Path, tokenizer: Path, jobs: Jobs, undisturbed: list[Collector]
+    checkpoint: Path,
+    tokenizer: Path,
+    jobs: Jobs,
+    undisturbed: list[Collector],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with small_engine(checkpoint, tokenizer) as llm:
         rank_of(llm).kill()
-        wait_for(lambda: llm.engine.counters.worker_restarts == 1, 3)
+        wait_for(lambda: llm.engine.counters.worker_restarts == 1)
+        assert "rank 0 died" in caplog.text  # it was not its silence that was noticed
         (client,) = submit(llm, jobs[:1])
         client.wait()
         assert_the_same(client, undisturbed[0])
@@ -178,14 +183,22 @@ def test_closing_while_ranks_load_is_quick_and_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(rank_processes, "STOP_TIMEOUT_S", 2 * DEADLINE_S)
     before = set(psutil.Process().children())
     with small_engine(checkpoint, tokenizer) as llm:
         first = rank_of(llm)
         (client,) = submit(llm, jobs[1:2], [Trigger(5, first.kill)])
-        wait_for(lambda: set(psutil.Process().children()) - before - {first} != set())
+
+        def loading() -> set[psutil.Process]:
+            fresh = set(psutil.Process().children()) - before - {first}
+            return {rank for rank in fresh if "fastserve_backend.worker" in rank.cmdline()}
+
+        wait_for(lambda: loading() != set())
+        for fresh in loading():
+            fresh.suspend()  # it would load for ever
         began_s = time.monotonic()
         llm.close()
-        assert time.monotonic() - began_s < 1.0
+        assert time.monotonic() - began_s < DEADLINE_S
         assert client.wait().finish_reason is FinishReason.CANCELLED
     assert set(psutil.Process().children()) <= before
     assert list(tmp_path.iterdir()) == []
@@ -202,7 +215,6 @@ def test_after_three_restarts_jobs_fail_with_the_reason(checkpoint: Path, tokeni
             for rank in set(psutil.Process().children()) - dead:
                 rank.kill()
                 dead.add(rank)
-        killed_s = time.monotonic()
         reason = (
             "the model's processes failed: rank 0 died with exit code -9; "
             "given up after 3 restarts in 10 minutes"
@@ -210,7 +222,6 @@ def test_after_three_restarts_jobs_fail_with_the_reason(checkpoint: Path, tokeni
         for client in clients:
             output = client.wait()
             assert (output.finish_reason, output.error) == (FinishReason.ERROR, reason)
-        assert time.monotonic() - killed_s < 3
         assert llm.engine.gave_up
         with pytest.raises(EngineError, match=reason):
             submit(llm, [([5], long)])

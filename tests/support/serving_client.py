@@ -181,3 +181,7 @@ def metric(url: str, name: str, **labels: str) -> float:
 
 def used_blocks(metrics_url: str) -> float:
     return metric(metrics_url, "fastserve_kv_blocks", tier="device", state="used")
+
+
+def cancelled_jobs(metrics_url: str) -> float:
+    return metric(metrics_url, "fastserve_requests_total", finish_reason="cancelled")

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 from fastserve_backend.serving.endpoints import Endpoints
-from serving_client import GrpcStream, generate, http_stream, metric, used_blocks
+from serving_client import GrpcStream, cancelled_jobs, generate, http_stream, used_blocks
 from waiting import wait_for
 
 LIMIT_S = 0.25
@@ -80,12 +80,11 @@ def test_blocks_are_free_soon(
     begin: Callable[[Endpoints], Callable[[], None]], endpoints: Endpoints
 ) -> None:
     url = endpoints.metrics_url
-    reason = "cancelled"
     times = []
     while len(times) < TRIES and not (times and times[-1] < LIMIT_S):
         # What an earlier test has cancelled is counted when its blocks are free.
         wait_for(lambda: used_blocks(url) == 0, 5.0)
-        cancelled = metric(url, "fastserve_requests_total", finish_reason=reason)
+        cancelled = cancelled_jobs(url)
         leave = begin(endpoints)
         wait_for(lambda: used_blocks(url) > 0, 5.0)
         started = time.monotonic()
@@ -93,12 +92,7 @@ def test_blocks_are_free_soon(
         wait_for(lambda: used_blocks(url) == 0, 5.0)
         times.append(time.monotonic() - started)
         # It was cancelled, not merely fast.
-        wait_for(
-            lambda: (
-                metric(url, "fastserve_requests_total", finish_reason=reason) == cancelled + 1  # noqa: B023
-            ),
-            5.0,
-        )
+        wait_for(lambda: cancelled_jobs(url) == cancelled + 1, 5.0)  # noqa: B023
     assert min(times) < LIMIT_S, times
 
 

@@ -64,6 +64,7 @@ def undisturbed(llm: LLM, jobs: Jobs) -> list[Collector]:
         client.wait()
     ends = {client.outputs[-1].finish_reason for client in clients}
     assert ends == {FinishReason.LENGTH, FinishReason.STOP}
+    assert any(map(logprobs, clients))
     return clients
 
 

@@ -23,7 +23,7 @@ from fastserve_client.gateway.command import GatewayServer
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
 from running_server import running_server
-from serving_client import cancelled_jobs, metric, used_blocks
+from serving_client import cancelled_jobs, unfinished_jobs, used_blocks
 from waiting import wait_for
 
 DEADLINE_S = 60.0
@@ -57,13 +57,8 @@ def wait_until_idle(endpoints: Endpoints) -> None:
 
 
 def wait_until_busy(endpoints: Endpoints, jobs: int = 1) -> None:
-    def running() -> float:
-        return sum(
-            metric(endpoints.metrics_url, "fastserve_jobs", state=state)
-            for state in ("running", "waiting")
-        )
-
-    wait_for(lambda: running() >= jobs and used_blocks(endpoints.metrics_url) > 0, DEADLINE_S)
+    url = endpoints.metrics_url
+    wait_for(lambda: unfinished_jobs(url) >= jobs and used_blocks(url) > 0, DEADLINE_S)
 
 
 @pytest.mark.parametrize("n", [1, 3])

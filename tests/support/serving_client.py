@@ -183,5 +183,10 @@ def used_blocks(metrics_url: str) -> float:
     return metric(metrics_url, "fastserve_kv_blocks", tier="device", state="used")
 
 
+def unfinished_jobs(metrics_url: str) -> float:
+    states = ("running", "waiting")  # those that are swapped wait too
+    return sum(metric(metrics_url, "fastserve_jobs", state=state) for state in states)
+
+
 def cancelled_jobs(metrics_url: str) -> float:
     return metric(metrics_url, "fastserve_requests_total", finish_reason="cancelled")

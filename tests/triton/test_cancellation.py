@@ -10,7 +10,14 @@ from contextlib import ExitStack
 
 import pytest
 from fastserve_backend.serving.endpoints import Endpoints
-from serving_client import GrpcStream, cancelled_jobs, generate, http_stream, used_blocks
+from serving_client import (
+    GrpcStream,
+    cancelled_jobs,
+    generate,
+    http_stream,
+    unfinished_jobs,
+    used_blocks,
+)
 from waiting import wait_for
 
 LIMIT_S = 0.25
@@ -111,8 +118,11 @@ def test_many_cancelled_at_once(endpoints: Endpoints) -> None:
     streams = [
         GrpcStream(endpoints.grpc_url, stream=bool(n % 2), **LONG_REQUEST) for n in range(30)
     ]
-    streams[1].first_token()
+    url = endpoints.metrics_url
+    cancelled = cancelled_jobs(url)
+    wait_for(lambda: unfinished_jobs(url) == len(streams))
     for stream in streams:
         stream.cancel()
-    wait_for(lambda: used_blocks(endpoints.metrics_url) == 0, 5.0)
+    wait_for(lambda: cancelled_jobs(url) == cancelled + len(streams))
+    wait_for(lambda: used_blocks(url) == 0)
     assert generate(endpoints.grpc_url, text_input="b", max_tokens=3).num_finals == 1

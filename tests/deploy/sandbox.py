@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from serving_client import wait_for
+from waiting import wait_for
 
 _REPLACED = {"dev", "proc", "sys", "tmp", "run", "etc", "cache"}
 _ETC = ("passwd", "group", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "ssl")

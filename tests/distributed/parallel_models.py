@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -92,12 +90,3 @@ def ranks_of(executor: DistributedExecutor) -> list[psutil.Process]:
         if address in child.cmdline():
             found[int(child.environ()["RANK"])] = child
     return [found[rank] for rank in sorted(found)]
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
-    """Poll a condition that another process decides."""
-    deadline = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        pause.wait(0.005)

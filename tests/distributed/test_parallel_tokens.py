@@ -71,6 +71,7 @@ def test_sampled_tokens_and_log_probabilities_are_those_of_one_rank(
             answers.append(llm.generate([[5, 9], [7] * 30], SAMPLED, progress=False))
     for alone, together in zip(*answers, strict=True):
         assert together.token_ids == alone.token_ids
+        assert len(alone.logprobs) == SAMPLED.max_tokens
         for one, other in zip(alone.logprobs, together.logprobs, strict=True):
             assert other.logprob == pytest.approx(one.logprob, abs=1e-3)
             assert [token for token, _ in other.top] == [token for token, _ in one.top]

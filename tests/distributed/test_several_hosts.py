@@ -24,7 +24,8 @@ from fastserve_backend.engine import Engine
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.job import JobOutput
 from hosts import SECRET, OtherHost, family, free_ports, listening, running, torchrun
-from parallel_models import VOCAB_SIZE, ParallelLLM, wait_until
+from parallel_models import VOCAB_SIZE, ParallelLLM
+from waiting import wait_for
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 NUM_JOBS = 6
@@ -148,10 +149,10 @@ def test_jobs_run_on_two_hosts_and_outlive_a_remote_rank(
         outputs: list[list[JobOutput]] = [[] for _ in prompts]
         for number, prompt in enumerate(prompts):
             llm.engine.submit(f"job-{number}", prompt, GREEDY, outputs[number].append)
-        wait_until(lambda: sum(map(len, outputs)) > 30)
+        wait_for(lambda: sum(map(len, outputs)) > 30)
         (rank,) = [one for one in family(remote) if is_rank(one)]
         rank.kill()
-        wait_until(lambda: all(job and job[-1].finish_reason for job in outputs), 60.0)
+        wait_for(lambda: all(job and job[-1].finish_reason for job in outputs), 60.0)
         tokens = [[token for one in job for token in one.token_ids] for job in outputs]
         assert tokens == one_rank
         assert llm.engine.counters.worker_restarts == 1
@@ -167,7 +168,7 @@ def test_jobs_run_on_two_hosts_and_outlive_a_remote_rank(
         ranks = [one for one in own_processes() if is_rank(one)]
         assert len(ranks) == 2
         llm.close()
-        wait_until(lambda: not any(one.is_running() for one in ranks), END_TIMEOUT_S)
+        wait_for(lambda: not any(one.is_running() for one in ranks), END_TIMEOUT_S)
         if not other_host.run_there:
             assert remote.wait(TORCHRUN_TIMEOUT_S) == 0, log.read_text()
     assert SECRET not in caplog.text + log.read_text() + wrong_log.read_text()
@@ -196,11 +197,11 @@ def test_ranks_end_when_the_engine_is_gone_or_does_not_answer(
             others = [*family(engine), *family(remote)]
             assert sum(map(is_rank, others)) == 2
             engine.send_signal(loss)
-            wait_until(lambda: not any(one.is_running() for one in family(remote)), END_TIMEOUT_S)
+            wait_for(lambda: not any(one.is_running() for one in family(remote)), END_TIMEOUT_S)
         finally:
             engine.send_signal(signal.SIGKILL)
             engine.wait(10)
-        wait_until(lambda: not any(one.is_running() for one in others), END_TIMEOUT_S)
+        wait_for(lambda: not any(one.is_running() for one in others), END_TIMEOUT_S)
         assert remote.wait(TORCHRUN_TIMEOUT_S) == 1
     assert f"the engine at tcp://127.0.0.1:{config.parallel.engine_port} is gone" in log.read_text()
 

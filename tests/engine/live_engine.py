@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,15 +12,6 @@ from fastserve_backend import LLM
 from fastserve_backend.job import JobOutput
 
 DEADLINE_S = 20.0
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> None:
-    """Poll a condition that another process decides."""
-    deadline = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        pause.wait(0.005)
 
 
 class Collector:

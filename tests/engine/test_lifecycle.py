@@ -13,7 +13,8 @@ from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.errors import ConfigError, DrainingError, EngineError, OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput
 from fastserve_backend.models.errors import ModelError
-from live_engine import DEADLINE_S, Collector, rank_of, small_engine, wait_until
+from live_engine import DEADLINE_S, Collector, rank_of, small_engine
+from waiting import wait_for
 
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 
@@ -29,7 +30,7 @@ def test_cancelling_in_every_state_frees_everything(checkpoint: Path, tokenizer:
             engine.cancel(number)
         for sink in sinks:
             assert sink.wait().finish_reason is FinishReason.CANCELLED
-        wait_until(lambda: engine.snapshot().free_blocks == 60)
+        wait_for(lambda: engine.snapshot().free_blocks == 60)
         assert sum(engine.snapshot().level_sizes) == 0
         assert engine.counters.finished["cancelled"] == 12
         (after,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
@@ -138,7 +139,7 @@ def test_ranks_end_when_the_engines_process_is_killed(checkpoint: Path, tokenize
         assert host.stdout.readline() == "up\n"
         (rank,) = psutil.Process(host.pid).children()
         os.kill(host.pid, signal.SIGKILL)
-    wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 5)
+    wait_for(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 5)
 
 
 @pytest.mark.parametrize(

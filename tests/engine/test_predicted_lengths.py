@@ -12,7 +12,8 @@ from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.length_prediction import client as client_module
 from fastserve_backend.length_prediction.job_predictions import JobPredictions
 from fastserve_backend.length_prediction.saved_state import FILE_NAME
-from live_engine import small_engine, wait_until
+from live_engine import small_engine
+from waiting import wait_for
 
 LOAD_S = 60.0
 # Long enough that predictions come while they run.
@@ -32,7 +33,7 @@ def predicting(
     with small_engine(
         checkpoint, tokenizer, policy="speculative", length_prediction_dir=str(directory)
     ) as llm:
-        wait_until(lambda: predictions_of(llm)._client.is_loaded, LOAD_S)
+        wait_for(lambda: predictions_of(llm)._client.is_loaded, LOAD_S)
         yield llm
         assert llm.engine.drain(LOAD_S)
         assert not predictions_of(llm)._unfinished
@@ -77,13 +78,13 @@ def test_lengths_are_learned_from_jobs_and_then_predicted(
 ) -> None:
     predictions = predictions_of(predicting)
     assert answers(predicting) == expected
-    wait_until(lambda: predictions.num_entries == len(PROMPTS))
+    wait_for(lambda: predictions.num_entries == len(PROMPTS))
 
     def predicted_from_neighbours() -> bool:
         assert answers(predicting) == expected
         return predictions.counters.predictions["neighbours"] > 0
 
-    wait_until(predicted_from_neighbours, LOAD_S)
+    wait_for(predicted_from_neighbours, LOAD_S)
     counters = predictions.counters
     assert counters.real_tokens > 0
     # The same prompts have had the same lengths each time.
@@ -100,10 +101,10 @@ def test_a_job_that_was_cut_off_teaches_nothing(predicting: LLM) -> None:
     finished = predicting.engine.counters.finished
     length_before = finished["length"]
     predicting.generate("Who was Ramses?", cut_off, progress=False)
-    wait_until(lambda: finished["length"] == length_before + 1)
+    wait_for(lambda: finished["length"] == length_before + 1)
     # Its end was told before that of this one, which is learned.
     predicting.generate("Name five rivers.", SHORT, progress=False)
-    wait_until(lambda: predictions.num_entries > taught_before)
+    wait_for(lambda: predictions.num_entries > taught_before)
     assert predictions.num_entries == taught_before + 1
 
 
@@ -114,19 +115,19 @@ def test_a_killed_predictor_costs_no_job_anything(
     down_before = predictions.counters.fallbacks["down"]
     first = predictor_of(predicting)
     first.kill()
-    wait_until(lambda: not predictions._client.is_loaded)
+    wait_for(lambda: not predictions._client.is_loaded)
     assert answers(predicting) == expected
     assert predictions.counters.fallbacks["down"] > down_before
-    wait_until(lambda: predictions._client.is_loaded, LOAD_S)
+    wait_for(lambda: predictions._client.is_loaded, LOAD_S)
     assert predictor_of(predicting) != first
-    wait_until(lambda: all_counted(predicting))
+    wait_for(lambda: all_counted(predicting))
 
 
 def test_a_stopped_predictor_costs_no_job_anything(
     predicting: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     predictions = predictions_of(predicting)
-    wait_until(lambda: predictions._client.is_loaded, LOAD_S)
+    wait_for(lambda: predictions._client.is_loaded, LOAD_S)
     slow_before = predictions.counters.fallbacks["slow"]
     stopped = predictor_of(predicting)
     stopped.send_signal(signal.SIGSTOP)
@@ -137,5 +138,5 @@ def test_a_stopped_predictor_costs_no_job_anything(
     assert answers(predicting) == expected
     assert predictions.counters.fallbacks["slow"] == slow_before + 2 * len(PROMPTS)
     monkeypatch.setattr(client_module, "ANSWER_TIMEOUT_S", 0.5)
-    wait_until(lambda: not stopped.is_running(), LOAD_S)
-    wait_until(lambda: all_counted(predicting))
+    wait_for(lambda: not stopped.is_running(), LOAD_S)
+    wait_for(lambda: all_counted(predicting))

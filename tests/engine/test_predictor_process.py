@@ -21,7 +21,7 @@ from fastserve_backend.length_prediction import settings
 from fastserve_backend.length_prediction.client import PredictorClient
 from fastserve_backend.length_prediction.messages import Predicted
 from fastserve_backend.length_prediction.settings import PredictorSettings, default_directory
-from live_engine import wait_until
+from waiting import wait_for
 
 LOAD_S = 60.0
 CAPACITY = 1000
@@ -75,7 +75,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a predictor that has learned ``LESSONS`` and ended."""
     directory = tmp_path_factory.mktemp("lengths")
     with running(directory) as (client, answers):
-        wait_until(lambda: client.is_loaded, LOAD_S)
+        wait_for(lambda: client.is_loaded, LOAD_S)
         for number, (text, length) in enumerate(LESSONS):
             client.ask(number, text)
             client.ended(number, length)
@@ -83,7 +83,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
         client.ask(100, "Nobody tells how long this was.")
         client.ended(100, None)
         client.ended(101, 7)  # of which nobody asked
-        wait_until(lambda: client.num_entries == len(LESSONS), LOAD_S)
+        wait_for(lambda: client.num_entries == len(LESSONS), LOAD_S)
         client.ask(102, QUESTION)
         assert answers.wait(102).num_tokens is not None
     return directory
@@ -93,7 +93,7 @@ def test_what_jobs_came_to_is_learned_though_the_process_could_not_take_it_then(
     tmp_path: Path,
 ) -> None:
     with running(tmp_path) as (client, answers):
-        wait_until(lambda: client.is_loaded, LOAD_S)
+        wait_for(lambda: client.is_loaded, LOAD_S)
         process = predictor_of(psutil.Process())
         process.suspend()
         for number, (text, _) in enumerate(LESSONS):
@@ -104,7 +104,7 @@ def test_what_jobs_came_to_is_learned_though_the_process_could_not_take_it_then(
         for number, (_, length) in enumerate(LESSONS):
             client.ended(number, length)
         process.resume()
-        wait_until(lambda: client.num_entries == len(LESSONS), LOAD_S)
+        wait_for(lambda: client.num_entries == len(LESSONS), LOAD_S)
 
 
 HOST = """
@@ -132,7 +132,7 @@ def test_the_next_process_knows_what_was_learned_and_ends_with_its_engine(taught
         predictor = predictor_of(psutil.Process(host.pid))
         assert predictor.nice() > psutil.Process(host.pid).nice()
         os.kill(host.pid, signal.SIGKILL)
-    wait_until(lambda: not predictor.is_running() or predictor.status() == psutil.STATUS_ZOMBIE)
+    wait_for(lambda: not predictor.is_running() or predictor.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_no_word_of_a_prompt_is_on_disk(taught: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_process_that_cannot_run_is_given_up_after_some_tries(
 ) -> None:
     monkeypatch.setattr(client_module, "python_executable", lambda: "/bin/false")
     with running(tmp_path) as (client, answers):
-        wait_until(lambda: "there were 3 restarts in 10 minutes already" in caplog.text)
+        wait_for(lambda: "there were 3 restarts in 10 minutes already" in caplog.text)
         client.ask(0, QUESTION)
         assert answers.wait(0) == Predicted(0, None, "down")
         client.ended(0, 5)

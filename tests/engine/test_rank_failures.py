@@ -17,8 +17,9 @@ from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.errors import EngineError
 from fastserve_backend.executor import rank_processes
 from fastserve_backend.job import FinishReason, JobOutput, TokenLogprob
-from live_engine import DEADLINE_S, Collector, rank_of, small_engine, wait_until
+from live_engine import DEADLINE_S, Collector, rank_of, small_engine
 from small_model import VOCAB_SIZE
+from waiting import wait_for
 
 NUM_JOBS = 20
 OUTPUT = 100
@@ -63,6 +64,7 @@ def undisturbed(llm: LLM, jobs: Jobs) -> list[Collector]:
         client.wait()
     ends = {client.outputs[-1].finish_reason for client in clients}
     assert ends == {FinishReason.LENGTH, FinishReason.STOP}
+    assert any(map(logprobs, clients))
     return clients
 
 
@@ -133,7 +135,7 @@ def test_streams_under_load_outlive_a_killed_rank(
         assert counters.finished.total() == NUM_JOBS
         if options.get("strategy") != "defer":
             assert counters.swap_out_bytes > 0
-        wait_until(lambda: llm.engine.snapshot().free_blocks == 80)
+        wait_for(lambda: llm.engine.snapshot().free_blocks == 80)
         snapshot = llm.engine.snapshot()
         assert snapshot.swapped == 0
         assert sum(snapshot.level_sizes) == 0
@@ -159,11 +161,16 @@ def test_a_stopped_rank_is_replaced(
 
 
 def test_a_rank_that_dies_while_idle_is_replaced(
-    checkpoint: Path, tokenizer: Path, jobs: Jobs, undisturbed: list[Collector]
+    checkpoint: Path,
+    tokenizer: Path,
+    jobs: Jobs,
+    undisturbed: list[Collector],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with small_engine(checkpoint, tokenizer) as llm:
         rank_of(llm).kill()
-        wait_until(lambda: llm.engine.counters.worker_restarts == 1, 3)
+        wait_for(lambda: llm.engine.counters.worker_restarts == 1)
+        assert "rank 0 died" in caplog.text  # it was not its silence that was noticed
         (client,) = submit(llm, jobs[:1])
         client.wait()
         assert_the_same(client, undisturbed[0])
@@ -177,14 +184,22 @@ def test_closing_while_ranks_load_is_quick_and_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(rank_processes, "STOP_TIMEOUT_S", 2 * DEADLINE_S)
     before = set(psutil.Process().children())
     with small_engine(checkpoint, tokenizer) as llm:
         first = rank_of(llm)
         (client,) = submit(llm, jobs[1:2], [Trigger(5, first.kill)])
-        wait_until(lambda: set(psutil.Process().children()) - before - {first} != set())
+
+        def loading() -> set[psutil.Process]:
+            fresh = set(psutil.Process().children()) - before - {first}
+            return {rank for rank in fresh if "fastserve_backend.worker" in rank.cmdline()}
+
+        wait_for(lambda: loading() != set())
+        for fresh in loading():
+            fresh.suspend()  # it would load for ever
         began_s = time.monotonic()
         llm.close()
-        assert time.monotonic() - began_s < 1.0
+        assert time.monotonic() - began_s < DEADLINE_S
         assert client.wait().finish_reason is FinishReason.CANCELLED
     assert set(psutil.Process().children()) <= before
     assert list(tmp_path.iterdir()) == []
@@ -195,13 +210,12 @@ def test_after_three_restarts_jobs_fail_with_the_reason(checkpoint: Path, tokeni
     with small_engine(checkpoint, tokenizer, max_num_seqs=2) as llm:
         long = SamplingParams(max_tokens=300, ignore_eos=True)
         clients = submit(llm, [([5], long)] * 20)
-        wait_until(lambda: llm.engine.snapshot().running > 0)
+        wait_for(lambda: llm.engine.snapshot().running > 0)
         for _ in range(4):  # the first while it serves, the others while they load
-            wait_until(lambda: bool(set(psutil.Process().children()) - dead))
+            wait_for(lambda: bool(set(psutil.Process().children()) - dead))
             for rank in set(psutil.Process().children()) - dead:
                 rank.kill()
                 dead.add(rank)
-        killed_s = time.monotonic()
         reason = (
             "the model's processes failed: rank 0 died with exit code -9; "
             "given up after 3 restarts in 10 minutes"
@@ -209,7 +223,6 @@ def test_after_three_restarts_jobs_fail_with_the_reason(checkpoint: Path, tokeni
         for client in clients:
             output = client.wait()
             assert (output.finish_reason, output.error) == (FinishReason.ERROR, reason)
-        assert time.monotonic() - killed_s < 3
         assert llm.engine.gave_up
         with pytest.raises(EngineError, match=reason):
             submit(llm, [([5], long)])

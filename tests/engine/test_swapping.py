@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.job import FinishReason, JobOutput
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step, StepResult
 from small_model import MAX_MODEL_LEN, VOCAB_SIZE
+from waiting import wait_for
 
 BLOCK_SIZE = 16
 OUTPUT = 32
@@ -79,13 +79,9 @@ def small(checkpoint: Path, tokenizer: Path, blocks: int) -> Callable[..., LLM]:
 
 def assert_all_free(llm: LLM) -> None:
     """Both tiers, as soon as the last copies have ended: those may end after the last job."""
-    pause = threading.Event()
-    for _ in range(500):
-        snapshot = llm.engine.snapshot()
-        if snapshot.free_host_blocks == snapshot.num_host_blocks:
-            break
-        pause.wait(0.01)
-    assert snapshot.free_host_blocks == snapshot.num_host_blocks
+    total = llm.engine.snapshot().num_host_blocks
+    wait_for(lambda: llm.engine.snapshot().free_host_blocks == total)
+    snapshot = llm.engine.snapshot()
     assert snapshot.free_blocks == snapshot.num_blocks
     assert snapshot.swapped == 0
 

@@ -17,7 +17,8 @@ from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from running_gateway import COMMAND, RunningGateway, running_gateway
 from running_server import running_server
-from serving_client import metric, used_blocks, wait_for
+from serving_client import metric, used_blocks
+from waiting import wait_for
 
 BENCH = [*COMMAND[:-1], "bench"]
 DEADLINE_S = 120.0

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, START_TIMEOUT_S, RunningGateway
-from serving_client import wait_for
+from waiting import wait_for
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy" / "nginx" / "fastserve.conf"
 MAIN = """

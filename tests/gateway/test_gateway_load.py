@@ -23,7 +23,8 @@ from fastserve_client.gateway.command import GatewayServer
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
 from running_server import running_server
-from serving_client import metric, used_blocks, wait_for
+from serving_client import cancelled_jobs, unfinished_jobs, used_blocks
+from waiting import wait_for
 
 DEADLINE_S = 60.0
 LONG = {
@@ -56,17 +57,8 @@ def wait_until_idle(endpoints: Endpoints) -> None:
 
 
 def wait_until_busy(endpoints: Endpoints, jobs: int = 1) -> None:
-    def running() -> float:
-        return sum(
-            metric(endpoints.metrics_url, "fastserve_jobs", state=state)
-            for state in ("running", "waiting")
-        )
-
-    wait_for(lambda: running() >= jobs and used_blocks(endpoints.metrics_url) > 0, DEADLINE_S)
-
-
-def cancelled_jobs(endpoints: Endpoints) -> float:
-    return metric(endpoints.metrics_url, "fastserve_requests_total", finish_reason="cancelled")
+    url = endpoints.metrics_url
+    wait_for(lambda: unfinished_jobs(url) >= jobs and used_blocks(url) > 0, DEADLINE_S)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -75,7 +67,7 @@ async def test_a_client_that_goes_away_frees_its_blocks(
     gateway: RunningGateway, endpoints: Endpoints, stream: bool, n: int
 ) -> None:
     await asyncio.to_thread(wait_until_idle, endpoints)
-    before = cancelled_jobs(endpoints)
+    before = cancelled_jobs(endpoints.metrics_url)
     body = {**LONG, "max_tokens": 2500, "stream": stream, "n": n}
 
     async def read() -> None:
@@ -91,7 +83,9 @@ async def test_a_client_that_goes_away_frees_its_blocks(
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
     await asyncio.to_thread(wait_until_idle, endpoints)
-    await asyncio.to_thread(wait_for, lambda: cancelled_jobs(endpoints) == before + n, DEADLINE_S)
+    await asyncio.to_thread(
+        wait_for, lambda: cancelled_jobs(endpoints.metrics_url) == before + n, DEADLINE_S
+    )
 
 
 def test_closing_the_official_clients_stream_is_enough(

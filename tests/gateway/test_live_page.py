@@ -22,7 +22,8 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
-from serving_client import metric, used_blocks, wait_for
+from serving_client import metric, used_blocks
+from waiting import wait_for
 
 DEADLINE_S = 60.0
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

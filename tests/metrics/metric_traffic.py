@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from fastserve_backend.serving.endpoints import Endpoints
 from scrape import Scrape
-from serving_client import STATUS_HEADER, Answer, GrpcStream, generate, wait_for
+from serving_client import STATUS_HEADER, Answer, GrpcStream, generate
+from waiting import wait_for
 
 BLOCK_SIZE = 16
 DEVICE_BLOCKS = 120

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from serving_client import wait_for
+from waiting import wait_for
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 CONFIG = DEPLOY / "prometheus" / "prometheus.yml"

@@ -8,7 +8,8 @@ import pytest
 from fastserve_backend.serving.launch import TritonServer
 from metric_traffic import Traffic, scrape_when
 from scrape import Scrape
-from serving_client import generate, wait_for
+from serving_client import generate
+from waiting import wait_for
 
 LOAD_S = 60.0
 OUTPUT_TOKENS = 150

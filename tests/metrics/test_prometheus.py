@@ -22,7 +22,8 @@ from running_prometheus import (
     running_prometheus,
 )
 from scrape import Scrape
-from serving_client import generate, wait_for
+from serving_client import generate
+from waiting import wait_for
 
 KEY = "sk-of-the-metrics-0123456789"
 ANSWERS_TIMEOUT_S = 60.0

@@ -11,9 +11,13 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.llama_config import LlamaConfig as OurConfig
+from fastserve_backend.models.weights import checkpoint_tensors
 from gguf import GGMLQuantizationType, GGUFValueType
 from paged_executor import POSITIONS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SPECIAL = ["<|unknown|>", "<|begin|>", "<|end|>", "<|im_end|>"]
@@ -194,3 +198,44 @@ def llama3_factors(config: LlamaConfig, factor: float) -> np.ndarray:
             smooth = (trained / wavelength - low) / (high - low)
             factors.append(1 / ((1 - smooth) / factor + smooth))
     return np.array(factors, dtype=np.float32)
+
+
+def bfloat16(model: LlamaForCausalLM) -> dict[str, Tensor]:
+    """The weights that a checkpoint of `model` in bfloat16 holds."""
+    state = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return state
+
+
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    return {stored.name: stored.read(()) for stored in checkpoint_tensors(directory)}
+
+
+def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype
+        assert torch.equal(got[name], tensor), name
+
+
+def config_of(directory: Path) -> OurConfig:
+    config = load_model_config(str(directory), load_format="auto")
+    assert isinstance(config, OurConfig)
+    return config
+
+
+def remove(*keys: str) -> Callable[[Fields, Arrays], None]:
+    def change(fields: Fields, arrays: Arrays) -> None:
+        for key in keys:
+            (fields if key in fields else arrays).pop(key)
+
+    return change
+
+
+def add(**arrays_added: list[int]) -> Callable[[Fields, Arrays], None]:
+    def change(fields: Fields, arrays: Arrays) -> None:
+        for name, shape in arrays_added.items():
+            arrays[name.replace("__", ".")] = np.zeros(shape, dtype=np.float32)
+
+    return change

@@ -15,8 +15,8 @@ from opt_checkpoints import FORMATS, random_opt
 from opt_checkpoints import VARIANTS as OPT_VARIANTS
 from paged_executor import PagedExecutor, check, prompts
 from rank_threads import DividedModel
+from rotary_checkpoints import LLAMA, NEOX, random_model
 from safetensors.torch import load_file, save_file
-from test_rotary_models import LLAMA, NEOX, random_model
 from transformers import GPTNeoXConfig, LlamaConfig, PreTrainedModel
 
 WIDE = {"num_attention_heads": 4, "num_key_value_heads": 4}

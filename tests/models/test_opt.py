@@ -1,8 +1,7 @@
-"""Our OPT against transformers' in float32: logits of every position, however served."""
+"""OPT's checkpoints: their formats, their precision, random weights and damage."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,57 +15,6 @@ from paged_executor import PagedExecutor, check, expected_logits, load, prompts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import OPTForCausalLM
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
-
-
-@pytest.fixture(scope="module", params=VARIANTS)
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[OPTForCausalLM, CausalLM]:
-    """The same random weights in transformers' model and in ours."""
-    directory = tmp_path_factory.mktemp(request.param)
-    theirs = random_opt(**VARIANTS[request.param])
-    save_safetensors(theirs, directory)
-    return theirs, load(directory)
-
-
-def test_whole_prompts_batched(pair: tuple[OPTForCausalLM, CausalLM]) -> None:
-    theirs, ours = pair
-    executor = PagedExecutor(ours, theirs.config, prompts(1, 7, 48, 4, 5), seed=1)
-    work = [(i, len(job.tokens)) for i, job in enumerate(executor.jobs)]
-    executor.step(work, padding=3)
-    check(theirs, executor)
-
-
-def test_decode_one_by_one(pair: tuple[OPTForCausalLM, CausalLM]) -> None:
-    theirs, ours = pair
-    executor = PagedExecutor(ours, theirs.config, prompts(20, 20), seed=2)
-    executor.step([(0, 5)])
-    executor.step([(1, 9)])
-    for _ in range(11):
-        executor.step([(0, 1), (1, 1)], padding=1)
-    for _ in range(4):
-        executor.step([(0, 1)])
-    check(theirs, executor)
-
-
-@pytest.mark.parametrize("seed", [3, 4])
-def test_any_schedule(pair: tuple[OPTForCausalLM, CausalLM], seed: int) -> None:
-    """Chunks, decodes and whole prompts of several jobs mixed in any way give the same logits."""
-    theirs, ours = pair
-    chooser = random.Random(seed)
-    executor = PagedExecutor(ours, theirs.config, prompts(48, 3, 17, 30, 11), seed=seed)
-    while remaining := [i for i, job in enumerate(executor.jobs) if job.done < len(job.tokens)]:
-        work = []
-        for index in chooser.sample(remaining, chooser.randint(1, len(remaining))):
-            left = len(executor.jobs[index].tokens) - executor.jobs[index].done
-            work.append((index, chooser.choice([1, min(left, chooser.randint(1, 13)), left])))
-        executor.step(work, padding=chooser.randint(0, 2))
-    check(theirs, executor)
 
 
 @pytest.mark.parametrize("save", FORMATS.values(), ids=FORMATS)

@@ -1,4 +1,4 @@
-"""LLaMA and GPT-NeoX against transformers' in float32: logits of every position, however served."""
+"""LLaMA and GPT-NeoX: their configurations and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,119 +10,10 @@ import pytest
 import torch
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.errors import ModelError
-from fastserve_backend.models.loader import CausalLM, load_model
-from paged_executor import POSITIONS, PagedExecutor, check, expected_logits, load, prompts
+from fastserve_backend.models.loader import load_model
+from paged_executor import PagedExecutor, check, expected_logits, load, prompts
+from rotary_checkpoints import LLAMA, VARIANTS, random_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    GPTNeoXConfig,
-    LlamaConfig,
-    PreTrainedModel,
-)
-
-LLAMA: dict[str, Any] = {
-    "vocab_size": 301,
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "intermediate_size": 80,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": POSITIONS,
-}
-NEOX: dict[str, Any] = {
-    "vocab_size": 301,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "intermediate_size": 80,
-    "num_attention_heads": 4,
-    "max_position_embeddings": POSITIONS,
-}
-THETA = {"rope_theta": 10000.0}
-ROPES: dict[str, dict[str, Any]] = {
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 16,
-    },
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 12},
-    "yarn_scaled": {
-        "rope_type": "yarn",
-        "factor": 3.0,
-        "original_max_position_embeddings": 16,
-        "beta_fast": 16.0,
-        "beta_slow": 2.0,
-        "attention_factor": 1.3,
-    },
-}
-VARIANTS: dict[str, Any] = {
-    "llama": LlamaConfig(**LLAMA),
-    "llama_multi_head": LlamaConfig(**LLAMA | {"num_key_value_heads": 4}),
-    "llama_one_kv_head": LlamaConfig(**LLAMA | {"num_key_value_heads": 1}),
-    "llama_tied": LlamaConfig(**LLAMA, tie_word_embeddings=True),
-    "llama_biases": LlamaConfig(**LLAMA, attention_bias=True, mlp_bias=True),
-    "llama_wide_heads": LlamaConfig(**LLAMA, head_dim=24),
-    "llama_theta": LlamaConfig(**LLAMA, rope_parameters={"rope_theta": 500.0}),
-    **{
-        f"llama_{name}": LlamaConfig(**LLAMA, rope_parameters=THETA | rope)
-        for name, rope in ROPES.items()
-    },
-    "neox": GPTNeoXConfig(**NEOX),
-    "neox_sequential": GPTNeoXConfig(**NEOX, use_parallel_residual=False),
-    "neox_whole_rotary": GPTNeoXConfig(**NEOX, rotary_pct=1.0),
-    "neox_tanh": GPTNeoXConfig(**NEOX, hidden_act="gelu_new"),
-    "neox_no_attention_bias": GPTNeoXConfig(**NEOX, attention_bias=False),
-    "neox_tied": GPTNeoXConfig(**NEOX, tie_word_embeddings=True),
-}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
-
-
-def random_model(config: Any) -> PreTrainedModel:
-    """A transformers model whose weights, biases and norms are all random."""
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_norm = "norm" in name and name.endswith("weight")
-            parameter.normal_(1.0 if is_norm else 0.0, 0.15)
-    return model
-
-
-@pytest.fixture(scope="module", params=VARIANTS)
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[PreTrainedModel, CausalLM]:
-    """The same random weights in transformers' model and in ours."""
-    directory = tmp_path_factory.mktemp(request.param)
-    theirs = random_model(VARIANTS[request.param])
-    theirs.save_pretrained(directory)
-    return theirs, load(directory)
-
-
-def test_whole_prompts_batched(pair: tuple[PreTrainedModel, CausalLM]) -> None:
-    theirs, ours = pair
-    executor = PagedExecutor(ours, theirs.config, prompts(1, 7, 48, 4, 5), seed=1)
-    work = [(i, len(job.tokens)) for i, job in enumerate(executor.jobs)]
-    executor.step(work, padding=3)
-    check(theirs, executor)
-
-
-def test_chunks_and_decodes_mixed(pair: tuple[PreTrainedModel, CausalLM]) -> None:
-    theirs, ours = pair
-    executor = PagedExecutor(ours, theirs.config, prompts(20, 30, 9), seed=2)
-    executor.step([(0, 5), (1, 11)])
-    executor.step([(0, 1), (1, 13), (2, 9)])
-    while any(job.done < len(job.tokens) for job in executor.jobs):
-        work = [(i, 1) for i, job in enumerate(executor.jobs) if job.done < len(job.tokens)]
-        executor.step(work, padding=1)
-    check(theirs, executor)
 
 
 def test_low_precision_stays_near(tmp_path: Path) -> None:

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.hf_tokenizer import HFTokenizer
-from fastserve_backend.models.tokenizer import (
-    ByteTokenizer,
-    TokenizationError,
-    Tokenizer,
-    load_tokenizer,
-)
+from fastserve_backend.models.tokenizer import ByteTokenizer, TokenizationError, Tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import (
-    AddedToken,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
+from tokenizer_files import (
+    LAYOUTS,
+    SENTENCEPIECE_SIZE,
+    VOCAB_SIZE,
+    write_json,
+    write_opt_files,
+    write_sentencepiece,
 )
-from tokenizers import Tokenizer as FastTokenizer
 
-VOCAB_SIZE = 420
-SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
-CORPUS = ["Hello world, this is a test of the tokenizer. 日本語のテキスト 😀👩‍👩‍👧 naïve café"] * 20
 TEXTS = [
     "",
     " ",
@@ -46,94 +35,19 @@ TEXTS = [
     "\x00\x7f\u2028\uffff",
     "I'll they're it's 1234567890",
 ]
-
-
-def train() -> FastTokenizer:
-    """A small byte-level BPE with OPT's special tokens at their ids."""
-    fast = FastTokenizer(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    fast.train_from_iterator(CORPUS, trainer)
-    return fast
-
-
-def write_json(directory: Path, name: str, content: dict[str, Any]) -> None:
-    (directory / name).write_text(json.dumps(content), encoding="utf-8")
-
-
-def write_opt_files(directory: Path, **settings: Any) -> Path:
-    """vocab.json, merges.txt and the settings that OPT's repositories hold."""
-    train().model.save(str(directory))
-
-    def token(content: str) -> dict[str, Any]:
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True}
-        return {"__type": "AddedToken", "content": content, **flags}
-
-    opt = {
-        "errors": "replace",
-        "unk_token": token("</s>"),
-        "bos_token": token("</s>"),
-        "eos_token": token("</s>"),
-        "pad_token": token("<pad>"),
-        "add_prefix_space": False,
-        "add_bos_token": True,
-        "tokenizer_class": "GPT2Tokenizer",
-    }
-    config = {k: v for k, v in {**opt, **settings}.items() if v is not None}
-    write_json(directory, "tokenizer_config.json", config)
-    return directory
-
-
-def write_special_tokens_map(directory: Path) -> Path:
-    write_opt_files(directory, bos_token=None, eos_token=None, unk_token=None, pad_token=None)
-    named = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>"}
-    write_json(directory, "special_tokens_map.json", named)
-    return directory
-
-
-def write_added_tokens(directory: Path) -> Path:
-    """Tokens that were added after training, as old repositories keep them."""
-    write_opt_files(directory, pad_token="[PAD]")
-    size = len(json.loads((directory / "vocab.json").read_text()))
-    write_json(directory, "added_tokens.json", {"[PAD]": size + 1, "<tool call>": size})
-    return directory
-
-
-def write_tokenizer_json(directory: Path) -> Path:
-    """tokenizer.json with a begin token in its post-processor and a token of plain text."""
-    fast = train()
-    fast.add_tokens(["<custom ü>"])
-    fast.post_processor = processors.TemplateProcessing(
-        single="</s> $A", special_tokens=[("</s>", 2)]
-    )
-    fast.enable_truncation(5)
-    fast.enable_padding(length=9)
-    fast.save(str(directory / "tokenizer.json"))
-    named = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    write_json(
-        directory,
-        "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", **named},
-    )
-    return directory
-
-
-LAYOUTS = {
-    "opt": write_opt_files,
-    "opt_no_bos": lambda directory: write_opt_files(directory, add_bos_token=False),
-    "opt_eos": lambda directory: write_opt_files(directory, add_eos_token=True),
-    "opt_prefix_space": lambda directory: write_opt_files(directory, add_prefix_space=True),
-    "opt_default_special": lambda directory: write_opt_files(directory, bos_token=None),
-    "special_tokens_map": write_special_tokens_map,
-    "added_tokens": write_added_tokens,
-    "tokenizer_json": write_tokenizer_json,
-}
+SENTENCEPIECE_TEXTS = [
+    "",
+    "Hello world",
+    "Hello  two   spaces",
+    "line\n\tbreak\r\n",
+    "naïve café 日本語 😀👩‍👩‍👧",
+    "<0x0A> is no newline",
+    "\x00\x7f\u2028",
+    "a ▁ b▁c",
+    "trailing ",
+]
+# Where the text begins or goes on after a special token, the styles differ.
+SPACED_TEXTS = [" ", " Hello", "    x", "a</s> b", "x<s>y", "<tool▁call>hi <tool▁call> ho"]
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -259,13 +173,20 @@ class TestBothKinds:
 class TestByteTokenizer:
     @pytest.mark.parametrize("vocab_size", [260, 300, 50272, 300_000])
     def test_every_id_has_its_own_text(self, vocab_size: int) -> None:
-        start = time.perf_counter()
         tokenizer = ByteTokenizer(vocab_size)
-        assert time.perf_counter() - start < 0.3
         words = [tokenizer.decode([i]) for i in range(260, vocab_size)]
         assert len(set(words)) == len(words)
         assert all(word[0] == " " and word[1:].isalpha() and word.isascii() for word in words)
         assert {tokenizer.token_bytes(i) for i in range(4, 260)} == {bytes([b]) for b in range(256)}
+
+    def test_nothing_is_built_in_advance(self) -> None:
+        tracemalloc.start()
+        try:
+            ByteTokenizer(300_000)
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak_bytes < 10_000
 
     def test_ids_outside_the_vocabulary_have_no_text(self) -> None:
         assert ByteTokenizer(300).decode([300, 10**9]) == ""
@@ -277,157 +198,6 @@ class TestByteTokenizer:
     def test_same_text_everywhere(self) -> None:
         assert ByteTokenizer(300).encode("hi") == [2, 108, 109]
         assert ByteTokenizer(50272).decode([260, 261, 359, 360]) == " baba babe bazu beba"
-
-
-def config(directory: Path | None, load_format: str, vocab_size: int = VOCAB_SIZE) -> ModelConfig:
-    if directory is None:
-        return load_model_config("opt-125m", load_format="dummy")
-    write_json(
-        directory,
-        "config.json",
-        {"model_type": "opt", "vocab_size": vocab_size},
-    )
-    (directory / "model.safetensors").touch()
-    return load_model_config(str(directory), load_format=load_format)  # type: ignore[arg-type]
-
-
-class TestLoadTokenizer:
-    def test_builtin(self) -> None:
-        tokenizer = load_tokenizer("opt-125m", None, config(None, "dummy"))
-        assert isinstance(tokenizer, ByteTokenizer)
-        assert tokenizer.vocab_size == 50272
-
-    @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-    def test_the_models_own_files(self, tmp_path: Path, load_format: str) -> None:
-        write_opt_files(tmp_path)
-        tokenizer = load_tokenizer("m", None, config(tmp_path, load_format))
-        assert isinstance(tokenizer, HFTokenizer)
-
-    def test_named_tokenizer_wins(self, tmp_path: Path) -> None:
-        (tmp_path / "tokenizer").mkdir()
-        write_opt_files(tmp_path / "tokenizer")
-        tokenizer = load_tokenizer("m", str(tmp_path / "tokenizer"), config(None, "dummy"))
-        assert isinstance(tokenizer, HFTokenizer)
-
-    def test_random_weights_without_files(self, tmp_path: Path) -> None:
-        assert isinstance(load_tokenizer("m", None, config(tmp_path, "dummy")), ByteTokenizer)
-
-    def test_checkpoint_without_files(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match=r"has no tokenizer \(tokenizer\.json"):
-            load_tokenizer("m", None, config(tmp_path, "auto"))
-
-    def test_named_tokenizer_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(ModelError, match=r"'\./nowhere' is no directory"):
-            load_tokenizer("m", "./nowhere", config(None, "dummy"))
-        with pytest.raises(ModelError, match=r"neither tokenizer\.json nor vocab\.json"):
-            load_tokenizer("m", str(tmp_path), config(None, "dummy"))
-
-    def test_more_ids_than_the_model(self, tmp_path: Path) -> None:
-        write_opt_files(tmp_path)
-        with pytest.raises(ModelError, match=r"token id \d+, but the model's vocab_size is 300"):
-            load_tokenizer("m", None, config(tmp_path, "auto", vocab_size=300))
-
-    def test_tokens_that_were_added_may_lie_behind_the_vocabulary(self, tmp_path: Path) -> None:
-        fast = train()
-        size = fast.get_vocab_size()
-        fast.add_special_tokens(["<padding>"])
-        fast.save(str(tmp_path / "tokenizer.json"))
-        tokenizer = load_tokenizer("m", None, config(tmp_path, "auto", vocab_size=size))
-        assert max(tokenizer.encode("Hello <padding>")) == size
-
-    @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "tokenizer_config.json"])
-    def test_damaged_file(self, tmp_path: Path, name: str) -> None:
-        write_opt_files(tmp_path)
-        (tmp_path / name).write_text('{"half": ')
-        with pytest.raises(ModelError, match="cannot be read"):
-            load_tokenizer("m", None, config(tmp_path, "auto"))
-
-    def test_other_class_needs_tokenizer_json(self, tmp_path: Path) -> None:
-        write_opt_files(tmp_path, tokenizer_class="RobertaTokenizer")
-        with pytest.raises(ModelError, match=r"RobertaTokenizer without tokenizer\.json"):
-            load_tokenizer("m", None, config(tmp_path, "auto"))
-
-    @pytest.mark.parametrize(
-        ("model", "decoder"),
-        [
-            (models.WordLevel({"a": 0}, unk_token="a"), decoders.Metaspace()),
-            (models.WordPiece({"a": 0, "[UNK]": 1}), decoders.WordPiece()),
-            (models.Unigram([("a", 0.0), ("▁", -1.0)], 0), decoders.Metaspace()),
-            (models.BPE({"a": 0, "▁": 1}, []), decoders.Metaspace()),
-            (models.BPE({"a": 0}, [], byte_fallback=True), decoders.Fuse()),
-        ],
-        ids=lambda part: type(part).__name__,
-    )
-    def test_other_kinds(self, tmp_path: Path, model: Any, decoder: Any) -> None:
-        fast = FastTokenizer(model)
-        fast.decoder = decoder
-        fast.save(str(tmp_path / "tokenizer.json"))
-        kind = type(decoder).__name__
-        with pytest.raises(
-            ModelError, match=rf"neither .* SentencePiece BPE \(its decoder is {kind}"
-        ):
-            load_tokenizer("m", None, config(tmp_path, "auto"))
-
-
-# --- SentencePiece ---
-
-SENTENCEPIECE_SIZE = 360
-SENTENCEPIECE_TEXTS = [
-    "",
-    "Hello world",
-    "Hello  two   spaces",
-    "line\n\tbreak\r\n",
-    "naïve café 日本語 😀👩‍👩‍👧",
-    "<0x0A> is no newline",
-    "\x00\x7f\u2028",
-    "a ▁ b▁c",
-    "trailing ",
-]
-# Where the text begins or goes on after a special token, the styles differ.
-SPACED_TEXTS = [" ", " Hello", "    x", "a</s> b", "x<s>y", "<tool▁call>hi <tool▁call> ho"]
-
-
-def sentencepiece(style: str) -> FastTokenizer:
-    """A small tokenizer like Llama 2's: "legacy" as its tokenizer.json is, else with the
-    pre-tokenizer of newer conversions."""
-    special = ["<unk>", "<s>", "</s>"]
-    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
-    fast = FastTokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    fast.normalizer = normalizers.Sequence(spaces)
-    trainer = trainers.BpeTrainer(
-        vocab_size=345, special_tokens=[*special, *byte_tokens], show_progress=False
-    )
-    fast.train_from_iterator(["Hello world, this is a text for the tokenizer"] * 20, trainer)
-    # The trainer takes byte tokens for special ones, which match in a text.
-    fields = json.loads(fast.to_str())
-    fields["added_tokens"] = [one for one in fields["added_tokens"] if one["content"] in special]
-    fast = FastTokenizer.from_str(json.dumps(fields))
-    if style != "legacy":
-        fast.normalizer = None
-        fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=style, split=False)
-    fast.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    fast.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    fast.add_tokens([AddedToken("<tool▁call>", normalized=False)])
-    return fast
-
-
-def write_sentencepiece(directory: Path, style: str, tokenizer_class: str) -> Path:
-    sentencepiece(style).save(str(directory / "tokenizer.json"))
-    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    settings = {"tokenizer_class": tokenizer_class, **named}
-    write_json(directory, "tokenizer_config.json", settings)
-    write_json(directory, "config.json", {"model_type": "llama"})
-    return directory
 
 
 @pytest.fixture(scope="module", params=["legacy", "first", "always", "never"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openai import AsyncOpenAI, OpenAI
-from serving_client import wait_for
+from waiting import wait_for
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 40.0

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import queue
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,11 +183,10 @@ def used_blocks(metrics_url: str) -> float:
     return metric(metrics_url, "fastserve_kv_blocks", tier="device", state="used")
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float) -> float:
-    """Seconds until ``condition`` held. Fails after ``timeout_s``."""
-    started = time.monotonic()
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() - started < timeout_s, f"not within {timeout_s} s"
-        pause.wait(0.002)
-    return time.monotonic() - started
+def unfinished_jobs(metrics_url: str) -> float:
+    states = ("running", "waiting")  # those that are swapped wait too
+    return sum(metric(metrics_url, "fastserve_jobs", state=state) for state in states)
+
+
+def cancelled_jobs(metrics_url: str) -> float:
+    return metric(metrics_url, "fastserve_requests_total", finish_reason="cancelled")

@@ -1,18 +1,37 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.serving.endpoints import Endpoints
 from running_server import running_server
+from serving_client import cancelled_jobs, used_blocks
+from waiting import wait_for
 
 
 @pytest.fixture(params=["grpc", "http"])
 def url(request: pytest.FixtureRequest, endpoints: Endpoints) -> str:
     """Of the shared server, for ``fastserve_client``: each test runs over both transports."""
     return endpoints.http_url if request.param == "http" else f"grpc://{endpoints.grpc_url}"
+
+
+@pytest.fixture
+def wait_until_cancelled(endpoints: Endpoints) -> Callable[[], None]:
+    """Waits until the server has given up a job of the test, and its memory is free.
+
+    The latter alone says little: metrics come late, and the longest job ends by itself.
+    """
+    url = endpoints.metrics_url
+    wait_for(lambda: used_blocks(url) == 0)
+    before = cancelled_jobs(url)
+
+    def wait() -> None:
+        wait_for(lambda: cancelled_jobs(url) > before)
+        wait_for(lambda: used_blocks(url) == 0)
+
+    return wait
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 import pytest_asyncio
@@ -18,7 +18,8 @@ from fastserve_client import (
     RequestTimeout,
     ServerError,
 )
-from serving_client import used_blocks, wait_for
+from serving_client import used_blocks
+from waiting import wait_for
 
 DEADLINE_S = 30.0
 LONG = 3000  # tokens; takes far longer than any of these tests waits
@@ -96,7 +97,7 @@ async def test_is_ready(client: AsyncFastServeClient, url: str) -> None:
 
 
 async def test_leaving_the_block_cancels_that_request_only(
-    client: AsyncFastServeClient, endpoints: Endpoints
+    client: AsyncFastServeClient, wait_until_cancelled: Callable[[], None]
 ) -> None:
     other = client.stream("Hello", max_tokens=40, ignore_eos=True)
     async with client.stream("Hello", max_tokens=LONG, ignore_eos=True) as chunks:
@@ -104,11 +105,11 @@ async def test_leaving_the_block_cancels_that_request_only(
             break
     assert [chunk async for chunk in chunks] == []
     assert Completion.from_chunks([chunk async for chunk in other]).num_output_tokens == 40
-    await wait_until_idle(endpoints)
+    await asyncio.to_thread(wait_until_cancelled)
 
 
 async def test_close_ends_a_blocked_iteration(
-    client: AsyncFastServeClient, endpoints: Endpoints
+    client: AsyncFastServeClient, wait_until_cancelled: Callable[[], None]
 ) -> None:
     chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
     await anext(chunks)
@@ -120,7 +121,7 @@ async def test_close_ends_a_blocked_iteration(
     await asyncio.wait_for(anext(chunks_of(client)), DEADLINE_S)
     chunks.close()
     await asyncio.wait_for(consumer, DEADLINE_S)
-    await wait_until_idle(endpoints)
+    await asyncio.to_thread(wait_until_cancelled)
 
 
 def chunks_of(client: AsyncFastServeClient) -> AsyncIterator[object]:
@@ -158,7 +159,7 @@ async def test_a_timeout_without_end_is_none(client: AsyncFastServeClient, url: 
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_cancelling_the_task_cancels_the_request(
-    client: AsyncFastServeClient, endpoints: Endpoints, stream: bool
+    client: AsyncFastServeClient, wait_until_cancelled: Callable[[], None], stream: bool
 ) -> None:
     async def work() -> None:
         if stream:
@@ -172,21 +173,21 @@ async def test_cancelling_the_task_cancels_the_request(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await wait_until_idle(endpoints)
+    await asyncio.to_thread(wait_until_cancelled)
 
 
 async def test_dropping_the_iterator_cancels_the_request(
-    client: AsyncFastServeClient, endpoints: Endpoints
+    client: AsyncFastServeClient, wait_until_cancelled: Callable[[], None]
 ) -> None:
     chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
     await anext(chunks)
     del chunks
     gc.collect()
-    await wait_until_idle(endpoints)
+    await asyncio.to_thread(wait_until_cancelled)
 
 
 async def test_closing_the_client_ends_its_streams(
-    client: AsyncFastServeClient, endpoints: Endpoints
+    client: AsyncFastServeClient, wait_until_cancelled: Callable[[], None]
 ) -> None:
     chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
     await anext(chunks)
@@ -197,7 +198,7 @@ async def test_closing_the_client_ends_its_streams(
     with pytest.raises(RequestCancelled, match="the client is closed"):
         client.stream("Hello")
     assert not await client.is_ready()
-    await wait_until_idle(endpoints)
+    await asyncio.to_thread(wait_until_cancelled)
 
 
 async def anext_to_the_end(chunks: AsyncIterator[object]) -> None:

@@ -19,8 +19,8 @@ from serving_client import (
     generate,
     metric,
     post,
-    wait_for,
 )
+from waiting import wait_for
 
 GOOD_PROMPT = "Once upon a time"
 

@@ -10,7 +10,15 @@ from contextlib import ExitStack
 
 import pytest
 from fastserve_backend.serving.endpoints import Endpoints
-from serving_client import GrpcStream, generate, http_stream, metric, used_blocks, wait_for
+from serving_client import (
+    GrpcStream,
+    cancelled_jobs,
+    generate,
+    http_stream,
+    unfinished_jobs,
+    used_blocks,
+)
+from waiting import wait_for
 
 LIMIT_S = 0.25
 # One number of a busy machine says little: the best of so many counts.
@@ -79,12 +87,11 @@ def test_blocks_are_free_soon(
     begin: Callable[[Endpoints], Callable[[], None]], endpoints: Endpoints
 ) -> None:
     url = endpoints.metrics_url
-    reason = "cancelled"
     times = []
     while len(times) < TRIES and not (times and times[-1] < LIMIT_S):
         # What an earlier test has cancelled is counted when its blocks are free.
         wait_for(lambda: used_blocks(url) == 0, 5.0)
-        cancelled = metric(url, "fastserve_requests_total", finish_reason=reason)
+        cancelled = cancelled_jobs(url)
         leave = begin(endpoints)
         wait_for(lambda: used_blocks(url) > 0, 5.0)
         started = time.monotonic()
@@ -92,12 +99,7 @@ def test_blocks_are_free_soon(
         wait_for(lambda: used_blocks(url) == 0, 5.0)
         times.append(time.monotonic() - started)
         # It was cancelled, not merely fast.
-        wait_for(
-            lambda: (
-                metric(url, "fastserve_requests_total", finish_reason=reason) == cancelled + 1  # noqa: B023
-            ),
-            5.0,
-        )
+        wait_for(lambda: cancelled_jobs(url) == cancelled + 1, 5.0)  # noqa: B023
     assert min(times) < LIMIT_S, times
 
 
@@ -116,8 +118,11 @@ def test_many_cancelled_at_once(endpoints: Endpoints) -> None:
     streams = [
         GrpcStream(endpoints.grpc_url, stream=bool(n % 2), **LONG_REQUEST) for n in range(30)
     ]
-    streams[1].first_token()
+    url = endpoints.metrics_url
+    cancelled = cancelled_jobs(url)
+    wait_for(lambda: unfinished_jobs(url) == len(streams))
     for stream in streams:
         stream.cancel()
-    wait_for(lambda: used_blocks(endpoints.metrics_url) == 0, 5.0)
+    wait_for(lambda: cancelled_jobs(url) == cancelled + len(streams))
+    wait_for(lambda: used_blocks(url) == 0)
     assert generate(endpoints.grpc_url, text_input="b", max_tokens=3).num_finals == 1

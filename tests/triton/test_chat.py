@@ -17,15 +17,8 @@ import pytest
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_client import FastServeClient, InvalidRequest
 from fastserve_client.terminal import ExitCode
-from serving_client import (
-    GENERATE,
-    GENERATE_STREAM,
-    http_stream,
-    metric,
-    post,
-    used_blocks,
-    wait_for,
-)
+from serving_client import GENERATE, GENERATE_STREAM, cancelled_jobs, http_stream, metric, post
+from waiting import wait_for
 
 DEADLINE_S = 60.0
 CAPITAL = "What is the capital of France? Answer in one word."
@@ -168,11 +161,12 @@ def test_chat_remembers_and_ctrl_c_stops_only_the_answer(
         chat.type("And of Italy?")
         assert "Rome" in chat.read_to("> ")
 
+        cancelled = cancelled_jobs(chat_endpoints.metrics_url)
         chat.type(LONG_STORY)
         chat.read_to("lighthouse")
         chat.process.send_signal(signal.SIGINT)
         chat.read_to("(stopped)")
-        wait_for(lambda: used_blocks(chat_endpoints.metrics_url) == 0, DEADLINE_S)
+        wait_for(lambda: cancelled_jobs(chat_endpoints.metrics_url) == cancelled + 1, DEADLINE_S)
         chat.read_to("> ")
         chat.interrupt_prompt()  # nothing to stop: a hint, and it goes on
         chat.read_to("> ")

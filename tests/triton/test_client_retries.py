@@ -23,7 +23,8 @@ from fastserve_client import (
 )
 from relay import Relay
 from running_server import running_server
-from serving_client import used_blocks, wait_for
+from serving_client import used_blocks
+from waiting import wait_for
 
 DEADLINE_S = 60.0
 LONG = 3000  # tokens; takes far longer than any of these tests waits

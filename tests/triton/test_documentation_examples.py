@@ -1,4 +1,4 @@
-"""The Python examples of README and of docs/clients.md, as they stand there, on the real server."""
+"""The Python examples of README and of pages in docs/, as they stand there, on the real server."""
 
 from __future__ import annotations
 
@@ -7,16 +7,28 @@ from pathlib import Path
 
 import pytest
 from fastserve_backend.serving.endpoints import Endpoints
+from serving_client import used_blocks
+from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/clients.md")
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+class Enough(Exception):
+    """Ends an example that would go on for ever."""
+
+
+def blocks(page: str) -> list[str]:
+    found = _BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+    assert found, page
+    return found
+
+
 def examples() -> list[pytest.param]:
     found = []
     for page in PAGES:
-        for number, code in enumerate(_BLOCK.findall((ROOT / page).read_text(encoding="utf-8")), 1):
+        for number, code in enumerate(blocks(page), 1):
             if "fastserve_backend import LLM" not in code:  # needs no server
                 found.append(pytest.param(code, id=f"{page}-{number}"))
     return found
@@ -32,3 +44,23 @@ def test_an_example_runs(
     assert at_its_port != code
     exec(compile(at_its_port, "example", "exec"), {"__name__": "__main__"})
     assert len(capsys.readouterr().out) > 10
+
+
+def test_the_example_of_the_live_view_runs(endpoints: Endpoints) -> None:
+    wait_for(lambda: used_blocks(endpoints.metrics_url) == 0)  # other tests' jobs have ended
+    (code,) = blocks("docs/live_view.md")
+    at_its_port = code.replace("FastServeClient()", f'FastServeClient("{endpoints.grpc_url}")')
+    assert at_its_port != code
+    printed: list[tuple[object, ...]] = []
+
+    def print_three(*values: object) -> None:
+        printed.append(values)
+        if len(printed) == 3:
+            raise Enough
+
+    names = {"__name__": "__main__", "print": print_three}
+    with pytest.raises(Enough):
+        exec(compile(at_its_port, "example", "exec"), names)
+    for running, waiting, jobs_in_queues in printed:
+        assert running == waiting == 0
+        assert jobs_in_queues == [0] * len(jobs_in_queues) != []

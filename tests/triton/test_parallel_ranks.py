@@ -10,8 +10,9 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from running_server import running_server
-from serving_client import GrpcStream, metric, used_blocks, wait_for
+from serving_client import GrpcStream, metric, used_blocks
 from tiny_model import engine_options
+from waiting import wait_for
 
 GREEDY = {"stream": True, "max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
 

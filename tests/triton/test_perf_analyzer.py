@@ -16,7 +16,8 @@ from byte_tokenizer import save_byte_tokenizer
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from running_server import running_server
-from serving_client import metric, wait_for
+from serving_client import metric
+from waiting import wait_for
 
 CONFIGS = Path(__file__).parents[2] / "perf_analyzer_configs"
 # Where `make perf-analyzer` puts it.

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from fastserve_backend.serving.endpoints import Endpoints
@@ -23,15 +23,9 @@ from fastserve_client import (
     ServerError,
 )
 from fastserve_client.terminal import ExitCode, generate_to_terminal
-from serving_client import used_blocks, wait_for
 
 DEADLINE_S = 30.0
 LONG = 3000  # tokens; takes far longer than any of these tests waits
-
-
-def wait_until_idle(endpoints: Endpoints) -> None:
-    """The server has given up what was cancelled, and its memory is free."""
-    wait_for(lambda: used_blocks(endpoints.metrics_url) == 0, DEADLINE_S)
 
 
 @pytest.fixture
@@ -124,41 +118,49 @@ def test_a_request_may_have_an_id(client: FastServeClient) -> None:
     assert client.generate("Hello", max_tokens=1, request_id="mine-1").num_output_tokens == 1
 
 
-def test_leaving_the_block_frees_the_job(client: FastServeClient, endpoints: Endpoints) -> None:
+def test_leaving_the_block_frees_the_job(
+    client: FastServeClient, wait_until_cancelled: Callable[[], None]
+) -> None:
     with client.stream("Hello", max_tokens=LONG, ignore_eos=True) as chunks:
         next(chunks)
-        wait_for(lambda: used_blocks(endpoints.metrics_url) > 0, 10)  # metrics come later
     assert list(chunks) == []
-    wait_until_idle(endpoints)
+    wait_until_cancelled()
 
 
-def test_dropping_the_iterator_frees_the_job(client: FastServeClient, endpoints: Endpoints) -> None:
+def test_dropping_the_iterator_frees_the_job(
+    client: FastServeClient, wait_until_cancelled: Callable[[], None]
+) -> None:
     chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
     next(chunks)
     del chunks
     gc.collect()
-    wait_until_idle(endpoints)
+    wait_until_cancelled()
 
 
-def test_dropping_the_client_frees_its_jobs(url: str, endpoints: Endpoints) -> None:
+def test_dropping_the_client_frees_its_jobs(
+    url: str, wait_until_cancelled: Callable[[], None]
+) -> None:
     chunks = FastServeClient(url).stream("Hello", max_tokens=LONG, ignore_eos=True)
     next(chunks)  # the client lives as long as its streams
     del chunks
     gc.collect()
-    wait_until_idle(endpoints)
+    wait_until_cancelled()
 
 
-def test_closing_one_stream_leaves_the_others_alone(client: FastServeClient) -> None:
+def test_closing_one_stream_leaves_the_others_alone(
+    client: FastServeClient, wait_until_cancelled: Callable[[], None]
+) -> None:
     doomed = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
     other = client.stream("Hello", max_tokens=40, ignore_eos=True)
     next(doomed)
     doomed.close()
     assert list(doomed) == []
     assert Completion.from_chunks(other).num_output_tokens == 40
+    wait_until_cancelled()
 
 
 def test_closing_from_another_thread_ends_a_blocked_iteration(
-    client: FastServeClient, endpoints: Endpoints
+    client: FastServeClient, wait_until_cancelled: Callable[[], None]
 ) -> None:
     chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
     next(chunks)
@@ -167,10 +169,12 @@ def test_closing_from_another_thread_ends_a_blocked_iteration(
     chunks.close()
     consumer.join(DEADLINE_S)
     assert not consumer.is_alive()
-    wait_until_idle(endpoints)
+    wait_until_cancelled()
 
 
-def test_closing_the_client_ends_its_streams(client: FastServeClient, endpoints: Endpoints) -> None:
+def test_closing_the_client_ends_its_streams(
+    client: FastServeClient, wait_until_cancelled: Callable[[], None]
+) -> None:
     chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
     next(chunks)
     client.close()
@@ -180,10 +184,12 @@ def test_closing_the_client_ends_its_streams(client: FastServeClient, endpoints:
     with pytest.raises(RequestCancelled, match="the client is closed"):
         client.stream("Hello")
     assert not client.is_ready()
-    wait_until_idle(endpoints)
+    wait_until_cancelled()
 
 
-def test_a_timeout_is_of_the_whole_request(client: FastServeClient, endpoints: Endpoints) -> None:
+def test_a_timeout_is_of_the_whole_request(
+    client: FastServeClient, wait_until_cancelled: Callable[[], None]
+) -> None:
     chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True, timeout_s=0.5)
     assert next(chunks).token_ids
     with pytest.raises(RequestTimeout, match="did not finish in time"):
@@ -191,7 +197,7 @@ def test_a_timeout_is_of_the_whole_request(client: FastServeClient, endpoints: E
     assert list(chunks) == []
     with pytest.raises(RequestTimeout):
         client.generate("Hello", max_tokens=LONG, ignore_eos=True, timeout_s=0.2)
-    wait_until_idle(endpoints)
+    wait_until_cancelled()
 
 
 def test_many_streams_at_once(client: FastServeClient) -> None:

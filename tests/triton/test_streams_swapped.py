@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from fastserve_backend.serving.endpoints import Endpoints
-from serving_client import GrpcStream, generate, metric, used_blocks, wait_for
+from serving_client import GrpcStream, generate, metric, used_blocks
+from waiting import wait_for
 
 GREEDY = {"stream": True, "max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
 

@@ -32,13 +32,12 @@ from serving_client import (
     GrpcStream,
     generate,
     http_stream,
-    metric,
     post,
     tensors,
-    used_blocks,
-    wait_for,
+    unfinished_jobs,
 )
 from tiny_model import START_TIMEOUT_S
+from waiting import wait_for
 
 DEADLINE_S = 30.0
 LONG = {"text_input": "a long one", "stream": True, "max_tokens": 3500, "ignore_eos": True}
@@ -295,11 +294,14 @@ def test_over_http(endpoints: Endpoints) -> None:
 def test_a_watch_holds_up_no_job(watch: Watch, endpoints: Endpoints) -> None:
     """The tokens are the same, and a watcher is no job to anyone."""
     request = {"text_input": "b", "max_tokens": 50, "seed": 3, "ignore_eos": True}
-    assert generate(endpoints.grpc_url, **request).num_finals == 1
-    watch.until(idle)
-    wait_for(lambda: used_blocks(endpoints.metrics_url) == 0, 5.0)
-    assert metric(endpoints.metrics_url, "fastserve_jobs", state="running") == 0
-    assert metric(endpoints.metrics_url, "fastserve_jobs", state="waiting") == 0
+    before = watch.until(idle).totals.generation_tokens
+    watched = generate(endpoints.grpc_url, **request)
+    watch.until(lambda state: state.totals.generation_tokens == before + 50 and idle(state))
+    wait_for(lambda: unfinished_jobs(endpoints.metrics_url) == 0)
+    watch.close()
+    alone = generate(endpoints.grpc_url, **request)
+    assert len(watched.token_ids) == 50
+    assert watched.token_ids == alone.token_ids
 
 
 # --- the asyncio client -------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from jobs import make_job, run_iteration
 from policies import LinearTimes
 
 FAST_LINK = Link(1e-6, 1e-6)
+SLOW_LINK = Link(1000.0, 1000.0)
 LOOK_AHEAD_ROUNDS = 8
 
 

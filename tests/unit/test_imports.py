@@ -17,17 +17,21 @@ CLIENT = Path(fastserve_client.__file__).parent
 KERNELS = Path(fastserve_kernels.__file__).parent
 
 
-def imported_modules(path: Path) -> set[str]:
+def imported_names(path: Path) -> set[str]:
     """Absolute names of everything that the file imports, at any depth of its code."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names.add(node.module)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
+
+
+def is_of(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
 
 
 def python_files(folder: Path) -> list[Path]:
@@ -39,38 +43,74 @@ def python_files(folder: Path) -> list[Path]:
 # folder → what nothing in it may import. The order of the list is the direction of imports.
 FORBIDDEN = {
     BACKEND / "scheduler": ("torch", "time", "zmq", "fastserve_backend.kv_cache",
-                            "fastserve_backend.executor", "fastserve_backend.engine",
-                            "fastserve_backend.serving", "fastserve_backend.worker"),
+                            "fastserve_backend.profile", "fastserve_backend.executor",
+                            "fastserve_backend.engine", "fastserve_backend.serving",
+                            "fastserve_backend.worker", "fastserve_backend.models"),
     BACKEND / "kv_cache": ("torch", "time", "zmq", "fastserve_backend.scheduler",
-                           "fastserve_backend.executor", "fastserve_backend.engine",
-                           "fastserve_backend.serving", "fastserve_backend.worker"),
+                           "fastserve_backend.profile", "fastserve_backend.executor",
+                           "fastserve_backend.engine", "fastserve_backend.serving",
+                           "fastserve_backend.worker", "fastserve_backend.models"),
+    BACKEND / "profile": ("torch", "fastserve_backend.scheduler", "fastserve_backend.step_loop",
+                          "fastserve_backend.engine", "fastserve_backend.serving",
+                          "fastserve_backend.simulation", "fastserve_backend.length_prediction"),
+    BACKEND / "simulation": ("torch", "fastserve_backend.engine", "fastserve_backend.serving",
+                             "fastserve_backend.length_prediction"),
     BACKEND / "executor": ("torch", "fastserve_backend.engine", "fastserve_backend.serving",
-                           "fastserve_backend.scheduler"),
+                           "fastserve_backend.scheduler", "fastserve_backend.step_loop"),
     BACKEND / "length_prediction": ("fastserve_backend.engine", "fastserve_backend.serving",
                                     "fastserve_backend.scheduler", "fastserve_backend.kv_cache",
                                     "fastserve_backend.executor", "fastserve_backend.worker"),
     BACKEND / "worker": ("fastserve_backend.engine", "fastserve_backend.serving",
-                         "fastserve_backend.scheduler", "fastserve_backend.executor"),
+                         "fastserve_backend.scheduler", "fastserve_backend.kv_cache",
+                         "fastserve_backend.profile", "fastserve_backend.executor"),
     BACKEND / "models": ("fastserve_backend.worker", "fastserve_backend.engine",
-                         "fastserve_backend.serving"),
-    BACKEND / "serving": ("torch", "fastserve_backend.cli", "fastserve_backend.worker"),
+                         "fastserve_backend.serving", "fastserve_backend.scheduler",
+                         "fastserve_backend.kv_cache", "fastserve_backend.executor"),
+    BACKEND / "serving": ("torch", "fastserve_backend.cli", "fastserve_backend.worker",
+                          "fastserve_backend.scheduler", "fastserve_backend.kv_cache",
+                          "fastserve_backend.executor"),
     KERNELS: ("fastserve_backend", "fastserve_client"),
     CLIENT: ("torch", "fastserve_backend", "fastserve_kernels"),
 }  # fmt: skip
+
+# (folder, package) → all that the folder may import of the package.
+ONLY = {
+    (BACKEND / "profile", "fastserve_backend.kv_cache"): ("swap_costs",),
+    (BACKEND / "profile", "fastserve_backend.worker"): ("messages",),
+    (BACKEND / "profile", "fastserve_backend.models"): ("config", "partition"),
+    (BACKEND / "simulation", "fastserve_backend.worker"): ("messages",),
+    (BACKEND / "simulation", "fastserve_backend.models"): ("config", "partition"),
+    (BACKEND / "executor", "fastserve_backend.kv_cache"): ("swap_costs",),
+    (BACKEND / "executor", "fastserve_backend.profile"): ("iteration",),
+    (BACKEND / "executor", "fastserve_backend.worker"): ("messages", "cluster_keys"),
+    (BACKEND / "serving", "fastserve_client"): ("protocol", "engine_state", "listening"),
+}
 
 
 @pytest.mark.parametrize("folder", FORBIDDEN, ids=lambda folder: folder.name)
 def test_imports_go_one_way(folder: Path) -> None:
     for path in python_files(folder):
-        for name in imported_modules(path):
+        for name in imported_names(path):
             for forbidden in FORBIDDEN[folder]:
-                assert not f"{name}.".startswith(f"{forbidden}."), f"{path} imports {name}"
+                assert not is_of(name, forbidden), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize(
+    ("folder", "package"), ONLY, ids=lambda one: one if isinstance(one, str) else one.name
+)
+def test_a_part_of_a_package_is_imported(folder: Path, package: str) -> None:
+    allowed = [f"{package}.{module}" for module in ONLY[folder, package]]
+    for path in python_files(folder):
+        for name in imported_names(path):
+            if is_of(name, package):
+                assert any(is_of(name, one) for one in allowed), f"{path} imports {name}"
 
 
 def test_only_serving_knows_triton() -> None:
     for path in python_files(BACKEND):
         if path.parent.name != "serving":
-            assert "triton_python_backend_utils" not in imported_modules(path), path
+            for name in imported_names(path):
+                assert not is_of(name, "triton_python_backend_utils"), path
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,9 @@ def test_a_running_job_is_not_made_to_leave_but_it_is_said_that_it_has_to(strate
     # Its step has ended.
     desk.offer(urgent, middle, least)
     assert not desk.manager.is_too_early
-    assert desk.held(least) == [0] or desk.kinds() == [(2, "swap_out")]
+    swaps = strategy != "recompute"
+    assert desk.held(least) == [2 if swaps else 0]
+    assert desk.kinds() == ([(2, "swap_out")] if swaps else [])
 
 
 def test_an_idle_job_leaves_while_a_more_urgent_one_runs() -> None:

@@ -113,6 +113,7 @@ def test_every_step_is_one_that_the_engine_could_send() -> None:
     clock = VirtualClock()
     executor = CountingExecutor(known_profile(), clock)
     measure_fully(identity(), executor, clock.now, LIMITS, LINK, lambda share: None)
+    assert executor.steps
     for step in executor.steps:
         load = IterationLoad.of_step(step)
         assert load.num_tokens <= LIMITS.max_batched_tokens

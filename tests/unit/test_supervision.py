@@ -230,15 +230,16 @@ def test_jobs_go_on_and_arrivals_wait(serve: Serve, expected: list[list[int]]) -
     assert engine.snapshot().free_blocks == READY.num_blocks
 
 
-def test_a_job_cancelled_during_the_restart_ends_at_once(serve: Serve) -> None:
+def test_a_job_cancelled_during_the_restart_ends_at_once(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastserve_backend.engine.IDLE_CHECK_S", 10 * WAIT_S)
     first, second = FakeRanks(50), FakeRanks(opens=False)
     engine = serve(first, second)
     client, other = submit(engine, *PROMPTS[:2])
     assert second.starting.wait(WAIT_S)
-    cancelled_s = time.monotonic()
     engine.cancel(client.number)
     assert client.wait().finish_reason is FinishReason.CANCELLED
-    assert time.monotonic() - cancelled_s < 0.25
     second.opened.set()
     assert other.wait().finish_reason is FinishReason.LENGTH
 
@@ -253,7 +254,7 @@ def test_closing_during_the_restart_does_not_wait_for_it(serve: Serve) -> None:
         submit(engine, PROMPTS[1])
     began_s = time.monotonic()
     engine.close()
-    assert time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s < WAIT_S / 2  # the start would take all of it
     assert client.wait().finish_reason is FinishReason.CANCELLED
     assert second.killed
     assert second.closed

@@ -101,6 +101,7 @@ def compiled() -> dict[str, list[CompiledKernel]]:
 def test_machine_code(
     compiled: dict[str, list[CompiledKernel]], expected: Expected, launch: Launch
 ) -> None:
+    assert compiled[str(launch)]
     for kernel in compiled[str(launch)]:
         what = f"{kernel.name}: {kernel.registers} registers, {dict(kernel.instructions)}"
         assert kernel.stack_bytes == 0, what

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import sys
-from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,11 +15,8 @@ import pytest
 import torch
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.errors import ModelError
-from fastserve_backend.models.gguf import converted
 from fastserve_backend.models.gguf_conversion import convert
 from fastserve_backend.models.llama_config import LlamaConfig as OurConfig
-from fastserve_backend.models.tokenizer import load_tokenizer
-from fastserve_backend.models.weights import checkpoint_tensors
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import (
     BEGIN,
@@ -31,18 +24,21 @@ from gguf_files import (
     END_OF_TURN,
     Arrays,
     Fields,
-    byte_level_bpe,
+    add,
+    assert_equal,
+    bfloat16,
+    config_of,
     llama3_factors,
     metadata,
     permute,
     random_llama,
+    remove,
     tensors,
+    tensors_of,
     write_gguf,
     write_llama,
 )
 from paged_executor import PagedExecutor, check, load, prompts
-from tokenizers import Regex, Tokenizer, pre_tokenizers
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -54,24 +50,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide_heads": {"head_dim": 24},
     "theta": {"rope_parameters": {"rope_theta": 500.0}},
 }
-HELLO = [{"role": "user", "content": "Hello"}]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
-
-
-def bfloat16(model: LlamaForCausalLM) -> dict[str, Tensor]:
-    """The weights that a checkpoint of `model` in bfloat16 holds."""
-    state = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
-    if model.config.tie_word_embeddings:
-        del state["lm_head.weight"]
-    return state
-
-
-def tensors_of(directory: Path) -> dict[str, Tensor]:
-    return {stored.name: stored.read(()) for stored in checkpoint_tensors(directory)}
 
 
 def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -83,23 +61,10 @@ def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
     return copy
 
 
-def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert got[name].dtype == tensor.dtype
-        assert torch.equal(got[name], tensor), name
-
-
 def check_logits(theirs: LlamaForCausalLM, directory: Path) -> None:
     executor = PagedExecutor(load(directory), theirs.config, prompts(30, 7), seed=1)
     executor.step([(0, 30), (1, 7)])
     check(theirs, executor)
-
-
-def config_of(directory: Path) -> OurConfig:
-    config = load_model_config(str(directory), load_format="auto")
-    assert isinstance(config, OurConfig)
-    return config
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -292,164 +257,6 @@ class TestRotaryScaling:
             convert(file, tmp_path / "out")
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the plainest file becomes."""
-    folder = tmp_path_factory.mktemp("plain")
-    convert(write_llama(folder / "m.gguf", random_llama()), folder / "out")
-    return folder / "out"
-
-
-LLAMA3 = pre_tokenizers.Sequence(
-    [
-        pre_tokenizers.Split(
-            Regex(
-                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-            ),
-            "isolated",
-        ),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-)
-
-
-class TestTokenizer:
-    TEXTS = ("Hello world", "  two\n\nlines", "naïve 日本 😀", "<|im_end|> in <|begin|> text", "")
-
-    @pytest.mark.parametrize("text", TEXTS)
-    def test_encodes_as_the_vocabulary_was_made(self, directory: Path, text: str) -> None:
-        ours = load_tokenizer("m", None, config_of(directory))
-        assert ours.encode(text) == byte_level_bpe().encode(text).ids
-
-    def test_begin_token_where_the_file_asks_for_it(self, tmp_path: Path) -> None:
-        model = random_llama()
-        for asked in (True, False):
-            directory = tmp_path / f"{asked}"
-            file = write_llama(
-                tmp_path / "m.gguf",
-                model,
-                change=lambda fields, _, asked=asked: fields.update(
-                    {"tokenizer.ggml.add_bos_token": asked}
-                ),
-            )
-            convert(file, directory)
-            ids = load_tokenizer("m", None, config_of(directory)).encode("Hello")
-            assert (ids[0] == BEGIN) is asked
-            assert BEGIN not in ids[1:]
-
-    def test_text_is_split_as_the_file_names_it(self, tmp_path: Path) -> None:
-        # With a merge of digits, of which none is made across the boundaries of the split.
-        texts = ("It's 1234567 o'CLOCK, I'LL go\n\n  now", " ½ 12", "a.b\nc")
-        pieces = {
-            "gpt-2": lambda text: byte_level_bpe().pre_tokenizer.pre_tokenize_str(text),
-            "smollm": pre_tokenizers.Sequence(
-                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
-            ).pre_tokenize_str,
-            "llama-bpe": LLAMA3.pre_tokenize_str,
-        }
-        seen = set()
-        for name, split in pieces.items():
-            directory = tmp_path / name
-            change = {"tokenizer.ggml.pre": name, "tokenizer.ggml.add_bos_token": False}
-            file = write_llama(
-                tmp_path / "m.gguf",
-                random_llama(),
-                change=lambda fields, _, change=change: fields.update(change),
-            )
-            convert(file, directory)
-            fast = Tokenizer.from_file(str(directory / "tokenizer.json"))
-            for text in texts:
-                assert fast.pre_tokenizer.pre_tokenize_str(text) == split(text)
-            seen.add(str(fast.pre_tokenizer.pre_tokenize_str(texts[0])))
-        assert len(seen) == 3
-
-    def test_llama_3_begins_with_its_begin_token(self, tmp_path: Path) -> None:
-        file = write_llama(
-            tmp_path / "m.gguf",
-            random_llama(),
-            change=lambda fields, _: fields.update({"tokenizer.ggml.pre": "llama-bpe"}),
-        )
-        convert(file, tmp_path / "out")
-        ours = load_tokenizer("m", None, config_of(tmp_path / "out"))
-        assert ours.encode("Hello")[0] == BEGIN
-        # The template writes it, and it is not added again.
-        chat = ours.encode(ours.render_chat(HELLO), special_tokens=False)
-        assert chat[0] == BEGIN
-        assert BEGIN not in chat[1:]
-
-    def test_a_split_that_is_not_known_is_refused(self, tmp_path: Path) -> None:
-        file = write_llama(
-            tmp_path / "m.gguf",
-            random_llama(),
-            change=lambda fields, _: fields.update({"tokenizer.ggml.pre": "klingon"}),
-        )
-        with pytest.raises(ModelError, match="splits text as 'klingon'; known are default, gpt-2"):
-            convert(file, tmp_path / "out")
-
-    def test_sentencepiece(self, tmp_path: Path) -> None:
-        """As LLaMA 2: scores instead of merges, bytes for what has no token."""
-        words = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello", "w", "▁w"]
-        tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-        kinds = [2, 3, 3, *([6] * 256), *([1] * len(words))]
-        fields = {
-            "tokenizer.ggml.model": "llama",
-            "tokenizer.ggml.tokens": tokens,
-            "tokenizer.ggml.scores": [0.0] * 259 + [-float(n) for n in range(len(words))],
-            "tokenizer.ggml.token_type": kinds,
-            "tokenizer.ggml.eos_token_id": 2,
-            "tokenizer.ggml.eot_token_id": 2,
-        }
-
-        def change(given: Fields, arrays: Arrays) -> None:
-            del given["tokenizer.ggml.pre"], given["tokenizer.ggml.merges"]
-            given |= fields | {"llama.vocab_size": len(tokens)}
-
-        file = write_llama(tmp_path / "m.gguf", random_llama(vocab_size=len(tokens)), change=change)
-        convert(file, tmp_path / "out")
-        ours = load_tokenizer("m", None, config_of(tmp_path / "out"))
-        ids = ours.encode("hello w日\n")
-        assert ids[0] == 1
-        assert tokens[ids[1]] == "▁hello"
-        assert ours.decode(ids) == " hello w日\n"
-
-        for adds_space, expected in (
-            (True, ["<s>", "<s>", "▁hello", "</s>", "▁hello"]),
-            (False, ["<s>", "<s>", "hello", "</s>", "hello"]),
-        ):
-            fields["tokenizer.ggml.add_space_prefix"] = adds_space
-            file = write_llama(
-                tmp_path / "m.gguf", random_llama(vocab_size=len(tokens)), change=change
-            )
-            convert(file, tmp_path / f"{adds_space}")
-            ours = load_tokenizer("m", None, config_of(tmp_path / f"{adds_space}"))
-            assert [tokens[one] for one in ours.encode("<s>hello</s>hello")] == expected
-
-    def test_chat_template(self, directory: Path) -> None:
-        ours = load_tokenizer("m", None, config_of(directory))
-        ids = ours.encode(ours.render_chat(HELLO), special_tokens=False)
-        text = "<|begin|>user: Hello<|im_end|>\nassistant: "
-        assert ids == byte_level_bpe().encode(text).ids
-        assert ids[0] == BEGIN
-        assert ours.decode(ids) == "user: Hello\nassistant: "
-
-
-def remove(*keys: str) -> Callable[[Fields, Arrays], None]:
-    def change(fields: Fields, arrays: Arrays) -> None:
-        for key in keys:
-            (fields if key in fields else arrays).pop(key)
-
-    return change
-
-
-def add(**arrays_added: list[int]) -> Callable[[Fields, Arrays], None]:
-    def change(fields: Fields, arrays: Arrays) -> None:
-        for name, shape in arrays_added.items():
-            arrays[name.replace("__", ".")] = np.zeros(shape, dtype=np.float32)
-
-    return change
-
-
 class TestRefused:
     """Each of these is one line of text, which `converted` puts behind the file's name."""
 
@@ -537,87 +344,3 @@ class TestRefused:
     def test_no_such_file(self) -> None:
         with pytest.raises(ModelError, match=r"'nowhere/m\.gguf': there is no such file"):
             load_model_config("nowhere/m.gguf", load_format="auto")
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory of converted files; in the end it holds nothing but whole ones."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    directory = tmp_path / "cache" / "fastserve" / "gguf"
-    yield directory
-    for one in directory.glob("*"):
-        assert one.name.startswith("m-")
-        load_model_config(str(one), load_format="auto")
-
-
-class TestCache:
-    def test_two_processes_at_once_then_none(self, cache: Path, tmp_path: Path) -> None:
-        file = write_llama(tmp_path / "m.gguf", random_llama())
-        code = "import sys; from pathlib import Path\n"
-        code += "from fastserve_backend.models.gguf import converted\n"
-        code += "print(converted(Path(sys.argv[1])))"
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", code, str(file)],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for _ in range(2)
-        ]
-        directories = {process.communicate(timeout=120)[0].strip() for process in processes}
-        assert [process.returncode for process in processes] == [0, 0]
-        assert len(directories) == 1
-        assert [str(one) for one in cache.iterdir()] == list(directories)
-        made = Path(directories.pop())
-        assert_equal(tensors_of(made), bfloat16(random_llama()))
-        # What is there is taken as it is, by every name of the file.
-        (made / "mark").touch()
-        (tmp_path / "link.gguf").symlink_to(file)
-        assert converted(file) == made
-        config = load_model_config(str(file), load_format="auto")
-        assert config.directory == str(made)
-        assert (made / "mark").exists()
-
-    def test_a_file_that_changed(
-        self, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("fastserve_backend.models.gguf._convert", convert)  # in this process
-        file = write_llama(tmp_path / "m.gguf", random_llama())
-        first = converted(file)
-        other = random_llama(tie_word_embeddings=True)
-        second = converted(write_llama(file, other))
-        assert second != first
-        assert_equal(tensors_of(second), bfloat16(other))
-
-    def test_nothing_is_left_of_a_failure(self, cache: Path, tmp_path: Path) -> None:
-        """In its last tensor, when most has been written."""
-        file = write_llama(
-            tmp_path / "m.gguf", random_llama(), change=add(blk__9__odd__weight=[4, 4])
-        )
-        with pytest.raises(ModelError) as error:
-            load_model_config(str(file), load_format="auto")
-        message = "tensor 'blk.9.odd.weight' belongs to no plain LLaMA model"
-        assert str(error.value) == f"{file}: {message}"
-        assert list(cache.iterdir()) == []
-
-    def test_full_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        model = random_llama()
-        file = write_llama(tmp_path / "m.gguf", model)
-        needed = 2 * sum(parameter.numel() for parameter in model.parameters())
-        usage = namedtuple("usage", "total used free")
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, needed - 1))
-        with pytest.raises(ModelError, match=r"takes 0\.0 GiB in .*XDG_CACHE_HOME"):
-            convert(file, tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, needed))
-        convert(file, tmp_path / "out")
-
-    def test_cache_that_cannot_be_written(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        (tmp_path / "a_file").touch()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a_file"))
-        file = write_llama(tmp_path / "m.gguf", random_llama())
-        with pytest.raises(ModelError, match="set XDG_CACHE_HOME to a directory"):
-            converted(file)

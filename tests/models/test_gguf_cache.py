@@ -1,0 +1,99 @@
+"""Where converted GGUF files are kept, whatever happens while they are made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.gguf import converted
+from fastserve_backend.models.gguf_conversion import convert
+from gguf_files import add, assert_equal, bfloat16, random_llama, tensors_of, write_llama
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory of converted files; in the end it holds nothing but whole ones."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    directory = tmp_path / "cache" / "fastserve" / "gguf"
+    yield directory
+    for one in directory.glob("*"):
+        assert one.name.startswith("m-")
+        load_model_config(str(one), load_format="auto")
+
+
+def test_two_processes_at_once_then_none(cache: Path, tmp_path: Path) -> None:
+    file = write_llama(tmp_path / "m.gguf", random_llama())
+    code = "import sys; from pathlib import Path\n"
+    code += "from fastserve_backend.models.gguf import converted\n"
+    code += "print(converted(Path(sys.argv[1])))"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(file)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    directories = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0]
+    assert len(directories) == 1
+    assert [str(one) for one in cache.iterdir()] == list(directories)
+    made = Path(directories.pop())
+    assert_equal(tensors_of(made), bfloat16(random_llama()))
+    # What is there is taken as it is, by every name of the file.
+    (made / "mark").touch()
+    (tmp_path / "link.gguf").symlink_to(file)
+    assert converted(file) == made
+    config = load_model_config(str(file), load_format="auto")
+    assert config.directory == str(made)
+    assert (made / "mark").exists()
+
+
+def test_a_file_that_changed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastserve_backend.models.gguf._convert", convert)  # in this process
+    file = write_llama(tmp_path / "m.gguf", random_llama())
+    first = converted(file)
+    other = random_llama(tie_word_embeddings=True)
+    second = converted(write_llama(file, other))
+    assert second != first
+    assert_equal(tensors_of(second), bfloat16(other))
+
+
+def test_nothing_is_left_of_a_failure(cache: Path, tmp_path: Path) -> None:
+    """In its last tensor, when most has been written."""
+    file = write_llama(tmp_path / "m.gguf", random_llama(), change=add(blk__9__odd__weight=[4, 4]))
+    with pytest.raises(ModelError) as error:
+        load_model_config(str(file), load_format="auto")
+    message = "tensor 'blk.9.odd.weight' belongs to no plain LLaMA model"
+    assert str(error.value) == f"{file}: {message}"
+    assert list(cache.iterdir()) == []
+
+
+def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_llama()
+    file = write_llama(tmp_path / "m.gguf", model)
+    needed = 2 * sum(parameter.numel() for parameter in model.parameters())
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, needed - 1))
+    with pytest.raises(ModelError, match=r"takes 0\.0 GiB in .*XDG_CACHE_HOME"):
+        convert(file, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1, 1, needed))
+    convert(file, tmp_path / "out")
+
+
+def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a_file"))
+    file = write_llama(tmp_path / "m.gguf", random_llama())
+    with pytest.raises(ModelError, match="set XDG_CACHE_HOME to a directory"):
+        converted(file)

@@ -21,6 +21,9 @@ from pydantic_core import PydanticCustomError
 
 from fastserve_backend.errors import ConfigError
 
+START_TIMEOUT_S = 600.0
+"""For ranks to load the model. Large weights take minutes from a slow disk."""
+
 # Of times that are configured: from a microsecond to eleven days.
 _MIN_MS, _MAX_MS = 1e-3, 1e9
 

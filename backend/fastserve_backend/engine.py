@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from fastserve_backend.clock import Clock, MonotonicClock
-from fastserve_backend.config import EngineConfig
+from fastserve_backend.config import START_TIMEOUT_S, EngineConfig
 from fastserve_backend.configured_model import load_configured_model
 from fastserve_backend.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.delivery import Delivery
@@ -26,7 +26,7 @@ from fastserve_backend.errors import (
     FastServeError,
     OverloadedError,
 )
-from fastserve_backend.executor.base import START_TIMEOUT_S, OwnedExecutor
+from fastserve_backend.executor.base import OwnedExecutor
 from fastserve_backend.executor.cluster import Cluster
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.job import FinishReason, Job, OutputSink

@@ -6,9 +6,6 @@ from typing import Protocol
 
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Ready, Setup, Step, StepResult
 
-START_TIMEOUT_S = 600.0
-"""Weights of a large model take minutes from a slow disk."""
-
 
 class Executor(Protocol):
     """All methods are called by one thread at a time."""

@@ -158,18 +158,16 @@ class KVManager:
 
     @property
     def is_exhausted(self) -> bool:
-        return self._round.is_too_early or (
-            self._round.refuses_new and self._round.num_unoffered <= 0
-        )
+        this = self._round
+        return this.is_too_early or (this.refuses_new and this.num_unoffered <= 0)
 
     def take(self, job: Job, num_tokens: int) -> bool:
         """Give the job blocks for its next ``num_tokens`` tokens, if need be from less urgent jobs.
 
         A job takes blocks only from jobs that were not offered before it and are not in flight, and
         only if that makes it fit. What it waits for, no less urgent job gets. (One that the policy
-        passes over for want of tokens is not offered, waits for nothing, and may lose its blocks.)
-        So the first job offered always runs at last: admission refuses a job that the device cannot
-        hold alone.
+        passes over for want of tokens is not offered, and may lose its blocks.) So the first job
+        offered always runs at last: admission refuses a job that the device cannot hold alone.
         """
         is_new = job.number not in self._holders
         if not is_new:

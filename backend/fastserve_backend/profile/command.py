@@ -10,10 +10,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fastserve_backend.clock import MonotonicClock
-from fastserve_backend.config import EngineConfig
+from fastserve_backend.config import START_TIMEOUT_S, EngineConfig
 from fastserve_backend.configured_model import load_configured_model
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.executor.base import START_TIMEOUT_S
 from fastserve_backend.executor.cluster import Cluster
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.profile.fit import Sample

@@ -18,9 +18,9 @@ from types import FrameType, TracebackType
 from fastserve_client.listening import is_loopback
 from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_METRICS_PORT
 
+from fastserve_backend.config import START_TIMEOUT_S as ENGINE_START_TIMEOUT_S
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import FastServeError
-from fastserve_backend.executor.base import START_TIMEOUT_S as ENGINE_START_TIMEOUT_S
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.hub import at_commit
 from fastserve_backend.restart_limit import RestartLimiter

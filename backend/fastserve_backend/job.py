@@ -79,7 +79,8 @@ OutputSink = Callable[[JobOutput], None]
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """The engine is the only one who changes a job; a policy owns ``queue_level`` alone."""
+    """The step loop changes it, its policy ``queue_level`` alone, its KV manager ``num_computed`` and
+    what it counts of swaps."""
 
     id: str
     number: int

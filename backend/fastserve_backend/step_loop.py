@@ -56,7 +56,7 @@ class Delivery(Protocol):
 
 
 class StepLoop:
-    """Runs jobs to their ends. Used by one thread; ``num_running`` may be read by others.
+    """Runs jobs to their ends. Used by one thread, but for ``snapshot`` and ``num_running``.
 
     Args:
         on_end: called once a job, just before its end is delivered.

@@ -202,7 +202,7 @@ def test_one_stuck_copy_does_not_end_swapping() -> None:
     for _ in range(10):
         costs.observe(False, 1, 100.0)
     for _ in range(100):
-        costs.forget()
+        costs.relax()
     assert costs.transfer_s(False, 1) == pytest.approx(FAST_LINK.block_in_s, rel=0.1)
 
 

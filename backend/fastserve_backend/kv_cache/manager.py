@@ -86,7 +86,7 @@ class _Round:
 
 
 class KVManager:
-    """Owns ``tiers`` and changes ``num_computed`` of jobs that lose their KV."""
+    """Owns ``tiers``. Changes ``num_computed`` of jobs that lose their KV, and counts their swaps."""
 
     def __init__(
         self,
@@ -371,7 +371,7 @@ class KVManager:
                 "swap" if estimate.swap_is_cheaper else "recompute",
             )
         if not estimate.swap_is_cheaper:
-            self._costs.forget()
+            self._costs.relax()
         return estimate.swap_is_cheaper
 
     def _make_host_room(self, job: Job) -> bool:

@@ -57,7 +57,7 @@ class SwapCosts:
         each_s = min(seconds / num_blocks, _MOST_TIMES * known_s)
         self._block_s[is_out] += _WEIGHT * (each_s - known_s)
 
-    def forget(self) -> None:
+    def relax(self) -> None:
         """A job was not swapped because the link is slow. Without copies nothing would ever show
         that it no longer is, so it is taken to be a little more what was measured at first."""
         for is_out, measured_s in self._measured_s.items():

@@ -26,7 +26,9 @@ def main() -> int:
     parser.add_argument("--capacity", type=int, required=True, help="most entries of the index")
     parser.add_argument("--directory", type=Path, help="where they are kept; left out: nowhere")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     # Ctrl-C, or a service manager's stop, reaches all processes; the engine ends its own.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

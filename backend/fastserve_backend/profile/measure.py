@@ -126,7 +126,7 @@ def measure_briefly(
 ) -> LatencyProfile:
     """Good enough to begin with, in about ``BRIEF_BUDGET_S``."""
     mixes = brief_grid(limits) + random_mixes(limits, _BRIEF_MIXES, random.Random(_SEED))
-    bench = _Bench(executor, now, limits)
+    bench = _StepTimer(executor, now, limits)
     times = bench.times(mixes, BRIEF_BUDGET_S, lambda share: None)
     profile = fit(identity, limits.num_blocks, link, _samples(mixes, times))
     return replace(profile, max_seqs=limits.max_seqs, max_prefill_tokens=limits.max_prefill_tokens)
@@ -145,7 +145,7 @@ def measure_fully(
     held_out = random_mixes(limits, _HELD_OUT_MIXES, rng)
     training = full_grid(limits) + random_mixes(limits, _FULL_MIXES, rng)
     mixes = training + held_out
-    times = _Bench(executor, now, limits).times(mixes, FULL_BUDGET_S, progress)
+    times = _StepTimer(executor, now, limits).times(mixes, FULL_BUDGET_S, progress)
     profile = fit(identity, limits.num_blocks, link, _samples(training, times))
     tests = _samples(held_out, times[len(training) :])
     error = mean_error(profile, tests) if tests else None
@@ -161,7 +161,7 @@ def _samples(mixes: Sequence[Mix], times: Sequence[float | None]) -> list[Sample
     ]
 
 
-class _Bench:
+class _StepTimer:
     """Times single steps of tokens that nobody asked for."""
 
     def __init__(self, executor: Executor, now: Callable[[], float], limits: Limits) -> None:

@@ -1,5 +1,5 @@
 """The Triton side: the python-backend model, its wire format, and the launcher of tritonserver.
 
-Only ``model``, ``streaming`` and ``metrics`` run inside the server's stub process and may use
-``triton_python_backend_utils``; ``launch`` runs in the process that starts the server.
+``launch`` runs in the process that starts the server, ``model`` and all that it imports in the
+server's stub process. What uses ``triton_python_backend_utils`` can be imported only there.
 """

@@ -86,7 +86,7 @@ class RequestStream(ABC):
     def accepted(self, cancel: Callable[[], None]) -> None:
         """The engine has the request; from now on the client's cancellation calls ``cancel``."""
         self._cancel = cancel
-        self._emitter.watch(self)
+        self._emitter.wake(self)
 
     @abstractmethod
     def emit(self) -> None:
@@ -108,7 +108,7 @@ class RequestStream(ABC):
         # The emitter clears the flag before it looks at what is pending, so nothing is missed.
         if not self._queued:
             self._queued = True
-            self._emitter.watch(self)
+            self._emitter.wake(self)
 
     def _send(self, tensors: Tensors, *, ends: bool) -> None:
         response = pb_utils.InferenceResponse(
@@ -231,7 +231,7 @@ class Emitter:
         self._thread = threading.Thread(target=self._run, name="emitter", daemon=True)
         self._thread.start()
 
-    def watch(self, stream: RequestStream) -> None:
+    def wake(self, stream: RequestStream) -> None:
         """Something of ``stream`` is new. Thread-safe, returns at once."""
         self._inbox.put(stream)
 

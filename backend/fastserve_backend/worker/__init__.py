@@ -1,4 +1,4 @@
 """A rank: one ``torch.distributed`` subprocess that runs the model.
 
-Imports torch; the engine imports nothing of it but ``messages``, which is plain data.
+Imports torch; the engine imports nothing of it but ``messages`` and ``cluster_keys``, which do not.
 """

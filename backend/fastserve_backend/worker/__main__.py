@@ -34,7 +34,9 @@ def main() -> int:
     arguments = parser.parse_args()
     with lasting_imports():
         from fastserve_backend.worker.worker import run
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
     # Ctrl-C, or a service manager's stop, reaches all processes; the engine ends its own ranks when
     # all jobs have ended, torchrun its own at once.
     is_torchruns = "TORCHELASTIC_RUN_ID" in os.environ

@@ -86,7 +86,7 @@ class _Round:
 
 
 class KVManager:
-    """Owns ``tiers``. Changes ``num_computed`` of jobs that lose their KV, and counts their swaps."""
+    """Owns ``tiers``; changes ``num_computed`` of jobs that lose their KV, counts swaps of jobs."""
 
     def __init__(
         self,

@@ -79,8 +79,8 @@ OutputSink = Callable[[JobOutput], None]
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """The step loop changes it; the policy ``queue_level`` alone, the KV manager ``num_computed`` and
-    its counts of swaps."""
+    """The step loop changes it; the policy ``queue_level`` alone, the KV manager ``num_computed``
+    and its counts of swaps."""
 
     id: str
     number: int

@@ -11,8 +11,9 @@ import huggingface_hub.constants
 import pytest
 from fastserve_backend.config import EngineConfig
 from running_server import running_server
-from serving_client import GENERATE, post, wait_for
+from serving_client import GENERATE, post
 from tiny_model import engine_options
+from waiting import wait_for
 
 RESTART_TIMEOUT_S = 60.0
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -84,7 +84,7 @@ async def test_max_tokens_can_be_clipped_to_what_fits(client: AsyncFastServeClie
     completion = await client.generate(prompt, max_tokens=50, clip_max_tokens=True, ignore_eos=True)
     assert completion.num_output_tokens == 10
     assert completion.finish_reason == "length"
-    with pytest.raises(InvalidRequest, match="text_input"):
+    with pytest.raises(InvalidRequest, match="input_ids"):
         await client.generate([5] * 5000, max_tokens=50, clip_max_tokens=True)
 
 

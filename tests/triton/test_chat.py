@@ -206,7 +206,7 @@ def test_a_message_that_is_refused_is_not_kept(chat_endpoints: Endpoints) -> Non
         text=True,
         timeout=DEADLINE_S,
     )
-    assert done.stderr.startswith("error: text_input: got")
+    assert done.stderr.startswith("error: messages: got")
     assert done.stdout == "The capital of France is Paris.\n"
     assert done.returncode == ExitCode.OK
 

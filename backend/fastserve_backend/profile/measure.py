@@ -128,8 +128,7 @@ def measure_briefly(
     mixes = brief_grid(limits) + random_mixes(limits, _BRIEF_MIXES, random.Random(_SEED))
     bench = _StepTimer(executor, now, limits)
     times = bench.times(mixes, BRIEF_BUDGET_S, lambda share: None)
-    profile = fit(identity, limits.num_blocks, link, _samples(mixes, times))
-    return replace(profile, max_seqs=limits.max_seqs, max_prefill_tokens=limits.max_prefill_tokens)
+    return _fit(identity, limits, link, _samples(mixes, times))
 
 
 def measure_fully(
@@ -146,10 +145,20 @@ def measure_fully(
     training = full_grid(limits) + random_mixes(limits, _FULL_MIXES, rng)
     mixes = training + held_out
     times = _StepTimer(executor, now, limits).times(mixes, FULL_BUDGET_S, progress)
-    profile = fit(identity, limits.num_blocks, link, _samples(training, times))
+    profile = _fit(identity, limits, link, _samples(training, times))
     tests = _samples(held_out, times[len(training) :])
     error = mean_error(profile, tests) if tests else None
-    return Measurement(replace(profile, held_out_error=error, max_seqs=limits.max_seqs), tests)
+    return Measurement(replace(profile, held_out_error=error), tests)
+
+
+def _fit(
+    identity: Identity, limits: Limits, link: Link, samples: Sequence[Sample]
+) -> LatencyProfile:
+    return replace(
+        fit(identity, limits.num_blocks, link, samples),
+        max_seqs=limits.max_seqs,
+        max_prefill_tokens=limits.max_prefill_tokens,
+    )
 
 
 def _samples(mixes: Sequence[Mix], times: Sequence[float | None]) -> list[Sample]:

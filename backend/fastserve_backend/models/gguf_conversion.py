@@ -196,7 +196,7 @@ def _llama3(rope: dict[str, Any], factors: list[float], config: dict[str, Any]) 
     }
     plain, wanted = (
         read_rotary(
-            HFConfig({"rope_parameters": one}, "rope"), head_dim, positions, default_share=1
+            HFConfig({"rope_parameters": one}, "rope"), head_dim, positions, theta=1e4, share=1.0
         )
         for one in (rope, scaled)
     )

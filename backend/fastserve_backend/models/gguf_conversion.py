@@ -1,7 +1,7 @@
 """GGUF to safetensors. Needs torch, so that the server runs it as `gguf_process`.
 
 The format is read and dequantised by the `gguf` library, tensor by tensor, so that the model is
-never in memory as a whole; the tokenizer is read by transformers.
+never in memory as a whole.
 
 transformers can load GGUF files itself, but only whole, and without the rotary scaling of LLaMA
 models, which changes their answers.
@@ -290,5 +290,5 @@ def convert(path: Path, directory: Path) -> None:
         )
     directory.mkdir()
     _write_json(directory / "config.json", config)
-    save_tokenizer(path, file, directory)
+    save_tokenizer(file, directory)
     _save_tensors(file, directory)

@@ -126,8 +126,8 @@ def _ids(tokens: list[str]) -> dict[str, int]:
     return {token: token_id for token_id, token in enumerate(tokens)}
 
 
-def _pairs(merges: list[str]) -> list[tuple[str, ...]]:
-    return [tuple(merge.split(" ")) for merge in merges]
+def _pairs(merges: list[str]) -> list[tuple[str, str]]:
+    return [(left, right) for left, right in (merge.split(" ") for merge in merges)]
 
 
 def _sentencepiece_spaces(file: Fields) -> normalizers.Normalizer:

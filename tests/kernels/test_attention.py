@@ -101,6 +101,25 @@ def test_padding_decodes_are_zero(backend: str, close: Close, dtype: torch.dtype
     assert not out[-1].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_score_that_is_no_number_is_not_hidden(backend: str, dtype: torch.dtype) -> None:
+    """The second job's, whichever position of its context it has; the first has nothing of it."""
+    contexts = torch.tensor([70, 70], dtype=torch.int32)
+    starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+    for position in (0, 40, 69):
+        cache = make_cache([70, 70], 1, 64, 16, dtype)
+        query = fused(2, 1, 1, 64, dtype)[0]
+        block = cache.block_tables[1, position // 16]
+        cache.kv[block, LAYER, 0, 0, position % 16, 5] = NAN
+        shared = (query, cache.kv, LAYER, cache.block_tables, contexts)
+        for out in (
+            ops.paged_decode(*shared, cache.scale),
+            ops.paged_prefill(*shared, starts, cache.scale),
+        ):
+            assert out[0].isfinite().all()
+            assert out[1].isnan().all()
+
+
 def test_no_rows(backend: str) -> None:
     cache = make_cache([4], 2, 64, 16, torch.float32)
     empty, query = torch.empty(0, dtype=torch.int32), torch.empty(0, 2, 64)

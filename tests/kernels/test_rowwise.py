@@ -28,6 +28,18 @@ def test_add_layer_norm(
     close(normed, expected)
 
 
+@pytest.mark.parametrize("size", [33, 40, 72, 768])
+@pytest.mark.parametrize("mean", [30.0, 1000.0])
+def test_layer_norm_of_rows_far_from_zero(backend: str, size: int, mean: float) -> None:
+    """As near as float32 has the rows themselves: lanes past the end count for nothing."""
+    x = torch.randn(4, size) * 0.1 + mean
+    zero = torch.zeros_like(x)
+    _, normed = ops.add_layer_norm(x, zero, None, None, 1e-5)
+    _, expected = reference.add_layer_norm(x, zero, None, None, 1e-5)
+    rounding = mean * torch.finfo(torch.float32).eps / 0.1
+    assert (normed.double() - expected.double()).abs().max() < 5 * rounding
+
+
 def test_constant_rows_normalise_to_the_bias(backend: str) -> None:
     x = torch.full((2, 100), 5.0)
     _, normed = ops.add_layer_norm(x, x, None, torch.full((100,), 0.5), 1e-5)

@@ -146,14 +146,23 @@ class HFConfig:
             raise self.error(key, "a number above 0")
         return float(value)
 
-    def mapping(self, key: str) -> HFConfig | None:
-        """The fields of an object within the file; None if it is not there."""
-        value = self._raw.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, Mapping):
-            raise self.error(key, "an object")
-        return HFConfig(value, f"{self.source}, {key}")
+    def mapping(self, *keys: str) -> HFConfig:
+        """The fields of the object that has one of these names; none where no such is there.
+
+        An empty object is none. Raises ModelError where two are there that are not equal.
+        """
+        chosen = HFConfig({}, self.source)
+        for key in keys:
+            value = self._raw.get(key)
+            if value is None:
+                continue
+            if not isinstance(value, Mapping):
+                raise self.error(key, "an object")
+            if chosen._raw and value and chosen._raw != value:
+                raise self.error(key, f"the same as in {chosen.source}, or one of them alone")
+            if value:
+                chosen = HFConfig(value, f"{self.source}, {key}")
+        return chosen
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self._raw.get(key)
@@ -180,6 +189,16 @@ class HFConfig:
         if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
             raise self.error(key, "a token id, a list of them or null")
         return tuple(values)
+
+
+def checked_head_dim(raw: HFConfig, head_dim: int) -> int:
+    """`head_dim`, the elements of a head, if the attention kernels take it; else ModelError."""
+    if head_dim % _HEAD_DIM_STEP or head_dim > _HEAD_DIM_MAX:
+        raise ModelError(
+            f"{raw.source}: hidden_size / heads is {head_dim}, but the attention kernels "
+            f"need a multiple of {_HEAD_DIM_STEP} up to {_HEAD_DIM_MAX}"
+        )
+    return head_dim
 
 
 def builtin_names() -> tuple[str, ...]:
@@ -238,11 +257,6 @@ def load_model_config(
         )
         ids = tuple(one for one in config.eos_token_ids if one not in beyond)
         config = replace(config, eos_token_ids=ids)
-    if config.head_dim % _HEAD_DIM_STEP or config.head_dim > _HEAD_DIM_MAX:
-        raise ModelError(
-            f"{raw.source}: hidden_size / heads is {config.head_dim}, but the attention kernels "
-            f"need a multiple of {_HEAD_DIM_STEP} up to {_HEAD_DIM_MAX}"
-        )
     return config
 
 

@@ -8,8 +8,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shutil
 import subprocess
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from fastserve_backend.atomic_file import remove_drafts
@@ -18,11 +21,16 @@ from fastserve_backend.interpreter import child_environment, python_executable
 from fastserve_backend.models.errors import ModelError
 
 # Part of the key of what is cached: to be raised when the same file is to give something else.
-_VERSION = 5
+_VERSION = 6
 
 # Minutes from a slow disk, for the largest model that a disk holds twice.
 _TIMEOUT_S = 3600.0
 _DRAFT = ".new-"
+
+# A conversion is as large as its model. One that no server has started with for so long is mostly
+# of a file that is there no more, or has another date, as in a new environment; another is made if
+# need be.
+_UNUSED_S = 30 * 24 * 3600.0
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +39,8 @@ def converted(file: Path) -> Path:
     """The directory with the safetensors, configuration, tokenizer and chat template of `file`.
 
     Made at the first call, with a progress bar on stderr, and kept in the user's cache directory
-    until the file changes. Weights are dequantised to bfloat16. Safe to call from several
-    processes.
+    until the file changes, or another is converted after 30 days without a call. Weights are
+    dequantised to bfloat16. Safe to call from several processes.
 
     Raises ModelError for a file that is damaged or holds a model that cannot be served.
     """
@@ -43,7 +51,10 @@ def converted(file: Path) -> Path:
     version = f"\n{stat.st_size}\n{stat.st_mtime_ns}\n{_VERSION}"
     key = hashlib.sha256(os.fsencode(real) + version.encode()).hexdigest()[:16]
     directory = cache_directory("gguf") / f"{name}-{key}"
-    if not directory.is_dir():
+    if directory.is_dir():
+        with suppress(OSError):  # the cache may be another user's
+            os.utime(directory)  # it is used
+    else:
         _log.info("converting %s to %s, once", file, directory)
         try:
             _make(file, directory)
@@ -58,6 +69,7 @@ def converted(file: Path) -> Path:
 def _make(file: Path, directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     remove_drafts(directory.parent.glob(f"{_DRAFT}*"), _TIMEOUT_S)
+    _remove_unused(directory.parent)
     with tempfile.TemporaryDirectory(prefix=_DRAFT, dir=directory.parent) as scratch:
         made = Path(scratch) / "model"
         _convert(file, made)
@@ -66,6 +78,16 @@ def _make(file: Path, directory: Path) -> None:
         except OSError:
             if not directory.is_dir():  # if it is, another process was faster
                 raise
+
+
+def _remove_unused(conversions: Path) -> None:
+    for one in conversions.glob("[!.]*"):
+        with suppress(OSError):  # another process removes it as well, or it is another user's
+            if time.time() - one.stat().st_mtime > _UNUSED_S:
+                # First by its name, so that nobody finds a part of it.
+                draft = one.rename(one.with_name(f"{_DRAFT}{one.name}"))
+                shutil.rmtree(draft)
+                _log.info("removed %s, which was not used for 30 days", one)
 
 
 def _convert(file: Path, target: Path) -> None:

@@ -1,7 +1,7 @@
 """GGUF to safetensors. Needs torch, so that the server runs it as `gguf_process`.
 
 The format is read and dequantised by the `gguf` library, tensor by tensor, so that the model is
-never in memory as a whole; the tokenizer is read by transformers.
+never in memory as a whole.
 
 transformers can load GGUF files itself, but only whole, and without the rotary scaling of LLaMA
 models, which changes their answers.
@@ -28,7 +28,6 @@ from fastserve_backend.models.config import HFConfig
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.gguf_tokenizer import save_tokenizer
 from fastserve_backend.models.llama_config import LlamaConfig
-from fastserve_backend.models.rotary_config import read_rotary
 
 _LLAMA = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA]
 
@@ -43,8 +42,17 @@ _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 # Optional fields of rotary scaling: GGUF's name -> Hugging Face's.
 _ROPE_OPTIONS = {
     "original_context_length": "original_max_position_embeddings",
+    "yarn_attn_factor": "attention_factor",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
+}
+# Fields that would change a model's answers and are not supported -> values that change nothing.
+_UNSUPPORTED = {
+    "llama.logit_scale": (0.0, 1.0),
+    "llama.rope.scaling.alpha": (0.0,),
+    "llama.rope.scaling.attn_factor": (1.0,),
+    "llama.rope.scaling.yarn_ext_factor": (-1.0, 1.0),
+    "llama.rope.scaling.yarn_log_multiplier": (0.0,),
 }
 
 
@@ -96,15 +104,10 @@ class GGUFFile:
             "eos_token_id": self._end_tokens(),
         }
         config = {key: value for key, value in config.items() if value is not None}
-        config["rope_parameters"] = self._rope(config)
         # What cannot be served is refused before it is converted.
-        LlamaConfig.from_hf(
-            HFConfig(config, "its metadata"),
-            name="",
-            directory=None,
-            load_format="dummy",
-            dtype="bfloat16",
-        )
+        self._refuse_unsupported(_read_config(config).head_dim)
+        config["rope_parameters"] = self._rope(config)
+        _read_config(config)
         return config
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -146,6 +149,20 @@ class GGUFFile:
             raise ModelError(f"metadata field {key} is missing")
         return value
 
+    def _refuse_unsupported(self, head_dim: int) -> None:
+        neutral = _UNSUPPORTED | {
+            "llama.attention.scale": (0.0, head_dim**-0.5),
+            "llama.rope.dimension_count": (head_dim,),
+        }
+        for key, values in neutral.items():
+            value = self.field(key)
+            if value is None or any(math.isclose(value, one, rel_tol=1e-6) for one in values):
+                continue
+            raise ModelError(
+                f"metadata field {key} is {value}, but only {values[-1]} is supported; use the "
+                "model's Hugging Face checkpoint"
+            )
+
     def _end_tokens(self) -> list[int]:
         """End of text, and of a turn in chat where that is another token."""
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
@@ -183,10 +200,18 @@ class GGUFFile:
         return rope
 
 
+def _read_config(config: dict[str, Any]) -> LlamaConfig:
+    return LlamaConfig.from_hf(
+        HFConfig(config, "its metadata"),
+        name="",
+        directory=None,
+        load_format="dummy",
+        dtype="bfloat16",
+    )
+
+
 def _llama3(rope: dict[str, Any], factors: list[float], config: dict[str, Any]) -> dict[str, Any]:
     """The parameters of Llama 3.1's scaling that give these factors of the frequencies."""
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    positions = config["max_position_embeddings"]
     scaled = rope | {
         "rope_type": "llama3",
         "factor": max(factors),
@@ -195,10 +220,7 @@ def _llama3(rope: dict[str, Any], factors: list[float], config: dict[str, Any]) 
         "original_max_position_embeddings": 8192,
     }
     plain, wanted = (
-        read_rotary(
-            HFConfig({"rope_parameters": one}, "rope"), head_dim, positions, default_share=1
-        )
-        for one in (rope, scaled)
+        _read_config(config | {"rope_parameters": one}).rotary for one in (rope, scaled)
     )
     given = [one / factor for one, factor in zip(plain.frequencies, factors, strict=False)]
     if len(factors) != len(plain.frequencies) or not all(
@@ -290,5 +312,5 @@ def convert(path: Path, directory: Path) -> None:
         )
     directory.mkdir()
     _write_json(directory / "config.json", config)
-    save_tokenizer(path, file, directory)
+    save_tokenizer(file, directory)
     _save_tensors(file, directory)

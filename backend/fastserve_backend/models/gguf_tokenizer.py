@@ -1,21 +1,20 @@
 """The tokenizer of a GGUF file, as tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-A byte-level vocabulary is built of the file's fields: how transformers reads one differs from
-version to version, and it does not look at the name of how text is split before it is encoded. A
-SentencePiece vocabulary is transformers' to read, but for what becomes of spaces. That, and the
-defaults for the begin token, are llama.cpp's.
+Built of the file's fields: how transformers reads them differs from version to version, and it does
+not look at the name of how text is split before it is encoded. What becomes of spaces in a
+SentencePiece vocabulary, and the defaults for special tokens, are llama.cpp's.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, Protocol
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
-from transformers import AutoTokenizer
 
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.hf_tokenizer import around_prompt
@@ -31,7 +30,10 @@ _SMOLLM = ("smollm",)
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 
 _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"  # GGUF's names of the kinds of vocabularies
-_CONTROL, _USER_DEFINED = 3, 4  # its types of tokens that are found in a text before all others
+# Its types of tokens that are found in a text before all others.
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+
+_log = logging.getLogger(__name__)
 
 
 class Fields(Protocol):
@@ -40,14 +42,14 @@ class Fields(Protocol):
     def field(self, key: str, default: Any = None) -> Any: ...
 
 
-def save_tokenizer(path: Path, file: Fields, directory: Path) -> None:
-    """Write the tokenizer of the GGUF file at `path` to `directory`.
+def save_tokenizer(file: Fields, directory: Path) -> None:
+    """Write the tokenizer of a GGUF file to `directory`.
 
     Raises ModelError where it cannot be read, or splits text in a way that is not known here:
     encoding it in another would make answers worse without a sign of it.
     """
     try:
-        fast = _read(path, file)
+        fast = _read(file)
     except ModelError:
         raise
     except Exception as error:  # what is missing or unknown shows as errors of any kind
@@ -65,20 +67,67 @@ def save_tokenizer(path: Path, file: Fields, directory: Path) -> None:
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def _read(path: Path, file: Fields) -> FastTokenizer:
+def _read(file: Fields) -> FastTokenizer:
     kind = file.field("tokenizer.ggml.model")
-    if kind == _BYTE_LEVEL:
-        return _byte_level(file)
-    if kind == _SENTENCEPIECE:
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-        fast: FastTokenizer = tokenizer.backend_tokenizer
-        fast.pre_tokenizer = None
-        fast.normalizer = _sentencepiece_spaces(file)
-        return fast
-    raise ModelError(
-        f"tokenizer.ggml.model is {kind!r}; known are {_BYTE_LEVEL} and {_SENTENCEPIECE}; use the "
-        "model's Hugging Face checkpoint"
+    if kind not in (_BYTE_LEVEL, _SENTENCEPIECE):
+        raise ModelError(
+            f"tokenizer.ggml.model is {kind!r}; known are {_BYTE_LEVEL} and {_SENTENCEPIECE}; use "
+            "the model's Hugging Face checkpoint"
+        )
+    tokens, types = file.field("tokenizer.ggml.tokens"), file.field("tokenizer.ggml.token_type")
+    fast = _byte_level(file, tokens) if kind == _BYTE_LEVEL else _sentencepiece(file, tokens)
+    fast.add_tokens(
+        [
+            AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        ]
     )
+    return fast
+
+
+def _sentencepiece(file: Fields, tokens: list[str]) -> FastTokenizer:
+    merges = file.field("tokenizer.ggml.merges")
+    fast = FastTokenizer(
+        models.BPE(
+            vocab=_ids(tokens),
+            merges=_merges_by_score(file, tokens) if merges is None else _pairs(merges),
+            unk_token=tokens[file.field("tokenizer.ggml.unknown_token_id", 0)],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    fast.normalizer = _sentencepiece_spaces(file)
+    fast.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1),
+        ]
+    )
+    return fast
+
+
+def _merges_by_score(file: Fields, tokens: list[str]) -> list[tuple[str, str]]:
+    """Every way to make a token of two: those of the best token first, then of the longest left."""
+    known = set(tokens)
+    scored = [
+        (score, token[:cut], token[cut:])
+        for token, score in zip(tokens, file.field("tokenizer.ggml.scores"), strict=True)
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
+    scored.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
+    return [(left, right) for _, left, right in scored]
+
+
+def _ids(tokens: list[str]) -> dict[str, int]:
+    return {token: token_id for token_id, token in enumerate(tokens)}
+
+
+def _pairs(merges: list[str]) -> list[tuple[str, str]]:
+    return [(left, right) for left, right in (merge.split(" ") for merge in merges)]
 
 
 def _sentencepiece_spaces(file: Fields) -> normalizers.Normalizer:
@@ -89,30 +138,28 @@ def _sentencepiece_spaces(file: Fields) -> normalizers.Normalizer:
     )
 
 
-def _byte_level(file: Fields) -> FastTokenizer:
-    tokens, types = file.field("tokenizer.ggml.tokens"), file.field("tokenizer.ggml.token_type")
+def _byte_level(file: Fields, tokens: list[str]) -> FastTokenizer:
     fast = FastTokenizer(
         models.BPE(
-            vocab={token: token_id for token_id, token in enumerate(tokens)},
-            merges=[tuple(merge.split(" ")) for merge in file.field("tokenizer.ggml.merges")],
+            vocab=_ids(tokens),
+            merges=_pairs(file.field("tokenizer.ggml.merges")),
             ignore_merges=file.field("tokenizer.ggml.pre") in _LLAMA3,
         )
     )
     fast.pre_tokenizer = _pre_tokenizer(file)
     fast.decoder = decoders.ByteLevel()
-    fast.add_tokens(
-        [
-            AddedToken(token, special=kind == _CONTROL, normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (_CONTROL, _USER_DEFINED)
-        ]
-    )
     return fast
 
 
 def _pre_tokenizer(file: Fields) -> PreTokenizer:
     """How text is split before it is encoded."""
-    name = file.field("tokenizer.ggml.pre", "default")
+    name = file.field("tokenizer.ggml.pre")
+    if name is None:
+        _log.warning(
+            "the file does not say how its tokenizer splits text (tokenizer.ggml.pre): GPT-2's way "
+            "is taken; if the model was trained with another, its answers are worse"
+        )
+        name = "default"
     if name in _GPT2:
         return ByteLevel(add_prefix_space=False)
     if name in _SMOLLM:

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
 
-from fastserve_backend.models.config import CommonFields, HFConfig, ModelConfig
+from fastserve_backend.models.config import (
+    CommonFields,
+    HFConfig,
+    ModelConfig,
+    checked_head_dim,
+)
 from fastserve_backend.models.rotary_config import Rotary, read_rotary
 
 
@@ -53,9 +58,15 @@ class GPTNeoXConfig(ModelConfig):
         num_heads = raw.integer("num_attention_heads", 64)
         if hidden_size % num_heads:
             raise raw.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}")
-        head_dim = hidden_size // num_heads
+        head_dim = checked_head_dim(raw, hidden_size // num_heads)
         positions = raw.integer("max_position_embeddings", 2048)
-        rotary = read_rotary(raw, head_dim, positions, default_share=0.25)
+        rotary = read_rotary(
+            raw,
+            head_dim,
+            positions,
+            theta=raw.number("rotary_emb_base", 1e4),
+            share=raw.number("rotary_pct", 0.25),
+        )
         return cls(
             **common,
             architecture="gpt_neox",

@@ -92,6 +92,7 @@ class HFTokenizer(Tokenizer):
         # Prompts are never cut or padded silently, whatever was left switched on in tokenizer.json.
         fast.no_truncation()
         fast.no_padding()
+        fast.encode_special_tokens = bool(settings.get("split_special_tokens", False))
         self.vocab_size = vocab_size
         # A byte-level symbol is one byte; all else is text, of up to 4 bytes a character.
         self.max_token_bytes = 4 * max(map(len, fast.get_vocab(with_added_tokens=True)))
@@ -121,7 +122,9 @@ class HFTokenizer(Tokenizer):
         known = self._bytes.get(token_id)
         if known is None:
             token = None if token_id in self._special else self._fast.id_to_token(token_id)
-            known = self._bytes[token_id] = b"" if token is None else self._to_bytes(token)
+            if token is None:  # (not kept: there is no end of ids that no token has)
+                return b""
+            known = self._bytes[token_id] = self._to_bytes(token)
         return known
 
 

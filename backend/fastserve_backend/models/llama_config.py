@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
 
-from fastserve_backend.models.config import CommonFields, HFConfig, ModelConfig
+from fastserve_backend.models.config import (
+    CommonFields,
+    HFConfig,
+    ModelConfig,
+    checked_head_dim,
+)
+from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.rotary_config import Rotary, read_rotary
 
 
@@ -65,9 +71,20 @@ class LlamaConfig(ModelConfig):
         if "head_dim" not in raw and hidden_size % num_heads:
             raise raw.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}")
         raw.choice("hidden_act", "silu", ("silu",))
-        head_dim = raw.integer("head_dim", hidden_size // num_heads)
+        head_dim = checked_head_dim(raw, raw.integer("head_dim", hidden_size // num_heads))
         positions = raw.integer("max_position_embeddings", 2048)
-        rotary = read_rotary(raw, head_dim, positions, default_share=1.0)
+        rotary = read_rotary(
+            raw,
+            head_dim,
+            positions,
+            theta=raw.number("rope_theta", 1e4),
+            share=raw.number("partial_rotary_factor", 1.0),
+        )
+        if rotary.dim != head_dim:  # no version of transformers runs such a model as it says
+            raise ModelError(
+                f"{raw.source}: partial_rotary_factor asks for a rotation of {rotary.dim} of a "
+                f"head's {head_dim} elements, but a LLaMA model rotates them all"
+            )
         return cls(
             **common,
             architecture="llama",

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
 
-from fastserve_backend.models.config import CommonFields, HFConfig, ModelConfig
+from fastserve_backend.models.config import (
+    CommonFields,
+    HFConfig,
+    ModelConfig,
+    checked_head_dim,
+)
 
 # Rows in front of position 0 in OPT's table of positions, which once served padding tokens.
 POSITION_OFFSET = 2
@@ -70,7 +75,7 @@ class OPTConfig(ModelConfig):
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=num_heads,
-            head_dim=hidden_size // num_heads,
+            head_dim=checked_head_dim(raw, hidden_size // num_heads),
             intermediate_size=raw.integer("ffn_dim", 3072),
             vocab_size=raw.integer("vocab_size", 50272),
             max_model_len=positions,

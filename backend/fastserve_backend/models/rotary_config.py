@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from fastserve_backend.models.config import HFConfig
+from fastserve_backend.models.errors import ModelError
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -28,55 +29,64 @@ class Rotary:
     """Beyond so many positions the frequencies would be others."""
 
 
-def read_rotary(raw: HFConfig, head_dim: int, positions: int, *, default_share: float) -> Rotary:
-    """The rotary embedding of a configuration; ``default_share`` of a head is rotated where the
-    configuration does not say.
+def read_rotary(
+    raw: HFConfig, head_dim: int, positions: int, *, theta: float, share: float
+) -> Rotary:
+    """The rotary embedding of a configuration.
+
+    ``theta``, the base of its frequencies, and ``share``, how much of a head is rotated, are those
+    of the architecture's own fields; what ``rope_parameters`` says counts more.
 
     Raises ModelError for a type that is not known or a field that is wrong.
     """
-    rope = raw.mapping("rope_parameters") or raw.mapping("rope_scaling") or HFConfig({}, raw.source)
-    theta = rope.number("rope_theta", raw.number("rope_theta", raw.number("rotary_emb_base", 1e4)))
-    share = rope.number(
-        "partial_rotary_factor",
-        raw.number("partial_rotary_factor", raw.number("rotary_pct", default_share)),
-    )
+    rope = raw.mapping("rope_parameters", "rope_scaling")
+    theta = rope.number("rope_theta", theta)
+    share = rope.number("partial_rotary_factor", share)
     kind_key = "rope_type" if "rope_type" in rope else "type"  # its name until 2024
     kind = rope.choice(kind_key, "default", _TYPES)
     dim = int(head_dim * share)
-    if dim < 2 or dim % 2:
-        raise raw.error("partial_rotary_factor", f"an even number of a head's {head_dim} elements")
+    if theta <= 1:
+        raise ModelError(f"{raw.source}: rope_theta is {theta:g}, expected a number above 1")
+    # More than a head has would be beside it in memory.
+    if not 2 <= dim <= head_dim or dim % 2:
+        raise ModelError(
+            f"{raw.source}: partial_rotary_factor (rotary_pct) is {share:g}, expected a share of a "
+            f"head's {head_dim} elements that is an even number of them"
+        )
+    # What the configuration itself says counts first (as in transformers).
+    trained_key = "original_max_position_embeddings"
+    trained = raw.integer(trained_key, rope.integer(trained_key, positions))
     frequencies = [theta ** (-2 * i / dim) for i in range(dim // 2)]
     if kind == "yarn":
-        return _yarn(frequencies, rope, theta, dim, positions)
+        return _yarn(frequencies, rope, theta, dim, positions, trained)
     if kind == "linear":
         factor = rope.number("factor", None)
         frequencies = [one / factor for one in frequencies]
     elif kind == "llama3":
-        frequencies = [_llama3(one, rope) for one in frequencies]
+        frequencies = [_llama3(one, rope, trained) for one in frequencies]
     elif kind == "dynamic":
         # Its frequencies change with each longer job; up to the trained length they are plain.
-        trained = rope.integer("original_max_position_embeddings", positions)
         positions = min(positions, trained)
     return Rotary(dim, tuple(frequencies), 1.0, positions)
 
 
-def _llama3(frequency: float, rope: HFConfig) -> float:
+def _llama3(frequency: float, rope: HFConfig, trained: int) -> float:
     """Llama 3.1: low frequencies are divided, high ones kept, with a ramp between."""
     factor = rope.number("factor", None)
     low, high = rope.number("low_freq_factor", None), rope.number("high_freq_factor", None)
-    trained = rope.integer("original_max_position_embeddings", 8192)
     wavelength = 2 * math.pi / frequency
     if wavelength < trained / high:
         return frequency
-    if wavelength > trained / low:
+    if wavelength >= trained / low:
         return frequency / factor
     smooth = (trained / wavelength - low) / (high - low)
     return (1 - smooth) * frequency / factor + smooth * frequency
 
 
-def _yarn(plain: list[float], rope: HFConfig, theta: float, dim: int, positions: int) -> Rotary:
+def _yarn(
+    plain: list[float], rope: HFConfig, theta: float, dim: int, positions: int, trained: int
+) -> Rotary:
     """YaRN (Peng et al. 2023): interpolate pairs that turn rarely, keep those that turn often."""
-    trained = rope.integer("original_max_position_embeddings", positions)
     factor = rope.number("factor", positions / trained)
     beta_fast, beta_slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
 

@@ -50,7 +50,7 @@ struct Query {
     // Of `size` elements.
     template <typename T>
     void finish(T* target, int size) const {
-        const float inverse = sum > 0.f || sum != sum ? 1.f / sum : 0.f;
+        const float inverse = sum == 0.f ? 0.f : 1.f / sum;  // of a NaN score, NaN
         for (int i = 0; i < size; i += PAIR) {
             const Pair x = {*(const vf_mem*)(acc + i) * inverse,
                             *(const vf_mem*)(acc + i + W) * inverse};

@@ -9,12 +9,26 @@ namespace fastserve {
 // Below this many elements, waking the other threads costs more than the work.
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;
 
+// fp32 values in the order in which elements of T are spread over a Pair.
+static inline Pair spread_like(const float*, const float* p, int n) { return load_pair_n(p, n); }
+static inline Pair spread_like(const bf16*, const float* p, int n) {
+    Pair spread = {};
+    for (int i = 0; i < n; ++i) {  // (GCC 12 miscompiles a choice of vectors as an lvalue)
+        if (i % 2) spread.b[i / 2] = p[i];
+        else spread.a[i / 2] = p[i];
+    }
+    return spread;
+}
+
 template <typename T>
 static void add_layer_norm(const T* x, const T* residual, const T* weight, const T* bias, T* sum,
                            T* normed, int64_t rows, int64_t size, int64_t x_stride,
                            int64_t residual_stride, float eps) {
     const int64_t pairs = (size + PAIR - 1) / PAIR;
     const int tail = (int)(size - (pairs - 1) * PAIR);
+    float ones[PAIR];
+    std::fill(ones, ones + PAIR, 1.f);
+    const Pair in_tail = spread_like(x, ones, tail);  // lanes of the last Pair: 1, past the end 0
 #pragma omp parallel for if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < rows; ++r) {
         T* s = sum + r * size;
@@ -32,13 +46,14 @@ static void add_layer_norm(const T* x, const T* residual, const T* weight, const
         for (int64_t c = 0; c < pairs; ++c) {
             const int n = c == pairs - 1 ? tail : PAIR;
             const Pair p = load_pair_n(s + c * PAIR, n);
-            const vf a = p.a - mean, b = p.b - mean;
+            vf a = p.a - mean, b = p.b - mean;
+            if (c == pairs - 1) {  // lanes past the end are -mean, not 0
+                a *= in_tail.a;
+                b *= in_tail.b;
+            }
             squares += a * a + b * b;
         }
-        // Lanes past the end read as zero above and each added mean^2.
-        const float padding = (float)(pairs * PAIR - size) * mean * mean;
-        const float variance = std::max(0.f, hsum(squares) - padding) / size;
-        const float inverse = 1.f / std::sqrt(variance + eps);
+        const float inverse = 1.f / std::sqrt(hsum(squares) / size + eps);
         for (int64_t c = 0; c < pairs; ++c) {
             const int n = c == pairs - 1 ? tail : PAIR;
             const Pair p = load_pair_n(s + c * PAIR, n);
@@ -83,14 +98,6 @@ static void add_rms_norm(const T* x, const T* residual, const T* weight, T* sum,
                          {p.a * inverse * w.a, p.b * inverse * w.b}, n);
         }
     }
-}
-
-// fp32 values in the order in which elements of T are spread over a Pair.
-static inline Pair spread_like(const float*, const float* p, int n) { return load_pair_n(p, n); }
-static inline Pair spread_like(const bf16*, const float* p, int n) {
-    Pair spread = {};
-    for (int i = 0; i < n; ++i) (i % 2 ? spread.b : spread.a)[i / 2] = p[i];
-    return spread;
 }
 
 constexpr int64_t MAX_HEAD_DIM = 256;

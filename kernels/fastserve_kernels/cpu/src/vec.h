@@ -102,6 +102,7 @@ static inline float to_float(bf16 x) {
     return f;
 }
 
+// y where either is NaN.
 static inline vf vmax(vf x, vf y) { return x > y ? x : y; }
 
 static inline float hsum(vf x) {
@@ -120,10 +121,12 @@ static inline float hmax(vf x) {
     return lanes[0];
 }
 
-// 2^x for x <= 0, relative error below 2e-7; anything under 2^-126 flushes to about 1e-38.
+// 2^x for x <= 0, relative error below 2e-7; anything under 2^-126 flushes to about 1e-38. A NaN
+// stays one.
 static inline vf exp2_nonpositive(vf x) {
-    const vf round_magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
-    x = vmax(x, splat(-126.f));
+    // Adding 1.5 * 2^23 rounds to an integer; 127 more makes its low bits a float's exponent.
+    const vf round_magic = splat(12582912.f + 127.f);
+    x = vmax(splat(-126.f), x);  // in this order: of a NaN, vmax takes its second argument
     vf shifted = x + round_magic;
     vf r = (x - (shifted - round_magic)) * 0.6931471805599453f;  // in [-ln2/2, ln2/2]
     vf p = splat(1.3888889e-3f);                                  // Taylor of e^r, degree 6
@@ -133,7 +136,7 @@ static inline vf exp2_nonpositive(vf x) {
     p = p * r + 0.5f;
     p = p * r + 1.f;
     p = p * r + 1.f;
-    return (vf)((vu)p + ((vu)shifted << 23));
+    return p * (vf)((vu)shifted << 23);
 }
 
 }  // namespace fastserve

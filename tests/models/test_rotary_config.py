@@ -1,0 +1,99 @@
+"""The rotary fields of a config.json: transformers' reading of them, or a refusal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.rotary_config import Rotary
+from transformers import AutoConfig
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 301,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "intermediate_size": 80,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 256,
+}
+NEOX = LLAMA | {"model_type": "gpt_neox"}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+TRAINED = "original_max_position_embeddings"
+
+
+def read(directory: Path, fields: dict[str, Any]) -> Rotary:
+    (directory / "config.json").write_text(json.dumps(fields))
+    config = load_model_config(str(directory), load_format="dummy")
+    rotary = config.rotary  # type: ignore[attr-defined]
+    assert isinstance(rotary, Rotary)
+    return rotary
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        LLAMA | {"rope_scaling": LLAMA3},
+        LLAMA | {"rope_scaling": LLAMA3, TRAINED: 64},
+        LLAMA | {"rope_scaling": LLAMA3 | {TRAINED: 64}},
+        LLAMA | {"rope_scaling": LLAMA3 | {TRAINED: 64}, TRAINED: 32},
+        LLAMA | {"rope_scaling": YARN},
+        LLAMA | {"rope_scaling": YARN, TRAINED: 64},
+        LLAMA | {"rope_scaling": YARN | {TRAINED: 64}, TRAINED: 32},
+        LLAMA | {"rope_scaling": YARN, "rope_parameters": {}},
+        LLAMA | {"rope_scaling": {}, "rope_parameters": YARN},
+        LLAMA | {"rope_scaling": YARN, "rope_parameters": YARN},
+        LLAMA | {"rope_theta": 77.0, "rope_parameters": {"rope_theta": 500.0}},
+        LLAMA | {"partial_rotary_factor": 1.0},
+        NEOX,
+        NEOX | {"rotary_pct": 0.5, "rotary_emb_base": 500},
+        NEOX | {"rotary_pct": 0.5, "rope_theta": 500.0, "partial_rotary_factor": 0.75},
+        NEOX | {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+    ],
+)
+def test_as_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
+    ours = read(tmp_path, fields)
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    is_llama = fields["model_type"] == "llama"
+    module = (LlamaRotaryEmbedding if is_llama else GPTNeoXRotaryEmbedding)(theirs)
+    torch.testing.assert_close(
+        torch.tensor(ours.frequencies), module.inv_freq, rtol=1e-5, atol=1e-9
+    )
+    assert ours.dim == 2 * len(module.inv_freq)
+    assert ours.scale == pytest.approx(module.attention_scaling)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        # The kernels would write beside the heads.
+        (NEOX | {"rotary_pct": 25}, r"\(rotary_pct\) is 25, expected a share of a head's 32"),
+        (NEOX | {"rotary_pct": 2.0}, r"\(rotary_pct\) is 2, expected a share"),
+        (NEOX | {"rotary_pct": 0.03}, r"\(rotary_pct\) is 0\.03, expected a share"),
+        (NEOX | {"rotary_pct": 0.3}, "that is an even number of them"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "a LLaMA model rotates them all"),
+        (
+            LLAMA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            "rotation of 16 of a head's 32 elements, but",
+        ),
+        (
+            LLAMA | {"rope_parameters": LLAMA3, "rope_scaling": YARN},
+            r"rope_scaling is .* expected the same as in .* rope_parameters, or one of them",
+        ),
+        (LLAMA | {"rope_theta": 1.0, "rope_scaling": YARN}, "rope_theta is 1, expected a number"),
+        # Before as many frequencies are computed.
+        (LLAMA | {"head_dim": 10**15}, "is 1000000000000000, but the attention kernels need"),
+        (NEOX | {"hidden_size": 10**15}, "but the attention kernels need a multiple of 8 up to"),
+    ],
+)
+def test_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(tmp_path, fields)

@@ -131,7 +131,7 @@ def test_a_rank_does_not_wait_for_imports_that_it_has_no_use_for() -> None:
 
 
 # Of the extra "engine"; a machine with the gateway or the client alone has none of them.
-ENGINE_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "jinja2",
+ENGINE_PACKAGES = ("torch", "huggingface_hub", "tokenizers", "safetensors", "gguf", "jinja2",
                    "msgspec", "zmq", "platformdirs", "psutil")  # fmt: skip
 
 

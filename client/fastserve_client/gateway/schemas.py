@@ -62,7 +62,7 @@ _JSON_KINDS = {list: "a list", dict: "an object", str: "a text", int: "a number"
 def _asks_for_nothing(name: str, value: Any, num_choices: int) -> bool:
     """Whether one of ``_UNSUPPORTED`` leaves the answer as it is; agents send empty lists."""
     if name == "response_format" and isinstance(value, dict):
-        return value.get("type", "text") == "text"
+        return bool(value.get("type", "text") == "text")
     if name == "best_of" and type(value) is int:
         return value <= num_choices
     return not value

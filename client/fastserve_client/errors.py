@@ -54,6 +54,14 @@ class WorkloadError(ClientError):
     """
 
 
+def shown(value: object) -> str:
+    """A value in a message. Of its own Python writes no number of more than 4300 digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return "a number of too many digits"
+
+
 # Triton's gRPC streams carry an error's text but not its code. (The header `triton_grpc_error`
 # asks for codes too, but tritonserver 24.10 was seen to crash when responses follow the error, so
 # this client never sends it.) So the text decides:

@@ -55,7 +55,7 @@ def read_profile(path: Path) -> list[Request]:
     try:
         experiments = json.loads(text)["experiments"]
         requests = [_request(entry) for one in experiments for entry in one["requests"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a profile of these configurations ({error!r})") from error
     if not requests:
         raise ValueError(f"{path}: no requests in it")
@@ -66,6 +66,8 @@ def _request(entry: dict[str, Any]) -> Request:
     sampling = json.loads(entry["request_inputs"]["sampling_parameters"])
     if sampling.get("return_num_output_tokens") is not True:
         raise ValueError("sampling_parameters without return_num_output_tokens")
+    if not entry["response_timestamps"]:
+        raise ValueError("a request without a response")
     return Request(
         max_tokens=sampling["max_tokens"],
         sent=entry["timestamp"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -120,6 +121,10 @@ def bench(
         raise ConfigError("natural_lengths: needs --max-output-tokens, where every answer ends")
     if chat and not natural_lengths:
         raise ConfigError("chat: needs --natural-lengths, whose texts are sent as messages")
+    bounds_ms = {"slo_ms": slo_ms, "ttft_slo_ms": ttft_slo_ms, "tpot_slo_ms": tpot_slo_ms}
+    for name, number in {"timeout": timeout, **bounds_ms}.items():
+        if number is not None and not 0 < number < math.inf:
+            raise ConfigError(f"{name}: got {number:g}; must be a number above 0")
     limits = LengthLimits(max_prompt_tokens, max_total_tokens, max_output_tokens)
     loads = [Load(concurrency=clients) for clients in _whole_numbers(concurrency)]
     loads += [Load(rate=rate) for rate in parse_rates(rates)]
@@ -134,7 +139,6 @@ def bench(
         max_output_tokens if natural_lengths else None,
         chat,
     )
-    bounds_ms = (slo_ms, ttft_slo_ms, tpot_slo_ms)
     servers: list[Target] | list[OwnServer]
     if serve is None:
         servers = [Target.parse(one, model) for one in url or [DEFAULT_URL]]
@@ -143,7 +147,7 @@ def bench(
     code = bench_command(
         servers,
         plan,
-        Objectives(*(None if bound is None else bound / 1e3 for bound in bounds_ms)),
+        Objectives(*(None if bound is None else bound / 1e3 for bound in bounds_ms.values())),
         Output(output, plot),
     )
     raise typer.Exit(int(code))

@@ -24,7 +24,7 @@ Dataset = Annotated[
     ),
 ]
 NumJobs = Annotated[int, typer.Option(help="Jobs of a trace.")]
-Seed = Annotated[int, typer.Option(help="Of arrivals and lengths.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of arrivals and lengths.")]
 MaxPromptTokens = Annotated[int | None, typer.Option(help="Leave out jobs with longer prompts.")]
 MaxTotalTokens = Annotated[int | None, typer.Option(help="Leave out jobs that are longer in all.")]
 MaxOutputTokens = Annotated[int | None, typer.Option(help="Leave out jobs with longer outputs.")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fastserve_client.engine_state import EngineState
 from fastserve_client.errors import ClientError, ServerError
 from fastserve_client.request import InferRequest
-from fastserve_client.response import read_engine_state
+from fastserve_client.response import read_engine_state, unreadable
 from fastserve_client.transport import AioCall
 
 if TYPE_CHECKING:
@@ -50,7 +50,11 @@ class AsyncEngineWatch(AsyncIterator[EngineState]):
         self._had_picture = False
 
     async def __anext__(self) -> EngineState:
-        return EngineState.from_json(await self.next_json())
+        text = await self.next_json()
+        try:
+            return EngineState.from_json(text)
+        except (KeyError, TypeError, ValueError) as error:
+            raise unreadable(self._request.model, error) from error
 
     async def next_json(self) -> str:
         """The next picture as it came, for those who pass it on. Errors as of iterating."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import queue
 import sys
 import threading
@@ -70,6 +71,8 @@ def chat_in_terminal(
 
 def _typed_lines() -> Iterator[str]:
     """Lines of stdin that are not blank, up to its end; Ctrl-C shows the help."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # of a file in another encoding
     is_interactive = sys.stdin.isatty()
     if is_interactive:
         _enable_line_editing()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ _PORTS = {
     "https": _TLS_PORT,
 }
 _HOST = re.compile(r"[\w.:%-]+", re.ASCII)
+_FOUR_NUMBERS = re.compile(r"\d+(\.\d+){3}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Endpoint:
             raise _bad_url(url, "the host is missing" if port != 0 else "port 0 names no server")
         if _HOST.fullmatch(parts.hostname) is None:
             raise _bad_url(url, "a host has ASCII letters, digits and - . _ : % only")
+        if _FOUR_NUMBERS.fullmatch(parts.hostname) and not _is_address(parts.hostname):
+            raise _bad_url(url, "the numbers of an address are 0 to 255")
         return cls(parts.scheme, parts.hostname, _PORTS[parts.scheme] if port is None else port)
 
     @property
@@ -77,6 +81,14 @@ class Endpoint:
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.target}"
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def _bad_url(url: str, reason: str) -> InvalidRequest:

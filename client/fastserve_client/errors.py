@@ -54,14 +54,22 @@ class WorkloadError(ClientError):
     """
 
 
+def shown(value: object) -> str:
+    """A value in a message. Of its own Python writes no number of more than 4300 digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return "a number of too many digits"
+
+
 # Triton's gRPC streams carry an error's text but not its code. (The header `triton_grpc_error`
 # asks for codes too, but tritonserver 24.10 was seen to crash when responses follow the error, so
 # this client never sends it.) So the text decides:
+NAMES_FIELD = re.compile(r"^[\w, .\[\]]+: got ")
+"""How this project names what is wrong with a request: "max_tokens: got -1; must be …"."""
 _INVALID = re.compile(
-    # "max_tokens: got -1; must be …" is how this model's server names a field and a value.
-    r"^[\w, .\[\]]+: got "
-    # The rest are Triton's own refusals of a request that does not fit config.pbtxt.
-    r"|^(\[request id: .*?\] )?(unexpected|expected|inference input|input .* expected) ",
+    # Triton's own refusals of a request that does not fit config.pbtxt.
+    r"^(\[request id: .*?\] )?(unexpected|expected|inference input|input .* expected) ",
     re.IGNORECASE,
 )
 _OVERLOADED = re.compile(r"\brequests are queued already\b", re.IGNORECASE)
@@ -72,7 +80,7 @@ _CANCELLED = re.compile(r"\bcancell?ed\b", re.IGNORECASE)
 def error_from_message(message: str) -> ClientError:
     """The error for the ``error_message`` of a stream's response."""
     line = " ".join(message.split())
-    if _INVALID.search(line):
+    if NAMES_FIELD.match(line) or _INVALID.search(line):
         return InvalidRequest(line)
     if _OVERLOADED.search(line):
         return ServerOverloaded(line)

@@ -13,6 +13,8 @@ from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import (
     ClientClosed,
     ClientError,
+    InvalidRequest,
+    ServerError,
     connection_failed,
     request_timeout,
 )
@@ -41,17 +43,9 @@ class HttpSession:
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
+        """Raises InvalidRequest: no such host can be, or a proxy of the environment."""
         self._url = str(endpoint)
-        self._http = httpx.AsyncClient(
-            base_url=self._url,
-            headers=_HEADERS,
-            # Without limits: a request waits as long as the server lives, unless it has a timeout.
-            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            # The certificates that the system trusts; httpx would take those of certifi. Reading
-            # them takes 50 ms, which http:// can do without.
-            verify=ssl.create_default_context() if endpoint.uses_tls else False,
-        )
+        self._http = _http_client(endpoint)
         self._tasks: set[asyncio.Task[None]] = set()
         self._uncancelled: set[asyncio.Task[None]] = set()
 
@@ -80,7 +74,7 @@ class HttpSession:
     async def is_ready(self, model: str, timeout_s: float) -> bool:
         try:
             answer = await self._http.get(ready_path(model), timeout=timeout_s)
-        except httpx.TransportError:
+        except httpx.RequestError:
             return False
         return answer.status_code == httpx.codes.OK
 
@@ -108,6 +102,8 @@ class HttpSession:
                             deliver(item)
         except httpx.TransportError as error:
             raise connection_failed(self._url, _reason(error)) from None
+        except httpx.RequestError as error:
+            raise ServerError(f"{self._url}: cannot read the answer ({error})") from None
         if failure is not None:
             raise failure
 
@@ -121,6 +117,30 @@ class HttpSession:
         if isinstance(error, asyncio.TimeoutError):
             error = request_timeout(self._url)
         deliver(error)
+
+
+def _http_client(endpoint: Endpoint) -> httpx.AsyncClient:
+    try:
+        url = httpx.URL(str(endpoint))
+        url.host  # noqa: B018 - which is decoded only now
+    except (httpx.InvalidURL, ValueError) as error:
+        raise InvalidRequest(f"url: got {str(endpoint)!r}; it cannot be used ({error})") from None
+    try:
+        return httpx.AsyncClient(
+            base_url=url,
+            headers=_HEADERS,
+            # Without limits: a request waits as long as the server lives, unless it has a timeout.
+            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            # The certificates that the system trusts; httpx would take those of certifi. Reading
+            # them takes 50 ms, which http:// can do without.
+            verify=ssl.create_default_context() if endpoint.uses_tls else False,
+        )
+    except (httpx.InvalidURL, ValueError, ImportError) as error:
+        raise InvalidRequest(
+            f"HTTP_PROXY, HTTPS_PROXY or ALL_PROXY: got a proxy that cannot be used ({error}); "
+            "correct it or unset it"
+        ) from None
 
 
 def _reason(error: BaseException) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
-from fastserve_client.errors import InvalidRequest
+from fastserve_client.errors import InvalidRequest, shown
 
 Message = Mapping[str, str]
 """``{"role": …, "content": …}``; roles are the model's, such as system, user and assistant."""
@@ -66,6 +66,6 @@ def encode_options(options: Mapping[str, Any], flags: Mapping[str, bool]) -> str
             fields.append(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}")
         except (TypeError, ValueError):
             raise InvalidRequest(
-                f"{name}: got {value!r}; must be a finite number, a bool or text"
+                f"{name}: got {shown(value)}; must be a finite number, a bool or text"
             ) from None
     return "{" + ", ".join(fields) + "}"

@@ -10,7 +10,7 @@ from operator import index
 from typing import Any, cast
 
 from fastserve_client import protocol
-from fastserve_client.errors import InvalidRequest
+from fastserve_client.errors import InvalidRequest, shown
 from fastserve_client.options import Message, Prompt, encode_options
 
 
@@ -67,7 +67,7 @@ def build_watch_request(model: str, interval_s: float) -> InferRequest:
     except (OverflowError, ValueError):
         interval_ms = protocol.MAX_INT32 + 1
     if not -protocol.MAX_INT32 <= interval_ms <= protocol.MAX_INT32:
-        raise InvalidRequest(f"interval_s: got {interval_s!r}; must be a number of seconds")
+        raise InvalidRequest(f"interval_s: got {shown(interval_s)}; must be a number of seconds")
     return InferRequest(model, {protocol.WATCH_INTERVAL_MS: (interval_ms,), protocol.STREAM: True})
 
 
@@ -108,8 +108,8 @@ def _checked_ids(token_ids: Sequence[Any]) -> tuple[int, ...]:
             return checked
     wrong = next(one for one in token_ids if not _is_token_id(one))
     raise InvalidRequest(
-        f"{protocol.INPUT_IDS}: got {wrong!r}, which is no token id; must be integers that fit 32 "
-        "bits"
+        f"{protocol.INPUT_IDS}: got {shown(wrong)}, which is no token id; must be integers that "
+        "fit 32 bits"
     )
 
 

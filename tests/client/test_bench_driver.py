@@ -157,3 +157,18 @@ async def test_what_is_under_way_when_interrupted_is_cancelled(closed: bool) -> 
     assert len(one.outcome.records) == 1
     assert [failure.kind.value for failure in one.outcome.failures] == ["cancelled"]
     assert one.outcome.interrupted
+
+
+async def test_the_last_failure_ends_a_run() -> None:
+    async def respond(number: int) -> Answer:
+        if number == 1:
+            await asyncio.sleep(0.05)
+            raise ServerError("broken")
+        now_s = time.monotonic()
+        return Answer(now_s, now_s, 3, 4)
+
+    one = driver(Server(respond), 2)
+    await asyncio.wait_for(one.open_loop([0.0, 0.0]), DEADLINE_S)
+    outcome = one.outcome
+    assert outcome.duration_s == outcome.last_failure_s >= 0.05
+    assert outcome.duration_s > outcome.records[0].last_token_s

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fastserve_client.bench.connection import Request
 from fastserve_client.bench.openai_connection import OpenAIConnection
-from fastserve_client.errors import ServerError
+from fastserve_client.errors import ConnectionFailed, ServerError
 
 DEADLINE_S = 20.0
 
@@ -23,15 +23,21 @@ def usage() -> dict[str, Any]:
 
 
 @pytest.fixture
-def url(usage: dict[str, Any]) -> Iterator[str]:
+def prefix() -> str:
+    """Of the data of an event."""
+    return "data: "
+
+
+@pytest.fixture
+def url(usage: dict[str, Any], prefix: str) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(200)
             self.end_headers()
             for event in ({"choices": [{"text": ""}]}, {"choices": [], "usage": usage}):
-                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-            self.wfile.write(b"data: [DONE]\n\n")
+                self.wfile.write(f"{prefix}{json.dumps(event)}\n\n".encode())
+            self.wfile.write(f"{prefix}[DONE]\n\n".encode())
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -50,6 +56,7 @@ async def send(url: str) -> tuple[int, int]:
     return answer.prompt_tokens, answer.output_tokens
 
 
+@pytest.mark.parametrize("prefix", ["data: ", "data:"])  # the space is left to the server
 async def test_tokens_are_those_that_the_server_counted(url: str) -> None:
     assert await send(url) == (3, 2)
 
@@ -62,3 +69,13 @@ async def test_an_answer_without_counted_tokens_is_an_error(
     usage[name] = count
     with pytest.raises(ServerError, match=r"^usage: got "):
         await send(url)
+
+
+async def test_messages_hold_no_password() -> None:
+    connection = OpenAIConnection("http://me:secret@127.0.0.1:1/v1", "fastserve", None)
+    try:
+        with pytest.raises(ConnectionFailed) as refused:
+            await connection.check()
+    finally:
+        await connection.close()
+    assert "no server at http://127.0.0.1:1/v1" in str(refused.value)

@@ -7,22 +7,23 @@ import math
 from pathlib import Path
 
 import pytest
-from fastserve_client.bench.comparison import compare
+from fastserve_client.bench.comparison import compare, comparison_table
 from fastserve_client.bench.connection import Target
 from fastserve_client.bench.figures import write_figures
 from fastserve_client.bench.outcome import Failure, FailureKind, Outcome
 from fastserve_client.bench.own_server import OwnServer
-from fastserve_client.bench.points import Point, gather_points, within_objectives
+from fastserve_client.bench.points import Point, gather_points, sweep_points, within_objectives
 from fastserve_client.bench.report import report_json
 from fastserve_client.bench.requests import FIRST_TOKEN_ID, exact_requests, natural_requests
 from fastserve_client.bench.session import Load, Plan, Run
 from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
 from fastserve_client.errors import InvalidRequest, WorkloadError
-from fastserve_client.report import JobRecord, Objectives, highest_rate
+from fastserve_client.report import JobRecord, Objectives, highest_rate, sweep_table
 from fastserve_client.report.output import Output, write_json
 from fastserve_client.workload import LengthLimits, TraceJob, Workload
 from report_records import record
 from rich.console import Console
+from rich.table import Table
 
 SLOW, FAST = Load(rate=1.0), Load(rate=4.0)
 SLO = Objectives(normalized_latency_s=1.0)
@@ -111,6 +112,49 @@ def test_tables_fit_a_hundred_columns_and_show_the_unknown_as_a_dash() -> None:
     assert list(error_lines(points)) == ["b, 4 jobs/s: 1 refused: the queue is full"]
 
 
+@pytest.mark.parametrize("label", ["grpc://[fd00::1]:8001", "[/x]\\", "a" * 60])
+def test_eighty_columns_cut_no_number_and_no_label(label: str) -> None:
+    """As many as a pipe has."""
+    jobs = [JobRecord(0.0, None, 123.4, 2345.6, prompt_tokens=8, output_tokens=40)] * 12
+    runs = [Run(name, SLOW, 0, Outcome(jobs, [], [2.345] * 12)) for name in (label, "b")]
+    points = gather_points(runs, plan(SLOW), SLO)
+    tables = [
+        *result_tables(points, "jobs/s"),
+        sweep_table(sweep_points(points)),
+        objectives_table(within_objectives(points, 1.0), 1.0, 4.0),
+        comparison_table(compare(points), label, "jobs/s"),
+        comparison_table(compare(points[::-1]), "b", "jobs/s"),
+    ]
+    for table in tables:
+        wide, narrow = printed(table, 300), printed(table, 80)
+        assert shown(label) in shown(wide)
+        assert sorted(shown(wide)) == sorted(shown(narrow))
+
+
+def printed(table: Table, width: int) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def shown(text: str) -> str:
+    return "".join(text.replace("─", " ").split())
+
+
+def test_what_failed_last_ends_the_run() -> None:
+    def done(end_s: float) -> tuple[float, float]:
+        one = outcome(2.0, 2.0, refused=1)
+        one.last_failure_s = end_s
+        summary = Run("a", SLOW, 0, one).summary
+        assert summary is not None
+        return summary.duration_s, summary.jobs_per_s
+
+    assert done(1.0) == (2.0, 1.0)
+    assert done(10.0) == (10.0, 0.2)
+    assert Run("a", SLOW, 0, outcome(refused=1)).summary is None
+
+
 def test_json_has_every_job() -> None:
     report = json.loads(report_json(sweep(), {"seed": 3}, within_objectives(sweep(), 1.0)))
     assert report["settings"] == {"seed": 3}
@@ -185,6 +229,8 @@ def test_natural_lengths_need_texts() -> None:
         ("here=grpc://localhost", "here", "grpc://localhost:8001"),
         ("http://h:9000", "http://h:9000/v1", "http://h:9000/v1"),
         ("vllm=https://h/api/v1/", "vllm", "https://h/api/v1"),
+        ("HTTP://h:9000", "http://h:9000/v1", "http://h:9000/v1"),
+        ("http://me:p@ss@h:9000/v1", "http://h:9000/v1", "http://me:p@ss@h:9000/v1"),
     ],
 )
 def test_urls_of_servers(text: str, label: str, url: str) -> None:
@@ -199,6 +245,9 @@ def test_mistakes_are_found_before_anything_runs(tmp_path: Path) -> None:
         OwnServer.parse("'opt", "fcfs")
     with pytest.raises(WorkloadError, match=r"^output: got .* directory does not exist"):
         Output(tmp_path / "none" / "o.json", None).check()
+    for output in (Output(tmp_path, None), Output(None, tmp_path)):
+        with pytest.raises(WorkloadError, match=r"^(output|plot): got .*; it is a directory"):
+            output.check()
     with pytest.raises(WorkloadError, match=r"must end in \.png or \.svg"):
         Output(None, tmp_path / "figure.pdf").check()
 

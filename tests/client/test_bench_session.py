@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from dataclasses import replace
+from pathlib import Path
 
-from fastserve_client.bench.connection import Answer, Request
+import pytest
+from fastserve_client.bench.command import bench_command
+from fastserve_client.bench.connection import Answer, Request, Target
 from fastserve_client.bench.session import Load, Observer, Plan, Session
+from fastserve_client.errors import WorkloadError
+from fastserve_client.report import Objectives
+from fastserve_client.report.output import Output
 from fastserve_client.workload import LengthLimits, Workload
 
 PAUSE_S = 0.2
@@ -22,6 +30,7 @@ class Server:
 
     def __init__(self, label: str, asked: list[tuple[str, float]]) -> None:
         self._label, self._asked = label, asked
+        self.prompts: list[str | list[int]] = []
 
     async def check(self) -> None:
         pass
@@ -29,6 +38,7 @@ class Server:
     async def send(self, request: Request, timeout_s: float) -> Answer:
         now_s = time.monotonic()
         self._asked.append((self._label, now_s))
+        self.prompts.append(request.prompt)
         return Answer(now_s, now_s, len(request.prompt), request.max_tokens)
 
     async def close(self) -> None:
@@ -67,3 +77,80 @@ async def test_servers_take_turns_with_a_pause_and_a_warm_up_before_each_run() -
 async def test_a_server_alone_waits_for_nobody() -> None:
     times = await asyncio.wait_for(asked("a", pause_s=1e6), DEADLINE_S)
     assert len(times) == WARMUP + WORKLOAD.num_jobs * NUM_LOADS
+
+
+async def test_the_warm_up_sends_texts_that_the_first_run_does_not_begin_with(
+    tmp_path: Path,
+) -> None:
+    texts = [{"instruction": f"Say {number}", "output": "yes"} for number in range(1000)]
+    dataset = tmp_path / "alpaca.json"
+    dataset.write_text(json.dumps(texts), encoding="utf-8")
+    plan = Plan(
+        Workload(str(dataset), 4, 0, LengthLimits()),
+        LOADS[:1],
+        repeats=1,
+        timeout_s=1.0,
+        warmup=4,
+        vocab_size=1000,
+        natural_max_tokens=8,
+    )
+    server = Server("a", [])
+    session = Session(plan, Observer(lambda *_: None, lambda _: None))
+    await session.alternate({"a": server})
+    warm_up, run = server.prompts[:4], server.prompts[4:]
+    assert len(run) == 4
+    assert not {*warm_up} & {*run}  # type: ignore[arg-type]
+
+
+class Slow(Server):
+    """Its answers take a while, so that their rates are finite."""
+
+    async def send(self, request: Request, timeout_s: float) -> Answer:
+        answer = await super().send(request, timeout_s)
+        await asyncio.sleep(0.01)
+        return replace(answer, last_token_s=time.monotonic())
+
+
+class Hostile(Slow):
+    """What the report was to be written to is gone after the first job."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("a", [])
+        self._folder = folder
+
+    async def send(self, request: Request, timeout_s: float) -> Answer:
+        if self._folder.exists():
+            self._folder.rmdir()
+        return await super().send(request, timeout_s)
+
+
+def short_plan() -> Plan:
+    return Plan(WORKLOAD, LOADS[:1], 1, timeout_s=1.0, warmup=0, vocab_size=1000)
+
+
+@pytest.fixture
+def target() -> Target:
+    return Target("a", "http://me:secret@h/v1", None)
+
+
+def test_figures_are_written_though_the_report_cannot_be(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "reports"
+    folder.mkdir()
+    monkeypatch.setattr(Target, "connect", lambda *_: Hostile(folder))
+    output = Output(folder / "report.json", tmp_path / "sweep.svg")
+    with pytest.raises(WorkloadError, match="output: cannot write"):
+        bench_command([target], short_plan(), Objectives(0.3), output)
+    assert (tmp_path / "sweep.svg").exists()
+
+
+def test_a_report_holds_no_password(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Target, "connect", lambda *_: Slow("a", []))
+    path = tmp_path / "report.json"
+    bench_command([target], short_plan(), Objectives(0.3), Output(path, None))
+    text = path.read_text(encoding="utf-8")
+    assert "secret" not in text
+    assert json.loads(text)["settings"]["servers"][0]["url"] == "http://h/v1"

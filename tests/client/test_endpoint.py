@@ -46,6 +46,8 @@ def test_accepts_the_forms_that_users_type(url: str, scheme: str, target: str) -
         ("http://\u2603.example", "ASCII"),
         ("grpc://a\udcff", "ASCII"),
         ("http://host\x00", "ASCII"),
+        ("http://127.0.0.256:8000", "numbers of an address are 0 to 255"),
+        ("grpc://1.2.3.4444", "numbers of an address are 0 to 255"),
     ],
 )
 def test_refuses_other_urls_and_shows_the_right_form(url: str, reason: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fastserve_client import InvalidRequest, protocol
 from fastserve_client.options import OPTION_NAMES
-from fastserve_client.request import InferRequest, build_request
+from fastserve_client.request import InferRequest, build_request, build_watch_request
 
 
 def _parameters(request: InferRequest) -> dict[str, Any]:
@@ -84,6 +84,8 @@ def test_an_integer_keeps_all_its_digits() -> None:
         ("x", {"temperature": float("nan")}, "temperature"),
         ("x", {"temperature": float("inf")}, "temperature"),
         ("x", {"stop": [b"bytes"]}, "stop"),
+        pytest.param("x", {"max_tokens": 10**5000}, "max_tokens", id="digits-option"),
+        pytest.param([1, 10**5000], {}, "input_ids", id="digits-id"),
     ],
 )
 def test_what_the_wire_cannot_carry_is_refused_by_name(
@@ -96,3 +98,8 @@ def test_what_the_wire_cannot_carry_is_refused_by_name(
 def test_an_unknown_option_is_a_programming_error_that_lists_the_options() -> None:
     with pytest.raises(TypeError, match=r"'max_token'; there are: .*max_tokens"):
         build_request("fastserve", "x", {"max_token": 3}, stream=True)
+
+
+def test_an_interval_of_too_many_digits() -> None:
+    with pytest.raises(InvalidRequest, match=r"^interval_s: got a number of too many digits"):
+        build_watch_request("fastserve", 10**5000)

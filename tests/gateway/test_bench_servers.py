@@ -154,6 +154,13 @@ def test_ctrl_c_cancels_what_runs_and_reports_what_has_finished(
         (["--serve", "x", "--compare", "mlfq,mlfq", "--rates", "1"], "compare: got mlfq, mlfq"),
         (["--url", "http://h", "--url", "http://h", "--rates", "1"], "url: got http://h/v1, http"),
         (["--dataset", "[/x].csv", "--rates", "1"], "dataset: got '[/x].csv' (No such file"),
+        (["--rates", "1", "--timeout", "inf"], "timeout: got inf; must be a number above 0"),
+        (["--rates", "1", "--slo-ms", "inf"], "slo_ms: got inf; must be a number above 0"),
+        (["--rates", "1", "--slo-ms", "nan"], "slo_ms: got nan; must be a number above 0"),
+        (["--rates", "1", "--slo-ms", "0"], "slo_ms: got 0; must be a number above 0"),
+        (["--rates", "1", "--ttft-slo-ms", "-5"], "ttft_slo_ms: got -5; must be a number above 0"),
+        (["--rates", "1", "--tpot-slo-ms", "nan"], "tpot_slo_ms: got nan; must be a number above"),
+        (["--rates", "1", "--output", "/"], "output: got '/'; it is a directory; name a file"),
         ([], "rate: got none; sharegpt has no timestamps of its own"),
     ],
     ids=str,
@@ -170,6 +177,16 @@ def test_a_mistake_is_one_clear_error(
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {message}")
+
+
+def test_a_seed_is_not_negative(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fastserve", "bench", "--rates", "1", "--seed", "-1"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "Invalid value for '--seed'" in capsys.readouterr().err
 
 
 def test_a_model_that_the_server_does_not_have(gateway: RunningGateway) -> None:

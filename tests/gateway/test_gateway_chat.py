@@ -128,6 +128,9 @@ def test_logprobs(client: OpenAI) -> None:
         ({"max_completion_tokens": 500}, "max_completion_tokens"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": 3}, "logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(client: OpenAI, fields: dict[str, Any], param: str) -> None:
@@ -148,10 +151,13 @@ def test_pairs_of_fields(client: OpenAI) -> None:
 def test_fields_of_messages_that_are_ignored_are_named(client: OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
         messages=[{"role": "user", "name": "Ada", "content": CAPITAL}],
-        tools=[{"type": "function", "function": {"name": "f"}}],
+        user="u",
+        tools=[],  # asks for nothing, as the two others
+        response_format={"type": "text"},
+        logit_bias={},
         **GREEDY,
     )
-    assert raw.headers["FastServe-Ignored-Fields"] == "tools, messages.name"
+    assert raw.headers["FastServe-Ignored-Fields"] == "user, messages.name"
     assert raw.parse().choices[0].message.content == PARIS
 
 

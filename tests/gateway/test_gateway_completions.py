@@ -219,6 +219,9 @@ def test_sampling_fields_reach_the_server(client: OpenAI) -> None:
         ({"logprobs": 21}, "logprobs"),
         ({"top_p": 0}, "top_p"),
         ({"stream": "yes"}, "stream"),
+        ({"suffix": "the end"}, "suffix"),
+        ({"logit_bias": {"50256": -100}}, "logit_bias"),
+        ({"best_of": 2}, "best_of"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -206,6 +206,30 @@ def test_a_wrong_key_and_a_right_one(page: Page, endpoints: Endpoints, tmp_path:
         page.driver.get("about:blank")
 
 
+def test_a_hidden_tab_does_not_connect(page: Page, gateway: RunningGateway) -> None:
+    script = """
+        window.isHidden = true;
+        Object.defineProperty(document, "hidden", { get: () => window.isHidden });
+        window.requests = [];
+        const fetched = window.fetch;
+        window.fetch = (path, options) => {
+          window.requests.push(path);
+          return fetched(path, options);
+        };
+    """
+    added = page.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": script})
+    try:
+        page.open(gateway)
+        page.until(lambda: page.text("status") == "paused")
+        assert page.driver.execute_script("return window.requests") == []
+        page.driver.execute_script(
+            "window.isHidden = false; document.dispatchEvent(new Event('visibilitychange'))"
+        )
+        page.until_live()
+    finally:
+        page.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
 def test_chat_and_a_server_that_is_restarted(page: Page, tmp_path: Path) -> None:
     config = EngineConfig().with_keys(
         model=EMBEDDED_MODEL, dtype="float32", max_model_len=512, swap_space_gib=0.1

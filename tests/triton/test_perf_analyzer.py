@@ -223,3 +223,22 @@ def test_table_refuses_what_is_no_profile(tmp_path: Path) -> None:
     other = subprocess.run(command, capture_output=True, text=True)
     assert other.returncode == 1
     assert other.stderr.startswith(f"{path}: not a profile of these configurations")
+
+
+@pytest.mark.parametrize(
+    "inputs", ['{"max_tokens": 4, "return_num_output_tokens": true}', "[]"], ids=str
+)
+def test_table_refuses_requests_without_responses(tmp_path: Path, inputs: str) -> None:
+    request = {
+        "timestamp": 1,
+        "request_inputs": {"sampling_parameters": inputs},
+        "response_timestamps": [],
+        "response_outputs": [],
+    }
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps({"experiments": [{"requests": [request]}]}), encoding="utf-8")
+    command = [sys.executable, str(CONFIGS / "latencies.py"), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{path}: not a profile of these configurations")
+    assert "Traceback" not in done.stderr

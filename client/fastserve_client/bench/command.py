@@ -171,7 +171,7 @@ def _settings(
     servers: Sequence[Target] | Sequence[OwnServer], plan: Plan, objectives: Objectives
 ) -> dict[str, Any]:
     return {
-        "servers": [asdict(server) for server in servers],
+        "servers": [_described(server) for server in servers],
         "workload": asdict(plan.workload),
         "repeats": plan.repeats,
         "timeout_s": plan.timeout_s,
@@ -184,6 +184,13 @@ def _settings(
     }
 
 
+def _described(server: Target | OwnServer) -> dict[str, Any]:
+    described = asdict(server)
+    if isinstance(server, Target):
+        described["url"] = server.shown_url
+    return described
+
+
 def _write(
     output: Output,
     points: Sequence[Point],
@@ -192,10 +199,12 @@ def _write(
     objectives: Objectives,
     console: Console,
 ) -> None:
-    """Raises WorkloadError: a file cannot be written."""
-    if output.json is not None:
-        write_json(output.json, report_json(points, settings, within))
-        console.print(f"wrote {output.json}", markup=False)
-    if output.plot is not None and any(point.summary for point in points):
-        for path in write_figures(points, output.plot, objectives.normalized_latency_s):
-            console.print(f"wrote {path}", markup=False)
+    """Raises WorkloadError: a file cannot be written; the others are."""
+    try:
+        if output.json is not None:
+            write_json(output.json, report_json(points, settings, within))
+            console.print(f"wrote {output.json}", markup=False)
+    finally:
+        if output.plot is not None and any(point.summary for point in points):
+            for path in write_figures(points, output.plot, objectives.normalized_latency_s):
+                console.print(f"wrote {path}", markup=False)

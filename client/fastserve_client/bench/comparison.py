@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.table import Table
 
 from fastserve_client.bench.points import Point
-from fastserve_client.report import Summary, summarize
+from fastserve_client.report import Summary, labelled_table
+from fastserve_client.report.table import MISSING
 
 _COMPARED: Mapping[str, Callable[[Summary], float | None]] = {
     "norm. mean": lambda summary: summary.normalized_latency_s.mean,
@@ -60,31 +60,21 @@ def _ratios(point: Point, base: Point) -> dict[str, float | None]:
 
 def _pairs(point: Point, base: Point) -> Iterator[tuple[Summary, Summary]]:
     """Summaries of both by repeat, where both finished jobs."""
-    others = {run.repeat: run.outcome.records for run in base.runs}
+    others = {run.repeat: run.summary for run in base.runs}
     for run in point.runs:
-        if run.outcome.records and others.get(run.repeat):
-            yield summarize(run.outcome.records), summarize(others[run.repeat])
+        one, other = run.summary, others.get(run.repeat)
+        if one is not None and other is not None:
+            yield one, other
 
 
 def comparison_table(ratios: Sequence[Ratios], base: str, load_header: str) -> Table:
     """One row a server and load."""
-    table = Table(
-        box=box.HORIZONTALS,
-        padding=0,
+    rows = []
+    for row in ratios:
+        cells = (MISSING if value is None else f"{value:.2f}" for value in row.values.values())
+        rows.append((row.label, [f"{row.offered:g}", *cells]))
+    return labelled_table(
+        [load_header, *(name.replace(" ", "\n") for name in _COMPARED)],
+        rows,
         title=f"Ratios to {base}, same seed (below 1 is faster; tokens/s: above 1)",
-        title_justify="left",
     )
-    table.add_column("\nlabel", no_wrap=True)
-    table.add_column(f"\n{load_header}", justify="right", no_wrap=True)
-    for name in _COMPARED:
-        header = name.replace(" ", "\n") if " " in name else f"\n{name}"
-        table.add_column(header, justify="right", no_wrap=True)
-    for index, row in enumerate(ratios):
-        cells = ("–" if value is None else f"{value:.2f}" for value in row.values.values())
-        table.add_row(
-            row.label,
-            f"{row.offered:g}",
-            *cells,
-            end_section=index + 1 < len(ratios) and ratios[index + 1].label != row.label,
-        )
-    return table

@@ -64,6 +64,11 @@ class Connection(Protocol):
         """What is still under way is cancelled."""
 
 
+def without_credentials(url: str) -> str:
+    """Drops ``USER:PASSWORD@``, which a URL may have for a proxy."""
+    return re.sub(r"://[^/]*@", "://", url)
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A server that a user named."""
@@ -85,13 +90,18 @@ class Target:
         match = re.fullmatch(r"(?:(?P<name>[^=/:?]+)=)?(?P<url>.+)", text)
         if match is None:
             raise InvalidRequest(f"url: got {text!r}; must be like grpc://127.0.0.1:8001")
-        url = match["url"].rstrip("/")
-        if url.startswith(("http://", "https://")):
+        scheme, separator, rest = match["url"].rstrip("/").partition("://")
+        if scheme.lower() in ("http", "https"):
             # Where there is no path, it is the one that all servers of this API have.
-            url = url if "/" in url.partition("://")[2] else f"{url}/v1"
+            url = f"{scheme.lower()}://{rest}" + ("" if "/" in rest else "/v1")
         else:
-            url = str(Endpoint.parse(url))
-        return cls(match["name"] or url, url, model)
+            url = str(Endpoint.parse(scheme + separator + rest))
+        return cls(match["name"] or without_credentials(url), url, model)
+
+    @property
+    def shown_url(self) -> str:
+        """For people and reports."""
+        return without_credentials(self.url)
 
     @property
     def is_openai(self) -> bool:

@@ -110,6 +110,7 @@ class Driver:
 
     def _fail(self, arrival_s: float, kind: FailureKind, message: str) -> None:
         self.outcome.failures.append(Failure(arrival_s, kind, message))
+        self.outcome.last_failure_s = self.elapsed_s
 
     def _record(self, answer: Answer, arrival_s: float, sent_s: float) -> JobRecord:
         first_token_s = answer.first_token_s - self._started_s

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from fastserve_client.bench.connection import Answer, Request
+from fastserve_client.bench.connection import Answer, Request, without_credentials
 from fastserve_client.errors import (
     ClientError,
     ConnectionFailed,
@@ -25,8 +25,8 @@ API_KEY_VARIABLE = "OPENAI_API_KEY"
 _CHECK_TIMEOUT_S = 10.0
 # A message for a person; some servers answer errors with pages.
 _MAX_REASON_CHARS = 200
-_DATA = b"data: "
-_DONE = b"data: [DONE]"
+_DATA = b"data:"
+_DONE = b"[DONE]"
 
 
 class OpenAIConnection:
@@ -36,7 +36,8 @@ class OpenAIConnection:
             url: base URL, such as ``http://127.0.0.1:9000/v1``.
             model: ``None`` is the first that the server lists.
         """
-        self._url = url
+        self._base = url
+        self._url = without_credentials(url)  # in messages
         self._model = model
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._session = aiohttp.ClientSession(
@@ -48,7 +49,7 @@ class OpenAIConnection:
     async def check(self) -> None:
         timeout = aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)
         try:
-            async with self._session.get(f"{self._url}/models", timeout=timeout) as response:
+            async with self._session.get(f"{self._base}/models", timeout=timeout) as response:
                 if response.status != 200:
                     raise await _refusal(response)
                 models = [model["id"] for model in (await response.json(content_type=None))["data"]]
@@ -83,7 +84,7 @@ class OpenAIConnection:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.post(
-                f"{self._url}/{path}", json=body, timeout=timeout
+                f"{self._base}/{path}", json=body, timeout=timeout
             ) as response:
                 if response.status != 200:
                     raise await _refusal(response)
@@ -133,10 +134,13 @@ async def _events(
     """
     is_whole = False
     async for line in response.content:
-        if line.startswith(_DONE):
+        if not line.startswith(_DATA):
+            continue
+        data = line.removeprefix(_DATA).strip()
+        if data == _DONE:
             is_whole = True
-        elif line.startswith(_DATA):
-            yield time.monotonic(), _parse(line)
+        else:
+            yield time.monotonic(), _parse(data)
     if not is_whole:
         raise ConnectionFailed(f"{response.url} ended the stream before the answer ended")
 
@@ -158,9 +162,9 @@ def _token_counts(usage: Any) -> tuple[int, int]:
     return counts
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def _parse(data: bytes) -> dict[str, Any]:
     try:
-        event = json.loads(line[len(_DATA) :])
+        event = json.loads(data)
     except ValueError:
         event = None
     if not isinstance(event, dict):

@@ -67,11 +67,21 @@ class Outcome:
     cpu_share: float = 0.0
     """CPU time of this process over the time of the run: at 1, Python can do no more."""
     interrupted: bool = False
+    last_failure_s: float = 0.0
+    """When the last job that failed did so."""
 
     @property
     def num_jobs(self) -> int:
         """Jobs that were sent."""
         return len(self.records) + len(self.failures)
+
+    @property
+    def duration_s(self) -> float:
+        """From the first arrival to the end of the last job, however it ended; for at least one."""
+        arrivals_s = [record.arrival_s for record in self.records]
+        arrivals_s += [failure.arrival_s for failure in self.failures]
+        ends_s = [self.last_failure_s, *(record.last_token_s for record in self.records)]
+        return max(ends_s) - min(arrivals_s)
 
 
 def count_kinds(failures: Sequence[Failure]) -> dict[str, int]:

@@ -19,7 +19,6 @@ from fastserve_client.report import (
     attainment,
     highest_rate,
     median_summary,
-    summarize,
 )
 
 GOODPUT_SHARE = 0.95
@@ -88,7 +87,7 @@ def gather_points(runs: Iterable[Run], plan: Plan, objectives: Objectives) -> li
 
 def _point(runs: Sequence[Run], plan: Plan, objectives: Objectives) -> Point:
     outcomes = [run.outcome for run in runs]
-    summaries = [summarize(outcome.records) for outcome in outcomes if outcome.records]
+    summaries = [run.summary for run in runs if run.summary is not None]
     return Point(
         runs[0].label,
         runs[0].load,

@@ -17,7 +17,7 @@ import numpy as np
 from fastserve_client.bench.comparison import compare
 from fastserve_client.bench.points import Point, WithinObjectives
 from fastserve_client.bench.session import Run
-from fastserve_client.report import Distribution, summarize
+from fastserve_client.report import Distribution
 
 
 def report_json(
@@ -84,7 +84,7 @@ def _run(run: Run) -> dict[str, Any]:
         "interrupted": outcome.interrupted,
         "send_lateness_s": asdict(Distribution.of(late_s)),
         "client_cpu_share": outcome.cpu_share,
-        "summary": asdict(summarize(outcome.records)) if outcome.records else None,
+        "summary": None if run.summary is None else asdict(run.summary),
         "records": [asdict(record) for record in outcome.records],
         "failures": [asdict(failure) for failure in outcome.failures],
     }

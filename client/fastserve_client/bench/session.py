@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import TypeAlias
 
 from fastserve_client.bench.connection import Connection, Request
@@ -14,6 +14,7 @@ from fastserve_client.bench.driver import Driver
 from fastserve_client.bench.outcome import Outcome
 from fastserve_client.bench.requests import exact_requests, natural_requests
 from fastserve_client.errors import ClientError, ServerOverloaded
+from fastserve_client.report import Summary, summarize
 from fastserve_client.workload import TraceJob, Workload, mean_rate
 
 # Enough to load what a server loads with its first jobs, and short on any machine.
@@ -84,14 +85,20 @@ def _trace(workload: Workload, rate: float | None) -> list[TraceJob]:
     return workload.trace(rate)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
-    """One load on one server, once."""
+    """One load on one server, once, after its end."""
 
     label: str
     load: Load
     repeat: int
     outcome: Outcome
+
+    @cached_property
+    def summary(self) -> Summary | None:
+        """``None``: no job finished."""
+        outcome = self.outcome
+        return summarize(outcome.records, outcome.duration_s) if outcome.records else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +161,8 @@ class Session:
         """Raises ClientError: the server is not there, or cannot serve the workload."""
         await connection.check()
         load = self.plan.loads[0]
-        trace = self.plan.trace(load, 0)
-        # Seeded like a run that never comes, so that its prompts are others as well.
+        # Seeded like a run that never comes, so that its prompts are others.
+        trace = self.plan.trace(load, self.plan.repeats)
         requests = self.plan.requests(trace, load, self.plan.repeats)[: self.plan.warmup]
         short = [
             replace(request, max_tokens=min(request.max_tokens, _WARMUP_TOKENS))

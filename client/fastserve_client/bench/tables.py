@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from rich import box
 from rich.table import Table
 
 from fastserve_client.bench.points import Point, WithinObjectives, sweep_points
-from fastserve_client.report import format_number, latency_table
+from fastserve_client.report import format_number, labelled_table, latency_table
 
 _CAPTION = (
     "done: jobs/s that finished; SLO met: share of all jobs sent; sent late: P99 of the time from "
@@ -33,24 +32,10 @@ def result_tables(points: Sequence[Point], load_header: str) -> Iterator[Table]:
 
 
 def _throughput_table(points: Sequence[Point], load_header: str) -> Table:
-    table = Table(box=box.HORIZONTALS, padding=0, caption=_CAPTION, caption_justify="left")
-    table.add_column("\nlabel", no_wrap=True)
-    for header in (
-        load_header,
-        "jobs/s\ndone",
-        "output\ntokens/s",
-        "jobs\nsent",
-        "errors",
-        "SLO\nmet",
-        "pre-\nempted",
-        "sent late\nms",
-    ):
-        two_lines = header if "\n" in header else f"\n{header}"
-        table.add_column(two_lines, justify="right", no_wrap=True)
-    for index, point in enumerate(points):
+    rows = []
+    for point in points:
         summary, late_s = point.summary, point.send_lateness_p99_s
-        table.add_row(
-            point.label,
+        numbers = [
             f"{point.offered:g}",
             format_number(None if summary is None else summary.jobs_per_s),
             format_number(None if summary is None else summary.output_tokens_per_s),
@@ -59,9 +44,22 @@ def _throughput_table(points: Sequence[Point], load_header: str) -> Table:
             f"{point.attainment:.0%}",
             format_number(None if summary is None else summary.preemptions_per_job),
             format_number(late_s if late_s is None else late_s * 1e3),
-            end_section=index + 1 < len(points) and points[index + 1].label != point.label,
-        )
-    return table
+        ]
+        rows.append((point.label, numbers))
+    return labelled_table(
+        (
+            load_header,
+            "jobs/s\ndone",
+            "output\ntokens/s",
+            "jobs\nsent",
+            "errors",
+            "SLO\nmet",
+            "pre-\nempted",
+            "sent late\nms",
+        ),
+        rows,
+        caption=_CAPTION,
+    )
 
 
 def error_lines(points: Sequence[Point]) -> Iterator[str]:
@@ -80,19 +78,15 @@ def objectives_table(within: Mapping[str, WithinObjectives], slo_s: float, highe
         slo_s: Of normalized latency.
         highest: The highest rate of the sweep.
     """
-    table = Table(
-        box=box.HORIZONTALS,
-        padding=0,
+    return labelled_table(
+        ("mean within SLO", "P95 within SLO", "P95 goodput"),
+        [
+            (label, [_highest(rate, highest) for rate in (rates.mean, rates.p95, rates.goodput)])
+            for label, rates in within.items()
+        ],
         title=f"Highest rate within the objectives, jobs/s (SLO {slo_s:g} s/token)",
-        title_justify="left",
+        lines=False,
     )
-    table.add_column("label", no_wrap=True)
-    for header in ("mean within SLO", "P95 within SLO", "P95 goodput"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for label, rates in within.items():
-        cells = (rates.mean, rates.p95, rates.goodput)
-        table.add_row(label, *(_highest(rate, highest) for rate in cells))
-    return table
 
 
 def _highest(rate: float, highest: float) -> str:

@@ -18,12 +18,18 @@ from fastserve_client.results import Chunk, Completion
 
 # json.dumps would make an encoder for each event.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+# Where Unicode ends lines and the standard of these events does not: readers that go by Unicode,
+# such as httpx's aiter_lines, would cut an event in two.
+_LINE_ENDS = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 DONE = b"data: [DONE]\n\n"
 
 
 def event(payload: Mapping[str, Any]) -> bytes:
     """One server-sent event."""
-    return f"data: {_ENCODER.encode(payload)}\n\n".encode()
+    text = _ENCODER.encode(payload)
+    for end, escaped in _LINE_ENDS.items():
+        text = text.replace(end, escaped)
+    return f"data: {text}\n\n".encode()
 
 
 @dataclass(slots=True)

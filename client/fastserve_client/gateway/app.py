@@ -54,7 +54,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             yield
 
     async def require_key(request: Request) -> None:
-        settings.keys.check(request.headers.get("authorization"))
+        headers = request.headers
+        settings.keys.check(headers.get("authorization"), headers.get("host", ""))
 
     async def respond(request: Request, answer: Answer, headers: dict[str, str]) -> Response:
         client: AsyncFastServeClient = app.state.client
@@ -109,7 +110,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             raise no_such_model(settings.model)
         return JSONResponse(model)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
         if not await app.state.client.is_ready():
             raise ApiError(503, "the model server is not ready")

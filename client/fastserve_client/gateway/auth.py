@@ -1,17 +1,23 @@
-"""API keys: where they come from, and whether a request has one."""
+"""Who may use the gateway: whoever has an API key, or, where there are none, this machine alone."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from pathlib import Path
 
 from fastserve_client.errors import InvalidRequest
 from fastserve_client.gateway.errors import ApiError
+from fastserve_client.listening import is_loopback
+
+_HOST = re.compile(
+    r"(\[(?P<address>[\da-f:.]+)\]|(?P<name>[\w.-]+))(:\d*)?", re.ASCII | re.IGNORECASE
+)
 
 
 class ApiKeys:
-    """The keys that the gateway accepts; with none of them, every request is allowed.
+    """The keys that the gateway accepts; with none, every request to a name of this machine.
 
     Only digests are kept. They have equal lengths, and each request is compared with all of them
     in constant time, so that the time of an answer says nothing about a key.
@@ -33,7 +39,7 @@ class ApiKeys:
             InvalidRequest: the file cannot be read or has no key.
         """
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "it is not UTF-8"
             raise InvalidRequest(f"api-keys-file: got {str(path)!r}; {reason}") from None
@@ -42,9 +48,14 @@ class ApiKeys:
             raise InvalidRequest(f"api-keys-file: got {str(path)!r}; it has no key, one a line")
         return cls(keys)
 
-    def check(self, authorization: str | None) -> None:
-        """Raises ApiError (401) unless the header ``Authorization`` holds one of the keys."""
+    def check(self, authorization: str | None, host: str) -> None:
+        """Raises ApiError.
+
+        401: there are keys, and the header ``Authorization`` holds none of them. 403: there are
+        none, and the header ``Host`` is no name of this machine.
+        """
         if not self._digests:
+            _check_host(host)
             return
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key.strip().encode("latin-1"))  # as ASGI servers decode headers
@@ -56,6 +67,20 @@ class ApiKeys:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+
+def _check_host(host: str) -> None:
+    # A page of another site can have its own name lead to 127.0.0.1 (DNS rebinding); the browser
+    # then takes the gateway for that site's, and lets the page read what it answers.
+    parts = _HOST.fullmatch(host)
+    name = (parts["address"] or parts["name"]).lower() if parts else ""
+    if not is_loopback(name) and not name.endswith(".localhost"):
+        raise ApiError(
+            403,
+            "without API keys the gateway answers to localhost and loopback addresses only, and "
+            "the request's Host is another; use http://127.0.0.1, or start it with --api-keys-file",
+            code="host_not_allowed",
+        )
 
 
 def _digest(key: bytes) -> bytes:

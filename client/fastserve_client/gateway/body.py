@@ -28,7 +28,8 @@ async def read_body(request: Request, schema: type[RequestT], max_bytes: int) ->
         starlette.requests.ClientDisconnect: the client went away.
     """
     # A page in a browser can send text/plain to any address, but not JSON without CORS.
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+    content_type = request.headers.get("content-type", "").partition(";")[0]
+    if content_type.strip().lower() != "application/json":
         raise ApiError(415, "Content-Type must be application/json")
     length = request.headers.get("content-length", "")
     body = bytearray()

@@ -14,13 +14,18 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from fastserve_client.cancelling import cancel_all
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import InvalidRequest
 from fastserve_client.gateway.app import GatewaySettings, create_app, end_answers, end_live_view
+from fastserve_client.gateway.live import EVENTS_PATH
+from fastserve_client.http_aio_transport import HttpSession
 from fastserve_client.listening import PORTS, is_loopback, listen
 
 # Answers that take longer end with an error when the gateway ends.
 _DRAIN_TIMEOUT_S = 30.0
+# For viewers of the live view to read its end.
+_VIEWERS_TIMEOUT_S = 1.0
 # For those errors to be read, before connections are cut off.
 _ERRORS_TIMEOUT_S = 5
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -39,7 +44,9 @@ def run_gateway(
     Raises:
         InvalidRequest: the settings cannot be used, or the port cannot be had.
     """
-    Endpoint.parse(settings.url)
+    endpoint = Endpoint.parse(settings.url)
+    if endpoint.uses_http:
+        HttpSession(endpoint)  # which the application makes only when others can connect already
     if not settings.keys.required and not is_loopback(host):
         raise InvalidRequest(
             f"host: got {host!r}, which others can reach; that needs keys: --api-keys-file FILE"
@@ -76,11 +83,22 @@ class GatewayServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         end_live_view(self._app)
-        deadline = asyncio.create_task(self._end_answers())
+        deadlines = [
+            asyncio.create_task(self._cut_off_viewers()),
+            asyncio.create_task(self._end_answers()),
+        ]
         try:
             await super().shutdown(sockets)
         finally:
-            deadline.cancel()
+            await cancel_all(deadlines)
+
+    async def _cut_off_viewers(self) -> None:
+        """Those that do not read, to whom the end of the live view cannot be sent."""
+        await asyncio.sleep(_VIEWERS_TIMEOUT_S)
+        for connection in tuple(self.server_state.connections):
+            cycle = getattr(connection, "cycle", None)  # the latest request and its answer
+            if cycle is not None and cycle.scope["path"] == EVENTS_PATH:
+                cycle.transport.abort()
 
     async def _end_answers(self) -> None:
         await asyncio.sleep(self._drain_timeout_s)

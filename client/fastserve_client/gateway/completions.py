@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastserve_client.gateway.answer import Answer
 from fastserve_client.gateway.schemas import CompletionRequest
+from fastserve_client.gateway.text_offsets import TextOffsets
 from fastserve_client.options import Prompt
 from fastserve_client.results import Chunk, Completion, TokenLogprob
 
@@ -20,8 +22,8 @@ class CompletionAnswer(Answer):
         super().__init__(request)
         self._prompts = request.prompts
         self._wants_logprobs = request.logprobs is not None
-        self._offsets: dict[int, int] = {}
-        """Characters of the tokens that each choice has had."""
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
+        """By choice."""
 
     def prompts(self) -> Sequence[Prompt]:
         return self._prompts
@@ -41,22 +43,18 @@ class CompletionAnswer(Answer):
         return {
             "index": index,
             "text": part.text,
-            "logprobs": self._logprobs(index, part.logprobs) if self._wants_logprobs else None,
+            "logprobs": self._logprobs(index, part) if self._wants_logprobs else None,
             "finish_reason": part.finish_reason,
         }
 
-    def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
-        offset = self._offsets.get(index, 0)
-        offsets = []
-        for entry in entries:
-            offsets.append(offset)
-            offset += len(entry.token)
-        self._offsets[index] = offset
+    def _logprobs(self, index: int, part: Chunk | Completion) -> dict[str, Any]:
+        entries = part.logprobs
+        tokens = [entry.token for entry in entries]
         return {
-            "tokens": [entry.token for entry in entries],
+            "tokens": tokens,
             "token_logprobs": [entry.logprob for entry in entries],
             "top_logprobs": [_by_text(entry.top) for entry in entries],
-            "text_offset": offsets,
+            "text_offset": self._offsets[index].add(tokens, part.text),
         }
 
 

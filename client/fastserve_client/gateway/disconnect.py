@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from fastserve_client.cancelling import cancel_all
-from fastserve_client.gateway.errors import ClientDisconnected
 
 T = TypeVar("T")
 
@@ -21,7 +21,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         receive: of a request whose body has been read.
 
     Raises:
-        ClientDisconnected: it closed first.
+        starlette.requests.ClientDisconnect: it closed first.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_until_disconnected(receive))
@@ -29,7 +29,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientDisconnected
+        raise ClientDisconnect
     finally:
         await cancel_all((task, watcher))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from starlette.responses import JSONResponse
 
 from fastserve_client import protocol
 from fastserve_client.errors import (
+    NAMES_FIELD,
     ClientClosed,
     ClientError,
     InvalidRequest,
@@ -60,13 +62,12 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-class ClientDisconnected(Exception):
-    """The client went away: nobody is left to answer to."""
-
-
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"} | dict.fromkeys(
     (500, 503), "server_error"
 )
+
+# gRPC's words and HTTP's.
+_TOO_LARGE = re.compile(r"\b(larger than max|too large)\b", re.IGNORECASE)
 
 # The server's field → the API's, of completions.
 _FIELDS = {
@@ -120,9 +121,15 @@ def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError
 
 
 def _refused(message: str, fields: Mapping[str, str]) -> ApiError:
-    name, separator, rest = message.partition(": ")
-    if not separator:
-        return ApiError(400, message)
+    if NAMES_FIELD.match(message) is None:
+        # Of what is on the way to the model, with its address.
+        logger.warning("a job was refused: %s", message)
+        is_large = _TOO_LARGE.search(message) is not None
+        reason = "it is too large" if is_large else "see the gateway's log"
+        return ApiError(
+            413 if is_large else 400, f"the model server does not take the request; {reason}"
+        )
+    name, _, rest = message.partition(": ")
     root = name.partition("[")[0]
     param = fields.get(root, root) + name[len(root) :]
     return ApiError(400, f"{param}: {rest}", param=param)

@@ -16,8 +16,8 @@ from fastserve_client.gateway.errors import from_client_error
 class EventStream(StreamingResponse):
     """Sends ``first`` and then ``events``.
 
-    An error of a job becomes the last event. The response's call raises ClientDisconnected when
-    the client goes away; ``events`` is closed however it ends.
+    An error of a job becomes the last event. The response's call raises ClientDisconnect when the
+    client goes away; ``events`` is closed however it ends.
 
     Args:
         field_names: see ``from_client_error``.

@@ -15,6 +15,7 @@ from fastserve_client.gateway.live_feed import LiveFeed
 _FOLDER = Path(__file__).parent / "live_page"
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _PAGE = "index.html"
+EVENTS_PATH = "/live/events"
 _HEADERS = {
     # Only what this gateway serves; no inline script, no frame around it.
     "Content-Security-Policy": (
@@ -42,7 +43,7 @@ def live_routes(
     async def page() -> Response:
         return _file(files[_PAGE])
 
-    @router.get("/live/events", dependencies=[Depends(require_key)])
+    @router.get(EVENTS_PATH, dependencies=[Depends(require_key)])
     async def events() -> Response:
         stream = feed().events()
         first = await anext(stream)  # at once, or an error with its status

@@ -53,14 +53,22 @@ class LiveFeed:
                 yield one
         finally:
             self._viewers.discard(unread)
-            if not self._viewers and self._watcher is not None:
-                self._watcher.cancel()
-                self._watcher = None
+            if not self._viewers:
+                self._stop_watching()
 
     def close(self) -> None:
-        """Ends all streams of events."""
+        """Ends all streams of events, before what their viewers have not read."""
         self._closed = True
-        self._show(None)
+        self._stop_watching()  # which could push out the ends
+        for unread in self._viewers:
+            while not unread.empty():
+                unread.get_nowait()
+            unread.put_nowait(None)
+
+    def _stop_watching(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
 
     async def _watch(self) -> None:
         delay_s = FIRST_DELAY_S
@@ -77,7 +85,7 @@ class LiveFeed:
             await asyncio.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_DELAY_S)
 
-    def _show(self, one: bytes | None) -> None:
+    def _show(self, one: bytes) -> None:
         for unread in self._viewers:
             if unread.full():
                 unread.get_nowait()

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fastserve_client.gateway.errors import ApiError, ClientDisconnected
+from fastserve_client.gateway.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class RequestMetrics:
 
         try:
             await self._app(scope, receive, observed_send)
-        except (ClientDisconnected, ClientDisconnect):
+        except ClientDisconnect:
             status = CLIENT_CLOSED_REQUEST
         except Exception as error:
             places = "".join(traceback.format_tb(error.__traceback__))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from fastserve_client.options import Message, SamplingOptions
 from fastserve_client.protocol import MAX_INT32, MAX_SEED
@@ -12,11 +13,14 @@ from fastserve_client.protocol import MAX_INT32, MAX_SEED
 MAX_CHOICES = 128
 """OpenAI's limit of ``n``."""
 
+# Values of a field that may hold millions are checked as a whole, and at the first that is wrong:
+# pydantic would keep an error for each, and for each member of a union.
+
 
 def _check_prompt(value: Any) -> Any:
     if isinstance(value, str) or _all(int, value) or _all(str, value):
         return value
-    if isinstance(value, list) and value and all(_all(int, one) for one in value):
+    if _all(list, value) and all(value) and _all(int, list(chain.from_iterable(value))):
         return value
     raise ValueError("must be text, token ids, or a list of at least one of them")
 
@@ -40,6 +44,37 @@ def _check_stop(value: Any) -> Any:
 def _all(kind: type, value: Any) -> bool:
     # A bool is an int to Python, and is no token. Without Python for each: there may be millions.
     return isinstance(value, list) and set(map(type, value)) == {kind}
+
+
+_UNSUPPORTED = {
+    "tools": "must be empty or left out",
+    "functions": "must be empty or left out",
+    "response_format": "must be of type text or left out",
+    "logit_bias": "must be empty or left out",
+    "suffix": "must be empty or left out",
+    "best_of": "must be at most n or left out",
+}
+"""Fields without which the answer would be another than the one asked for, and what they may be."""
+_MAX_KIND_CHARS = 32
+_JSON_KINDS = {list: "a list", dict: "an object", str: "a text", int: "a number", float: "a number"}
+
+
+def _asks_for_nothing(name: str, value: Any, num_choices: int) -> bool:
+    """Whether one of ``_UNSUPPORTED`` leaves the answer as it is; agents send empty lists."""
+    if name == "response_format" and isinstance(value, dict):
+        return bool(value.get("type", "text") == "text")
+    if name == "best_of" and type(value) is int:
+        return value <= num_choices
+    return not value
+
+
+def _got(value: Any) -> str:
+    """A field's value without what may be a prompt."""
+    if isinstance(value, dict) and isinstance(kind := value.get("type"), str):
+        return f"type {kind[:_MAX_KIND_CHARS]!r}"
+    if type(value) is int and abs(value) <= MAX_INT32:
+        return str(value)
+    return _JSON_KINDS.get(type(value), "a value")
 
 
 class _Fields(BaseModel):
@@ -72,13 +107,21 @@ class _GenerationRequest(_Fields):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: Annotated[str | list[str] | None, BeforeValidator(_check_stop)] = None
+    stop: Annotated[str | list[str] | None, PlainValidator(_check_stop)] = None
     ignore_eos: bool | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> _GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed with stream")
+        return self
+
+    @model_validator(mode="after")
+    def _check_unsupported(self) -> _GenerationRequest:
+        for name in _UNSUPPORTED:
+            value = (self.model_extra or {}).get(name)
+            if not _asks_for_nothing(name, value, self.num_choices):
+                raise ValueError(f"{name}: got {_got(value)}; not supported; {_UNSUPPORTED[name]}")
         return self
 
     @property
@@ -92,7 +135,8 @@ class _GenerationRequest(_Fields):
 
     def unknown_fields(self) -> list[str]:
         nested = self.stream_options.unknown_fields() if self.stream_options else []
-        return [*super().unknown_fields(), *(f"stream_options.{name}" for name in nested)]
+        names = [name for name in super().unknown_fields() if name not in _UNSUPPORTED]
+        return [*names, *(f"stream_options.{name}" for name in nested)]
 
     def _common_options(self) -> SamplingOptions:
         return SamplingOptions(
@@ -119,7 +163,7 @@ class _GenerationRequest(_Fields):
 class CompletionRequest(_GenerationRequest):
     """Body of ``POST /v1/completions``."""
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], BeforeValidator(_check_prompt)]
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_check_prompt)]
     logprobs: int | None = None
     echo: bool | None = None
 
@@ -145,14 +189,14 @@ class CompletionRequest(_GenerationRequest):
 
 class ChatMessage(_Fields):
     role: str
-    content: Annotated[str, BeforeValidator(_check_content)]
+    content: Annotated[str, PlainValidator(_check_content)]
     """Text parts are joined."""
 
 
 class ChatRequest(_GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None

@@ -21,7 +21,12 @@ if TYPE_CHECKING:
     from fastserve_client.report.records import JobRecord
     from fastserve_client.report.summary import Distribution, Summary, median_summary, summarize
     from fastserve_client.report.sweep import SweepPoint, sweep_to_dict, sweep_to_json
-    from fastserve_client.report.table import format_number, latency_table, sweep_table
+    from fastserve_client.report.table import (
+        format_number,
+        labelled_table,
+        latency_table,
+        sweep_table,
+    )
     from fastserve_client.report.timeline import plot_timeline
 
 __all__ = [
@@ -38,6 +43,7 @@ __all__ = [
     "sweep_to_json",
     "sweep_table",
     "latency_table",
+    "labelled_table",
     "format_number",
     "plot_sweep",
     "plot_cdfs",
@@ -59,6 +65,7 @@ _MODULES = {
     "sweep_to_dict": "sweep",
     "sweep_to_json": "sweep",
     "format_number": "table",
+    "labelled_table": "table",
     "latency_table": "table",
     "sweep_table": "table",
     "plot_timeline": "timeline",

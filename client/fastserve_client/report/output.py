@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +20,22 @@ class Output:
     def check(self) -> None:
         """Before hours of measuring. Raises WorkloadError: a file that cannot be written."""
         for name, path in (("output", self.json), ("plot", self.plot)):
-            if path is not None and not path.parent.is_dir():
-                raise WorkloadError(f"{name}: got {str(path)!r}; its directory does not exist")
+            if path is not None:
+                _check_writable(name, path)
         if self.plot is not None:
             check_path(self.plot)
+
+
+def _check_writable(name: str, path: Path) -> None:
+    if not path.parent.is_dir():
+        reason = "its directory does not exist"
+    elif path.is_dir():
+        reason = "it is a directory; name a file"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "it cannot be written"
+    else:
+        return
+    raise WorkloadError(f"{name}: got {str(path)!r}; {reason}")
 
 
 def write_json(path: Path, text: str) -> None:

@@ -36,7 +36,7 @@ class Summary:
 
     num_jobs: int
     duration_s: float
-    """From the first arrival to the last token."""
+    """From the first arrival to the last token, or to the last failure if that came later."""
     jobs_per_s: float
     """Finished jobs over the duration: below the offered rate when the system falls behind."""
     output_tokens_per_s: float
@@ -57,15 +57,20 @@ class Summary:
     preemptions_per_job: float | None
 
 
-def summarize(records: Sequence[JobRecord]) -> Summary:
+def summarize(records: Sequence[JobRecord], duration_s: float | None = None) -> Summary:
     """The summary of one run.
+
+    Args:
+        duration_s: Of the run, where jobs without records count too; ``None``: from the first
+            arrival to the last token.
 
     Raises:
         WorkloadError: no job finished.
     """
     columns = _Columns(records)
     latency_s = columns.last_token_s - columns.arrival_s
-    duration_s = float(columns.last_token_s.max() - columns.arrival_s.min())
+    if duration_s is None:
+        duration_s = float(columns.last_token_s.max() - columns.arrival_s.min())
     tpot_s = columns.tpot_s()
     return Summary(
         num_jobs=len(records),

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from fastserve_client.report.summary import Distribution, Summary
 from fastserve_client.report.sweep import SweepPoint
@@ -33,33 +35,67 @@ _CAPTION = (
 MISSING = "–"
 
 
+def labelled_table(
+    headers: Sequence[str],
+    rows: Sequence[tuple[str, Sequence[str]]],
+    *,
+    title: str | None = None,
+    caption: str | None = None,
+    lines: bool = True,
+) -> Table:
+    """A label and numbers a row. In 80 columns, which a pipe has, labels are broken, and no number
+    is cut.
+
+    Args:
+        headers: Of the numbers; some may have two lines.
+        rows: Labels, which are shown as they are, and their numbers.
+        lines: Between rows whose labels differ.
+    """
+    table = Table(
+        box=box.HORIZONTALS,
+        padding=0,
+        title=title and escape(title),
+        title_justify="left",
+        caption=caption and escape(caption),
+        caption_justify="left",
+    )
+    height = max(header.count("\n") for header in headers)
+    table.add_column("\n" * height + "label", overflow="fold")
+    for header in headers:
+        table.add_column(
+            "\n" * (height - header.count("\n")) + header, justify="right", no_wrap=True
+        )
+    for index, (label, numbers) in enumerate(rows):
+        ends = lines and index + 1 < len(rows) and rows[index + 1][0] != label
+        table.add_row(Text(label), *numbers, end_section=ends)
+    return table
+
+
 def sweep_table(points: Sequence[SweepPoint]) -> Table:
     """One row a point, in their order; a line parts the labels."""
-    table = Table(box=box.HORIZONTALS, padding=0, caption=_CAPTION, caption_justify="left")
-    table.add_column("\nlabel", no_wrap=True)
-    for header in _COLUMNS:
-        table.add_column(header, justify="right", no_wrap=True)
-    for index, point in enumerate(points):
-        summary = point.summary
-        numbers = (
-            summary.jobs_per_s,
-            summary.output_tokens_per_s,
-            summary.normalized_latency_s.mean,
-            summary.normalized_latency_s.p95,
-            summary.ttft_s.p95,
-            None if summary.tpot_s is None else summary.tpot_s.p95,
-            summary.latency_s.mean,
-        )
-        table.add_row(
-            point.label,
-            f"{point.rate:g}",
-            *map(format_number, numbers),
-            _formatted(summary.queueing_share, ".0%"),
-            format_number(summary.longest_tenth_slowdown),
-            _formatted(summary.preemptions_per_job, ".2f"),
-            end_section=_ends_section(points, index),
-        )
-    return table
+    return labelled_table(
+        _COLUMNS, [(point.label, _numbers(point)) for point in points], caption=_CAPTION
+    )
+
+
+def _numbers(point: SweepPoint) -> list[str]:
+    summary = point.summary
+    numbers = (
+        summary.jobs_per_s,
+        summary.output_tokens_per_s,
+        summary.normalized_latency_s.mean,
+        summary.normalized_latency_s.p95,
+        summary.ttft_s.p95,
+        None if summary.tpot_s is None else summary.tpot_s.p95,
+        summary.latency_s.mean,
+    )
+    return [
+        f"{point.rate:g}",
+        *map(format_number, numbers),
+        _formatted(summary.queueing_share, ".0%"),
+        format_number(summary.longest_tenth_slowdown),
+        _formatted(summary.preemptions_per_job, ".2f"),
+    ]
 
 
 Metric: TypeAlias = Callable[[Summary], Distribution | None]
@@ -73,31 +109,23 @@ def latency_table(
     Args:
         metrics: Seconds, each by its name in the header; two of them fit 100 characters.
     """
-    table = Table(box=box.HORIZONTALS, padding=0, caption="Milliseconds.", caption_justify="left")
-    table.add_column("\nlabel", no_wrap=True)
-    table.add_column(f"\n{load_header}", justify="right", no_wrap=True)
-    for name in metrics:
-        for statistic in ("mean", "P50", "P95", "P99"):
-            table.add_column(f"{name}\n{statistic}", justify="right", no_wrap=True)
-    for index, point in enumerate(points):
+    statistics = ("mean", "P50", "P95", "P99")
+    rows = []
+    for point in points:
         times = [metric(point.summary) for metric in metrics.values()]
-        table.add_row(
-            point.label,
-            f"{point.rate:g}",
-            *(format_number(value) for time in times for value in _values(time)),
-            end_section=_ends_section(points, index),
-        )
-    return table
+        numbers = (format_number(value) for time in times for value in _values(time))
+        rows.append((point.label, [f"{point.rate:g}", *numbers]))
+    return labelled_table(
+        [load_header, *(f"{name}\n{statistic}" for name in metrics for statistic in statistics)],
+        rows,
+        caption="Milliseconds.",
+    )
 
 
 def _values(times: Distribution | None) -> Sequence[float | None]:
     if times is None:
         return (None,) * 4
     return [1e3 * time_s for time_s in (times.mean, times.p50, times.p95, times.p99)]
-
-
-def _ends_section(points: Sequence[SweepPoint], index: int) -> bool:
-    return index + 1 < len(points) and points[index + 1].label != points[index].label
 
 
 def _formatted(value: float | None, form: str) -> str:

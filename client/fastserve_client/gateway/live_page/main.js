@@ -113,6 +113,10 @@ async function readPictures(signal) {
 async function follow() {
   let delayMs = FIRST_RETRY_MS;
   for (;;) {
+    while (document.hidden) {
+      status("connecting", "paused");
+      await pause(0);
+    }
     stream = new AbortController();
     const startedMs = performance.now();
     try {

@@ -1,0 +1,238 @@
+"""The gateway's application without a model server: who may use it, and how it words and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import pytest
+from fastserve_client.errors import InvalidRequest, error_from_http, error_from_status
+from fastserve_client.gateway.answer import event
+from fastserve_client.gateway.app import GatewaySettings, create_app
+from fastserve_client.gateway.auth import ApiKeys
+from fastserve_client.gateway.command import GatewayServer, run_gateway
+from fastserve_client.gateway.errors import from_client_error
+from fastserve_client.gateway.live_feed import LiveFeed
+from starlette.testclient import TestClient
+
+DEADLINE_S = 30.0
+# Less than answers have, which a viewer that does not read must not wait for.
+STOP_LIMIT_S = 10.0
+PICTURE = "x" * 40_000
+
+
+def settings(*keys: str, url: str = "grpc://127.0.0.1:9") -> GatewaySettings:
+    return GatewaySettings(
+        url=url,
+        model="fastserve",
+        keys=ApiKeys(list(keys)),
+        strict=False,
+        max_body_bytes=1 << 20,
+        max_jobs=8,
+    )
+
+
+@pytest.fixture
+def alone() -> Iterator[TestClient]:
+    with TestClient(create_app(settings()), base_url="http://127.0.0.1:9000") as client:
+        yield client
+
+
+@pytest.fixture
+def guarded() -> Iterator[TestClient]:
+    with TestClient(create_app(settings("sk-key")), base_url="http://llm.example.com") as client:
+        yield client
+
+
+# --- who may use it -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1:9000", "localhost", "LOCALHOST:9000", "[::1]:9000", "127.8.8.8", "me.localhost:1"],
+)
+def test_without_keys_names_of_this_machine_are_answered(alone: TestClient, host: str) -> None:
+    assert alone.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example", "evil.example:9000", "127.0.0.1.evil.example", "localhost.evil.example",
+        "evil.example@127.0.0.1:x", "[::1", "192.168.0.1:9000", "0.0.0.0:9000", "",
+    ],
+)  # fmt: skip
+def test_without_keys_other_names_are_refused(alone: TestClient, host: str) -> None:
+    """A page of another site may have its own name lead here."""
+    headers = {"Host": host}
+    body = {"model": "fastserve", "prompt": "a"}
+    answers = [alone.get(path, headers=headers) for path in ("/v1/models", "/metrics")]
+    answers.append(alone.get("/live/events", headers=headers))
+    answers.append(alone.post("/v1/completions", headers=headers, json=body))
+    for answer in answers:
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "host_not_allowed"
+        assert "--api-keys-file" in answer.json()["error"]["message"]
+
+
+def test_what_needs_no_key_needs_no_name_of_this_machine(alone: TestClient) -> None:
+    """As probes and deploy/nginx ask."""
+    headers = {"Host": "10.0.0.7:9000"}
+    assert alone.get("/health", headers=headers).status_code == 503  # there is no server
+    assert alone.head("/health", headers=headers).status_code == 503
+    assert alone.get("/live", headers=headers).status_code == 200
+
+
+def test_with_keys_any_name_will_do(guarded: TestClient) -> None:
+    assert guarded.get("/v1/models").status_code == 401
+    headers = {"Authorization": "Bearer sk-key"}
+    assert guarded.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_a_file_of_keys_may_begin_with_a_mark(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("sk-key\n", encoding="utf-8-sig")
+    ApiKeys.read(file).check("Bearer sk-key", "llm.example.com")
+
+
+def test_the_name_of_json_in_any_case(alone: TestClient) -> None:
+    for name in ("Application/JSON", "application/json; charset=utf-8"):
+        headers = {"Content-Type": name}
+        assert alone.post("/v1/completions", headers=headers, content=b"{").status_code == 400
+
+
+# --- how it words -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (error_from_status("grpc://10.0.0.7:8001", "INVALID_ARGUMENT", "bad frame"), 400),
+        (
+            error_from_status(
+                "grpc://10.0.0.7:8001",
+                "RESOURCE_EXHAUSTED",
+                "Sent message larger than max (9 vs. 4)",
+            ),
+            413,
+        ),
+        (error_from_http("http://10.0.0.7:8000", 413, None), 413),
+    ],
+)
+def test_refusals_on_the_way_name_no_address(error: InvalidRequest, status: int) -> None:
+    shown = from_client_error(error, {})
+    assert shown.status == status
+    assert shown.body["error"]["param"] is None
+    assert "10.0.0.7" not in json.dumps(shown.body)
+
+
+def test_refusals_of_a_field_name_it() -> None:
+    error = InvalidRequest("input_ids[3]: got 99; token ids are 0 to 9")
+    body = from_client_error(error, {}).body["error"]
+    assert body["param"] == "prompt[3]"
+    assert body["message"] == "prompt[3]: got 99; token ids are 0 to 9"
+
+
+def test_an_event_is_one_line_for_those_who_go_by_unicode() -> None:
+    text = "a\u2028b\x85c\u2029d\re\x1cf"
+    sent = event({"text": text}).decode()
+    assert len(sent.splitlines()) == 2  # with the empty one
+    assert json.loads(sent.removeprefix("data: ")) == {"text": text}
+
+
+def test_an_address_that_cannot_be_is_refused_before_anybody_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    with pytest.raises(InvalidRequest, match=r"'http://127.0.0.256:8000'"):
+        run_gateway(settings(url="http://127.0.0.256:8000"), "127.0.0.1", 0, told.append)
+    monkeypatch.setenv("HTTP_PROXY", "foo:bar")
+    with pytest.raises(InvalidRequest, match="HTTP_PROXY"):
+        run_gateway(settings(url="http://127.0.0.1:8000"), "127.0.0.1", 0, told.append)
+    assert told == []
+
+
+# --- how the live view ends ---------------------------------------------------------------------
+
+
+class Pictures:
+    """A client whose watch always has the next picture."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.num_shown = 0
+
+    def watch(self, interval_s: float) -> Self:
+        return self
+
+    async def next_json(self) -> str:
+        await asyncio.sleep(0)
+        self.num_shown += 1
+        return PICTURE
+
+    async def close(self) -> None:
+        pass
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        pass
+
+
+async def until(pictures: Pictures, number: int) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while pictures.num_shown < number:
+            await asyncio.sleep(0)
+
+
+async def rest(viewer: AsyncIterator[bytes]) -> Sequence[bytes]:
+    async with asyncio.timeout(DEADLINE_S):
+        return [one async for one in viewer]
+
+
+async def test_the_end_comes_before_what_is_not_read() -> None:
+    pictures = Pictures()
+    feed = LiveFeed(pictures)  # type: ignore[arg-type]
+    viewer = feed.events()
+    await anext(viewer)
+    await until(pictures, 10)
+    feed.close()
+    for _ in range(100):  # time in which more would come
+        await asyncio.sleep(0)
+    assert await rest(viewer) == []
+
+
+def test_a_viewer_that_does_not_read_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("fastserve_client.gateway.app.AsyncFastServeClient", Pictures)
+    server = GatewayServer(create_app(settings()), drain_timeout_s=60.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.run, [listener])
+        address = listener.getsockname()
+        try:
+            with (
+                socket.create_connection(address) as silent,
+                httpx.stream(
+                    "GET", f"http://127.0.0.1:{address[1]}/live/events", timeout=DEADLINE_S
+                ) as reader,
+            ):
+                silent.sendall(b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                num_bytes = 0
+                for part in reader.iter_bytes():
+                    num_bytes += len(part)
+                    if num_bytes > 1000 * len(PICTURE):  # more than any buffer of the other's
+                        server.should_exit = True
+                stopped_s = time.monotonic()
+                running.result(DEADLINE_S)
+                assert time.monotonic() - stopped_s < STOP_LIMIT_S
+        finally:
+            server.should_exit = True
+    assert not caplog.records

@@ -1,0 +1,118 @@
+"""Bodies of requests, without a server: what they cost, and which fields are refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from fastserve_client.gateway.errors import from_validation
+from fastserve_client.gateway.schemas import ChatRequest, CompletionRequest
+from pydantic import ValidationError
+
+MESSAGES: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
+PROMPT: dict[str, Any] = {"model": "m", "prompt": "a"}
+NUM_BYTES = 2_000_000
+# Python's own objects take less: 8 bytes in a list for a token id, and some 100 for a small list.
+MAX_BYTES_PER_BYTE = 100
+
+_MEASURE = """
+import resource, sys
+from pydantic import ValidationError
+from fastserve_client.gateway.errors import from_validation
+from fastserve_client.gateway.schemas import ChatRequest, CompletionRequest
+
+def peak_kib():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+schema, head, part, num_bytes = sys.argv[1:]
+body = (head + ",".join([part] * (int(num_bytes) // (len(part) + 1))) + "]}").encode()
+before = peak_kib()
+try:
+    globals()[schema].model_validate_json(body)
+except ValidationError as error:
+    from_validation(error)
+print((peak_kib() - before) * 1024)
+"""
+
+
+@pytest.mark.parametrize(
+    ("schema", "field", "part"),
+    [
+        ("ChatRequest", "messages", "{}"),
+        ("CompletionRequest", "prompt", "1"),
+        ("CompletionRequest", "prompt", "[1]"),
+        ("CompletionRequest", "prompt", '"a"'),
+        ("CompletionRequest", "stop", "1"),
+    ],
+)
+def test_a_long_list_costs_no_error_an_element(schema: str, field: str, part: str) -> None:
+    head = f'{{"model": "m", "{field}": ['
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURE, schema, head, part, str(NUM_BYTES)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert int(done.stdout) < MAX_BYTES_PER_BYTE * NUM_BYTES
+
+
+def test_of_many_wrong_messages_the_first_is_named() -> None:
+    with pytest.raises(ValidationError) as raised:
+        ChatRequest.model_validate({"model": "m", "messages": [{}] * 1000})
+    assert raised.value.error_count() <= 2
+    assert from_validation(raised.value).body["error"]["param"] == "messages.0.role"
+
+
+def refusal(schema: type[ChatRequest | CompletionRequest], **fields: Any) -> dict[str, Any]:
+    body = MESSAGES if schema is ChatRequest else PROMPT
+    with pytest.raises(ValidationError) as raised:
+        schema.model_validate(body | fields)
+    error: dict[str, Any] = from_validation(raised.value).body["error"]
+    return error
+
+
+@pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "secret"}}]),
+        ("functions", [{"name": "secret"}]),
+        ("functions", "secret"),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "secret"}}),
+        ("response_format", ["text"]),
+        ("logit_bias", {"50256": -100}),
+        ("suffix", "secret"),
+        ("best_of", 3),
+        pytest.param("best_of", 10**5000, id="long"),
+        ("best_of", "2"),
+    ],
+)
+def test_fields_that_change_the_answer_are_refused(schema: Any, name: str, value: Any) -> None:
+    error = refusal(schema, n=2, tool_choice="required", **{name: value})
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name}: got ")
+    assert "left out" in error["message"]
+    assert "secret" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tools", []),
+        ("tools", None),
+        ("functions", []),
+        ("response_format", {"type": "text"}),
+        ("response_format", None),
+        ("logit_bias", {}),
+        ("suffix", ""),
+        ("best_of", 1),
+        ("best_of", 2),
+    ],
+)
+def test_fields_that_ask_for_nothing_are_taken(name: str, value: Any) -> None:
+    for request in (
+        ChatRequest.model_validate(MESSAGES | {"n": 2, name: value}),
+        CompletionRequest.model_validate(PROMPT | {"n": 2, name: value}),
+    ):
+        assert request.unknown_fields() == []

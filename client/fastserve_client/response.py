@@ -77,6 +77,7 @@ def _token_logprob(item: Mapping[str, Any]) -> TokenLogprob:
         token=item["token"],
         logprob=item["logprob"],
         top=tuple(_token_logprob(other) for other in item.get("top", ())),
+        part=bytes(item["bytes"]) if "bytes" in item else None,
     )
 
 

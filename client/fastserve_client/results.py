@@ -15,6 +15,13 @@ class TokenLogprob:
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
     """The most likely tokens at this place, best first, as many as were asked for."""
+    part: bytes | None = None
+    """UTF-8 of a token that is a part of a character, which ``token`` shows as U+FFFD."""
+
+    @property
+    def utf8(self) -> bytes:
+        """What it adds to the text."""
+        return self.token.encode() if self.part is None else self.part
 
 
 @dataclass(frozen=True, slots=True)

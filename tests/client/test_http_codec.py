@@ -60,7 +60,7 @@ def test_the_last_chunk_with_everything() -> None:
             "token_id": 7,
             "token": " a",
             "logprob": -0.5,
-            "top": [{"token_id": 7, "token": " a", "logprob": -0.5}],
+            "top": [{"token_id": 9, "token": "\ufffd", "logprob": -0.4, "bytes": [240, 159]}],
         }
     ]
     perf = {spec.name: number for number, spec in enumerate(protocol.PERF_OUTPUTS, 1_700_000_000)}
@@ -75,7 +75,9 @@ def test_the_last_chunk_with_everything() -> None:
     (chunk,) = _decode(event)
     assert isinstance(chunk, Chunk)
     assert chunk.cumulative_logprob == -1.5
-    assert chunk.logprobs == (TokenLogprob(7, " a", -0.5, (TokenLogprob(7, " a", -0.5),)),)
+    likeliest = TokenLogprob(9, "\ufffd", -0.4, part=b"\xf0\x9f")
+    assert chunk.logprobs == (TokenLogprob(7, " a", -0.5, (likeliest,)),)
+    assert (chunk.logprobs[0].utf8, likeliest.utf8) == (b" a", b"\xf0\x9f")
     assert chunk.perf == PerfMetrics(**perf)
 
 

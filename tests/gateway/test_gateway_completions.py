@@ -261,3 +261,25 @@ def test_of_alternatives_with_one_text_the_likeliest_is_shown() -> None:
     assert choice is not None
     (shown,) = choice["logprobs"]["top_logprobs"]
     assert list(shown.items()) == [("\ufffd", -0.5), ("b", -1.0)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "offsets"),
+    [
+        ([b"Hi", b" \xf0\x9f", b"\x98", b"\x80", b"!"], [0, 2, 3, 3, 4]),
+        ([b"\xf0", b"\x9f", b"\x98", b"\x80", b"ab", b"c"], [0, 0, 0, 0, 1, 3]),
+        ([b"\xf0\x9f\x98", b"\x80 \xe4\xb8", b"\x80", b"a"], [0, 0, 2, 3]),
+        ([b"a", b"\xff", b"b", b"\xf0\x9f"], [0, 1, 2, 3]),  # broken in the text as well
+        ([b"\xf0\x9f\x98", b"", b"\x80", b"a"], [0, 0, 0, 1]),  # with a special token
+    ],
+)
+def test_tokens_that_are_parts_of_characters(pieces: list[bytes], offsets: list[int]) -> None:
+    request = CompletionRequest(model="fastserve", prompt="a", logprobs=0, stream=True)
+    answer = CompletionAnswer(request)
+    found = []
+    for piece in pieces:
+        entry = TokenLogprob(5, piece.decode(errors="replace"), -1.0, part=piece)
+        choice = answer.delta(0, Chunk("", (5,), logprobs=(entry,)))
+        assert choice is not None
+        found += choice["logprobs"]["text_offset"]
+    assert found == offsets

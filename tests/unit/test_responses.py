@@ -10,6 +10,8 @@ from fastserve_backend.job import JobOutput, TokenLogprob
 from fastserve_backend.serving.codec import decode_request
 from fastserve_backend.serving.responses import ResponseEncoder, WallClock
 
+TOKENS = {7: " é".encode(), 8: "é".encode()[:1]}
+
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_a_log_probability_that_is_no_number_is_one_in_a_response(bad: float) -> None:
@@ -19,9 +21,11 @@ def test_a_log_probability_that_is_no_number_is_one_in_a_response(bad: float) ->
         "return_cumulative_logprob": np.array([True]),
     }
     request = decode_request(tensors, "")
-    encoder = ResponseEncoder(request, 1, "", WallClock(MonotonicClock()), str)
+    encoder = ResponseEncoder(request, 1, "", WallClock(MonotonicClock()), TOKENS.__getitem__)
     logprobs = [TokenLogprob(7, bad, ()), TokenLogprob(8, -0.5, ())]
     outputs = dict(encoder.encode([JobOutput("ab", (7, 8), logprobs)]))
     assert outputs["cumulative_logprob"].tolist() == [-9999.5]
     entries = json.loads(outputs["logprobs"][0], parse_constant=pytest.fail)
     assert [entry["logprob"] for entry in entries] == [-9999.0, -0.5]
+    assert [entry["token"] for entry in entries] == [" é", "\ufffd"]
+    assert [entry.get("bytes") for entry in entries] == [None, [0xC3]]

@@ -148,7 +148,7 @@ class TritonPythonModel:
             len(prompt_ids),
             prompt,
             self._wall_clock,
-            lambda token_id: engine.tokenizer.decode([token_id]),
+            engine.tokenizer.token_bytes,
         )
         interval = engine.config.scheduler.stream_interval if wanted.stream else None
         stream.expect(encoder, interval)

@@ -45,7 +45,7 @@ class ResponseEncoder:
 
     Args:
         prompt: put in front of the text of the first response; empty for none.
-        token_text: text of one token id, for ``logprobs``.
+        token_bytes: of one token id, in UTF-8, for ``logprobs``.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class ResponseEncoder:
         num_input_tokens: int,
         prompt: str,
         wall_clock: WallClock,
-        token_text: Callable[[int], str],
+        token_bytes: Callable[[int], bytes],
     ) -> None:
         self._request = request
         self._num_input_tokens = num_input_tokens
         self._prompt = prompt
         self._wall_clock = wall_clock
-        self._token_text = token_text
+        self._token_bytes = token_bytes
         self._cumulative_logprob = 0.0
 
     def encode(self, outputs: Sequence[JobOutput]) -> Tensors:
@@ -109,11 +109,12 @@ class ResponseEncoder:
         return described
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token_id": token_id,
-            "token": self._token_text(token_id),
-            "logprob": _finite(logprob),
-        }
+        spelled = self._token_bytes(token_id)
+        text = spelled.decode(errors="replace")
+        described = {"token_id": token_id, "token": text, "logprob": _finite(logprob)}
+        if text.encode() != spelled:  # a part of a character
+            described["bytes"] = list(spelled)
+        return described
 
     def _perf_metrics(self, stats: JobStats) -> Tensors:
         nanoseconds = self._wall_clock.nanoseconds

@@ -73,5 +73,5 @@ def _token(entry: TokenLogprob) -> dict[str, Any]:
     return {
         "token": entry.token,
         "logprob": entry.logprob,
-        "bytes": list(entry.token.encode("utf-8")),
+        "bytes": list(entry.utf8),
     }

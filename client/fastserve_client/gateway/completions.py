@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastserve_client.gateway.answer import Answer
 from fastserve_client.gateway.schemas import CompletionRequest
-from fastserve_client.gateway.text_offsets import TextOffsets
 from fastserve_client.options import Prompt
 from fastserve_client.results import Chunk, Completion, TokenLogprob
 
@@ -22,7 +22,7 @@ class CompletionAnswer(Answer):
         super().__init__(request)
         self._prompts = request.prompts
         self._wants_logprobs = request.logprobs is not None
-        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)
+        self._offsets: defaultdict[int, _TextOffsets] = defaultdict(_TextOffsets)
         """By choice."""
 
     def prompts(self) -> Sequence[Prompt]:
@@ -49,13 +49,27 @@ class CompletionAnswer(Answer):
 
     def _logprobs(self, index: int, part: Chunk | Completion) -> dict[str, Any]:
         entries = part.logprobs
-        tokens = [entry.token for entry in entries]
+        offsets = self._offsets[index]
         return {
-            "tokens": tokens,
+            "tokens": [entry.token for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
             "top_logprobs": [_by_text(entry.top) for entry in entries],
-            "text_offset": self._offsets[index].add(tokens, part.text),
+            "text_offset": [offsets.add(entry.utf8) for entry in entries],
         }
+
+
+class _TextOffsets:
+    """Where in a text its tokens begin, in characters; some tokens are parts of one."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_chars = 0
+
+    def add(self, token: bytes) -> int:
+        """Of the next token; one that continues a character is where that begins."""
+        offset = self._num_chars
+        self._num_chars += len(self._decoder.decode(token))
+        return offset
 
 
 def _by_text(top: Sequence[TokenLogprob]) -> dict[str, float]:

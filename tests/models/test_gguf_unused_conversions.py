@@ -26,17 +26,22 @@ def used_days_ago(conversion: Path, days: float) -> None:
     os.utime(conversion, (then, then))
 
 
-def test_conversions_that_nobody_used_for_long_go_when_another_is_made(
+def test_conversions_of_files_that_are_gone_or_changed_go_when_another_is_made(
     cache: Path, tmp_path: Path
 ) -> None:
-    files = [write_llama(tmp_path / f"{name}.gguf", random_llama()) for name in "abcd"]
-    unused, recent, used = (converted(file) for file in files[:3])
-    for conversion, days in ((unused, 31), (recent, 29), (used, 400)):
-        used_days_ago(conversion, days)
-    assert converted(files[2]) == used
-    assert {*cache.iterdir()} == {unused, recent, used}  # a start with what is there removes none
-    added = converted(files[3])
-    assert {*cache.iterdir()} == {recent, used, added}
-    # It is made again.
-    assert converted(files[0]) == unused
-    assert (unused / "config.json").is_file()
+    files = [write_llama(tmp_path / f"{name}.gguf", random_llama()) for name in "abcdef"]
+    gone, changed, recent, used, there = (converted(file) for file in files[:5])
+    for conversion in (gone, changed, used, there):
+        used_days_ago(conversion, 31)
+    used_days_ago(recent, 29)
+    assert converted(files[3]) == used
+    for file in (files[0], files[2], files[3]):
+        file.unlink()
+    os.utime(files[1], (0, 0))
+    assert {*cache.iterdir()} == {gone, changed, recent, used, there}
+    added = converted(files[5])
+    # A server that has run for long may start ranks again with one whose file is there.
+    assert {*cache.iterdir()} == {recent, used, there, added}
+    again = converted(files[1])
+    assert again != changed
+    assert (again / "config.json").is_file()

@@ -27,10 +27,10 @@ _VERSION = 6
 _TIMEOUT_S = 3600.0
 _DRAFT = ".new-"
 
-# A conversion is as large as its model. One that no server has started with for so long is mostly
-# of a file that is there no more, or has another date, as in a new environment; another is made if
-# need be.
+# A conversion is as large as its model. One whose file is there no more, or has another date, as in
+# a new environment, goes when no server has started with it for so long.
 _UNUSED_S = 30 * 24 * 3600.0
+_SOURCE = "source"  # within it: the path of the file
 
 _log = logging.getLogger(__name__)
 
@@ -38,19 +38,13 @@ _log = logging.getLogger(__name__)
 def converted(file: Path) -> Path:
     """The directory with the safetensors, configuration, tokenizer and chat template of `file`.
 
-    Made at the first call, with a progress bar on stderr, and kept in the user's cache directory
-    until the file changes, or another is converted after 30 days without a call. Weights are
-    dequantised to bfloat16. Safe to call from several processes.
+    Made at the first call, with a progress bar on stderr, and kept in the user's cache directory.
+    When the file has changed another is made; the old one goes when one is made after 30 days
+    without a call. Weights are dequantised to bfloat16. Safe to call from several processes.
 
     Raises ModelError for a file that is damaged or holds a model that cannot be served.
     """
-    stat = file.stat()
-    # The file may be a link of another name, and the server's process takes names for ASCII.
-    real = file.resolve()
-    name = real.stem.encode("ascii", "ignore").decode()
-    version = f"\n{stat.st_size}\n{stat.st_mtime_ns}\n{_VERSION}"
-    key = hashlib.sha256(os.fsencode(real) + version.encode()).hexdigest()[:16]
-    directory = cache_directory("gguf") / f"{name}-{key}"
+    directory = _directory(file)
     if directory.is_dir():
         with suppress(OSError):  # the cache may be another user's
             os.utime(directory)  # it is used
@@ -66,6 +60,17 @@ def converted(file: Path) -> Path:
     return directory
 
 
+def _directory(file: Path) -> Path:
+    """Of the file as it is now. Raises OSError: there is no such file."""
+    stat = file.stat()
+    # The file may be a link of another name, and the server's process takes names for ASCII.
+    real = file.resolve()
+    name = real.stem.encode("ascii", "ignore").decode()
+    version = f"\n{stat.st_size}\n{stat.st_mtime_ns}\n{_VERSION}"
+    key = hashlib.sha256(os.fsencode(real) + version.encode()).hexdigest()[:16]
+    return cache_directory("gguf") / f"{name}-{key}"
+
+
 def _make(file: Path, directory: Path) -> None:
     directory.parent.mkdir(parents=True, exist_ok=True)
     remove_drafts(directory.parent.glob(f"{_DRAFT}*"), _TIMEOUT_S)
@@ -73,6 +78,7 @@ def _make(file: Path, directory: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=_DRAFT, dir=directory.parent) as scratch:
         made = Path(scratch) / "model"
         _convert(file, made)
+        (made / _SOURCE).write_bytes(os.fsencode(file.resolve()))
         try:
             made.rename(directory)
         except OSError:
@@ -83,11 +89,18 @@ def _make(file: Path, directory: Path) -> None:
 def _remove_unused(conversions: Path) -> None:
     for one in conversions.glob("[!.]*"):
         with suppress(OSError):  # another process removes it as well, or it is another user's
-            if time.time() - one.stat().st_mtime > _UNUSED_S:
+            if time.time() - one.stat().st_mtime > _UNUSED_S and _is_outdated(one):
                 # First by its name, so that nobody finds a part of it.
                 draft = one.rename(one.with_name(f"{_DRAFT}{one.name}"))
                 shutil.rmtree(draft)
-                _log.info("removed %s, which was not used for 30 days", one)
+                _log.info("removed %s: its file has changed or gone", one)
+
+
+def _is_outdated(conversion: Path) -> bool:
+    try:
+        return _directory(Path(os.fsdecode((conversion / _SOURCE).read_bytes()))) != conversion
+    except OSError:
+        return True
 
 
 def _convert(file: Path, target: Path) -> None:

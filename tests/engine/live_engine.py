@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-from fastserve_backend import LLM
+from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.job import JobOutput
 
 DEADLINE_S = 20.0
@@ -40,6 +40,14 @@ def small_engine(checkpoint: Path, tokenizer: Path, **options: object) -> Iterat
     keys = {"max_num_seqs": 4, "device_blocks": 60, "swap_space_gib": 0.02} | options
     with LLM(str(checkpoint), tokenizer=str(tokenizer), check_integrity=True, **keys) as llm:
         yield llm
+
+
+def begin(llm: LLM, params: SamplingParams) -> Collector:
+    """A job that has its first token."""
+    sink = Collector()
+    llm.engine.submit("j", [5], params, sink)
+    assert sink.started.wait(DEADLINE_S)
+    return sink
 
 
 def rank_of(llm: LLM) -> psutil.Process:

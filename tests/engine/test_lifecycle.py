@@ -13,7 +13,7 @@ from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.errors import ConfigError, DrainingError, EngineError, OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput
 from fastserve_backend.models.errors import ModelError
-from live_engine import DEADLINE_S, Collector, rank_of, small_engine
+from live_engine import DEADLINE_S, Collector, begin, rank_of, small_engine
 from waiting import wait_for
 
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
@@ -84,9 +84,7 @@ def test_closing_cancels_what_runs_and_leaves_nothing_behind(
     checkpoint: Path, tokenizer: Path
 ) -> None:
     with small_engine(checkpoint, tokenizer) as llm:
-        sink = Collector()
-        llm.engine.submit("j", [5], LONG, sink)
-        assert sink.started.wait(DEADLINE_S)
+        sink = begin(llm, LONG)
         rank = rank_of(llm)
         directory = Path(llm.engine._executor._directory.name)  # type: ignore[attr-defined]
         assert directory.stat().st_mode & 0o777 == 0o700
@@ -103,9 +101,7 @@ def test_a_stop_signal_to_all_processes_leaves_the_ranks_to_the_engine(
     checkpoint: Path, tokenizer: Path
 ) -> None:
     with small_engine(checkpoint, tokenizer) as llm:
-        sink = Collector()
-        llm.engine.submit("j", [5], LONG, sink)
-        assert sink.started.wait(DEADLINE_S)
+        sink = begin(llm, LONG)
         for number in (signal.SIGTERM, signal.SIGINT):
             rank_of(llm).send_signal(number)
         assert sink.wait().finish_reason is FinishReason.LENGTH

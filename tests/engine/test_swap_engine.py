@@ -20,6 +20,7 @@ from fastserve_backend.worker.messages import CopyBlocks, CopyResult
 from fastserve_backend.worker.swap_engine import SwapEngine, measure_link
 from fastserve_kernels.kv_quantization import dequantize, quantize
 from torch import Tensor
+from torch_threads import torch_threads
 
 HostDType = Literal["same", "int8"]
 
@@ -265,10 +266,8 @@ def swaps(request: pytest.FixtureRequest) -> Swaps:
 @pytest.fixture
 def two_threads() -> Iterator[None]:
     """Two threads for torch's operations in this one, also on a machine with one core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(2):
+        yield
 
 
 def test_out_and_in_again(swaps: Swaps) -> None:

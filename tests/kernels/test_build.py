@@ -12,6 +12,7 @@ import pytest
 import torch
 from fastserve_kernels import ops
 from fastserve_kernels.cpu import builder
+from torch_threads import torch_threads
 
 DEADLINE_S = 120
 ROOT = Path(fastserve_kernels.__file__).parents[1]
@@ -142,10 +143,6 @@ def test_kernels_run_on_torch_threads() -> None:
     ops.set_cpu_backend("compiled")
     linear = ops.PackedLinear(torch.randn(256, 128))
     x = torch.randn(20, 128)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
+    with torch_threads(1):
         alone = linear(x)
-    finally:
-        torch.set_num_threads(threads)
     assert torch.equal(alone, linear(x))

@@ -6,17 +6,15 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
 from fastserve_backend.length_prediction.encoder import Encoder
+from torch_threads import torch_threads
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
     """As in the predictor's process."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="session")

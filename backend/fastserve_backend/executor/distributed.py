@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import os
 import tempfile
 import time
 import uuid
@@ -21,6 +20,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from fastserve_backend.errors import ConfigError, EngineError
 from fastserve_backend.executor.cluster import Cluster, LostRanks, connection_closed
 from fastserve_backend.executor.rank_processes import LISTEN_S, RankProcesses
+from fastserve_backend.temporary_directory import short_temporary_directory
 from fastserve_backend.worker.messages import (
     CopyBlocks,
     CopyResult,
@@ -45,7 +45,7 @@ STEP_TIMEOUT_S = 600.0
 # While the first stage is free, how often collect() lets its caller look for arrivals.
 ARRIVAL_POLL_S = 0.01
 _log = logging.getLogger(__name__)
-# Of the directory that the engine's socket gets one in: its path has 107 bytes at most.
+# Of the directory that the engine's socket gets one in.
 _MOST_PARENT_BYTES = 70
 
 
@@ -75,12 +75,11 @@ class DistributedExecutor:
         self._authenticator: ThreadAuthenticator | None = None
         self._lost: LostRanks | None = None
         if cluster is None:
-            parent = tempfile.gettempdir()
-            if len(os.fsencode(parent)) > _MOST_PARENT_BYTES:
-                parent = "/tmp"
             # Of mode 0700; goes at the program's end at the latest.
             self._directory = tempfile.TemporaryDirectory(
-                prefix="fastserve-ranks-", dir=parent, ignore_cleanup_errors=True
+                prefix="fastserve-ranks-",
+                dir=short_temporary_directory(_MOST_PARENT_BYTES),
+                ignore_cleanup_errors=True,
             )
             self._address = f"ipc://{self._directory.name}/engine.sock"
             self._socket.setsockopt(zmq.LINGER, 0)

@@ -6,7 +6,6 @@ The engine starts it; standard input is a socket to the engine.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import socket
@@ -14,6 +13,7 @@ import sys
 from pathlib import Path
 
 from fastserve_backend.lasting_imports import lasting_imports
+from fastserve_backend.logs import log_to_stderr
 
 # The ranks and the engine come first wherever cores are short.
 NICENESS = 10
@@ -26,9 +26,7 @@ def main() -> int:
     parser.add_argument("--capacity", type=int, required=True, help="most entries of the index")
     parser.add_argument("--directory", type=Path, help="where they are kept; left out: nowhere")
     arguments = parser.parse_args()
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr()
     # Ctrl-C, or a service manager's stop, reaches all processes; the engine ends its own.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

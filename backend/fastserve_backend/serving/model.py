@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +21,7 @@ from fastserve_backend.errors import (
     OverloadedError,
 )
 from fastserve_backend.length_prediction.prompt_text import last_user_words
+from fastserve_backend.logs import log_to_stderr
 from fastserve_backend.serving.codec import (
     GRPC_STATUS_HEADER,
     GenerateRequest,
@@ -45,7 +45,6 @@ logger = logging.getLogger(__name__)
 
 # Triton calls finalize when no request is left, so this only covers the engine's own last steps.
 _DRAIN_TIMEOUT_S = 10.0
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 # Request ids go to logs: they must not break lines, nor fill a disk.
 _MAX_REQUEST_ID_CHARS = 128
 
@@ -59,7 +58,7 @@ class TritonPythonModel:
         Raises:
             pb_utils.TritonModelException: it cannot be loaded; the message says why.
         """
-        logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
+        log_to_stderr()
         runtime = RuntimeDirectory.from_environment()
         if runtime is not None:
             runtime.report_stub()

@@ -16,14 +16,16 @@ from contextlib import suppress
 from pathlib import Path
 from select import POLLIN, poll
 
+from fastserve_backend.temporary_directory import short_temporary_directory
+
 RUNTIME_VARIABLE = "FASTSERVE_RUNTIME_DIR"
 LAUNCHER_VARIABLE = "FASTSERVE_LAUNCHER_PID"
 
 # A process that was sent SIGKILL is gone as soon as the kernel has freed its memory.
 _KILL_WAIT_S = 10.0
 _SHARED_MEMORY = Path("/dev/shm")
-# The engine's socket is in a directory in this one; the path of a socket has 107 bytes at most.
-_MOST_PARENT_CHARS = 45
+# The engine's socket is in a directory in the one that is made there.
+_MOST_PARENT_BYTES = 45
 # Triton starts stubs by a shell command in which their paths are not quoted.
 _NOT_IN_A_COMMAND = re.compile(r"[^\w./+-]", re.ASCII)
 
@@ -44,8 +46,8 @@ class RuntimeDirectory:
     @classmethod
     def create(cls) -> RuntimeDirectory:
         """Makes an empty one that only this user can read."""
-        parent = tempfile.gettempdir()
-        if _NOT_IN_A_COMMAND.search(parent) or len(parent) > _MOST_PARENT_CHARS:
+        parent = short_temporary_directory(_MOST_PARENT_BYTES)
+        if _NOT_IN_A_COMMAND.search(parent):
             parent = "/tmp"
         runtime = cls(Path(tempfile.mkdtemp(prefix="fastserve-", dir=parent)))
         # Systems that clear /tmp of what is some days old leave directories that are locked

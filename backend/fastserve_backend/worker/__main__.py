@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.lasting_imports import lasting_imports
+from fastserve_backend.logs import log_to_stderr
 
 
 def main() -> int:
@@ -34,9 +35,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with lasting_imports():
         from fastserve_backend.worker.worker import run
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr()
     # Ctrl-C, or a service manager's stop, reaches all processes; the engine ends its own ranks when
     # all jobs have ended, torchrun its own at once.
     is_torchruns = "TORCHELASTIC_RUN_ID" in os.environ

@@ -66,8 +66,7 @@ def rope_kv_write(
 
 
 def _heads_of_a_tile(elements_of_a_head: int) -> int:
-    row: int = next_power_of_2(elements_of_a_head)
-    return max(1, _NUM_WARPS * _ELEMENTS_OF_A_WARP // row)
+    return max(1, _NUM_WARPS * _ELEMENTS_OF_A_WARP // next_power_of_2(elements_of_a_head))
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from running_gateway import COMMAND, RunningGateway, running_gateway
 from running_server import running_server
-from serving_client import metric, used_blocks
+from serving_client import ended_jobs, metric, settle, used_blocks, wait_until_idle
 from waiting import wait_for
 
 BENCH = [*COMMAND[:-1], "bench"]
@@ -31,10 +31,6 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 def report_of(path: Path) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return loaded
-
-
-def finished_jobs(endpoints: Endpoints) -> float:
-    return metric(endpoints.metrics_url, "fastserve_requests_total", finish_reason="length")
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +53,7 @@ def test_both_protocols_agree_with_what_the_server_counts(
             metric(url, f"fastserve_{kind}_tokens_total") for kind in ("prompt", "generation")
         )  # type: ignore[return-value]
 
+    wait_until_idle(endpoints)
     before = counted()
     output, plot = tmp_path / "report.json", tmp_path / "sweep.png"
     done = bench(
@@ -74,6 +71,7 @@ def test_both_protocols_agree_with_what_the_server_counts(
     runs = [run for point in points for run in point["runs"]]
     jobs = [job for run in runs for job in run["records"]]
     assert len(jobs) == 48
+    settle(endpoints)
     assert counted() == (
         before[0] + sum(job["prompt_tokens"] for job in jobs),
         before[1] + sum(job["output_tokens"] for job in jobs),
@@ -119,13 +117,14 @@ def test_ctrl_c_cancels_what_runs_and_reports_what_has_finished(
         *BENCH, "--url", f"grpc://{endpoints.grpc_url}", "--rates", "10", "--num-jobs", "1000",
         "--dataset", str(dataset), "--max-total-tokens", "4000", "--output", str(output),
     ]  # fmt: skip
-    before = finished_jobs(endpoints)
+    wait_until_idle(endpoints)
+    before = ended_jobs(endpoints.metrics_url, "length")
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             # Two more than the warm-up has.
-            wait_for(lambda: finished_jobs(endpoints) >= before + 6, DEADLINE_S)
+            wait_for(lambda: ended_jobs(endpoints.metrics_url, "length") >= before + 6, DEADLINE_S)
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=DEADLINE_S)
         finally:
@@ -250,7 +249,8 @@ def test_what_was_measured_before_a_server_is_gone_is_reported(
     endpoints: Endpoints, tmp_path: Path
 ) -> None:
     output = tmp_path / "report.json"
-    before = finished_jobs(endpoints)
+    wait_until_idle(endpoints)
+    before = ended_jobs(endpoints.metrics_url, "length")
     with running_gateway(endpoints.grpc_url, tmp_path / "gateway.log") as gateway:
         command = [
             *BENCH, "--url", f"triton=grpc://{endpoints.grpc_url}",
@@ -260,7 +260,10 @@ def test_what_was_measured_before_a_server_is_gone_is_reported(
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             try:
                 # Each server's warm-up, and that and the first run of the first server.
-                wait_for(lambda: finished_jobs(endpoints) >= before + 2 + 1 + 5, DEADLINE_S)
+                wait_for(
+                    lambda: ended_jobs(endpoints.metrics_url, "length") >= before + 2 + 1 + 5,
+                    DEADLINE_S,
+                )
                 gateway.process.send_signal(signal.SIGTERM)
                 _, err = process.communicate(timeout=DEADLINE_S)
             finally:

@@ -22,7 +22,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
-from serving_client import metric, used_blocks
+from serving_client import ended_jobs, used_blocks, wait_until_idle
 from waiting import wait_for
 
 DEADLINE_S = 60.0
@@ -111,10 +111,6 @@ def page(driver: webdriver.Chrome) -> Iterator[Page]:
     page.errors()  # of what a page leaves unfinished
 
 
-def ended_jobs(endpoints: Endpoints, reason: str) -> float:
-    return metric(endpoints.metrics_url, "fastserve_requests_total", finish_reason=reason)
-
-
 def test_queues_memory_and_traffic_move_under_load(
     page: Page, gateway: RunningGateway, endpoints: Endpoints, tmp_path: Path
 ) -> None:
@@ -122,8 +118,8 @@ def test_queues_memory_and_traffic_move_under_load(
     page.until_live()
     assert page.text("policy").startswith("skip_join_mlfq: ")
     assert len(page.driver.find_elements(By.CSS_SELECTOR, ".lane")) >= 8
-    page.until(lambda: page.text("running") == "0")
-    before = ended_jobs(endpoints, "length")
+    wait_until_idle(endpoints)
+    before = ended_jobs(endpoints.metrics_url, "length")
     page.find("load").click()
     seen: dict[int, set[int]] = {}
 
@@ -144,7 +140,7 @@ def test_queues_memory_and_traffic_move_under_load(
     assert page.text("load-note") == ""
     page.until(lambda: page.text("running") == "0" and page.lanes_of_jobs() == {})
     page.until(lambda: page.text("device-text").startswith("0 of "))
-    wait_for(lambda: ended_jobs(endpoints, "length") == before + 20, DEADLINE_S)
+    wait_for(lambda: ended_jobs(endpoints.metrics_url, "length") == before + 20, DEADLINE_S)
     assert page.errors() == []
 
 
@@ -166,8 +162,8 @@ def test_stop_cancels_the_job_on_the_server(
     """Also, a model without a chat template continues the text, and its output is never HTML."""
     page.open(gateway)
     page.until_live()
-    wait_for(lambda: used_blocks(endpoints.metrics_url) == 0, DEADLINE_S)
-    before = ended_jobs(endpoints, "cancelled")
+    wait_until_idle(endpoints)
+    before = ended_jobs(endpoints.metrics_url, "cancelled")
 
     def is_stopped() -> bool:
         """Not if the answer has ended by itself a moment before."""
@@ -180,7 +176,7 @@ def test_stop_cancels_the_job_on_the_server(
 
     page.until(is_stopped)
     assert page.driver.find_element(By.CSS_SELECTOR, ".message.user").text == "<b>Hello</b>"
-    wait_for(lambda: ended_jobs(endpoints, "cancelled") == before + 1, DEADLINE_S)
+    wait_for(lambda: ended_jobs(endpoints.metrics_url, "cancelled") == before + 1, DEADLINE_S)
     wait_for(lambda: used_blocks(endpoints.metrics_url) == 0, DEADLINE_S)
     # The refusal that led to it is the only thing in the console.
     assert all("/v1/chat/completions" in line and "400" in line for line in page.errors())

@@ -13,8 +13,10 @@ from typing import Any
 import httpx
 import numpy as np
 import tritonclient.grpc as grpcclient
+from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_client import protocol
 from tritonclient.utils import InferenceServerException
+from waiting import wait_for
 
 _DTYPES: dict[str, Any] = {
     "BYTES": np.object_,
@@ -188,5 +190,33 @@ def unfinished_jobs(metrics_url: str) -> float:
     return sum(metric(metrics_url, "fastserve_jobs", state=state) for state in states)
 
 
-def cancelled_jobs(metrics_url: str) -> float:
-    return metric(metrics_url, "fastserve_requests_total", finish_reason="cancelled")
+def ended_jobs(metrics_url: str, finish_reason: str) -> float:
+    return metric(metrics_url, "fastserve_requests_total", finish_reason=finish_reason)
+
+
+def settle(endpoints: Endpoints) -> None:
+    """Returns when the metrics count all that had ended before the call, also the token that a
+    start generates: they are published every half second, so a number read at once may be old.
+
+    Refused requests are read after all else, so the second publication to count one more has begun
+    after the call.
+    """
+    for _ in range(2):
+        before = _refused(endpoints.metrics_url)
+        answer = post(endpoints.http_url, GENERATE, {"text_input": "a", "max_tokens": 0})
+        assert answer.status_code == 400, answer.text
+        wait_for(lambda: _refused(endpoints.metrics_url) > before)  # noqa: B023
+
+
+def wait_until_idle(endpoints: Endpoints) -> None:
+    """Returns when no job is left, of earlier tests neither, and the metrics count all of them."""
+    settle(endpoints)
+    wait_for(lambda: used_blocks(endpoints.metrics_url) == 0)
+    settle(endpoints)
+
+
+def _refused(metrics_url: str) -> float:
+    try:
+        return metric(metrics_url, "fastserve_requests_rejected_total")
+    except KeyError:  # nothing was published yet
+        return 0.0

@@ -7,7 +7,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.serving.endpoints import Endpoints
 from running_server import running_server
-from serving_client import cancelled_jobs, used_blocks
+from serving_client import ended_jobs, used_blocks, wait_until_idle
 from waiting import wait_for
 
 
@@ -24,11 +24,11 @@ def wait_until_cancelled(endpoints: Endpoints) -> Callable[[], None]:
     The latter alone says little: metrics come late, and the longest job ends by itself.
     """
     url = endpoints.metrics_url
-    wait_for(lambda: used_blocks(url) == 0)
-    before = cancelled_jobs(url)
+    wait_until_idle(endpoints)
+    before = ended_jobs(url, "cancelled")
 
     def wait() -> None:
-        wait_for(lambda: cancelled_jobs(url) > before)
+        wait_for(lambda: ended_jobs(url, "cancelled") > before)
         wait_for(lambda: used_blocks(url) == 0)
 
     return wait

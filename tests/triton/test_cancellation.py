@@ -12,11 +12,12 @@ import pytest
 from fastserve_backend.serving.endpoints import Endpoints
 from serving_client import (
     GrpcStream,
-    cancelled_jobs,
+    ended_jobs,
     generate,
     http_stream,
     unfinished_jobs,
     used_blocks,
+    wait_until_idle,
 )
 from waiting import wait_for
 
@@ -89,9 +90,8 @@ def test_blocks_are_free_soon(
     url = endpoints.metrics_url
     times = []
     while len(times) < TRIES and not (times and times[-1] < LIMIT_S):
-        # What an earlier test has cancelled is counted when its blocks are free.
-        wait_for(lambda: used_blocks(url) == 0, 5.0)
-        cancelled = cancelled_jobs(url)
+        wait_until_idle(endpoints)
+        cancelled = ended_jobs(url, "cancelled")
         leave = begin(endpoints)
         wait_for(lambda: used_blocks(url) > 0, 5.0)
         started = time.monotonic()
@@ -99,7 +99,7 @@ def test_blocks_are_free_soon(
         wait_for(lambda: used_blocks(url) == 0, 5.0)
         times.append(time.monotonic() - started)
         # It was cancelled, not merely fast.
-        wait_for(lambda: cancelled_jobs(url) == cancelled + 1, 5.0)  # noqa: B023
+        wait_for(lambda: ended_jobs(url, "cancelled") == cancelled + 1, 5.0)  # noqa: B023
     assert min(times) < LIMIT_S, times
 
 
@@ -115,14 +115,15 @@ def test_others_go_on(endpoints: Endpoints) -> None:
 
 
 def test_many_cancelled_at_once(endpoints: Endpoints) -> None:
+    wait_until_idle(endpoints)
+    url = endpoints.metrics_url
+    cancelled = ended_jobs(url, "cancelled")
     streams = [
         GrpcStream(endpoints.grpc_url, stream=bool(n % 2), **LONG_REQUEST) for n in range(30)
     ]
-    url = endpoints.metrics_url
-    cancelled = cancelled_jobs(url)
     wait_for(lambda: unfinished_jobs(url) == len(streams))
     for stream in streams:
         stream.cancel()
-    wait_for(lambda: cancelled_jobs(url) == cancelled + len(streams))
-    wait_for(lambda: used_blocks(url) == 0)
+    wait_until_idle(endpoints)
+    assert ended_jobs(url, "cancelled") == cancelled + len(streams)
     assert generate(endpoints.grpc_url, text_input="b", max_tokens=3).num_finals == 1

@@ -17,7 +17,16 @@ import pytest
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_client import FastServeClient, InvalidRequest
 from fastserve_client.terminal import ExitCode
-from serving_client import GENERATE, GENERATE_STREAM, cancelled_jobs, http_stream, metric, post
+from serving_client import (
+    GENERATE,
+    GENERATE_STREAM,
+    ended_jobs,
+    http_stream,
+    metric,
+    post,
+    settle,
+    wait_until_idle,
+)
 from waiting import wait_for
 
 DEADLINE_S = 60.0
@@ -161,12 +170,14 @@ def test_chat_remembers_and_ctrl_c_stops_only_the_answer(
         chat.type("And of Italy?")
         assert "Rome" in chat.read_to("> ")
 
-        cancelled = cancelled_jobs(chat_endpoints.metrics_url)
+        url = chat_endpoints.metrics_url
+        settle(chat_endpoints)
+        cancelled = ended_jobs(url, "cancelled")
         chat.type(LONG_STORY)
         chat.read_to("lighthouse")
         chat.process.send_signal(signal.SIGINT)
         chat.read_to("(stopped)")
-        wait_for(lambda: cancelled_jobs(chat_endpoints.metrics_url) == cancelled + 1, DEADLINE_S)
+        wait_for(lambda: ended_jobs(url, "cancelled") == cancelled + 1, DEADLINE_S)
         chat.read_to("> ")
         chat.interrupt_prompt()  # nothing to stop: a hint, and it goes on
         chat.read_to("> ")
@@ -180,7 +191,8 @@ def test_chat_remembers_and_ctrl_c_stops_only_the_answer(
 
         chat.end_of_input()
         assert chat.process.wait(DEADLINE_S) == ExitCode.OK
-    assert metric(chat_endpoints.metrics_url, "fastserve_jobs", state="running") == 0
+    wait_until_idle(chat_endpoints)
+    assert metric(url, "fastserve_jobs", state="running") == 0
 
 
 def test_chat_takes_messages_from_a_pipe(chat_endpoints: Endpoints) -> None:

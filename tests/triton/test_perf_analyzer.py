@@ -16,8 +16,7 @@ from byte_tokenizer import save_byte_tokenizer
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from running_server import running_server
-from serving_client import metric
-from waiting import wait_for
+from serving_client import ended_jobs, settle
 
 CONFIGS = Path(__file__).parents[2] / "perf_analyzer_configs"
 # Where `make perf-analyzer` puts it.
@@ -52,13 +51,6 @@ def run(name: str, results: Path, **variables: str) -> subprocess.CompletedProce
         text=True,
         timeout=RUN_TIMEOUT_S,
     )
-
-
-def finished(endpoints: Endpoints) -> float:
-    try:
-        return metric(endpoints.metrics_url, "fastserve_requests_total", finish_reason="length")
-    except KeyError:  # none yet
-        return 0
 
 
 def experiment(profile: Path) -> dict[str, Any]:
@@ -102,7 +94,8 @@ def test_all_requests_are_answered_in_full(
     chat_endpoints: Endpoints,
     tmp_path: Path,
 ) -> None:
-    before = finished(chat_endpoints)
+    settle(chat_endpoints)
+    before = ended_jobs(chat_endpoints.metrics_url, "length")
     done = run(name, tmp_path, URL=chat_endpoints.grpc_url, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.stem for path in tmp_path.iterdir()} == loads.keys()
@@ -121,9 +114,8 @@ def test_all_requests_are_answered_in_full(
             assert all(earlier <= later for earlier, later in pairwise(times))
         assert load in rows  # of the table of latencies
     total = sum(num_requests for _, _, num_requests in loads.values())
-    # The counters reach the metrics endpoint within half a second.
-    wait_for(lambda: finished(chat_endpoints) - before >= total, timeout_s=10.0)
-    assert finished(chat_endpoints) - before == total
+    settle(chat_endpoints)
+    assert ended_jobs(chat_endpoints.metrics_url, "length") - before == total
 
 
 def test_repeated_run_replaces_its_results(chat_endpoints: Endpoints, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from fastserve_backend.serving.endpoints import Endpoints
-from serving_client import GrpcStream, generate, metric, used_blocks
+from serving_client import GrpcStream, generate, metric, settle, used_blocks
 from waiting import wait_for
 
 GREEDY = {"stream": True, "max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
@@ -22,6 +22,7 @@ def test_streams_are_unbroken_while_their_kv_goes_to_the_host_and_back(
     # 34 blocks each in the end; the device has 240.
     prompts = [[rng.randrange(3, 1024) for _ in range(500)] for _ in range(16)]
     alone = {n: generate(endpoints.grpc_url, input_ids=prompts[n], **GREEDY) for n in (0, 9)}
+    settle(endpoints)
     out_before = metric(endpoints.metrics_url, "fastserve_swap_bytes_total", direction="out")
     streams = [
         GrpcStream(endpoints.grpc_url, input_ids=ids, return_perf_metrics=True, **GREEDY)

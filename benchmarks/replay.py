@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from fastserve_backend.engine import Engine
+from fastserve_backend.engine.engine import Engine
 from fastserve_backend.errors import EngineError
 from fastserve_backend.job import FinishReason, JobOutput, JobStats
 from fastserve_backend.sampling_params import SamplingParams

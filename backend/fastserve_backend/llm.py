@@ -11,7 +11,7 @@ from typing import Any
 from rich.progress import Progress
 
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.engine import Engine
+from fastserve_backend.engine.engine import Engine
 from fastserve_backend.errors import EngineError, InvalidRequestError, OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput, JobStats, TokenLogprob
 from fastserve_backend.length_prediction.prompt_text import last_user_words

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.engine import Engine
+from fastserve_backend.engine.engine import Engine
 from fastserve_backend.sampling_params import SamplingParams
 from phase_context import CheckFailed, Context
 from replay import run_jobs

@@ -17,7 +17,7 @@ from functools import partial
 
 import msgspec
 import psutil
-from fastserve_backend.engine import Engine
+from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Ready, Setup, Step, StepResult

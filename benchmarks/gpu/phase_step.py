@@ -11,7 +11,7 @@ import sampling_speed
 import torch
 from ceilings import copy_rate
 from decode_steps import FIRST_TOKEN, blocks_of, decode_step, load, steps_ahead
-from fastserve_backend.engine import Engine
+from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.worker.messages import CopyResult, Step, StepResult

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 from fastserve_backend import LLM
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.engine import Engine
+from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.worker.messages import Ready, Setup
 from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.engine import Engine
+from fastserve_backend.engine.engine import Engine
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.job import JobOutput
 from hosts import SECRET, OtherHost, family, free_ports, listening, running, torchrun

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.engine import Engine
+from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.job import FinishReason, JobOutput
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step, StepResult

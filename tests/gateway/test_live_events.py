@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from fastserve_backend.engine.watches import MAX_WATCHES
 from fastserve_backend.serving.endpoints import Endpoints
-from fastserve_backend.watches import MAX_WATCHES
 from fastserve_client import AsyncFastServeClient, ServerUnavailable
 from fastserve_client.gateway.live_feed import LiveFeed
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import tritonclient.grpc as grpcclient
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.engine.watches import MAX_WATCHES
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
-from fastserve_backend.watches import MAX_WATCHES
 from fastserve_client import (
     AsyncFastServeClient,
     EngineState,

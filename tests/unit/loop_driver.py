@@ -10,7 +10,8 @@ from itertools import chain, islice
 from fastserve_backend.clock import VirtualClock
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.counters import EngineCounters
-from fastserve_backend.delivery import NewToken, OnEnd
+from fastserve_backend.engine.delivery import NewToken, OnEnd
+from fastserve_backend.engine.step_loop import StepLoop
 from fastserve_backend.executor.simulated import SimulatedExecutor
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.manager import KVManager
@@ -19,7 +20,6 @@ from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.latency_histograms import LatencyHistograms
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.scheduler.base import Policy
-from fastserve_backend.step_loop import StepLoop
 from fastserve_backend.worker.messages import CopyResult, Step, StepResult
 
 BLOCK_SIZE = 4

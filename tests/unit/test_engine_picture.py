@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from fastserve_backend.engine_picture import take_picture
+from fastserve_backend.engine.picture import take_picture
+from fastserve_backend.engine.watches import MAX_WATCHES, Watches
 from fastserve_backend.errors import DrainingError, OverloadedError
 from fastserve_backend.job import JobState
 from fastserve_backend.scheduler.base import BatchLimits
-from fastserve_backend.watches import MAX_WATCHES, Watches
 from fastserve_client.engine_state import MAX_LISTED_JOBS, EngineState, ListedJob
 from jobs import make_job
 from loop_driver import Rig

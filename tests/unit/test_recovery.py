@@ -7,7 +7,7 @@ from collections import Counter
 
 from fastserve_backend.clock import VirtualClock
 from fastserve_backend.config import KVCacheSection
-from fastserve_backend.delivery import Delivery
+from fastserve_backend.engine.delivery import Delivery
 from fastserve_backend.errors import EngineError
 from fastserve_backend.job import FinishReason, Job, JobOutput, JobState
 from fastserve_backend.kv_cache.manager import KVManager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fastserve_backend.engine.request_checks import RequestChecks
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.tokenizer import ByteTokenizer
-from fastserve_backend.request_checks import RequestChecks
 
 MODEL = load_model_config("opt-125m", load_format="dummy", max_model_len=1000)
 

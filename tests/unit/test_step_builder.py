@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from fastserve_backend.engine.step_builder import build_step, in_step_order, uniform
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_backend.step_builder import build_step, in_step_order, uniform
 from fastserve_backend.worker.messages import Step, encoder, to_rank_decoder
 from jobs import make_job
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from fastserve_backend.engine.step_loop import _LEAD_S, _LEAD_SHARE
 from fastserve_backend.job import FinishReason, JobState
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits
-from fastserve_backend.step_loop import _LEAD_S, _LEAD_SHARE
 from jobs import make_job
 from loop_driver import Rig
 from policies import make, one_job, skip_join

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.engine import Engine
+from fastserve_backend.engine.engine import Engine
 from fastserve_backend.errors import ConfigError, DrainingError, EngineError, FastServeError
 from fastserve_backend.job import FinishReason, JobOutput
 from fastserve_backend.profile.latency import LatencyProfile
@@ -166,7 +166,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         hardware.append(identity.hardware)
         return replace(known_profile(), identity=identity)
 
-    monkeypatch.setattr("fastserve_backend.engine.load_or_measure", measure)
+    monkeypatch.setattr("fastserve_backend.engine.engine.load_or_measure", measure)
     return hardware
 
 
@@ -233,7 +233,7 @@ def test_jobs_go_on_and_arrivals_wait(serve: Serve, expected: list[list[int]]) -
 def test_a_job_cancelled_during_the_restart_ends_at_once(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastserve_backend.engine.IDLE_CHECK_S", 10 * WAIT_S)
+    monkeypatch.setattr("fastserve_backend.engine.engine.IDLE_CHECK_S", 10 * WAIT_S)
     first, second = FakeRanks(50), FakeRanks(opens=False)
     engine = serve(first, second)
     client, other = submit(engine, *PROMPTS[:2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fastserve_backend.text_stream import TextStream
+from fastserve_backend.engine.text_stream import TextStream
 from hypothesis import given
 from hypothesis import strategies as st
 

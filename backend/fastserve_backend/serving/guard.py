@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from fastserve_backend.engine import Engine
+from fastserve_backend.engine.engine import Engine
 from fastserve_backend.serving.runtime import (
     LAUNCHER_VARIABLE,
     RuntimeDirectory,

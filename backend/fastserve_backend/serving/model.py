@@ -13,7 +13,7 @@ import triton_python_backend_utils as pb_utils
 
 from fastserve_backend.clock import MonotonicClock
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.engine import Engine
+from fastserve_backend.engine.engine import Engine
 from fastserve_backend.errors import (
     DrainingError,
     FastServeError,

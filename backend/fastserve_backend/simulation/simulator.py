@@ -14,7 +14,8 @@ from fastserve_client.workload import TraceJob
 from fastserve_backend.clock import VirtualClock
 from fastserve_backend.config import KVCacheSection, SchedulerSection
 from fastserve_backend.counters import EngineCounters
-from fastserve_backend.delivery import NewToken, OnEnd
+from fastserve_backend.engine.delivery import NewToken, OnEnd
+from fastserve_backend.engine.step_loop import StepLoop
 from fastserve_backend.executor.simulated import SimulatedExecutor
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.manager import KVManager
@@ -25,7 +26,6 @@ from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.registry import make_policy
 from fastserve_backend.simulation.memory import KVMemory
-from fastserve_backend.step_loop import StepLoop
 from fastserve_backend.worker.messages import Step
 
 

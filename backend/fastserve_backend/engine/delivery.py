@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastserve_backend.engine.text_stream import TextStream
 from fastserve_backend.job import FinishReason, Job, JobOutput, TokenLogprob
 from fastserve_backend.models.tokenizer import Tokenizer
-from fastserve_backend.text_stream import TextStream
 from fastserve_backend.worker.messages import StepResult
 
 _log = logging.getLogger(__name__)

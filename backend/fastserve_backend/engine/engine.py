@@ -18,8 +18,12 @@ from fastserve_backend.clock import Clock, MonotonicClock
 from fastserve_backend.config import START_TIMEOUT_S, EngineConfig
 from fastserve_backend.configured_model import load_configured_model
 from fastserve_backend.counters import EngineCounters, EngineSnapshot
-from fastserve_backend.delivery import Delivery
-from fastserve_backend.engine_picture import take_picture
+from fastserve_backend.engine.delivery import Delivery
+from fastserve_backend.engine.picture import take_picture
+from fastserve_backend.engine.request_checks import RequestChecks
+from fastserve_backend.engine.step_loop import StepLoop
+from fastserve_backend.engine.supervision import RankStart
+from fastserve_backend.engine.watches import StateSink, Watches
 from fastserve_backend.errors import (
     DrainingError,
     EngineError,
@@ -44,14 +48,10 @@ from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.loads import Limits
 from fastserve_backend.profile.measure import cache_path, identity_of, link_of, load_or_measure
-from fastserve_backend.request_checks import RequestChecks
 from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.sampling_params import MAX_SEED, SamplingParams
 from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.scheduler.registry import make_policy
-from fastserve_backend.step_loop import StepLoop
-from fastserve_backend.supervision import RankStart
-from fastserve_backend.watches import StateSink, Watches
 from fastserve_backend.worker.messages import Ready, Setup, Step
 
 # How often an idle engine looks whether its ranks are alive.

@@ -15,10 +15,10 @@ from fastserve_client.engine_state import (
 )
 
 from fastserve_backend.counters import EngineCounters
+from fastserve_backend.engine.step_loop import StepLoop
 from fastserve_backend.job import Job, JobState
 from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
 from fastserve_backend.scheduler.base import Policy
-from fastserve_backend.step_loop import StepLoop
 
 _RUNNING = JobState.RUNNING
 

@@ -21,14 +21,14 @@ from typing import Protocol
 
 from fastserve_backend.clock import Clock
 from fastserve_backend.counters import EngineCounters, EngineSnapshot
-from fastserve_backend.delivery import NewToken, OnEnd
+from fastserve_backend.engine.delivery import NewToken, OnEnd
+from fastserve_backend.engine.flights import Ahead, Flight, is_ending
+from fastserve_backend.engine.step_builder import build_copy, build_step, in_step_order
 from fastserve_backend.executor.base import Executor
-from fastserve_backend.flights import Ahead, Flight, is_ending
 from fastserve_backend.job import FinishReason, Job, JobState
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.tiers import Transfer
 from fastserve_backend.scheduler.base import Policy
-from fastserve_backend.step_builder import build_copy, build_step, in_step_order
 from fastserve_backend.worker.messages import CopyResult, Step, StepResult
 
 # The next step is chosen so long before the predicted end of the running one: for choosing, sending

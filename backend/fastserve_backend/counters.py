@@ -20,7 +20,8 @@ class EngineCounters:
     """Seconds that the ranks computed."""
     iteration_s: float = 0.0
     """Seconds to having a step's tokens, from sending it, or from the end of the one that it was
-    sent behind; what exceeds ``compute_s`` is messages and the making of inputs."""
+    sent behind, without waiting between stages; what exceeds ``compute_s`` is messages and the
+    making of inputs."""
     between_s: float = 0.0
     """Seconds from having a step's tokens to sending the next step: the ranks were idle."""
     preemptions: int = 0

@@ -107,7 +107,8 @@ class Job:
     first_token_s: float | None = None
     last_token_s: float | None = None
     executed_s: float = 0.0
-    """Time of the iterations that it took part in; the rest of its latency is queueing."""
+    """Time of the iterations that it took part in; the rest of its latency is queueing, also where
+    an iteration waits for a pipeline stage."""
     num_preemptions: int = 0
     num_swaps: int = 0
     swap_stall_s: float = 0.0

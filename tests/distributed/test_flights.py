@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from fastserve_backend import SamplingParams
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step, StepResult
-from parallel_models import ParallelLLM, started_ranks
+from parallel_models import ParallelLLM, ranks_of, started_ranks
 
 LONG = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 
@@ -70,6 +71,27 @@ def test_as_many_steps_as_stages_are_under_way(two_stages: DistributedExecutor) 
         assert [answer.step_id for answer in answers] == [first, first + 1]  # type: ignore[union-attr]
         assert answers[0].token_ids == answers[1].token_ids  # type: ignore[union-attr]
     assert all(seconds > 0 for seconds in executor.busy_s)
+
+
+def test_waiting_for_a_stage_is_told_apart(two_stages: DistributedExecutor) -> None:
+    executor = two_stages
+    _, last = ranks_of(executor)
+    last.send_signal(signal.SIGSTOP)
+    try:
+        executor.submit(prefill(20, 0))
+        while not executor.can_submit:
+            executor.collect()
+        executor.submit(prefill(21, 1))
+        while executor._in_first_stage is not None:
+            assert executor.collect(0.01) is None
+        assert executor.collect(0.2) is None  # both are held up, the second by the first
+    finally:
+        last.send_signal(signal.SIGCONT)
+    first, second = (executor.collect() for _ in range(2))
+    assert isinstance(first, StepResult)
+    assert isinstance(second, StepResult)
+    assert first.waited_s == 0
+    assert second.waited_s >= 0.2
 
 
 def test_a_copy_that_one_rank_cannot_make_has_failed(two_stages: DistributedExecutor) -> None:

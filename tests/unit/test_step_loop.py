@@ -173,6 +173,17 @@ def test_the_first_stage_takes_the_next_batch_while_the_second_works() -> None:
     assert rig.executor.most_unfinished == 2
 
 
+def test_waiting_for_a_stage_counts_as_queueing() -> None:
+    rig = Rig(make("fcfs", one_job()), num_stages=2)
+    long, short = make_job(0, 8, max_tokens=1), make_job(1, 1, max_tokens=2)
+    rig.run([long, short])
+    # The second stage takes its first batch at 8 s, which the first had done at 4.5 s.
+    assert (short.first_token_s, short.last_token_s) == (8.5, 9.5)
+    assert (long.executed_s, short.executed_s) == (8.0, 2.0)
+    assert rig.iterations_s == [8.0, 1.0, 1.0]
+    assert rig.counters.iteration_s == rig.counters.compute_s == 10.0
+
+
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_as_many_batches_as_stages_are_in_flight(num_stages: int) -> None:
     rig = Rig(make("fcfs", BatchLimits(2, 100)), num_stages=num_stages)

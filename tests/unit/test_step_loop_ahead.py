@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from fastserve_backend.engine.step_loop import _LEAD_S, _LEAD_SHARE
-from fastserve_backend.job import FinishReason, JobState
+from fastserve_backend.job import FinishReason, Job, JobState
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits
+from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
+from fastserve_backend.worker.messages import Step
 from jobs import make_job
 from loop_driver import Rig
-from policies import make, one_job, skip_join
+from policies import TIMES, make, one_job, quanta, skip_join
 
 # An iteration of 1 s decides the next one so long before its end.
 LEAD_S = _LEAD_S + _LEAD_SHARE
@@ -127,7 +133,49 @@ def test_a_step_that_ends_before_it_was_expected_to_is_followed_as_ever() -> Non
     assert rig.delivery.num_tokens == {0: 4}
 
 
-def test_what_a_step_took_beyond_its_prediction_counts_with_the_next() -> None:
+class Charged(SkipJoinMLFQ):
+    """Notes how long it was told that each job has run."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.seconds: Counter[int] = Counter()
+
+    def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
+        super().iteration_done(jobs, elapsed_s, now)
+        self.seconds.update({job.number: elapsed_s for job in jobs})
+
+    def overran(self, jobs: Sequence[Job], seconds: float) -> None:
+        super().overran(jobs, seconds)
+        self.seconds.update({job.number: seconds for job in jobs})
+
+
+@pytest.mark.parametrize("num_blocks", [100, 8])  # with few, some choices ahead are in vain
+@pytest.mark.parametrize("share", [0.25, 1.0, 1.05])
+def test_each_job_is_charged_what_its_own_steps_took(num_blocks: int, share: float) -> None:
+    policy = Charged(BatchLimits(3, 100), quanta(), TIMES)
+    rig = Rig(policy, num_blocks=num_blocks, ahead=True)
+    predict_s = rig.loop._predict_s
+    rig.loop._predict_s = lambda step: share * predict_s(step)
+    jobs = [make_job(number, 1 + 5 * (number % 3), max_tokens=12) for number in range(12)]
+    for job in jobs:
+        job.arrival_s = 2.5 * job.number
+    last_s: dict[int, float] = {}  # of the step that ended the job: it sinks to no queue any more
+
+    def on_iteration(step: Step, elapsed_s: float) -> None:
+        for job in jobs:
+            if job.state is JobState.FINISHED:
+                last_s.setdefault(job.number, elapsed_s)
+
+    rig.loop._on_iteration = on_iteration
+    rig.run(jobs)
+    assert rig.counters.preemptions > 0
+    num_alone = rig.counters.iterations - rig.executor.num_ahead
+    assert num_alone > 10 if num_blocks < 100 else num_alone < 10
+    for job in jobs:
+        assert policy.seconds[job.number] == pytest.approx(job.executed_s - last_s[job.number])
+
+
+def test_levels_are_those_of_steps_that_are_not_sent_ahead() -> None:
     def levels(ahead: bool, slower: float) -> list[int]:
         rig = Rig(skip_join(), ahead=ahead)
         predict_s = rig.loop._predict_s

@@ -33,8 +33,6 @@ class Flight:
     """How long it takes, if that was asked."""
     ahead: Ahead | None = None
     """Set once the step after it has been chosen, be it in vain."""
-    owed_s: float = 0.0
-    """What the step before took beyond what that had counted for."""
 
     @property
     def num_sampling(self) -> int:

@@ -62,7 +62,7 @@ class StepLoop:
         on_end: called once a job, just before its end is delivered.
         predict_s: how long a step takes; not asked if the ranks take no step ahead.
         on_iteration: called with each finished step and its seconds, from submission, or from the
-            end of the step that it was sent behind, to its result.
+            end of the step that it was sent behind, to its result, without waiting between stages.
         check_integrity: verify the block tables after every step, for tests.
     """
 
@@ -281,7 +281,7 @@ class StepLoop:
         assert flight.predicted_s is not None
         counted_s = max(now - flight.started_s, flight.predicted_s)
         flight.ahead = Ahead({job.number for job in going_on}, counted_s)
-        self._step_ended(going_on, counted_s + flight.owed_s, now)
+        self._step_ended(going_on, counted_s, now)
         self._schedule(behind=flight)
 
     def _schedule(self, behind: Flight | None = None) -> None:
@@ -367,7 +367,7 @@ class StepLoop:
 
     def _finish_step(self, flight: Flight, result: StepResult) -> None:
         now = self._clock.now()
-        elapsed_s = now - flight.started_s
+        elapsed_s = now - flight.started_s - result.waited_s
         counters = self._counters
         counters.iterations += 1
         counters.compute_s += result.compute_s
@@ -375,18 +375,20 @@ class StepLoop:
         self._last_result_s = now
         ahead = flight.ahead
         if ahead is not None and self._flights:
-            behind = self._flights[0]
-            behind.started_s = now
-            behind.owed_s = elapsed_s - ahead.counted_s
+            self._flights[0].started_s = now
         ended = self._apply(flight, result, now, elapsed_s)
         # Those that ended, now or before, are only forgotten: they sink to no other queue.
-        done = {job.number for job, _ in ended} | (ahead.going_on if ahead is not None else set())
-        rest = [
+        forgotten = {job.number for job, _ in ended}
+        unfinished = [
             job
             for number, job in flight.rows.items()
-            if number not in done and job.state is not JobState.FINISHED
+            if number not in forgotten and job.state is not JobState.FINISHED
         ]
-        self._step_ended(rest, elapsed_s + flight.owed_s, now)
+        if ahead is None:
+            self._step_ended(unfinished, elapsed_s, now)
+        else:
+            going_on = [job for job in unfinished if job.number in ahead.going_on]
+            self.policy.overran(going_on, elapsed_s - ahead.counted_s)
         in_flight = self._jobs_in_flight()
         for number, job in flight.rows.items():
             if job.state is JobState.FINISHED and number not in in_flight:

@@ -96,7 +96,8 @@ class DistributedExecutor:
         self._poller.register(self._socket, zmq.POLLIN)
         self._ranks = RankProcesses(self._poller)
         self._tensor_size = 1
-        self._flights: dict[int, float] = {}  # unfinished step → seconds computed by its stages
+        self._flights: dict[int, _Batch] = {}  # of the unfinished steps
+        self._left_s: list[float] = []  # when a batch left each stage last
         # Since when the oldest of them is the next to end, by RankProcesses.listened_s.
         self._oldest_since_s = 0.0
         self._in_first_stage: int | None = None  # step
@@ -108,6 +109,7 @@ class DistributedExecutor:
         deadline = time.monotonic() + timeout_s
         self._tensor_size = setup.tensor_parallel_size
         self.busy_s = [0.0] * setup.pipeline_parallel_size
+        self._left_s = [-math.inf] * setup.pipeline_parallel_size
         setup = self._start_processes(setup)
         ready: dict[int, Ready] = {}
         while len(ready) < len(self._ranks):
@@ -177,7 +179,7 @@ class DistributedExecutor:
         self._send(step)
         if not self._flights:
             self._oldest_since_s = self._ranks.listened_s
-        self._flights[step.step_id] = 0.0
+        self._flights[step.step_id] = _Batch(time.monotonic())
         self._in_first_stage = step.step_id
 
     def copy(self, blocks: CopyBlocks) -> None:
@@ -231,17 +233,29 @@ class DistributedExecutor:
 
     def _end_stage(self, rank: int, done: StageDone) -> bool:
         """Whether that makes room for another step."""
-        self.busy_s[rank // self._tensor_size] += done.busy_s
-        if done.step_id in self._flights:  # its result may have come first, by a socket of its own
-            self._flights[done.step_id] += done.busy_s
+        batch = self._flights.get(done.step_id)
+        # None: its result has come first, by a socket of its own.
+        self._left(rank // self._tensor_size, batch, done.busy_s)
         if done.step_id != self._in_first_stage or rank != 0:
             return False
         self._in_first_stage = None
         return self.can_submit
 
+    def _left(self, stage: int, batch: _Batch | None, busy_s: float) -> None:
+        """A batch has left the stage."""
+        self.busy_s[stage] += busy_s
+        now_s = time.monotonic()
+        if batch is not None:
+            batch.compute_s += busy_s
+            if stage > 0:  # the first is free when a batch is sent
+                batch.waited_s += max(0.0, self._left_s[stage] - batch.left_s)
+            batch.left_s = now_s
+        self._left_s[stage] = now_s
+
     def _end_step(self, result: StepResult) -> StepResult:
-        self.busy_s[-1] += result.compute_s
-        result.compute_s += self._flights.pop(result.step_id)
+        batch = self._flights.pop(result.step_id)
+        self._left(len(self.busy_s) - 1, batch, result.compute_s)
+        result.compute_s, result.waited_s = batch.compute_s, batch.waited_s
         self._oldest_since_s = self._ranks.listened_s
         if result.step_id == self._in_first_stage:
             self._in_first_stage = None
@@ -346,6 +360,18 @@ class DistributedExecutor:
     def _break(self, reason: str) -> NoReturn:
         self._is_broken = True
         raise EngineError(reason)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A step that the ranks have not ended."""
+
+    left_s: float
+    """When it left the latest of its stages; before that, when it was sent."""
+    compute_s: float = 0.0
+    """Of the stages that it has left."""
+    waited_s: float = 0.0
+    """Between stages, for those that still ran the step before."""
 
 
 @dataclass(slots=True)

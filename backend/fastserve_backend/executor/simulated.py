@@ -53,11 +53,13 @@ class SimulatedExecutor:
         load = IterationLoad.of_step(step)
         total_s = self._model.iteration_s(load)
         stage_s = total_s / len(self._stage_free_s)
-        end_s = self._clock.now()
+        end_s, waited_s = self._clock.now(), 0.0
         for stage, free_s in enumerate(self._stage_free_s):
-            end_s = max(end_s, free_s) + stage_s
-            self._stage_free_s[stage] = end_s
-        result = StepResult(step.step_id, bytes(4 * load.num_sampled), total_s, b"", [])
+            begin_s = max(end_s, free_s)
+            if stage > 0:
+                waited_s += begin_s - end_s
+            self._stage_free_s[stage] = end_s = begin_s + stage_s
+        result = StepResult(step.step_id, bytes(4 * load.num_sampled), total_s, b"", [], waited_s)
         self._unfinished.append((end_s, result))
 
     def copy(self, blocks: CopyBlocks) -> None:

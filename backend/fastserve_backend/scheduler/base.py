@@ -137,6 +137,11 @@ class Policy(Protocol):
         be they pending. Not called for those that are known to end with it."""
         ...
 
+    def overran(self, jobs: Sequence[Job], seconds: float) -> None:
+        """The latest iteration done of these jobs took so much longer than predicted; less than 0:
+        shorter. They may be selected again."""
+        ...
+
     def not_run(self, jobs: Sequence[Job]) -> None:
         """Those of these jobs that are selected did not run after all; they keep their places.
         Called before the next ``select``."""

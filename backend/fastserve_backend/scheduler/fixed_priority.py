@@ -53,6 +53,9 @@ class FixedPriority:
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
         self._in_flight.difference_update(job.number for job in jobs)
 
+    def overran(self, jobs: Sequence[Job], seconds: float) -> None:
+        pass  # nor of how long they have run
+
     def not_run(self, jobs: Sequence[Job]) -> None:
         self._in_flight.difference_update(job.number for job in jobs)
 

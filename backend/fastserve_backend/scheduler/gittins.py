@@ -152,6 +152,10 @@ class Gittins(FixedPriority):
                     self._promoted = None
             self._jobs.move(job, self.key(job))
 
+    def overran(self, jobs: Sequence[Job], seconds: float) -> None:
+        if self._promoted in jobs:
+            self._turn_s -= seconds
+
     def not_run(self, jobs: Sequence[Job]) -> None:
         super().not_run(jobs)
         for job in jobs:

@@ -128,13 +128,12 @@ class MLFQ:
         for job in jobs:
             entry = self._entries[job.number]
             entry.in_flight = False
-            entry.used_s += elapsed_s
-            # Never within a prefill in chunks: when KV memory is short, jobs that sink before they
-            # have a token could take each other's KV for ever.
-            has_token = job.num_tokens > entry.num_tokens
-            if has_token and entry.used_s >= self.quanta_s[job.queue_level]:
-                self._demote(job, entry)
+            self._charge(job, entry, elapsed_s)
             self._waiting.begin(job, now)
+
+    def overran(self, jobs: Sequence[Job], seconds: float) -> None:
+        for job in jobs:
+            self._charge(job, self._entries[job.number], seconds)
 
     def not_run(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -194,6 +193,16 @@ class MLFQ:
             if job.queue_level > 0 and not entry.in_flight:
                 self._move(job, entry, 0)
                 self.num_promotions += 1
+
+    def _charge(self, job: Job, entry: _Entry, seconds: float) -> None:
+        """The job ran for so long; it sinks if that was its quantum, but not while it runs."""
+        entry.used_s += seconds
+        # Never within a prefill in chunks: when KV memory is short, jobs that sink before they have
+        # a token could take each other's KV for ever.
+        has_token = job.num_tokens > entry.num_tokens
+        used_up = entry.used_s >= self.quanta_s[job.queue_level]
+        if has_token and used_up and not entry.in_flight:
+            self._demote(job, entry)
 
     def _demote(self, job: Job, entry: _Entry) -> None:
         if job.queue_level == len(self._queues) - 1:

@@ -134,6 +134,9 @@ class Speculative:
                 self._num_outlived += job.num_outputs > entry.num_tokens
                 self._order.move(job, self._key_if(job, entry.num_tokens))
 
+    def overran(self, jobs: Sequence[Job], seconds: float) -> None:
+        self._queues.overran(self._queued(jobs), seconds)
+
     def not_run(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             self._entries[job.number].in_flight = False

@@ -161,6 +161,8 @@ class StepResult(msgspec.Struct, tag="result", array_like=True):
     device had ended the step before: of all steps together no more than the time that passed."""
     logprobs: bytes  # float32 [R], empty if no job asked
     top_logprobs: list[TopLogprobs]
+    waited_s: float = 0.0
+    """Between stages, for those that still ran the step before. Known to the executor alone."""
 
 
 class TopLogprobs(msgspec.Struct, array_like=True):

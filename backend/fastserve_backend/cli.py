@@ -29,6 +29,7 @@ from fastserve_backend.config_flags import with_config_flags
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.profile.hardware import HARDWARE
+from fastserve_backend.standard_streams import open_closed_streams
 from fastserve_backend.workload_flags import listed, parse_rates
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point: a user's mistake is one line on stderr and exit code 1."""
+    open_closed_streams()
     try:
         app()
     except (FastServeError, ClientError) as error:

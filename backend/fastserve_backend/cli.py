@@ -269,7 +269,7 @@ def simulate(
     if keys["load_format"] is None:
         keys["load_format"] = "dummy"  # no weights are needed
     limits = LengthLimits(max_prompt_tokens, max_total_tokens, max_output_tokens)
-    simulate_command(
+    code = simulate_command(
         _engine_config(model, config, keys),
         ModelledHardware(profile, hardware),
         Workload(dataset, num_jobs, seed, limits, scale, length_ratio),
@@ -278,6 +278,7 @@ def simulate(
         rates=parse_rates(rates),
         prediction_error=prediction_error,
     )
+    raise typer.Exit(int(code))
 
 
 app.command()(bench)

@@ -209,11 +209,15 @@ def serve(
 
 
 def _print_endpoints(endpoints: Endpoints) -> None:
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    url = f"grpc://{endpoints.grpc_url}"
+    there = "" if url == DEFAULT_URL else f" --url {url}"
     console.print("[bold green]ready[/]")
-    console.print(f'  gRPC     grpc://{endpoints.grpc_url}   (fastserve generate "Hello")')
-    console.print(f"  HTTP     {endpoints.http_url}/v2/models/fastserve/generate_stream")
-    console.print(f"  metrics  {endpoints.metrics_url}")
+    # No markup, which IPv6 addresses look like.
+    console.print(f'  gRPC     {url}   (fastserve generate "Hello"{there})', markup=False)
+    http_url = f"{endpoints.http_url}/v2/models/fastserve/generate_stream"
+    console.print(f"  HTTP     {http_url}", markup=False)
+    console.print(f"  metrics  {endpoints.metrics_url}", markup=False)
 
 
 # Without those keys of which a simulation takes no notice, and the policy, of which it has several.

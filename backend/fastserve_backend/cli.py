@@ -29,6 +29,7 @@ from fastserve_backend.config_flags import with_config_flags
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.profile.hardware import HARDWARE
+from fastserve_backend.standard_streams import open_closed_streams
 from fastserve_backend.workload_flags import listed, parse_rates
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point: a user's mistake is one line on stderr and exit code 1."""
+    open_closed_streams()
     try:
         app()
     except (FastServeError, ClientError) as error:
@@ -207,11 +209,15 @@ def serve(
 
 
 def _print_endpoints(endpoints: Endpoints) -> None:
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    url = f"grpc://{endpoints.grpc_url}"
+    there = "" if url == DEFAULT_URL else f" --url {url}"
     console.print("[bold green]ready[/]")
-    console.print(f'  gRPC     grpc://{endpoints.grpc_url}   (fastserve generate "Hello")')
-    console.print(f"  HTTP     {endpoints.http_url}/v2/models/fastserve/generate_stream")
-    console.print(f"  metrics  {endpoints.metrics_url}")
+    # No markup, which IPv6 addresses look like.
+    console.print(f'  gRPC     {url}   (fastserve generate "Hello"{there})', markup=False)
+    http_url = f"{endpoints.http_url}/v2/models/fastserve/generate_stream"
+    console.print(f"  HTTP     {http_url}", markup=False)
+    console.print(f"  metrics  {endpoints.metrics_url}", markup=False)
 
 
 # Without those keys of which a simulation takes no notice, and the policy, of which it has several.
@@ -267,7 +273,7 @@ def simulate(
     if keys["load_format"] is None:
         keys["load_format"] = "dummy"  # no weights are needed
     limits = LengthLimits(max_prompt_tokens, max_total_tokens, max_output_tokens)
-    simulate_command(
+    code = simulate_command(
         _engine_config(model, config, keys),
         ModelledHardware(profile, hardware),
         Workload(dataset, num_jobs, seed, limits, scale, length_ratio),
@@ -276,6 +282,7 @@ def simulate(
         rates=parse_rates(rates),
         prediction_error=prediction_error,
     )
+    raise typer.Exit(int(code))
 
 
 app.command()(bench)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_args, get_type_hints
 
 from fastserve_client.errors import InvalidRequest, shown
 
@@ -42,6 +42,14 @@ class SamplingOptions(TypedDict, total=False):
 
 OPTION_NAMES = frozenset(SamplingOptions.__annotations__)
 
+# Of all that the server takes for such an option, what JSON can carry.
+_ALLOWED = {
+    int: "an integer that fits 64 bits",
+    float: "a finite number",
+    bool: "a bool",
+    str: "text or a list of texts",
+}
+
 
 def encode_options(options: Mapping[str, Any], flags: Mapping[str, bool]) -> str:
     """The value of the ``sampling_parameters`` tensor: the options, and flags of the protocol.
@@ -65,7 +73,11 @@ def encode_options(options: Mapping[str, Any], flags: Mapping[str, bool]) -> str
         try:
             fields.append(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False)}")
         except (TypeError, ValueError):
-            raise InvalidRequest(
-                f"{name}: got {shown(value)}; must be a finite number, a bool or text"
-            ) from None
+            raise InvalidRequest(f"{name}: got {shown(value)}; must be {_allowed(name)}") from None
     return "{" + ", ".join(fields) + "}"
+
+
+def _allowed(name: str) -> str:
+    """What the option is without ``None``, which comes last in its annotation."""
+    kind, *_ = get_args(get_type_hints(SamplingOptions)[name])
+    return _ALLOWED[kind]

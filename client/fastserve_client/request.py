@@ -74,6 +74,11 @@ def build_watch_request(model: str, interval_s: float) -> InferRequest:
 def _prompt_input(prompt: Prompt) -> tuple[str, str | tuple[int, ...]]:
     if isinstance(prompt, str):
         return protocol.TEXT_INPUT, _checked_text(protocol.TEXT_INPUT, prompt)
+    if isinstance(prompt, bytes | bytearray):  # integers too, but hardly meant as token ids
+        raise InvalidRequest(
+            f"{protocol.TEXT_INPUT}: got {type(prompt).__name__}; must be text, which .decode() "
+            "makes of bytes"
+        )
     if len(prompt) > 0 and isinstance(prompt[0], Mapping):
         text = _encode_messages(cast("Sequence[Message]", prompt))
         return protocol.MESSAGES, _checked_text(protocol.MESSAGES, text)
@@ -102,10 +107,11 @@ def _encode_messages(messages: Sequence[Message]) -> str:
 
 def _checked_ids(token_ids: Sequence[Any]) -> tuple[int, ...]:
     # There may be millions, and an event loop waits: no Python for each that is right.
-    with suppress(TypeError):
-        checked = tuple(map(index, token_ids))  # NumPy's integers too
-        if _is_token_id(min(checked, default=0)) and _is_token_id(max(checked, default=0)):
-            return checked
+    if not any(map(_is_bool, set(map(type, token_ids)))):
+        with suppress(TypeError):
+            checked = tuple(map(index, token_ids))  # NumPy's integers too
+            if _is_token_id(min(checked, default=0)) and _is_token_id(max(checked, default=0)):
+                return checked
     wrong = next(one for one in token_ids if not _is_token_id(one))
     raise InvalidRequest(
         f"{protocol.INPUT_IDS}: got {shown(wrong)}, which is no token id; must be integers that "
@@ -114,7 +120,14 @@ def _checked_ids(token_ids: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _is_token_id(value: Any) -> bool:
+    if _is_bool(type(value)):
+        return False
     try:
         return -protocol.MAX_INT32 <= index(value) <= protocol.MAX_INT32
     except TypeError:
         return False
+
+
+def _is_bool(kind: type) -> bool:
+    """Python's, or NumPy's, which have one of these names: integers too, but no token ids."""
+    return kind.__name__ in ("bool", "bool_")

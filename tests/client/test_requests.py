@@ -81,6 +81,10 @@ def test_an_integer_keeps_all_its_digits() -> None:
         ([1, 2**31], {}, "input_ids"),
         ([1, "2"], {}, "input_ids"),
         ([1.5], {}, "input_ids"),
+        ([1, True], {}, "input_ids"),
+        (np.array([True, False]), {}, "input_ids"),
+        (b"The sky is", {}, "text_input"),
+        (bytearray(b"The sky is"), {}, "text_input"),
         ("x", {"temperature": float("nan")}, "temperature"),
         ("x", {"temperature": float("inf")}, "temperature"),
         ("x", {"stop": [b"bytes"]}, "stop"),
@@ -93,6 +97,22 @@ def test_what_the_wire_cannot_carry_is_refused_by_name(
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"^{field}: got "):
         build_request("fastserve", prompt, options, stream=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "allowed"),
+    [
+        ({"temperature": float("inf")}, "a finite number"),
+        ({"top_p": b"1"}, "a finite number"),
+        ({"max_tokens": float("nan")}, "an integer that fits 64 bits"),
+        ({"ignore_eos": float("nan")}, "a bool"),
+        ({"stop": b"bytes"}, "text or a list of texts"),
+    ],
+    ids=str,
+)
+def test_a_refusal_says_what_that_option_may_be(options: dict[str, Any], allowed: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"; must be {allowed}$"):
+        build_request("fastserve", "x", options, stream=True)
 
 
 def test_an_unknown_option_is_a_programming_error_that_lists_the_options() -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_kernels.cpu import builder
+from waiting import wait_for
 
 COMMAND_TIMEOUT_S = 170.0
+PROFILE = [sys.executable, "-m", "fastserve_backend", "profile"]
 
 
 @pytest.fixture
@@ -27,7 +31,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_profile(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "fastserve_backend.cli", "profile", *arguments],
+        [*PROFILE, *arguments],
         env=os.environ | {"COLUMNS": "120"},
         capture_output=True,
         text=True,
@@ -72,6 +76,24 @@ def test_the_command_writes_what_the_engine_then_uses(
     keys = {"tokenizer": str(tokenizer), "device_blocks": 60, "max_num_seqs": 4}
     with LLM(str(checkpoint), **keys) as llm:
         assert llm.engine.profile.model == profile
+
+
+def test_sigterm_leaves_nothing_of_the_ranks(checkpoint: Path) -> None:
+    # Of a short name, as sockets in it need.
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        process = subprocess.Popen(
+            [*PROFILE, str(checkpoint), "--output", "/dev/null"],
+            env=os.environ | {"TMPDIR": temporary},
+            stderr=subprocess.DEVNULL,
+        )
+        with process:
+            try:
+                wait_for(lambda: bool(list(Path(temporary).glob("fastserve-ranks-*/*.sock"))))
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(COMMAND_TIMEOUT_S) == 128 + signal.SIGTERM
+            finally:
+                process.kill()
+        assert list(Path(temporary).iterdir()) == []
 
 
 def test_bad_input_is_one_line(checkpoint: Path, tmp_path: Path) -> None:

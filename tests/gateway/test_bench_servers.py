@@ -106,6 +106,22 @@ def test_a_closed_loop_over_texts_that_end_by_themselves(
     assert not any(point["failures_by_kind"] for point in points)
 
 
+def test_a_full_disk_under_the_tables_is_one_line(endpoints: Endpoints, tmp_path: Path) -> None:
+    output = tmp_path / "report.json"
+    command = [
+        *BENCH, "--url", f"grpc://{endpoints.grpc_url}", "--concurrency", "2", "--num-jobs", "4",
+        "--dataset", "equal:8:4", "--output", str(output),
+    ]  # fmt: skip
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=DEADLINE_S
+        )
+    assert done.returncode == 1
+    assert "error: cannot write the text: No space left on device\n" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert report_of(output)["points"][0]["num_jobs"] == 4
+
+
 def test_ctrl_c_cancels_what_runs_and_reports_what_has_finished(
     endpoints: Endpoints, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,11 @@ from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.profile.latency import Curve, Identity, LatencyProfile
 
+SIMULATE = [sys.executable, "-m", "fastserve_backend", "simulate"]
+
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fastserve_backend.cli", "simulate", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run([*SIMULATE, *arguments], capture_output=True, text=True, timeout=120)
 
 
 def test_a_sweep_prints_a_table_and_writes_json_and_a_plot(tmp_path: Path) -> None:
@@ -37,6 +39,42 @@ def test_a_sweep_prints_a_table_and_writes_json_and_a_plot(tmp_path: Path) -> No
     assert report["settings"]["prediction_error"] == 0.5
     assert report["settings"]["cluster"]["hardware"] == "a100-80g"
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("terminal", [{"COLUMNS": "25"}, {"COLUMNS": "80"}, {}], ids=str)
+def test_a_table_is_as_wide_as_it_has_to_be(terminal: dict[str, str]) -> None:
+    command = [*SIMULATE, "opt-125m", "--rates", "5", "--num-jobs", "5"]
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment | terminal
+    )
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [len(row) for row in rows if row[:2] == ["skip_join_mlfq", "5"]] == [12]
+    assert "…" not in done.stdout
+
+
+def test_files_are_written_where_nobody_reads_the_table(tmp_path: Path) -> None:
+    reader, stdout = os.pipe()
+    os.close(reader)
+    done = simulate_to(stdout, tmp_path / "report.json")
+    os.close(stdout)
+    assert done.returncode == 141, done.stderr
+    assert "error" not in done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["points"]
+
+
+def test_a_full_disk_under_the_table_is_one_line(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = simulate_to(full.fileno(), tmp_path / "report.json")
+    assert done.returncode == 1
+    assert done.stderr.endswith("\nerror: cannot write the text: No space left on device\n")
+    assert "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["points"]
+
+
+def simulate_to(stdout: int, output: Path) -> subprocess.CompletedProcess[str]:
+    command = [*SIMULATE, "opt-125m", "--rates", "5", "--num-jobs", "5", "--output", str(output)]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=120)
 
 
 def test_a_pipeline_of_sharded_stages_and_a_length_ratio() -> None:

@@ -156,6 +156,22 @@ def test_additional_outputs_come_only_on_request(endpoints: Endpoints) -> None:
     assert outputs[protocol.QUEUE_LEVEL] >= 0
 
 
+def test_fields_of_a_body_that_are_no_tensors(endpoints: Endpoints) -> None:
+    def answer(**fields: object) -> dict[str, str]:
+        body = {"text_input": PROMPT, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+        fields |= {"exclude_input_in_output": True}
+        answered: dict[str, str] = post(endpoints.http_url, GENERATE, body | fields).json()
+        return answered
+
+    with_logprobs = answer(return_logprobs=True, logprobs=2)
+    assert [len(token["top"]) for token in json.loads(with_logprobs["logprobs"])] == [2] * 8
+    text = with_logprobs["text_output"]
+    last = text[-1]
+    stopped = text[: text.index(last)]
+    assert answer(stop=last)["text_output"] == stopped
+    assert answer(stop=last, max_tokens=10**6, clip_max_tokens=True)["text_output"] == stopped
+
+
 def test_streamed_outputs_add_up(endpoints: Endpoints) -> None:
     stream = GrpcStream(
         endpoints.grpc_url,

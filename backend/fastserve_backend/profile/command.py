@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -32,9 +34,10 @@ _SHOWN_ROWS = 10
 
 
 def profile_command(config: EngineConfig, output: Path | None) -> None:
-    """Measure on real ranks, print the result, write it to ``output``.
+    """Measure on real ranks, print the result, write it to ``output``; from the main thread.
 
-    Default of ``output``: the cache, where the engine finds it at its next start.
+    Default of ``output``: the cache, where the engine finds it at its next start. SIGTERM ends the
+    process from now on as ``sys.exit`` does, so that nothing is left of the ranks.
 
     Raises:
         ConfigError, ModelError: the configuration, the model or ``output`` cannot be used.
@@ -42,6 +45,7 @@ def profile_command(config: EngineConfig, output: Path | None) -> None:
     """
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"output: got {str(output)!r}; its directory does not exist")
+    signal.signal(signal.SIGTERM, _exit)
     measurement = _measure(config)
     profile = measurement.profile
     path = output or cache_path(profile.identity)
@@ -52,6 +56,10 @@ def profile_command(config: EngineConfig, output: Path | None) -> None:
     console = Console(highlight=False, soft_wrap=True)
     _print(console, profile, measurement.held_out)
     console.print(f"written to {path}", markup=False)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # as shells report it
 
 
 def _measure(config: EngineConfig) -> Measurement:

@@ -11,11 +11,13 @@ from typing import Any
 from fastserve_client.report import (
     SweepPoint,
     plot_sweep,
+    print_tables,
     summarize,
     sweep_table,
     sweep_to_json,
 )
 from fastserve_client.report.output import Output, write_json
+from fastserve_client.terminal import ExitCode
 from fastserve_client.workload import TraceJob, Workload, check_trace_fits, mean_rate
 from rich.console import Console
 from rich.progress import Progress
@@ -53,13 +55,16 @@ def simulate_command(
     policies: Sequence[str],
     rates: Sequence[float],
     prediction_error: float | None,
-) -> None:
-    """Simulate every policy at every rate; print a table, write JSON and plot where asked to.
+) -> ExitCode:
+    """Simulate every policy at every rate; write JSON and plot where asked to, print a table.
 
     Args:
         rates: jobs per second; empty for a data set with timestamps of its own.
         prediction_error: standard deviation of ``ln(predicted / real)`` of output lengths; None:
             nothing is predicted.
+
+    Returns:
+        The exit code for the process.
 
     Raises:
         ConfigError, ModelError: the configuration, the model or the hardware cannot be used.
@@ -85,12 +90,15 @@ def simulate_command(
         loads.append(_Load.of(workload, rate, prediction_error))
         check_trace_fits(loads[-1].trace, min(model.max_model_len, memory.num_blocks * block_size))
     points = _sweep(modelled, config.kv_cache, schedulers, loads, console)
-    Console().print(sweep_table(points))
-    if output.json is not None:
-        settings = _settings(config, hardware, modelled, workload, prediction_error)
-        write_json(output.json, sweep_to_json(points, settings))
-    if output.plot is not None:
-        plot_sweep(points, output.plot, slo_s=config.scheduler.slo_ms / 1e3, title=model.name)
+    try:
+        if output.json is not None:
+            settings = _settings(config, hardware, modelled, workload, prediction_error)
+            write_json(output.json, sweep_to_json(points, settings))
+        if output.plot is not None:
+            plot_sweep(points, output.plot, slo_s=config.scheduler.slo_ms / 1e3, title=model.name)
+    finally:  # after the files, which a reader of stdout that goes away shall not take along
+        code = print_tables([sweep_table(points)])
+    return code
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""``fastserve bench``: measures, prints tables, writes JSON and figures."""
+"""``fastserve bench``: measures, writes JSON and figures, prints tables."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from fastserve_client.bench.comparison import compare, comparison_table
 from fastserve_client.bench.connection import Connection, Target
@@ -30,7 +31,7 @@ from fastserve_client.bench.report import report_json
 from fastserve_client.bench.session import Observer, Plan, Session, Start
 from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
 from fastserve_client.errors import ClientError, InvalidRequest
-from fastserve_client.report import Objectives
+from fastserve_client.report import Objectives, print_tables
 from fastserve_client.report.output import Output, write_json
 from fastserve_client.terminal import ExitCode
 
@@ -72,14 +73,18 @@ def bench_command(
     if not finished:
         console.print(f"{'interrupted' if failure is None else 'ended'}; what has finished so far:")
     points = gather_points(session.runs, plan, objectives)
-    within = _print(points, plan, objectives, console)
+    within = _within(points, plan, objectives)
     settings = _settings(servers, plan, objectives)
-    _write(output, points, settings, within, objectives, console)
+    try:
+        _write(output, points, settings, within, objectives, console)
+    finally:  # after the files, which a reader of stdout that goes away shall not take along
+        printed = print_tables(_tables(points, plan, objectives, within))
+        _print_troubles(points, console)
     if failure is not None:
         raise failure
     if not finished:
         return ExitCode.INTERRUPTED
-    return ExitCode.OK if any(point.summary for point in points) else ExitCode.FAILED
+    return printed if any(point.summary for point in points) else ExitCode.FAILED
 
 
 def _check_labels(servers: Sequence[Target] | Sequence[OwnServer]) -> None:
@@ -137,23 +142,37 @@ async def _until_interrupted(work: Coroutine[Any, Any, None]) -> bool:
     return True
 
 
-def _print(
-    points: Sequence[Point], plan: Plan, objectives: Objectives, console: Console
+def _within(
+    points: Sequence[Point], plan: Plan, objectives: Objectives
 ) -> Mapping[str, WithinObjectives]:
-    """Tables to stdout, what went wrong to stderr."""
-    out = Console(highlight=False)
-    closed = plan.loads[0].concurrency is not None
-    load_header = "clients" if closed else "jobs/s"
-    for table in result_tables(points, load_header):
-        out.print(table)
+    """Empty: it takes several rates and an objective to tell."""
+    slo_s = objectives.normalized_latency_s
+    if _is_closed(plan) or len(plan.loads) == 1 or slo_s is None:
+        return {}
+    return within_objectives(points, slo_s)
+
+
+def _is_closed(plan: Plan) -> bool:
+    return plan.loads[0].concurrency is not None
+
+
+def _tables(
+    points: Sequence[Point],
+    plan: Plan,
+    objectives: Objectives,
+    within: Mapping[str, WithinObjectives],
+) -> Iterator[Table]:
+    load_header = "clients" if _is_closed(plan) else "jobs/s"
+    yield from result_tables(points, load_header)
     ratios = compare(points)
     if ratios:
-        out.print(comparison_table(ratios, points[0].label, load_header))
-    within: Mapping[str, WithinObjectives] = {}
+        yield comparison_table(ratios, points[0].label, load_header)
     slo_s = objectives.normalized_latency_s
-    if not closed and len(plan.loads) > 1 and slo_s is not None:
-        within = within_objectives(points, slo_s)
-        out.print(objectives_table(within, slo_s, max(plan.offered(load) for load in plan.loads)))
+    if within and slo_s is not None:
+        yield objectives_table(within, slo_s, max(plan.offered(load) for load in plan.loads))
+
+
+def _print_troubles(points: Sequence[Point], console: Console) -> None:
     for line in error_lines(points):
         console.print(f"[yellow]errors:[/] {escape(line)}")
     for point in points:
@@ -164,7 +183,6 @@ def _print(
                 f"{late_s * 1e3:.0f} ms late (P99), and it used {point.cpu_share:.0%} of a core; "
                 "give it a machine of its own"
             )
-    return within
 
 
 def _settings(

@@ -1,9 +1,9 @@
 """The report of a load test: what each job saw, and what that means for a system.
 
-    from fastserve_client.report import SweepPoint, summarize, sweep_table
+    from fastserve_client.report import SweepPoint, print_tables, summarize, sweep_table
 
     point = SweepPoint("skip_join_mlfq", rate=2.0, summary=summarize(records))
-    rich.print(sweep_table([point]))
+    print_tables([sweep_table([point])])
 
 Simulations and measurements of a real server are reported by the same code. Names are loaded on
 first use: to make figures of records, neither rich nor a library of plots has to be there.
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastserve_client.report.cdf import plot_cdfs
     from fastserve_client.report.objectives import Objectives, attainment, highest_rate
     from fastserve_client.report.plot import plot_sweep
+    from fastserve_client.report.printing import print_tables
     from fastserve_client.report.records import JobRecord
     from fastserve_client.report.summary import Distribution, Summary, median_summary, summarize
     from fastserve_client.report.sweep import SweepPoint, sweep_to_dict, sweep_to_json
@@ -45,6 +46,7 @@ __all__ = [
     "latency_table",
     "labelled_table",
     "format_number",
+    "print_tables",
     "plot_sweep",
     "plot_cdfs",
     "plot_timeline",
@@ -56,6 +58,7 @@ _MODULES = {
     "attainment": "objectives",
     "highest_rate": "objectives",
     "plot_sweep": "plot",
+    "print_tables": "printing",
     "JobRecord": "records",
     "Distribution": "summary",
     "Summary": "summary",

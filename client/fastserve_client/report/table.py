@@ -43,8 +43,8 @@ def labelled_table(
     caption: str | None = None,
     lines: bool = True,
 ) -> Table:
-    """A label and numbers a row. In 80 columns, which a pipe has, labels are broken, and no number
-    is cut.
+    """A label and numbers a row, for ``print_tables``. Printed by others in 80 columns, labels are
+    broken, and no number is cut.
 
     Args:
         headers: Of the numbers; some may have two lines.

@@ -70,10 +70,12 @@ def join_process_group(device: torch.device, rendezvous: Path | None, start_id: 
     else:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         interface = _interface_to(host, port)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         store = TCPStore(host, port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
         address = {"store": PrefixStore(f"fastserve/{start_id}", store)}
+    # Of themselves both listen where others reach them, NCCL on one host too. GPUs of one host only
+    # find each other there: their data go over NVLink, PCIe or shared memory.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         **address,

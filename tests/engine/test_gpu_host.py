@@ -3,9 +3,11 @@ anew, and the host waits for nothing while it launches a step or begins a copy o
 
 from __future__ import annotations
 
+import gc
 import queue
+import weakref
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,20 @@ import pytest
 import torch
 from emulated_gpu import DEVICE, EmulatedGPU, emulated_gpu
 from fastserve_backend.models.loader import load_model
-from fastserve_backend.models.partition import RankPlace
+from fastserve_backend.models.partition import RankPlace, layers_of_stages
+from fastserve_backend.models.tensor_group import ALONE
 from fastserve_backend.worker.host_store import HostStore, PlainStore, StagedInt8Store
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step
 from fastserve_backend.worker.model_runner import ModelRunner
+from fastserve_backend.worker.pipeline import Pipeline
 from fastserve_backend.worker.step_inputs import StepLimits
-from fastserve_backend.worker.step_memory import run_largest_step
+from fastserve_backend.worker.step_memory import run_largest_step, step_bytes
 from fastserve_backend.worker.swap_engine import SwapEngine, copy_blocks
 from fastserve_kernels.gpu import activations
 from fastserve_kernels.kv_quantization import dequantize, quantize
 from job_steps import run_turns
 from test_gpu_steps import CPU, MODELS, empty_cache, generate, model_config
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 DEADLINE_S = 30.0
 LIMITS = StepLimits(max_jobs=5, max_tokens=32, max_model_len=32)
@@ -67,6 +72,43 @@ def test_the_step_that_finds_out_how_much_memory_it_takes(tmp_path: Path) -> Non
         cache = empty_cache(config, num_blocks=1).zero_().to(DEVICE)
         run_largest_step(load_model(config, DEVICE), config, cache, LIMITS, RankPlace())
         assert not cache.to("cpu").any()
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """This process is one of them; the other takes what is sent, and sends anything."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_activations_on_their_way_to_the_next_stage_count(
+    stage: int, tmp_path: Path, two_ranks: None
+) -> None:
+    config = model_config(tmp_path, MODELS["opt"])
+    width, num_stages = config.hidden_size, 2
+    place = RankPlace(stage=stage, num_stages=num_stages)
+    sent = []
+    with emulated_gpu(), pytest.MonkeyPatch.context() as monkeypatch:
+        for name in ("empty_cache", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        for name in ("memory_allocated", "max_memory_allocated"):
+            monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
+        model = load_model(config, DEVICE, layers=layers_of_stages(config, num_stages)[stage])
+        cache = empty_cache(config, num_blocks=1).zero_().to(DEVICE)
+        counted = step_bytes(model, config, cache, LIMITS, place, ALONE)
+        if not place.is_last_stage:
+            pipeline = Pipeline(place, width, torch.float32, DEVICE)
+            for _ in range(10):
+                hidden = torch.zeros(LIMITS.max_tokens, width, device=DEVICE)
+                pipeline.send(hidden)
+                sent.append(weakref.ref(hidden))
+            del hidden
+            gc.collect()
+    assert config.dtype == "float32"
+    assert counted == sum(one() is not None for one in sent) * LIMITS.max_tokens * width * 4
 
 
 @pytest.mark.parametrize("make_store", [PlainStore, StagedInt8Store])

@@ -40,7 +40,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time that it was generated; in [-2, 2]."""
     seed: int | None = None
-    """Same seed, same prompt: same text, whatever else runs. None: drawn at submission."""
+    """Same seed, same prompt: same text, whatever else runs, unless the rest of the batch changes
+    how logits are rounded (docs/architecture.md, Invariants). None: drawn at submission."""
     stop: tuple[str, ...] = ()
     """Generation ends when one of these appears in the text; the word itself is not returned."""
     ignore_eos: bool = False

@@ -28,6 +28,8 @@ class PackedLinear:
       this package does not use; without a C++ compiler float32, and bfloat16 where the CPU has
       instructions for it.
     - "torch": `torch.nn.functional.linear`, for all else; on a GPU a ReLU is fused with the bias.
+
+    The last two choose their method by the number of rows, on which the last bits may so depend.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> None:

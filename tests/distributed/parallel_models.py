@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
+import pytest
 from fastserve_backend import LLM
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
+from fastserve_backend.executor import rank_processes
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.worker.messages import Ready, Setup
 from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig
@@ -47,6 +51,15 @@ def started_ranks(model: Path, **keys: Any) -> Iterator[tuple[DistributedExecuto
         yield executor, executor.start(Setup.of(config), START_TIMEOUT_S)
     finally:
         executor.close()
+
+
+def run_ranks_by(program: ModuleType, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that are started then run ``program``."""
+    script = directory / "python"
+    # In the place of "-m" and the worker's module.
+    script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {program.__file__} "$@"\n')
+    script.chmod(0o700)
+    monkeypatch.setattr(rank_processes, "python_executable", lambda: str(script))
 
 
 class ParallelLLM(LLM):

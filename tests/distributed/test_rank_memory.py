@@ -1,13 +1,14 @@
-"""No rank ever holds more than its part of the model."""
+"""What ranks take of the host's memory: their part of the model, and of what is free for blocks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import noting_rank
 import psutil
 import pytest
 import torch
-from parallel_models import ranks_of, started_ranks
+from parallel_models import ranks_of, run_ranks_by, started_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MIB = 2**20
@@ -64,3 +65,13 @@ def test_peak_memory_is_that_of_the_part(large_llama: tuple[Path, int], small_op
         part = model_bytes / (tensor_size * num_stages)
         for peak in peak_bytes(directory, tensor_size, num_stages):
             assert peak - without < part + SLACK_BYTES
+
+
+def test_no_rank_takes_memory_before_all_have_seen_what_is_free(
+    small_opt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = tmp_path / "notes"
+    monkeypatch.setenv(noting_rank.NOTES, str(notes))
+    run_ranks_by(noting_rank, tmp_path, monkeypatch)
+    with started_ranks(small_opt, pipeline_parallel_size=3, device_blocks=8, swap_space_gib=0.001):
+        assert notes.read_text().split() == ["looks"] * 3 + ["takes"] * 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import Popen
@@ -13,11 +12,10 @@ import job_steps
 import numpy as np
 import pytest
 from fastserve_backend.errors import EngineError
-from fastserve_backend.executor import rank_processes
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.worker.messages import Step, StepResult
 from job_steps import run_turns
-from parallel_models import DEADLINE_S, started_ranks
+from parallel_models import DEADLINE_S, run_ranks_by, started_ranks
 from test_flights import prefill
 
 CACHE = {
@@ -53,11 +51,7 @@ def behind(
     small_opt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[DistributedExecutor, Popen[bytes]]]:
     """A single rank, and its process."""
-    script = tmp_path / "python"
-    # In the place of "-m" and the worker's module.
-    script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {behind_rank.__file__} "$@"\n')
-    script.chmod(0o700)
-    monkeypatch.setattr(rank_processes, "python_executable", lambda: str(script))
+    run_ranks_by(behind_rank, tmp_path, monkeypatch)
     with started_ranks(small_opt, **CACHE) as (executor, _):
         yield executor, executor._ranks._processes[0]
 

@@ -3,8 +3,11 @@ anew, and the host waits for nothing while it launches a step or begins a copy o
 
 from __future__ import annotations
 
+import gc
+import queue
+import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,18 +17,22 @@ import pytest
 import torch
 from emulated_gpu import DEVICE, EmulatedGPU, emulated_gpu
 from fastserve_backend.models.loader import load_model
-from fastserve_backend.models.partition import RankPlace
+from fastserve_backend.models.partition import RankPlace, layers_of_stages
+from fastserve_backend.models.tensor_group import ALONE
 from fastserve_backend.worker.host_store import HostStore, PlainStore, StagedInt8Store
-from fastserve_backend.worker.messages import CopyBlocks, Step
+from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step
 from fastserve_backend.worker.model_runner import ModelRunner
+from fastserve_backend.worker.pipeline import Pipeline
 from fastserve_backend.worker.step_inputs import StepLimits
-from fastserve_backend.worker.step_memory import run_largest_step
-from fastserve_backend.worker.swap_engine import copy_blocks
+from fastserve_backend.worker.step_memory import run_largest_step, step_bytes
+from fastserve_backend.worker.swap_engine import SwapEngine, copy_blocks
 from fastserve_kernels.gpu import activations
 from fastserve_kernels.kv_quantization import dequantize, quantize
 from job_steps import run_turns
 from test_gpu_steps import CPU, MODELS, empty_cache, generate, model_config
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+DEADLINE_S = 30.0
 LIMITS = StepLimits(max_jobs=5, max_tokens=32, max_model_len=32)
 
 
@@ -67,6 +74,43 @@ def test_the_step_that_finds_out_how_much_memory_it_takes(tmp_path: Path) -> Non
         assert not cache.to("cpu").any()
 
 
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """This process is one of them; the other takes what is sent, and sends anything."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_activations_on_their_way_to_the_next_stage_count(
+    stage: int, tmp_path: Path, two_ranks: None
+) -> None:
+    config = model_config(tmp_path, MODELS["opt"])
+    width, num_stages = config.hidden_size, 2
+    place = RankPlace(stage=stage, num_stages=num_stages)
+    sent = []
+    with emulated_gpu(), pytest.MonkeyPatch.context() as monkeypatch:
+        for name in ("empty_cache", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        for name in ("memory_allocated", "max_memory_allocated"):
+            monkeypatch.setattr(torch.cuda, name, lambda _: 0)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 0))
+        model = load_model(config, DEVICE, layers=layers_of_stages(config, num_stages)[stage])
+        cache = empty_cache(config, num_blocks=1).zero_().to(DEVICE)
+        counted = step_bytes(model, config, cache, LIMITS, place, ALONE)
+        if not place.is_last_stage:
+            pipeline = Pipeline(place, width, torch.float32, DEVICE)
+            for _ in range(10):
+                hidden = torch.zeros(LIMITS.max_tokens, width, device=DEVICE)
+                pipeline.send(hidden)
+                sent.append(weakref.ref(hidden))
+            del hidden
+            gc.collect()
+    assert config.dtype == "float32"
+    assert counted == sum(one() is not None for one in sent) * LIMITS.max_tokens * width * 4
+
+
 @pytest.mark.parametrize("make_store", [PlainStore, StagedInt8Store])
 def test_blocks_go_to_the_host_and_back(
     make_store: Callable[[torch.Tensor, int], HostStore],
@@ -84,6 +128,42 @@ def test_blocks_go_to_the_host_and_back(
             copy_blocks(store, CopyBlocks(transfer, is_out, *ids, 16))
         assert gpu.waits == []
         torch.testing.assert_close(on_device.to("cpu")[[6, 7, 0]], expected)
+
+
+class FailingStore(HostStore):
+    """Fails when a part of a copy has begun."""
+
+    def __init__(self, notes: list[str]) -> None:
+        super().__init__(num_device_blocks=9, num_blocks=6, block_bytes=1)
+        self._notes = notes
+
+    def copy_out(
+        self, device_blocks: Sequence[int], host_blocks: Sequence[int], num_last_tokens: int
+    ) -> None:
+        self._notes.append("begins")
+        raise RuntimeError("out of resources")
+
+    def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
+        self.copy_out(device_blocks, host_blocks, 1)
+
+
+@pytest.mark.parametrize("is_out", [True, False])
+def test_a_copy_that_fails_midway_has_ended_when_it_is_answered(is_out: bool) -> None:
+    notes: list[str] = []
+    results: queue.SimpleQueue[CopyResult] = queue.SimpleQueue()
+
+    def send(result: CopyResult) -> None:
+        notes.append("answered")
+        results.put(result)
+
+    with emulated_gpu(), pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda _: notes.append("ended"))
+        swaps = SwapEngine(FailingStore(notes), DEVICE, lambda _: send)
+        blocks = array("i", [1]).tobytes()
+        swaps.begin(CopyBlocks(7, is_out, blocks, blocks, 16))
+        result = results.get(timeout=DEADLINE_S)
+    assert (result.transfer_id, result.error) == (7, "RuntimeError: out of resources")
+    assert notes == ["begins", "ended", "answered"]
 
 
 class TestTheEmulatedGPU:

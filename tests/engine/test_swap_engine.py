@@ -15,7 +15,13 @@ import pytest
 import torch
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.config import DType, ModelConfig
-from fastserve_backend.worker.host_store import HostStore, Int8Store, PlainStore, make_host_store
+from fastserve_backend.worker.host_store import (
+    HostStore,
+    Int8Store,
+    PlainStore,
+    check_swap_space,
+    make_host_store,
+)
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult
 from fastserve_backend.worker.swap_engine import SwapEngine, measure_link
 from fastserve_kernels.kv_quantization import dequantize, quantize
@@ -106,12 +112,13 @@ def test_int8_holds_more_blocks() -> None:
     assert len(make_host_store(config, kv, 2**-10, "int8")) == int(len(plain) * 16 * 4 / (16 + 4))
 
 
-@pytest.mark.parametrize("host_dtype", ["same", "int8"])
-def test_more_than_the_memory_is_the_users_error(host_dtype: HostDType) -> None:
-    config = make_config("float32")
-    too_much = psutil.virtual_memory().total / 2**30 + 1
+def test_more_than_the_memory_is_the_users_error() -> None:
+    total_gib = psutil.virtual_memory().total / 2**30
+    check_swap_space(total_gib / 2 - 1, CPU, num_local_ranks=2)
+    with pytest.raises(ConfigError, match=r"kv_cache\.swap_space_gib: got .* GiB a rank, lower it"):
+        check_swap_space(total_gib / 2 + 1, CPU, num_local_ranks=2)
     with pytest.raises(ConfigError, match=r"kv_cache\.swap_space_gib: got .* GiB, lower it"):
-        make_host_store(config, make_kv(config), too_much, host_dtype)
+        check_swap_space(total_gib + 1, CPU, num_local_ranks=1)
 
 
 PLACES = {

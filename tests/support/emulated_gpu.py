@@ -213,6 +213,7 @@ class EmulatedGPU(TorchDispatchMode):
         properties = SimpleNamespace(multi_processor_count=2, name="emulated")
         for name, value in {
             "_lazy_init": lambda: None,
+            "set_device": lambda device: None,
             "get_device_capability": lambda device=None: (9, 0),
             "get_device_properties": lambda device=None: properties,
             "synchronize": lambda device=None: self.wait("synchronize"),

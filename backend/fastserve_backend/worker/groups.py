@@ -6,12 +6,12 @@ import os
 import socket
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.utils.store import barrier
 
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.partition import RankPlace
@@ -50,8 +50,8 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def join_process_group(device: torch.device, rendezvous: Path | None, start_id: str) -> None:
-    """Meet the other ranks.
+def join_process_group(device: torch.device, rendezvous: Path | None, start_id: str) -> Store:
+    """Meet the other ranks; returns the store where they do.
 
     Args:
         rendezvous: a file, where all are on this host (a TCP store would listen on every
@@ -60,27 +60,34 @@ def join_process_group(device: torch.device, rendezvous: Path | None, start_id: 
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    address: dict[str, Any]
+    store: Store
     if rendezvous is not None:
         interface = "lo"
         # (init_method is a URL, of which torch reads no path with special characters)
-        files = FileStore(str(rendezvous), int(os.environ["WORLD_SIZE"]))
-        files.set_timeout(COLLECTIVE_TIMEOUT)
-        address = {"store": files}
+        store = FileStore(str(rendezvous), int(os.environ["WORLD_SIZE"]))
+        store.set_timeout(COLLECTIVE_TIMEOUT)
     else:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         interface = _interface_to(host, port)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
-        store = TCPStore(host, port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
-        address = {"store": PrefixStore(f"fastserve/{start_id}", store)}
+        agents = TCPStore(host, port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+        store = PrefixStore(f"fastserve/{start_id}", agents)
+    # Of themselves both listen where others reach them, NCCL on one host too. GPUs of one host only
+    # find each other there: their data go over NVLink, PCIe or shared memory.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        **address,
+        store=store,
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=COLLECTIVE_TIMEOUT,
     )
+    return store
+
+
+def wait_for_all(store: Store) -> None:
+    """Until every rank has called this, once. A barrier of NCCL's would take memory of the GPU."""
+    barrier(store, dist.get_world_size(), "all", COLLECTIVE_TIMEOUT.total_seconds())
 
 
 def _interface_to(host: str, port: int) -> str:

@@ -175,28 +175,32 @@ def _int8_parts(blocks: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(*shape, *kv.shape[4:]), parameters.view(*shape, 2, kv.shape[5])
 
 
-def make_host_store(
-    config: ModelConfig,
-    kv: Tensor,
-    swap_space_gib: float,
-    host_dtype: Literal["same", "int8"],
-    num_local_ranks: int = 1,
-) -> HostStore:
-    """As many blocks as ``swap_space_gib`` GiB hold; each rank of a host has so much.
+def check_swap_space(swap_space_gib: float, device: torch.device, num_local_ranks: int) -> None:
+    """To be called before any rank of the host makes its store, which leaves less to see.
 
     Raises:
-        ConfigError: the host has less memory.
+        ConfigError: the host has no ``swap_space_gib`` GiB of memory for each of its ranks.
     """
-    wanted = int(swap_space_gib * 2**30)
     memory = psutil.virtual_memory()
     # Pinned memory is taken at once, other memory as it is used.
-    limit = (memory.available if kv.device.type == "cuda" else memory.total) // num_local_ranks
-    if wanted > limit:
+    limit = (memory.available if device.type == "cuda" else memory.total) // num_local_ranks
+    if swap_space_gib * 2**30 > limit:
         raise ConfigError(
             f"kv_cache.swap_space_gib: got {swap_space_gib:g}; the host has "
             f"{limit / 2**30:.1f} GiB{' a rank' if num_local_ranks > 1 else ''}, lower it"
         )
-    num_blocks = wanted // config.host_kv_bytes_per_block(kv.shape[4], host_dtype)
+
+
+def make_host_store(
+    config: ModelConfig, kv: Tensor, swap_space_gib: float, host_dtype: Literal["same", "int8"]
+) -> HostStore:
+    """As many blocks as ``swap_space_gib`` GiB hold; each rank of a host has so much.
+
+    Raises:
+        ConfigError: so much memory cannot be pinned.
+    """
+    num_bytes = int(swap_space_gib * 2**30)
+    num_blocks = num_bytes // config.host_kv_bytes_per_block(kv.shape[4], host_dtype)
     if host_dtype == "same":
         return PlainStore(kv, num_blocks)
     return (StagedInt8Store if kv.is_cuda else Int8Store)(kv, num_blocks)

@@ -34,6 +34,13 @@ class Pipeline:
         if not place.is_last_stage:
             self.send(torch.zeros((1, width), dtype=dtype, device=device))
 
+    @staticmethod
+    def most_sent_bytes(place: RankPlace, width: int, dtype: torch.dtype, max_tokens: int) -> int:
+        """Of the activations that are kept for the next stage, with steps of so many tokens."""
+        if place.is_last_stage:
+            return 0
+        return place.num_stages * max_tokens * width * dtype.itemsize
+
     def receive(self, num_tokens: int) -> Tensor:
         """Activations [num_tokens, width] of this step; waits for the stage before."""
         shape = (num_tokens, self._width)

@@ -14,6 +14,7 @@ from fastserve_backend.models.partition import RankPlace
 from fastserve_backend.models.tensor_group import TensorGroup
 from fastserve_backend.worker.messages import Sampling
 from fastserve_backend.worker.model_runner import ModelRunner
+from fastserve_backend.worker.pipeline import Pipeline
 from fastserve_backend.worker.sampler import sample
 from fastserve_backend.worker.step_inputs import StepLimits, WorkListInputs
 from fastserve_backend.worker.step_layout import StepLayout
@@ -28,9 +29,10 @@ def step_bytes(
     tensor: TensorGroup,
 ) -> int:
     """Most memory that steps within the limits hold at any moment, without weights and KV: the
-    largest step's, and what a runner keeps (CUDA graphs, inputs, workspaces).
+    largest step's, what a runner keeps (CUDA graphs, inputs, workspaces), and what other steps have
+    sent and the next stage has not received yet.
 
-    Runs and makes both. Every rank must call this: they add up their parts.
+    Runs and makes the first two. Every rank must call this: they add up their parts.
 
     Args:
         kv: a cache of one block, which serves for all: what the step computes means nothing.
@@ -52,7 +54,10 @@ def step_bytes(
     del runner
     gc.collect()  # it and its graphs refer to each other
     torch.cuda.empty_cache()
-    return peak - before + free_before - free_after
+    sent = Pipeline.most_sent_bytes(
+        place, config.hidden_size, torch_dtype(config), limits.max_tokens
+    )
+    return peak - before + free_before - free_after + sent
 
 
 @torch.inference_mode()

@@ -68,8 +68,10 @@ class SwapEngine:
         started = time.perf_counter()
         error = None
         try:
-            copy_blocks(self._store, copy)
-            _wait(self._device)
+            try:
+                copy_blocks(self._store, copy)
+            finally:
+                _wait(self._device)  # also for what began before an error: others get its blocks
         except Exception as reason:
             _log.exception("copying KV blocks failed")
             error = f"{type(reason).__name__}: {reason}"

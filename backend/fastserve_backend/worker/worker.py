@@ -23,8 +23,13 @@ from fastserve_backend.models.partition import RankPlace, layers_of_stages
 from fastserve_backend.worker.answering import AnsweringThread
 from fastserve_backend.worker.cores import num_cores
 from fastserve_backend.worker.engine_link import EngineLink, Send, sender
-from fastserve_backend.worker.groups import choose_device, join_process_group, make_tensor_group
-from fastserve_backend.worker.host_store import make_host_store
+from fastserve_backend.worker.groups import (
+    choose_device,
+    join_process_group,
+    make_tensor_group,
+    wait_for_all,
+)
+from fastserve_backend.worker.host_store import check_swap_space, make_host_store
 from fastserve_backend.worker.kv_store import allocate_kv
 from fastserve_backend.worker.messages import (
     CopyBlocks,
@@ -107,7 +112,7 @@ def _set_up(
     num_local_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     if device.type == "cpu":
         torch.set_num_threads(max(1, num_cores() // num_local_ranks))
-    join_process_group(device, rendezvous, setup.start_id)
+    meeting = join_process_group(device, rendezvous, setup.start_id)
     place = RankPlace.of(
         int(os.environ["RANK"]), setup.tensor_parallel_size, setup.pipeline_parallel_size
     )
@@ -144,9 +149,9 @@ def _set_up(
     )
     try:
         runner = ModelRunner(model, config, kv, device, limits, place, tensor)
-        store = make_host_store(
-            kv_config, kv, setup.swap_space_gib, setup.host_dtype, num_local_ranks
-        )
+        check_swap_space(setup.swap_space_gib, device, num_local_ranks)
+        wait_for_all(meeting)
+        store = make_host_store(kv_config, kv, setup.swap_space_gib, setup.host_dtype)
     except torch.OutOfMemoryError:
         raise ConfigError(
             f"kv_cache.device_memory_utilization: got {setup.device_memory_utilization:g}, which "

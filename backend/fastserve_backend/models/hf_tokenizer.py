@@ -75,7 +75,7 @@ class HFTokenizer(Tokenizer):
             template = ChatTemplate.load(directory, settings, _special_tokens(settings))
         except (ModelError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # `tokenizers` raises Exception, or panics with less
+        except BaseException as error:  # `tokenizers` raises Exception, or panics, which is none
             raise ModelError(f"tokenizer {str(directory)!r} cannot be read: {error}") from error
         if isinstance(fast.decoder, decoders.ByteLevel):
             self._to_bytes = _byte_level_bytes

@@ -1,13 +1,14 @@
 """Is the simulator right? The same trace on the real engine and in the simulator, side by side.
 
-    python benchmarks/simulator_fidelity.py                 # profile first, about three minutes
-    python benchmarks/simulator_fidelity.py --profile FILE  # of `fastserve profile`
+    python benchmarks/simulator_fidelity.py               # `fastserve profile` first
+    python benchmarks/simulator_fidelity.py --no-profile  # with the profile of an earlier run
 
 OPT-125M with dummy weights on this machine: Poisson arrivals, log-normal lengths, forced outputs.
-"simulated" takes iteration times from the profile as it was measured. "corrected" multiplies them
-with what all iterations of the run took over what the profile said, as the engine does online for
-the latest ones: the rest of the difference is the simulator's, not the machine's, whose speed
-drifts between one run and the next.
+Engine and simulator take the profile in the cache, so they begin with the same quanta. "simulated"
+takes iteration times from the profile as it was measured. "corrected" multiplies them with what all
+iterations of the run took over what the profile said, as the engine does online for the latest
+ones: the rest of the difference is the simulator's, not the machine's, whose speed drifts between
+one run and the next.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ import argparse
 import statistics
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 from fastserve_backend import LLM
 from fastserve_backend.profile.correction import CorrectedLatency
@@ -33,55 +32,57 @@ from rich.table import Table
 PROMPTS, OUTPUTS = Lengths(3.6, 0.9, 256), Lengths(3.0, 0.9, 96)
 
 
-class RunLatency(CorrectedLatency):
-    """Corrected by the whole run, with prefill and without, not by its last iterations."""
+class RunLatency(LatencyModel):
+    """The profile times what all iterations of a run take over it, with prefill and without.
 
-    def __init__(self, model: LatencyModel) -> None:
-        super().__init__(model)
+    Args:
+        observed: what an idle engine and its policy predict by; it goes on correcting itself.
+    """
+
+    def __init__(self, observed: CorrectedLatency) -> None:
+        self.profile = observed.model
         self._taken_s = {True: 0.0, False: 0.0}  # whether an iteration has prefill -> seconds
         self._predicted_s = {True: 0.0, False: 0.0}
+        observe = observed.observe
 
-    def observe(self, load: IterationLoad, elapsed_s: float) -> bool:
-        has_prefill = load.num_decodes < load.num_tokens
-        self._taken_s[has_prefill] += elapsed_s
-        self._predicted_s[has_prefill] += self.model.iteration_s(load)
-        return super().observe(load, elapsed_s)
+        def observe_too(load: IterationLoad, elapsed_s: float) -> bool:
+            self._taken_s[_has_prefill(load)] += elapsed_s
+            self._predicted_s[_has_prefill(load)] += self.profile.iteration_s(load)
+            return observe(load, elapsed_s)
+
+        observed.observe = observe_too  # type: ignore[method-assign]
 
     def ratio(self, has_prefill: bool) -> float:
         return self._taken_s[has_prefill] / self._predicted_s[has_prefill]
 
-
-class AtRatio(LatencyModel):
-    """The profile times the ratios of a run."""
-
-    def __init__(self, run: RunLatency) -> None:
-        self._run = run
-
     def iteration_s(self, load: IterationLoad) -> float:
-        has_prefill = load.num_decodes < load.num_tokens
-        return self._run.ratio(has_prefill) * self._run.model.iteration_s(load)
+        return self.ratio(_has_prefill(load)) * self.profile.iteration_s(load)
 
 
-def measured_profile(directory: Path) -> Path:
-    path = directory / "profile.json"
+def _has_prefill(load: IterationLoad) -> bool:
+    return load.num_decodes < load.num_tokens
+
+
+def measure_profile() -> None:
+    """Where the engine finds it at its next start."""
     command = [sys.executable, "-m", "fastserve_backend.cli", "profile", MODEL]
-    command += ["--load-format", "dummy", "--dtype", DTYPE, "--output", str(path)]
-    subprocess.run(command, check=True)
-    return path
+    subprocess.run([*command, "--load-format", "dummy", "--dtype", DTYPE], check=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--profile", type=Path, help="default: measure one first")
+    parser.add_argument(
+        "--no-profile", action="store_true", help="take what the engine finds in its cache"
+    )
     parser.add_argument("--rate", type=float, default=2.0, help="jobs/s")
     parser.add_argument("--jobs", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--policies", default="fcfs,skip_join_mlfq")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
-        profile = LatencyProfile.load(arguments.profile or measured_profile(Path(directory)))
+    if not arguments.no_profile:
+        measure_profile()
     trace = workload(arguments.rate, arguments.jobs, 0, PROMPTS, OUTPUTS)
     table = Table(
         title=f"{arguments.jobs} jobs at {arguments.rate:g} jobs/s: normalized latency, ms"
@@ -92,7 +93,9 @@ def main() -> None:
     for _ in range(arguments.repeats):
         for policy in arguments.policies.split(","):
             with LLM(MODEL, load_format="dummy", dtype=DTYPE, policy=policy) as llm:
-                run = llm.engine.profile = RunLatency(profile)
+                profile = llm.engine.profile.model
+                assert isinstance(profile, LatencyProfile)
+                run = RunLatency(llm.engine.profile)
                 real = summarize(on_the_engine(llm.engine, trace))
                 scheduler = llm.engine.config.scheduler
                 kv_cache = llm.engine.config.kv_cache
@@ -104,7 +107,7 @@ def main() -> None:
                         trace, scheduler, kv_cache, latency, memory, max_model_len=2048
                     ).records
                 )
-                for latency in (profile, AtRatio(run))
+                for latency in (profile, run)
             )
             for name in ("mean", "p95"):
                 values = [

@@ -23,6 +23,26 @@ def test_all_jobs_are_recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Non
     assert [one.arrival_s for one in records] == sorted(one.arrival_s for one in records)
 
 
+def test_the_simulator_takes_what_the_engine_predicts_by(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the run is recorded beside the engine's own correction, which goes on."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from replay import on_the_engine
+    from simulator_fidelity import RunLatency
+
+    predictions, profile = llm.engine.profile, llm.engine.profile.model
+    before = predictions.decode_ratio
+    monkeypatch.setattr(predictions, "observe", predictions.observe)  # as it is afterwards
+    run = RunLatency(predictions)
+    on_the_engine(llm.engine, poisson_trace([(5, 7), (20, 3)], rate=200, num_jobs=6, seed=1))
+    assert run.profile is profile
+    assert llm.engine.profile is predictions
+    assert predictions.decode_ratio != before
+    assert run.decode_s(9) == run.ratio(False) * profile.decode_s(9)
+    assert run.prefill_s(9) == run.ratio(True) * profile.prefill_s(9)
+
+
 @pytest.mark.parametrize(
     ("limits", "reason"),
     [

@@ -113,6 +113,31 @@ def test_failing_compiler_falls_back_with_its_message(
     assert not list((tmp_path / "fastserve" / "kernels").iterdir())
 
 
+@pytest.mark.usefixtures("auto_again")
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_damaged_library_is_built_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mended: bool
+) -> None:
+    made = tmp_path / "made.so"
+    made.write_bytes(builder.build().read_bytes() if mended else b"no library")
+    compiler = tmp_path / "copying-c++"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\n'
+        f'while [ "$1" != -o ]; do shift; done\ncp {made} "$2"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(compiler))
+    library = builder.build()
+    library.write_bytes(b"")
+    if mended:
+        assert ops.set_cpu_backend("compiled") == "compiled"
+    else:
+        with pytest.raises(builder.BuildError, match="cannot be loaded"):
+            ops.set_cpu_backend("compiled")
+    assert library.read_bytes() == made.read_bytes()
+
+
 def test_a_cache_that_others_can_write_to_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

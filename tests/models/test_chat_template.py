@@ -218,6 +218,7 @@ class TestSandbox:
             "{{ ''.__class__.__mro__[1].__subclasses__() }}",
             "{{ strftime_now.__globals__['os'] }}",
             "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+            "{{ ('{0.__globals__[json]}' | attr('format'))(raise_exception) }}",
             "{% include '/etc/passwd' %}",
             "{% import 'os' as os %}",
         ],

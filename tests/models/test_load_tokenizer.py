@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,13 @@ from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.hf_tokenizer import HFTokenizer
 from fastserve_backend.models.tokenizer import ByteTokenizer, load_tokenizer
-from tokenizer_files import VOCAB_SIZE, train, write_json, write_opt_files
+from tokenizer_files import (
+    VOCAB_SIZE,
+    train,
+    write_json,
+    write_opt_files,
+    write_tokenizer_json,
+)
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
@@ -82,6 +89,25 @@ def test_tokens_that_were_added_may_lie_behind_the_vocabulary(tmp_path: Path) ->
 def test_damaged_file(tmp_path: Path, name: str) -> None:
     write_opt_files(tmp_path)
     (tmp_path / name).write_text('{"half": ')
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_tokenizer("m", None, config(tmp_path, "auto"))
+
+
+def test_damage_that_the_library_panics_at(tmp_path: Path) -> None:
+    """A panic of `tokenizers` is no Exception: here of merges that make a token that is gone."""
+    write_opt_files(tmp_path)
+    vocab = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
+    del vocab[max(vocab, key=len)]
+    write_json(tmp_path, "vocab.json", vocab)
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_tokenizer("m", None, config(tmp_path, "auto"))
+
+
+def test_damage_that_shows_when_a_text_is_encoded(tmp_path: Path) -> None:
+    write_tokenizer_json(tmp_path)
+    fields = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    fields["post_processor"]["special_tokens"] = {}
+    write_json(tmp_path, "tokenizer.json", fields)
     with pytest.raises(ModelError, match="cannot be read"):
         load_tokenizer("m", None, config(tmp_path, "auto"))
 

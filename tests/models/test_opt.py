@@ -10,7 +10,14 @@ import torch
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.loader import CausalLM, load_model
-from opt_checkpoints import FORMATS, VARIANTS, random_opt, save_bin, save_safetensors
+from opt_checkpoints import (
+    FORMATS,
+    VARIANTS,
+    random_opt,
+    save_bin,
+    save_legacy_bin,
+    save_safetensors,
+)
 from paged_executor import PagedExecutor, check, expected_logits, load, prompts
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -195,6 +202,15 @@ class TestBadWeights:
     @pytest.mark.parametrize("keep", [0, 10, -300])
     def test_truncated_bin(self, tmp_path: Path, keep: int) -> None:
         save_bin(random_opt(), tmp_path)
+        file = tmp_path / "pytorch_model.bin"
+        file.write_bytes(file.read_bytes()[:keep])
+        with pytest.raises(ModelError, match=r"pytorch_model\.bin is (damaged|refused)"):
+            load(tmp_path)
+
+    @pytest.mark.parametrize("keep", [1, 18, 28, 54, 316])
+    def test_truncated_bin_as_torch_wrote_before_zip(self, tmp_path: Path, keep: int) -> None:
+        """torch's own reader fails in as many ways as the pickle has instructions."""
+        save_legacy_bin(random_opt(), tmp_path)
         file = tmp_path / "pytorch_model.bin"
         file.write_bytes(file.read_bytes()[:keep])
         with pytest.raises(ModelError, match=r"pytorch_model\.bin is (damaged|refused)"):

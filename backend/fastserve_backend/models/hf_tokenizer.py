@@ -5,9 +5,9 @@ spell each byte with a letter of its own, and SentencePiece's (LLaMA 1 and 2), w
 for a space and <0x0A> for a byte that no token has.
 
 `transformers.AutoTokenizer` would import torch. What it does for these files is small:
-tokenizer.json is taken as it is; vocab.json with merges.txt (as OPT and GPT-2 ship) make a GPT-2
-tokenizer whose special tokens and begin-of-sequence token come from tokenizer_config.json and
-special_tokens_map.json.
+tokenizer.json is taken as it is, but for the space before a text of GPT-2's and GPT-NeoX' classes;
+vocab.json with merges.txt (as OPT and GPT-2 ship) make a GPT-2 tokenizer whose special tokens and
+begin-of-sequence token come from tokenizer_config.json and special_tokens_map.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from fastserve_backend.models.chat_template import ChatTemplate, ChatTemplateErr
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.tokenizer import NO_CHAT_TEMPLATE, TokenizationError, Tokenizer, utf8
 
-_GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
+_GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
+_GPT_NEOX_CLASSES = ("GPTNeoXTokenizer", "GPTNeoXTokenizerFast")
 _GPT2_SPECIAL = "<|endoftext|>"  # GPT-2's begin, end and unknown token where no file names others
 
 # Order in which transformers registers them, which fixes the ids of those not in vocab.json.
@@ -51,10 +52,12 @@ class HFTokenizer(Tokenizer):
     """A BPE tokenizer from `directory`, for a model of `vocab_size` ids.
 
     `encode` equals `transformers.AutoTokenizer.from_pretrained(directory)(text).input_ids`, and
-    `render_chat` its `apply_chat_template` with `tokenize=False, add_generation_prompt=True`. Two
-    things differ for SentencePiece. Decoding keeps the space before a text, because what is decoded
-    continues a prompt. And spaces at the beginning of a text are treated as tokenizer.json says,
-    where transformers 5 has a way of its own for the class LlamaTokenizer.
+    `render_chat` its `apply_chat_template` with `tokenize=False, add_generation_prompt=True`. Four
+    things differ. Decoding SentencePiece keeps the space before a text, because what is decoded
+    continues a prompt. And tokenizer.json is followed where transformers 5 has a way of its own: of
+    treating spaces at the beginning of a text and behind special tokens, for the class
+    LlamaTokenizer; of putting no tokens around a text, for GPTNeoXTokenizer; and of choosing a
+    class by the model, where tokenizer_config.json names none.
 
     Raises ModelError for missing, damaged or unsupported files.
     """
@@ -68,10 +71,11 @@ class HFTokenizer(Tokenizer):
         try:
             settings = _settings(directory)
             fast = _load(directory, settings)
+            fast.encode("a")  # some damage shows only then
             template = ChatTemplate.load(directory, settings, _special_tokens(settings))
-        except ModelError:
+        except (ModelError, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as error:  # `tokenizers` raises plain Exception for a damaged file
+        except BaseException as error:  # `tokenizers` raises Exception, or panics, which is none
             raise ModelError(f"tokenizer {str(directory)!r} cannot be read: {error}") from error
         if isinstance(fast.decoder, decoders.ByteLevel):
             self._to_bytes = _byte_level_bytes
@@ -105,8 +109,13 @@ class HFTokenizer(Tokenizer):
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         utf8(text)
-        # Of a batch, since `tokenizers` keeps the interpreter's lock while it encodes one text.
-        [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=special_tokens)
+        try:
+            # Of a batch, since `tokenizers` keeps the interpreter's lock while it encodes one text.
+            [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=special_tokens)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a pattern that goes back and forth too often is a panic
+            raise TokenizationError(f"the tokenizer fails at this text: {error}") from error
         ids: list[int] = encoding.ids
         return ids
 
@@ -159,12 +168,18 @@ def _sentencepiece_bytes(token: str) -> bytes:
 
 
 def _load(directory: Path, settings: dict[str, Any]) -> FastTokenizer:
+    tokenizer_class = settings.get("tokenizer_class")
+    add_prefix_space = bool(settings.get("add_prefix_space", False))
     if (directory / "tokenizer.json").is_file():
         fast = FastTokenizer.from_file(str(directory / "tokenizer.json"))
+        if (
+            isinstance(fast.pre_tokenizer, pre_tokenizers.ByteLevel)
+            and tokenizer_class in _GPT2_CLASSES + _GPT_NEOX_CLASSES
+        ):  # transformers lets these classes decide, whatever tokenizer.json says
+            fast.pre_tokenizer.add_prefix_space = add_prefix_space
         _add_special_tokens(fast, settings)
         return fast
-    tokenizer_class = settings.get("tokenizer_class")
-    if tokenizer_class not in _GPT2_CLASSES:
+    if tokenizer_class not in (None, *_GPT2_CLASSES):
         raise ModelError(
             f"tokenizer {str(directory)!r} is a {tokenizer_class} without tokenizer.json; write "
             "that file with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
@@ -172,9 +187,7 @@ def _load(directory: Path, settings: dict[str, Any]) -> FastTokenizer:
     fast = FastTokenizer(
         models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt"))
     )
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(
-        add_prefix_space=bool(settings.get("add_prefix_space", False))
-    )
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     fast.decoder = decoders.ByteLevel()
     for key in ("bos_token", "eos_token", "unk_token"):
         settings.setdefault(key, _GPT2_SPECIAL)

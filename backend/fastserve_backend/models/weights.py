@@ -255,7 +255,7 @@ def _torch_load(file: Path) -> object:
             f"weight file {file} is refused: it holds more than tensors, and loading it could run "
             "code; use a safetensors checkpoint"
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # torch's reader fails in as many ways as a pickle can be damaged
         raise ModelError(
-            f"weight file {file} is damaged or incomplete ({error}); download it again"
+            f"weight file {file} is damaged or incomplete ({error!r}); download it again"
         ) from error

@@ -95,6 +95,9 @@ def build() -> Path:
         library = str(Path(work) / "kernels.so")
         # No -fopenmp when linking: it would add the compiler's own libgomp to torch's.
         _compile([compiler, "-shared", "-o", library, *objects, str(openmp or "-fopenmp")])
+        with open(library, "rb") as built:
+            # Of half a library after a crash of the machine, loading would kill the process.
+            os.fsync(built.fileno())
         os.replace(library, target)
     return target
 

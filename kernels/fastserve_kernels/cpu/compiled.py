@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,17 @@ class CompiledKernels:
 
     @classmethod
     def load(cls) -> CompiledKernels:
-        """Builds the library if the cache lacks it, and loads it. Raises BuildError."""
-        return cls(build())
+        """Builds the library if the cache lacks it or has a damaged one, and loads it.
+
+        Raises BuildError.
+        """
+        library = build()
+        try:
+            return cls(library)
+        except BuildError:
+            with suppress(OSError):  # then it fails again, with the reason
+                library.unlink()
+            return cls(build())
 
     def kv_write(self, kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `ops.kv_write`."""

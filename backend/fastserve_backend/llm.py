@@ -112,6 +112,11 @@ class LLM:
         texts = [last_user_words(conversation) for conversation in jobs]  # type: ignore[arg-type]
         return self._complete(prompts, texts, params, progress)
 
+    def _token_ids(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, bytes | bytearray):  # integers too, but hardly meant as token ids
+            raise InvalidRequestError("text_input", prompt, "must be text or token ids")
+        return self.engine.checks.encode(prompt) if isinstance(prompt, str) else prompt
+
     def _complete(
         self,
         jobs: Sequence[Prompt],
@@ -128,7 +133,7 @@ class LLM:
             raise InvalidRequestError(
                 "params", len(each), f"must be one for all {len(jobs)} prompts, or one each"
             )
-        ids = [self.engine.checks.encode(p) if isinstance(p, str) else p for p in jobs]
+        ids = [self._token_ids(prompt) for prompt in jobs]
         for prompt_ids, one in zip(ids, each, strict=True):
             self.engine.checks.validate(prompt_ids, one)
         completions = [Completion(prompt) for prompt in jobs]

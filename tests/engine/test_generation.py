@@ -132,6 +132,7 @@ def test_text_prompts_are_encoded_and_results_are_in_order(llm: LLM) -> None:
     ("prompt", "params", "field"),
     [
         ("", SamplingParams(), "text_input"),
+        (b"Hello", SamplingParams(), "text_input"),
         ([], SamplingParams(), "input_ids"),
         ([5, 384], SamplingParams(), "input_ids"),
         ([-1], SamplingParams(), "input_ids"),
@@ -141,7 +142,7 @@ def test_text_prompts_are_encoded_and_results_are_in_order(llm: LLM) -> None:
     ],
 )
 def test_impossible_prompts_are_refused(
-    llm: LLM, prompt: str | list[int], params: SamplingParams, field: str
+    llm: LLM, prompt: str | bytes | list[int], params: SamplingParams, field: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         llm.generate([[7, 8], prompt], params, progress=False)

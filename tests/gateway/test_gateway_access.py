@@ -210,6 +210,15 @@ def test_a_file_without_keys(tmp_path: Path) -> None:
     assert "No such file" in refusal("--api-keys-file", str(tmp_path / "missing"))
 
 
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "a..b", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine(host: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-key", encoding="utf-8")
+    told = refusal("--host", host, "--port", "0", "--api-keys-file", str(keys))
+    assert f"host: got {host!r}; " in told
+    assert "--host" in told
+
+
 def test_a_busy_port_and_a_wrong_url(gateway: RunningGateway) -> None:
     port = gateway.url.rpartition(":")[2]
     assert "choose another one with --port" in refusal("--port", port)

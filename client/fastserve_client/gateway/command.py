@@ -20,7 +20,7 @@ from fastserve_client.errors import InvalidRequest
 from fastserve_client.gateway.app import GatewaySettings, create_app, end_answers, end_live_view
 from fastserve_client.gateway.live import EVENTS_PATH
 from fastserve_client.http_aio_transport import HttpSession
-from fastserve_client.listening import PORTS, is_loopback, listen
+from fastserve_client.listening import PORTS, HostError, is_loopback, listen
 
 # Answers that take longer end with an error when the gateway ends.
 _DRAIN_TIMEOUT_S = 30.0
@@ -42,7 +42,7 @@ def run_gateway(
         on_listening: called with the URL once connections are accepted.
 
     Raises:
-        InvalidRequest: the settings cannot be used, or the port cannot be had.
+        InvalidRequest: the settings cannot be used, or the host or port cannot be had.
     """
     endpoint = Endpoint.parse(settings.url)
     if endpoint.uses_http:
@@ -114,6 +114,8 @@ def _listen(host: str, port: int) -> socket.socket:
         raise InvalidRequest(f"port: got {port}; must be 0 to 65535")
     try:
         return listen(host, port)
+    except HostError as error:
+        raise InvalidRequest(str(error)) from None
     except OSError as error:
         raise InvalidRequest(
             f"port: cannot listen on {host}:{port} ({error.strerror}); "

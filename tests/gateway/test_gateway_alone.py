@@ -102,6 +102,13 @@ def test_a_file_of_keys_may_begin_with_a_mark(tmp_path: Path) -> None:
     ApiKeys.read(file).check("Bearer sk-key", "llm.example.com")
 
 
+def test_a_slash_at_the_end_is_another_route(guarded: TestClient) -> None:
+    """A redirect would lead from the proxy's https:// to plain HTTP."""
+    answer = guarded.post("/v1/completions/", follow_redirects=False)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == "no such route"
+
+
 def test_the_name_of_json_in_any_case(alone: TestClient) -> None:
     for name in ("Application/JSON", "application/json; charset=utf-8"):
         headers = {"Content-Type": name}

@@ -188,6 +188,13 @@ def test_neither_prompts_nor_keys_are_logged(guarded: RunningGateway) -> None:
         assert word not in guarded.log()
 
 
+def test_jobs_over_http_are_not_logged(endpoints: Endpoints, tmp_path: Path) -> None:
+    with running_gateway(endpoints.http_url, tmp_path / "gateway.log") as gateway:
+        with gateway.client() as client:
+            assert client.completions.create(model="fastserve", prompt="a", max_tokens=1).choices
+        assert gateway.log().count("\n") == 1  # where it listens
+
+
 # --- what an operator can do wrong --------------------------------------------------------------
 
 

@@ -52,6 +52,7 @@ def run_gateway(
             f"host: got {host!r}, which others can reach; that needs keys: --api-keys-file FILE"
         )
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each job
     with _listen(host, port) as listener:
         address = listener.getsockname()
         server = GatewayServer(create_app(settings), _DRAIN_TIMEOUT_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from fastserve_client.cancelling import cancel_all
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import InvalidRequest
 from fastserve_client.gateway.app import GatewaySettings, create_app, end_answers, end_live_view
+from fastserve_client.gateway.http_connection import HttpConnection
 from fastserve_client.gateway.live import EVENTS_PATH
 from fastserve_client.http_aio_transport import HttpSession
 from fastserve_client.listening import PORTS, HostError, is_loopback, listen
@@ -53,6 +55,7 @@ def run_gateway(
         )
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each job
+    _raise_limit_of_connections()
     with _listen(host, port) as listener:
         address = listener.getsockname()
         server = GatewayServer(create_app(settings), _DRAIN_TIMEOUT_S)
@@ -72,6 +75,8 @@ class GatewayServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=HttpConnection,
+                ws="none",  # HttpConnection counts on it
                 log_config=None,
                 log_level="warning",
                 access_log=False,  # /metrics counts requests, and a log of them would cost and tell
@@ -97,9 +102,8 @@ class GatewayServer(uvicorn.Server):
         """Those that do not read, to whom the end of the live view cannot be sent."""
         await asyncio.sleep(_VIEWERS_TIMEOUT_S)
         for connection in tuple(self.server_state.connections):
-            cycle = getattr(connection, "cycle", None)  # the latest request and its answer
-            if cycle is not None and cycle.scope["path"] == EVENTS_PATH:
-                cycle.transport.abort()
+            if isinstance(connection, HttpConnection) and connection.is_answering(EVENTS_PATH):
+                connection.transport.abort()
 
     async def _end_answers(self) -> None:
         await asyncio.sleep(self._drain_timeout_s)
@@ -108,6 +112,12 @@ class GatewayServer(uvicorn.Server):
 
 def _exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
+
+
+def _raise_limit_of_connections() -> None:
+    """From what a shell or systemd gives, mostly 1024, to what may be had."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listen(host: str, port: int) -> socket.socket:

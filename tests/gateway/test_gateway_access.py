@@ -188,6 +188,13 @@ def test_neither_prompts_nor_keys_are_logged(guarded: RunningGateway) -> None:
         assert word not in guarded.log()
 
 
+def test_jobs_over_http_are_not_logged(endpoints: Endpoints, tmp_path: Path) -> None:
+    with running_gateway(endpoints.http_url, tmp_path / "gateway.log") as gateway:
+        with gateway.client() as client:
+            assert client.completions.create(model="fastserve", prompt="a", max_tokens=1).choices
+        assert gateway.log().count("\n") == 1  # where it listens
+
+
 # --- what an operator can do wrong --------------------------------------------------------------
 
 
@@ -208,6 +215,15 @@ def test_a_file_without_keys(tmp_path: Path) -> None:
     empty.write_text("\n \n", encoding="utf-8")
     assert "it has no key" in refusal("--api-keys-file", str(empty))
     assert "No such file" in refusal("--api-keys-file", str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "a..b", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine(host: str, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-key", encoding="utf-8")
+    told = refusal("--host", host, "--port", "0", "--api-keys-file", str(keys))
+    assert f"host: got {host!r}; " in told
+    assert "--host" in told
 
 
 def test_a_busy_port_and_a_wrong_url(gateway: RunningGateway) -> None:

@@ -9,34 +9,22 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
 
 import httpx
 import pytest
 from fastserve_client.errors import InvalidRequest, error_from_http, error_from_status
 from fastserve_client.gateway.answer import event
-from fastserve_client.gateway.app import GatewaySettings, create_app
+from fastserve_client.gateway.app import create_app
 from fastserve_client.gateway.auth import ApiKeys
 from fastserve_client.gateway.command import GatewayServer, run_gateway
 from fastserve_client.gateway.errors import from_client_error
 from fastserve_client.gateway.live_feed import LiveFeed
+from lone_gateway import PICTURE, Pictures, settings
 from starlette.testclient import TestClient
 
 DEADLINE_S = 30.0
 # Less than answers have, which a viewer that does not read must not wait for.
 STOP_LIMIT_S = 10.0
-PICTURE = "x" * 40_000
-
-
-def settings(*keys: str, url: str = "grpc://127.0.0.1:9") -> GatewaySettings:
-    return GatewaySettings(
-        url=url,
-        model="fastserve",
-        keys=ApiKeys(list(keys)),
-        strict=False,
-        max_body_bytes=1 << 20,
-        max_jobs=8,
-    )
 
 
 @pytest.fixture
@@ -102,6 +90,13 @@ def test_a_file_of_keys_may_begin_with_a_mark(tmp_path: Path) -> None:
     ApiKeys.read(file).check("Bearer sk-key", "llm.example.com")
 
 
+def test_a_slash_at_the_end_is_another_route(guarded: TestClient) -> None:
+    """A redirect would lead from the proxy's https:// to plain HTTP."""
+    answer = guarded.post("/v1/completions/", follow_redirects=False)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == "no such route"
+
+
 def test_the_name_of_json_in_any_case(alone: TestClient) -> None:
     for name in ("Application/JSON", "application/json; charset=utf-8"):
         headers = {"Content-Type": name}
@@ -160,30 +155,6 @@ def test_an_address_that_cannot_be_is_refused_before_anybody_is_told(
 
 
 # --- how the live view ends ---------------------------------------------------------------------
-
-
-class Pictures:
-    """A client whose watch always has the next picture."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        self.num_shown = 0
-
-    def watch(self, interval_s: float) -> Self:
-        return self
-
-    async def next_json(self) -> str:
-        await asyncio.sleep(0)
-        self.num_shown += 1
-        return PICTURE
-
-    async def close(self) -> None:
-        pass
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        pass
 
 
 async def until(pictures: Pictures, number: int) -> None:

@@ -401,9 +401,10 @@ def test_no_port_is_taken_for_another(port: int, tiny_config: EngineConfig) -> N
         TritonServer(tiny_config, grpc_port=port).start()
 
 
-def test_unknown_host_is_an_error(tiny_config: EngineConfig) -> None:
-    with pytest.raises(LaunchError, match=r"host: got 'no\.such\.host\.invalid'"):
-        TritonServer(tiny_config, host="no.such.host.invalid").start()
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "a..b", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine_is_an_error(host: str, tiny_config: EngineConfig) -> None:
+    with pytest.raises(LaunchError, match=rf"host: got {host!r}; .*; choose .* with --host"):
+        TritonServer(tiny_config, host=host).start()
 
 
 def _serve(config_path: Path, log_path: Path) -> subprocess.Popen[str]:

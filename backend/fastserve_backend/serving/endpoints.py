@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from fastserve_client.listening import PORTS, listen, numeric_address
+from fastserve_client.listening import PORTS, HostError, listen, numeric_address
 
 from fastserve_backend.serving.errors import LaunchError, PortInUseError
 
@@ -52,9 +51,8 @@ class Endpoints:
         """
         try:
             host = numeric_address(self.host)
-        except (socket.gaierror, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise LaunchError(f"host: got {self.host!r}; {reason}") from None
+        except HostError as error:
+            raise LaunchError(str(error)) from None
         # All are held until the last is found: two zeros must not get the same port.
         with ExitStack() as held:
             http, grpc, metrics = (
@@ -77,6 +75,8 @@ def _listen(purpose: str, host: str, port: int, held: ExitStack) -> int:
         raise LaunchError(f"{purpose}_port: got {port}; must be 0 to 65535")
     try:
         probe = held.enter_context(listen(host, port))
+    except HostError as error:
+        raise LaunchError(str(error)) from None
     except OSError as error:
         raise PortInUseError(purpose, host, port, str(error.strerror)) from None
     free_port: int = probe.getsockname()[1]

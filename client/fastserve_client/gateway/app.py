@@ -73,7 +73,8 @@ def create_app(settings: GatewaySettings) -> FastAPI:
             raise from_client_error(error, answer.field_names()) from None
 
     # Without the pages that describe the API to a browser: they load scripts from elsewhere.
-    app = FastAPI(lifespan=lifespan, openapi_url=None)
+    # Behind a proxy with TLS a redirect would lead to plain HTTP.
+    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     registry = CollectorRegistry()
     app.add_middleware(RequestMetrics, registry=registry)
     app.add_exception_handler(ApiError, _api_error)

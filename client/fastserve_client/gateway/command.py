@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -18,9 +19,10 @@ from fastserve_client.cancelling import cancel_all
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import InvalidRequest
 from fastserve_client.gateway.app import GatewaySettings, create_app, end_answers, end_live_view
+from fastserve_client.gateway.http_connection import HttpConnection
 from fastserve_client.gateway.live import EVENTS_PATH
 from fastserve_client.http_aio_transport import HttpSession
-from fastserve_client.listening import PORTS, is_loopback, listen
+from fastserve_client.listening import PORTS, HostError, is_loopback, listen
 
 # Answers that take longer end with an error when the gateway ends.
 _DRAIN_TIMEOUT_S = 30.0
@@ -42,7 +44,7 @@ def run_gateway(
         on_listening: called with the URL once connections are accepted.
 
     Raises:
-        InvalidRequest: the settings cannot be used, or the port cannot be had.
+        InvalidRequest: the settings cannot be used, or the host or port cannot be had.
     """
     endpoint = Endpoint.parse(settings.url)
     if endpoint.uses_http:
@@ -52,6 +54,8 @@ def run_gateway(
             f"host: got {host!r}, which others can reach; that needs keys: --api-keys-file FILE"
         )
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each job
+    _raise_limit_of_connections()
     with _listen(host, port) as listener:
         address = listener.getsockname()
         server = GatewayServer(create_app(settings), _DRAIN_TIMEOUT_S)
@@ -71,6 +75,8 @@ class GatewayServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=HttpConnection,
+                ws="none",  # HttpConnection counts on it
                 log_config=None,
                 log_level="warning",
                 access_log=False,  # /metrics counts requests, and a log of them would cost and tell
@@ -96,9 +102,8 @@ class GatewayServer(uvicorn.Server):
         """Those that do not read, to whom the end of the live view cannot be sent."""
         await asyncio.sleep(_VIEWERS_TIMEOUT_S)
         for connection in tuple(self.server_state.connections):
-            cycle = getattr(connection, "cycle", None)  # the latest request and its answer
-            if cycle is not None and cycle.scope["path"] == EVENTS_PATH:
-                cycle.transport.abort()
+            if isinstance(connection, HttpConnection) and connection.is_answering(EVENTS_PATH):
+                connection.transport.abort()
 
     async def _end_answers(self) -> None:
         await asyncio.sleep(self._drain_timeout_s)
@@ -109,11 +114,19 @@ def _exit(number: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
+def _raise_limit_of_connections() -> None:
+    """From what a shell or systemd gives, mostly 1024, to what may be had."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _listen(host: str, port: int) -> socket.socket:
     if port not in PORTS:
         raise InvalidRequest(f"port: got {port}; must be 0 to 65535")
     try:
         return listen(host, port)
+    except HostError as error:
+        raise InvalidRequest(str(error)) from None
     except OSError as error:
         raise InvalidRequest(
             f"port: cannot listen on {host}:{port} ({error.strerror}); "

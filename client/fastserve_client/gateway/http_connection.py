@@ -1,0 +1,97 @@
+"""HTTP connections, within limits: what one of them does without a key must not cost the others."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from fastserve_client.gateway.errors import ApiError
+
+# The parser joins the pieces of a header as they come, in time that grows with their square.
+MAX_HEADER_BYTES = 1 << 16
+# For the headers of a request; also for the rest of a body that was answered before its end.
+HEADERS_TIMEOUT_S = 30.0
+# A client that reads nothing for this long, while there is something to read, is gone.
+UNREAD_TIMEOUT_S = 120.0
+# Requests without an answer. Clients send one at a time, and the parser cannot be paused.
+MAX_UNANSWERED = 16
+
+
+class HttpConnection(HttpToolsProtocol):
+    """uvicorn's own, which has none of these limits. (Its h11 has the one of headers, but a body
+    of small chunks holds up everybody for seconds.)"""
+
+    _num_unparsed_bytes = 0
+    """Since the last headers or part of a body was whole."""
+
+    def is_answering(self, path: str) -> bool:
+        """Whether a request for it has no whole answer yet."""
+        return any(cycle.scope["path"] == path for cycle in self._unanswered)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_TIMEOUT_S * 1000)
+        )
+        self._unanswered: deque[RequestResponseCycle] = deque()
+        self._await_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._deadline.cancel()
+        super().connection_lost(exc)
+        # uvicorn tells the latest request only.
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._num_unparsed_bytes += len(data)
+        super().data_received(data)
+        if self._num_unparsed_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            self._refuse(431, f"headers: they do not end within {MAX_HEADER_BYTES} bytes")
+
+    def on_headers_complete(self) -> None:
+        self._num_unparsed_bytes = 0
+        self._deadline.cancel()
+        if len(self._unanswered) >= MAX_UNANSWERED:
+            raise ConnectionAbortedError  # ends the parser's work on this data, see below
+        super().on_headers_complete()
+        self._unanswered.append(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unparsed_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_unparsed_bytes = 0
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._unanswered.popleft()
+        super().on_response_complete()
+        if not self._unanswered:
+            self._await_headers()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn where the parser failed."""
+        self._refuse(400, msg)
+
+    def _await_headers(self) -> None:
+        self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.close)
+
+    def _refuse(self, status: int, reason: str) -> None:
+        if self._unanswered:  # the refusal could come in the middle of an answer
+            self.transport.abort()
+            return
+        response = ApiError(status, reason).response()
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        lines = [name + b": " + value + b"\r\n" for name, value in headers]
+        self.transport.write(b"".join((STATUS_LINE[status], *lines, b"\r\n", response.body)))
+        self.transport.close()

@@ -1,0 +1,48 @@
+"""The gateway's application, for tests without a model server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Self
+
+from fastserve_client.gateway.app import GatewaySettings
+from fastserve_client.gateway.auth import ApiKeys
+
+PICTURE = "x" * 40_000
+
+
+def settings(*keys: str, url: str = "grpc://127.0.0.1:9") -> GatewaySettings:
+    return GatewaySettings(
+        url=url,
+        model="fastserve",
+        keys=ApiKeys(list(keys)),
+        strict=False,
+        max_body_bytes=1 << 20,
+        max_jobs=8,
+    )
+
+
+class Pictures:
+    """A client whose watch always has the next picture."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.num_shown = 0
+        self.is_watched = False
+
+    def watch(self, interval_s: float) -> Self:
+        self.is_watched = True
+        return self
+
+    async def next_json(self) -> str:
+        await asyncio.sleep(0)
+        self.num_shown += 1
+        return PICTURE
+
+    async def close(self) -> None:
+        pass
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.is_watched = False

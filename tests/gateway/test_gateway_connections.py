@@ -1,0 +1,210 @@
+"""What a connection to the gateway may do, and what it must not do to the others."""
+
+from __future__ import annotations
+
+import http.client
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fastserve_client.gateway import http_connection
+from fastserve_client.gateway.app import create_app
+from fastserve_client.gateway.command import GatewayServer
+from fastserve_client.gateway.http_connection import MAX_HEADER_BYTES, MAX_UNANSWERED
+from lone_gateway import Pictures, settings
+from running_gateway import running_gateway
+from waiting import wait_for
+
+DEADLINE_S = 30.0
+SHORT_S = 0.2
+MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+EVENTS = b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
+# Answered before its body: there is no Content-Type.
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@dataclass(frozen=True)
+class Gateway:
+    address: tuple[str, int]
+    pictures: Pictures
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=DEADLINE_S)
+
+    def answers(self) -> bool:
+        with self.connect() as other:
+            return status(other, MODELS) == 200
+
+
+@pytest.fixture
+def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
+    pictures = Pictures()
+    monkeypatch.setattr(
+        "fastserve_client.gateway.app.AsyncFastServeClient", lambda *_, **__: pictures
+    )
+    server = GatewayServer(create_app(settings()), drain_timeout_s=1.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.run, [listener])
+        try:
+            yield Gateway(listener.getsockname(), pictures)
+        finally:
+            server.should_exit = True
+            running.result(DEADLINE_S)
+
+
+def status(connection: socket.socket, request: bytes) -> int:
+    """Sends it, and reads the whole answer."""
+    connection.sendall(request)
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    answer.read()
+    return answer.status
+
+
+def rest(connection: socket.socket) -> bytes:
+    """What comes until the gateway closes the connection."""
+    parts: list[bytes] = []
+    try:
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+# --- headers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [b"", MODELS])
+@pytest.mark.parametrize(
+    "beginning",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
+        b"GET /health",
+    ],
+)
+def test_headers_have_a_limit(gateway: Gateway, before: bytes, beginning: bytes) -> None:
+    with gateway.connect() as connection:
+        if before:
+            assert status(connection, before) == 200
+        connection.sendall(beginning.ljust(MAX_HEADER_BYTES + 1, b"a"))
+        refusal = rest(connection)
+    assert refusal.startswith(b"HTTP/1.1 431 ")
+    assert b'"error"' in refusal
+    assert gateway.answers()
+
+
+def test_trailers_have_the_same_limit(gateway: Gateway) -> None:
+    with gateway.connect() as connection:
+        assert status(connection, CHUNKED) == 415
+        connection.sendall(b"0\r\nX: ".ljust(MAX_HEADER_BYTES + 1, b"a"))
+        assert rest(connection).startswith(b"HTTP/1.1 431 ")
+
+
+def test_the_limit_is_that_of_one_request_and_not_of_its_body(gateway: Gateway) -> None:
+    connection = http.client.HTTPConnection(*gateway.address, timeout=DEADLINE_S)
+    headers = {"Content-Type": "application/json", "X": "a" * (MAX_HEADER_BYTES // 2)}
+    kept = None
+    for body in (b"", b" " * (3 * MAX_HEADER_BYTES), [b" "] * 1000, b""):
+        connection.request("POST", "/v1/completions", body, headers, encode_chunked=True)
+        assert kept in (None, connection.sock)
+        kept = connection.sock
+        answer = connection.getresponse()
+        assert (answer.status, answer.reason) == (400, "Bad Request")
+        assert b"JSON" in answer.read()
+    connection.close()
+
+
+# --- requests that do not wait for an answer ----------------------------------------------------
+
+
+def test_some_requests_may_be_sent_ahead(gateway: Gateway) -> None:
+    with gateway.connect() as connection:
+        connection.sendall(MODELS * MAX_UNANSWERED)
+        text = b""
+        while text.count(b'"owned_by"') < MAX_UNANSWERED:
+            part = connection.recv(1 << 16)
+            assert part
+            text += part
+        assert text.count(b"HTTP/1.1 200 ") == MAX_UNANSWERED
+
+
+def test_websockets_are_plain_requests(gateway: Gateway) -> None:
+    upgrade = MODELS.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+    with gateway.connect() as connection:
+        for request in (MODELS, upgrade, MODELS):
+            assert status(connection, request) == 200
+
+
+def test_more_are_not_kept(gateway: Gateway) -> None:
+    with gateway.connect() as connection:
+        connection.sendall(MODELS * 1000)
+        assert rest(connection).count(b"HTTP/1.1 200 ") < 1000
+    assert gateway.answers()
+
+
+def test_a_request_sent_ahead_does_not_hide_that_the_client_is_gone(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture
+) -> None:
+    with gateway.connect() as connection:
+        connection.sendall(EVENTS + MODELS)
+        assert connection.recv(1 << 16)
+        wait_for(lambda: gateway.pictures.is_watched)
+    wait_for(lambda: not gateway.pictures.is_watched)
+    assert not caplog.records
+
+
+# --- those that do nothing ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX: a"])
+def test_headers_that_do_not_come_are_not_waited_for(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, sent: bytes
+) -> None:
+    monkeypatch.setattr(http_connection, "HEADERS_TIMEOUT_S", SHORT_S)
+    with gateway.connect() as connection:
+        connection.sendall(sent)
+        assert rest(connection) == b""
+
+
+def test_nor_is_the_rest_of_a_body_that_was_answered(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connection, "HEADERS_TIMEOUT_S", SHORT_S)
+    with gateway.connect() as connection:
+        assert status(connection, CHUNKED) == 415
+        connection.sendall(b"2\r\na")
+        assert rest(connection) == b""
+
+
+def test_an_answer_may_take_longer(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connection, "HEADERS_TIMEOUT_S", SHORT_S)
+    with gateway.connect() as connection:
+        connection.sendall(EVENTS)
+        until_s = time.monotonic() + 3 * SHORT_S
+        while time.monotonic() < until_s:
+            assert connection.recv(1 << 20)
+
+
+def test_who_reads_nothing_is_gone(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connection, "UNREAD_TIMEOUT_S", SHORT_S)
+    with gateway.connect() as connection:
+        connection.sendall(EVENTS)
+        wait_for(lambda: gateway.pictures.is_watched)
+        wait_for(lambda: not gateway.pictures.is_watched)
+
+
+def test_as_many_connections_as_the_system_allows(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+    try:
+        with running_gateway("127.0.0.1:9", tmp_path / "gateway.log") as running:
+            assert resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -145,6 +145,9 @@ def gateway(
     max_body_bytes: Annotated[
         int, typer.Option(min=1, help="Largest body; one for n answers counts n times.")
     ] = 8 << 20,
+    max_held_bytes: Annotated[
+        int, typer.Option(min=1, help="Bodies of all requests that are not answered yet.")
+    ] = 32 << 20,
     max_jobs: Annotated[
         int, typer.Option(min=1, help="Most answers to one request: prompts times n.")
     ] = 128,
@@ -165,6 +168,7 @@ def gateway(
         keys=ApiKeys([]) if api_keys_file is None else ApiKeys.read(api_keys_file),
         strict=strict,
         max_body_bytes=max_body_bytes,
+        max_held_bytes=max_held_bytes,
         max_jobs=max_jobs,
     )
     run_gateway(settings, host, port, _print_gateway)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,7 +23,9 @@ from fastserve_client.gateway.auth import ApiKeys
 from fastserve_client.gateway.command import GatewayServer, run_gateway
 from fastserve_client.gateway.errors import from_client_error
 from fastserve_client.gateway.live_feed import LiveFeed
+from fastserve_client.gateway.schemas import CompletionRequest
 from starlette.testclient import TestClient
+from waiting import wait_for
 
 DEADLINE_S = 30.0
 # Less than answers have, which a viewer that does not read must not wait for.
@@ -28,13 +33,16 @@ STOP_LIMIT_S = 10.0
 PICTURE = "x" * 40_000
 
 
-def settings(*keys: str, url: str = "grpc://127.0.0.1:9") -> GatewaySettings:
+def settings(
+    *keys: str, url: str = "grpc://127.0.0.1:9", max_held_bytes: int = 4 << 20
+) -> GatewaySettings:
     return GatewaySettings(
         url=url,
         model="fastserve",
         keys=ApiKeys(list(keys)),
         strict=False,
         max_body_bytes=1 << 20,
+        max_held_bytes=max_held_bytes,
         max_jobs=8,
     )
 
@@ -106,6 +114,90 @@ def test_the_name_of_json_in_any_case(alone: TestClient) -> None:
     for name in ("Application/JSON", "application/json; charset=utf-8"):
         headers = {"Content-Type": name}
         assert alone.post("/v1/completions", headers=headers, content=b"{").status_code == 400
+
+
+# --- how much it holds --------------------------------------------------------------------------
+
+
+@contextmanager
+def listening(settings: GatewaySettings) -> Iterator[tuple[str, int]]:
+    """The address of a gateway on a thread of its own."""
+    server = GatewayServer(create_app(settings), drain_timeout_s=1.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.run, [listener])
+        try:
+            yield listener.getsockname()
+        finally:
+            server.should_exit = True
+            running.result(DEADLINE_S)
+
+
+def test_bodies_together_are_bounded_until_they_are_answered() -> None:
+    size = 600_000
+    halves_sent, go_on = threading.Event(), threading.Event()
+    body = json.dumps({"model": "fastserve", "prompt": "a" * size}).encode()
+
+    def slowly() -> Iterator[bytes]:
+        yield body[:size]
+        halves_sent.set()
+        assert go_on.wait(DEADLINE_S)
+        yield body[size:]
+
+    def post(content: bytes | Iterator[bytes]) -> httpx.Response:
+        headers = {"Content-Type": "application/json"}
+        return httpx.post(url, content=content, headers=headers, timeout=DEADLINE_S)
+
+    with listening(settings(max_held_bytes=1 << 20)) as (_, port), ThreadPoolExecutor(1) as pool:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        slow = pool.submit(post, slowly())
+        try:
+            assert halves_sent.wait(DEADLINE_S)
+            wait_for(lambda: post(body).status_code == 429, DEADLINE_S)
+            refused = post(body)
+        finally:
+            go_on.set()
+        assert refused.json()["error"]["code"] == "gateway_full"
+        assert int(refused.headers["Retry-After"]) > 0
+        # There is no model server.
+        assert [slow.result().status_code, post(body).status_code] == [503, 503]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastserve_client.gateway.body.READ_TIMEOUT_S", 0.1)
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    )
+    with (
+        listening(settings()) as address,
+        socket.create_connection(address, DEADLINE_S) as client,
+    ):
+        client.sendall(head.encode())
+        assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_a_failed_request_is_not_left_to_the_collector(stream: bool, prompts: int) -> None:
+    def num_requests() -> int:
+        return sum(isinstance(one, CompletionRequest) for one in gc.get_objects())
+
+    body = {"model": "fastserve", "prompt": ["a"] * prompts, "stream": stream}
+    with listening(settings()) as (_, port):
+        gc.collect()
+        before = num_requests()
+        gc.disable()
+        try:
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            assert httpx.post(url, json=body, timeout=DEADLINE_S).status_code == 503
+            wait_for(lambda: num_requests() == before, DEADLINE_S)
+        finally:
+            gc.enable()
+
+
+def test_a_body_that_could_never_be_held() -> None:
+    with pytest.raises(InvalidRequest, match="max_held_bytes: got 1000; must be at least"):
+        settings(max_held_bytes=1000)
 
 
 # --- how it words -------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from fastserve_client.protocol import (
 )
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from fastserve_backend import workload_flags
 from fastserve_backend.bench_cli import bench
@@ -42,8 +43,36 @@ _Config = Annotated[Path | None, typer.Option(help="An engine.yaml; flags overri
 
 *_GPUS, _LAST_GPU = HARDWARE
 
+# What each command needs beside the command line's own packages.
+_EXTRAS = {
+    "generate": "'.[client]'",
+    "chat": "'.[client]'",
+    "gateway": "'.[gateway]'",
+    "serve": "'.[server]'",
+    "simulate": "'.[engine]'",
+    "bench": "'.[bench]', with --serve '.[bench,server]'",
+    "profile": "'.[engine]'",
+}
+
+
+class _Commands(TyperGroup):
+    """Where a command's packages are missing, it says which to install."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if ctx.invoked_subcommand is None or (error.name or "").startswith("fastserve_"):
+                raise
+            raise FastServeError(
+                f"{error}; fastserve {ctx.invoked_subcommand} needs: "
+                f"pip install {_EXTRAS[ctx.invoked_subcommand]}"
+            ) from None
+
+
 app = typer.Typer(
     name="fastserve",
+    cls=_Commands,
     help="Preemptive LLM serving on NVIDIA Triton Inference Server.",
     no_args_is_help=True,
     add_completion=False,
@@ -156,12 +185,10 @@ def gateway(
 
     Listens on http://HOST:PORT/v1 until SIGTERM or Ctrl-C; GET /health and /metrics are there too.
     """
-    try:
-        from fastserve_client.gateway.app import GatewaySettings
-        from fastserve_client.gateway.auth import ApiKeys
-        from fastserve_client.gateway.command import run_gateway
-    except ImportError as error:
-        raise FastServeError(f"{error}; the gateway needs: pip install '.[gateway]'") from None
+    from fastserve_client.gateway.app import GatewaySettings
+    from fastserve_client.gateway.auth import ApiKeys
+    from fastserve_client.gateway.command import run_gateway
+
     settings = GatewaySettings(
         url=url,
         model=model,

@@ -278,6 +278,13 @@ class Pictures:
         pass
 
 
+class NoPictures(Pictures):
+    """As while an iteration takes long."""
+
+    async def next_json(self) -> str:
+        return await asyncio.get_running_loop().create_future()
+
+
 async def until(pictures: Pictures, number: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while pictures.num_shown < number:
@@ -299,6 +306,19 @@ async def test_the_end_comes_before_what_is_not_read() -> None:
     for _ in range(100):  # time in which more would come
         await asyncio.sleep(0)
     assert await rest(viewer) == []
+
+
+async def test_viewers_hear_something_while_there_is_no_picture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fastserve_client.gateway.live_feed.KEEPALIVE_S", 0.01)
+    feed = LiveFeed(NoPictures())  # type: ignore[arg-type]
+    viewer = feed.events()
+    async with asyncio.timeout(DEADLINE_S):
+        comments = [await anext(viewer) for _ in range(3)]
+    feed.close()
+    assert await rest(viewer) == []
+    assert all(one.startswith(b":") and one.endswith(b"\n\n") for one in comments)
 
 
 def test_a_viewer_that_does_not_read_is_cut_off(

@@ -10,7 +10,7 @@ import typer
 from fastserve_client.endpoint import DEFAULT_URL
 
 from fastserve_backend import workload_flags
-from fastserve_backend.errors import ConfigError, FastServeError
+from fastserve_backend.errors import ConfigError
 from fastserve_backend.workload_flags import listed, parse_rates
 
 
@@ -101,16 +101,14 @@ def bench(
     Jobs are sent at their arrival times, whatever has finished (--rates), or a fixed number is kept
     under way (--concurrency). docs/benchmarking.md says what the numbers mean.
     """
-    try:
-        from fastserve_client.bench.command import bench_command
-        from fastserve_client.bench.connection import Target
-        from fastserve_client.bench.own_server import OwnServer
-        from fastserve_client.bench.session import Load, Plan
-        from fastserve_client.report import Objectives
-        from fastserve_client.report.output import Output
-        from fastserve_client.workload import LengthLimits, Workload
-    except ImportError as error:
-        raise FastServeError(f"{error}; the load test needs: pip install '.[bench]'") from None
+    from fastserve_client.bench.command import bench_command
+    from fastserve_client.bench.connection import Target
+    from fastserve_client.bench.own_server import OwnServer
+    from fastserve_client.bench.session import Load, Plan
+    from fastserve_client.report import Objectives
+    from fastserve_client.report.output import Output
+    from fastserve_client.workload import LengthLimits, Workload
+
     if rates is not None and concurrency is not None:
         raise ConfigError("concurrency: got it beside --rates; a load is one of them")
     if (serve is None) != (compare is None):

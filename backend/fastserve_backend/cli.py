@@ -21,6 +21,7 @@ from fastserve_client.protocol import (
 )
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from fastserve_backend import workload_flags
 from fastserve_backend.bench_cli import bench
@@ -43,8 +44,36 @@ _Config = Annotated[Path | None, typer.Option(help="An engine.yaml; flags overri
 
 *_GPUS, _LAST_GPU = HARDWARE
 
+# What each command needs beside the command line's own packages.
+_EXTRAS = {
+    "generate": "'.[client]'",
+    "chat": "'.[client]'",
+    "gateway": "'.[gateway]'",
+    "serve": "'.[server]'",
+    "simulate": "'.[engine]'",
+    "bench": "'.[bench]', with --serve '.[bench,server]'",
+    "profile": "'.[engine]'",
+}
+
+
+class _Commands(TyperGroup):
+    """Where a command's packages are missing, it says which to install."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if ctx.invoked_subcommand is None or (error.name or "").startswith("fastserve_"):
+                raise
+            raise FastServeError(
+                f"{error}; fastserve {ctx.invoked_subcommand} needs: "
+                f"pip install {_EXTRAS[ctx.invoked_subcommand]}"
+            ) from None
+
+
 app = typer.Typer(
     name="fastserve",
+    cls=_Commands,
     help="Preemptive LLM serving on NVIDIA Triton Inference Server.",
     no_args_is_help=True,
     add_completion=False,
@@ -147,6 +176,9 @@ def gateway(
     max_body_bytes: Annotated[
         int, typer.Option(min=1, help="Largest body; one for n answers counts n times.")
     ] = 8 << 20,
+    max_held_bytes: Annotated[
+        int, typer.Option(min=1, help="Bodies of all requests that are not answered yet.")
+    ] = 32 << 20,
     max_jobs: Annotated[
         int, typer.Option(min=1, help="Most answers to one request: prompts times n.")
     ] = 128,
@@ -155,18 +187,17 @@ def gateway(
 
     Listens on http://HOST:PORT/v1 until SIGTERM or Ctrl-C; GET /health and /metrics are there too.
     """
-    try:
-        from fastserve_client.gateway.app import GatewaySettings
-        from fastserve_client.gateway.auth import ApiKeys
-        from fastserve_client.gateway.command import run_gateway
-    except ImportError as error:
-        raise FastServeError(f"{error}; the gateway needs: pip install '.[gateway]'") from None
+    from fastserve_client.gateway.app import GatewaySettings
+    from fastserve_client.gateway.auth import ApiKeys
+    from fastserve_client.gateway.command import run_gateway
+
     settings = GatewaySettings(
         url=url,
         model=model,
         keys=ApiKeys([]) if api_keys_file is None else ApiKeys.read(api_keys_file),
         strict=strict,
         max_body_bytes=max_body_bytes,
+        max_held_bytes=max_held_bytes,
         max_jobs=max_jobs,
     )
     run_gateway(settings, host, port, _print_gateway)

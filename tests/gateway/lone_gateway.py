@@ -11,13 +11,16 @@ from fastserve_client.gateway.auth import ApiKeys
 PICTURE = "x" * 40_000
 
 
-def settings(*keys: str, url: str = "grpc://127.0.0.1:9") -> GatewaySettings:
+def settings(
+    *keys: str, url: str = "grpc://127.0.0.1:9", max_held_bytes: int = 4 << 20
+) -> GatewaySettings:
     return GatewaySettings(
         url=url,
         model="fastserve",
         keys=ApiKeys(list(keys)),
         strict=False,
         max_body_bytes=1 << 20,
+        max_held_bytes=max_held_bytes,
         max_jobs=8,
     )
 

@@ -13,7 +13,7 @@ from fastserve_backend.serving.endpoints import Endpoints
 from openai import OpenAI
 from running_gateway import COMMAND, REQUEST_TIMEOUT_S, RunningGateway, running_gateway
 
-KEYS = ("sk-first-0123456789", "sk-second-äöü")
+KEYS = ("sk-first-0123456789", "sk-second-~!'+/= x")
 SECRET = "the prompt that nobody may read"
 
 
@@ -214,6 +214,11 @@ def test_a_file_without_keys(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.write_text("\n \n", encoding="utf-8")
     assert "it has no key" in refusal("--api-keys-file", str(empty))
+    foreign = tmp_path / "foreign"
+    foreign.write_text("sk-key\n\nsk-schlüssel\n", encoding="utf-8")
+    assert "its line 3 is not ASCII" in refusal("--api-keys-file", str(foreign))
+    foreign.write_text("sk-schlüssel\n", encoding="latin-1")
+    assert "it is not ASCII" in refusal("--api-keys-file", str(foreign))
     assert "No such file" in refusal("--api-keys-file", str(tmp_path / "missing"))
 
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 from fastserve_client.errors import InvalidRequest, error_from_http, error_from_status
 from fastserve_client.gateway.answer import event
-from fastserve_client.gateway.app import create_app
+from fastserve_client.gateway.app import GatewaySettings, create_app
 from fastserve_client.gateway.auth import ApiKeys
 from fastserve_client.gateway.command import GatewayServer, run_gateway
 from fastserve_client.gateway.errors import from_client_error
 from fastserve_client.gateway.live_feed import LiveFeed
+from fastserve_client.gateway.schemas import CompletionRequest
 from lone_gateway import PICTURE, Pictures, settings
 from starlette.testclient import TestClient
+from waiting import wait_for
 
 DEADLINE_S = 30.0
 # Less than answers have, which a viewer that does not read must not wait for.
@@ -103,6 +108,90 @@ def test_the_name_of_json_in_any_case(alone: TestClient) -> None:
         assert alone.post("/v1/completions", headers=headers, content=b"{").status_code == 400
 
 
+# --- how much it holds --------------------------------------------------------------------------
+
+
+@contextmanager
+def listening(settings: GatewaySettings) -> Iterator[tuple[str, int]]:
+    """The address of a gateway on a thread of its own."""
+    server = GatewayServer(create_app(settings), drain_timeout_s=1.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.run, [listener])
+        try:
+            yield listener.getsockname()
+        finally:
+            server.should_exit = True
+            running.result(DEADLINE_S)
+
+
+def test_bodies_together_are_bounded_until_they_are_answered() -> None:
+    size = 600_000
+    halves_sent, go_on = threading.Event(), threading.Event()
+    body = json.dumps({"model": "fastserve", "prompt": "a" * size}).encode()
+
+    def slowly() -> Iterator[bytes]:
+        yield body[:size]
+        halves_sent.set()
+        assert go_on.wait(DEADLINE_S)
+        yield body[size:]
+
+    def post(content: bytes | Iterator[bytes]) -> httpx.Response:
+        headers = {"Content-Type": "application/json"}
+        return httpx.post(url, content=content, headers=headers, timeout=DEADLINE_S)
+
+    with listening(settings(max_held_bytes=1 << 20)) as (_, port), ThreadPoolExecutor(1) as pool:
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        slow = pool.submit(post, slowly())
+        try:
+            assert halves_sent.wait(DEADLINE_S)
+            wait_for(lambda: post(body).status_code == 429, DEADLINE_S)
+            refused = post(body)
+        finally:
+            go_on.set()
+        assert refused.json()["error"]["code"] == "gateway_full"
+        assert int(refused.headers["Retry-After"]) > 0
+        # There is no model server.
+        assert [slow.result().status_code, post(body).status_code] == [503, 503]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastserve_client.gateway.body.READ_TIMEOUT_S", 0.1)
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    )
+    with (
+        listening(settings()) as address,
+        socket.create_connection(address, DEADLINE_S) as client,
+    ):
+        client.sendall(head.encode())
+        assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_a_failed_request_is_not_left_to_the_collector(stream: bool, prompts: int) -> None:
+    def num_requests() -> int:
+        return sum(isinstance(one, CompletionRequest) for one in gc.get_objects())
+
+    body = {"model": "fastserve", "prompt": ["a"] * prompts, "stream": stream}
+    with listening(settings()) as (_, port):
+        gc.collect()
+        before = num_requests()
+        gc.disable()
+        try:
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            assert httpx.post(url, json=body, timeout=DEADLINE_S).status_code == 503
+            wait_for(lambda: num_requests() == before, DEADLINE_S)
+        finally:
+            gc.enable()
+
+
+def test_a_body_that_could_never_be_held() -> None:
+    with pytest.raises(InvalidRequest, match="max_held_bytes: got 1000; must be at least"):
+        settings(max_held_bytes=1000)
+
+
 # --- how it words -------------------------------------------------------------------------------
 
 
@@ -157,6 +246,13 @@ def test_an_address_that_cannot_be_is_refused_before_anybody_is_told(
 # --- how the live view ends ---------------------------------------------------------------------
 
 
+class NoPictures(Pictures):
+    """As while an iteration takes long."""
+
+    async def next_json(self) -> str:
+        return await asyncio.get_running_loop().create_future()
+
+
 async def until(pictures: Pictures, number: int) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while pictures.num_shown < number:
@@ -178,6 +274,19 @@ async def test_the_end_comes_before_what_is_not_read() -> None:
     for _ in range(100):  # time in which more would come
         await asyncio.sleep(0)
     assert await rest(viewer) == []
+
+
+async def test_viewers_hear_something_while_there_is_no_picture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fastserve_client.gateway.live_feed.KEEPALIVE_S", 0.01)
+    feed = LiveFeed(NoPictures())  # type: ignore[arg-type]
+    viewer = feed.events()
+    async with asyncio.timeout(DEADLINE_S):
+        comments = [await anext(viewer) for _ in range(3)]
+    feed.close()
+    assert await rest(viewer) == []
+    assert all(one.startswith(b":") and one.endswith(b"\n\n") for one in comments)
 
 
 def test_a_viewer_that_does_not_read_is_cut_off(

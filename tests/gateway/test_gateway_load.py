@@ -230,6 +230,7 @@ def test_what_is_unfinished_at_the_deadline_ends_with_an_error(
         keys=ApiKeys([]),
         strict=False,
         max_body_bytes=1 << 20,
+        max_held_bytes=4 << 20,
         max_jobs=8,
     )
     gateway = GatewayServer(create_app(settings), drain_timeout_s=0.2)

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,16 @@ class Page:
         )
         return {number: int(y // height) for number, y, height in places}
 
+    @contextmanager
+    def running_first(self, script: str) -> Iterator[None]:
+        """In every document, before its own scripts."""
+        command = "Page.addScriptToEvaluateOnNewDocument"
+        added = self.driver.execute_cdp_cmd(command, {"source": script})
+        try:
+            yield
+        finally:
+            self.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
     def errors(self) -> list[str]:
         """What the console has seen since it was last asked: errors, and violations of the CSP."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
@@ -152,8 +163,25 @@ def test_what_is_too_long_for_the_model_is_said_and_not_sent_again(
     page.driver.execute_script("document.getElementById('chat-input').value = 'x'.repeat(100_000)")
     page.say("", 10)
     page.until(lambda: "the model takes at most" in page.text("chat-note"))
-    assert page.answers() == []
+    page.until(lambda: page.find("chat-send").is_enabled())
+    # It is no part of the conversation, and can be mended.
+    assert page.driver.find_elements(By.CSS_SELECTOR, ".message") == []
+    assert page.find("chat-input").get_attribute("value") == "x" * 100_000
     assert len(page.errors()) == 1  # one refusal
+
+
+def test_a_new_chat_says_nothing_of_the_one_that_it_ends(
+    page: Page, gateway: RunningGateway
+) -> None:
+    page.open(gateway)
+    page.until_live()
+    page.say("Hello", 3000)
+    page.until(lambda: page.answers() and page.answers()[0])
+    page.driver.execute_script("document.getElementById('chat-clear').click()")
+    page.until(lambda: page.find("chat-send").is_enabled())
+    assert page.text("chat-note") == ""
+    assert page.find("chat-input").get_attribute("value") == ""
+    assert page.driver.find_elements(By.CSS_SELECTOR, ".message") == []
 
 
 def test_stop_cancels_the_job_on_the_server(
@@ -191,6 +219,11 @@ def test_a_wrong_key_and_a_right_one(page: Page, endpoints: Endpoints, tmp_path:
         page.until(lambda: page.text("status") == "an API key is needed")
         page.find("key").send_keys("sk-wrong" + Keys.ENTER)
         page.until(lambda: page.text("status") == "the key is not valid")
+        page.errors()
+        page.find("key").clear()
+        page.find("key").send_keys("ключ" + Keys.ENTER)
+        page.until(lambda: len(page.errors()) > 0)  # of the refusal
+        page.until(lambda: page.text("status") == "the key is not valid")
         page.find("key").clear()
         page.find("key").send_keys("sk-live" + Keys.ENTER)
         page.until_live()
@@ -199,6 +232,23 @@ def test_a_wrong_key_and_a_right_one(page: Page, endpoints: Endpoints, tmp_path:
         page.until_live()
         stored = page.driver.execute_script("return [localStorage.length, document.cookie]")
         assert stored == [0, ""]
+        page.driver.get("about:blank")
+
+
+def test_a_key_that_is_given_while_the_gateway_is_away(
+    page: Page, endpoints: Endpoints, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-live\n", encoding="utf-8")
+    flags = ["--api-keys-file", str(keys)]
+    with running_gateway(endpoints.grpc_url, tmp_path / "first.log", *flags) as gateway:
+        page.open(gateway)
+        page.until(lambda: page.text("status") == "an API key is needed")
+    page.find("key").send_keys("sk-live" + Keys.ENTER)
+    page.until(lambda: page.text("status") == "no gateway; trying again")
+    flags += ["--port", gateway.url.rpartition(":")[2]]
+    with running_gateway(endpoints.grpc_url, tmp_path / "second.log", *flags):
+        page.until_live()
         page.driver.get("about:blank")
 
 
@@ -213,8 +263,7 @@ def test_a_hidden_tab_does_not_connect(page: Page, gateway: RunningGateway) -> N
           return fetched(path, options);
         };
     """
-    added = page.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": script})
-    try:
+    with page.running_first(script):
         page.open(gateway)
         page.until(lambda: page.text("status") == "paused")
         assert page.driver.execute_script("return window.requests") == []
@@ -222,8 +271,60 @@ def test_a_hidden_tab_does_not_connect(page: Page, gateway: RunningGateway) -> N
             "window.isHidden = false; document.dispatchEvent(new Event('visibilitychange'))"
         )
         page.until_live()
-    finally:
-        page.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
+
+
+def test_a_gateway_that_falls_silent_is_left(
+    page: Page, endpoints: Endpoints, tmp_path: Path
+) -> None:
+    """As one whose host has vanished."""
+    script = """
+        const now = performance.now.bind(performance);
+        window.aheadMs = 0;
+        performance.now = () => now() + window.aheadMs;
+    """
+    with (
+        running_gateway(endpoints.grpc_url, tmp_path / "gateway.log") as gateway,
+        page.running_first(script),
+    ):
+        page.open(gateway)
+        page.until_live()
+        gateway.process.send_signal(signal.SIGSTOP)
+        try:
+            page.driver.execute_script("window.aheadMs += 16_000")
+            page.until(lambda: page.text("status") == "no gateway; trying again")
+        finally:
+            gateway.process.send_signal(signal.SIGCONT)
+        page.until_live()
+        page.driver.get("about:blank")
+
+
+def test_an_error_of_a_proxy_is_shown_by_its_status(page: Page, gateway: RunningGateway) -> None:
+    script = """
+        const fetched = window.fetch;
+        window.answer = '{"message": "upstream is away"}';
+        window.fetch = (path, options) => path !== "/live/events" ? fetched(path, options) :
+          Promise.resolve(new Response(window.answer, {status: 502, statusText: "Bad Gateway"}));
+    """
+    with page.running_first(script):
+        page.open(gateway)
+        page.until(lambda: page.text("status") == "502 Bad Gateway")
+
+
+def test_only_what_is_news_is_read_out(page: Page, gateway: RunningGateway) -> None:
+    """By screen readers: numbers that change ten times a second are not."""
+    page.open(gateway)
+    page.until_live()
+    tree = page.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    announced = set()
+    for node in tree:
+        if node.get("role", {}).get("value") in ("alert", "log", "status"):
+            of_node = {"backendNodeId": node["backendDOMNodeId"]}
+            attributes = page.driver.execute_cdp_cmd("DOM.describeNode", of_node)["node"][
+                "attributes"
+            ]
+            announced.add(attributes[attributes.index("id") + 1])
+    assert "status" in announced
+    assert announced <= {"status", "chat-log", "chat-note", "load-note"}
 
 
 def test_chat_and_a_server_that_is_restarted(page: Page, tmp_path: Path) -> None:

@@ -141,3 +141,30 @@ def test_the_gateway_needs_nothing_of_the_engine() -> None:
     code = f"import sys, {modules}; print(*set({ENGINE_PACKAGES}) & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "missing", "extra"),
+    [
+        (["generate", "Hello"], "tritonclient", "client"),
+        (["chat"], "tritonclient", "client"),
+        (["gateway"], "fastapi", "gateway"),
+        (["bench"], "aiohttp", "bench"),
+        (["serve"], "platformdirs", "server"),
+        (["simulate", "opt-125m"], "platformdirs", "engine"),
+        (["profile"], "platformdirs", "engine"),
+    ],
+)
+def test_a_command_without_its_packages_says_what_to_install(
+    command: list[str], missing: str, extra: str
+) -> None:
+    script = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "from fastserve_backend.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert f"fastserve {command[0]} needs: pip install '.[{extra}" in done.stderr

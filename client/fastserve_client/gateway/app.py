@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from fastserve_client.aio_client import AsyncFastServeClient
-from fastserve_client.errors import ClientError
+from fastserve_client.errors import ClientError, InvalidRequest
 from fastserve_client.gateway.answer import Answer
 from fastserve_client.gateway.auth import ApiKeys
 from fastserve_client.gateway.body import check_fields, read_body
@@ -22,6 +22,7 @@ from fastserve_client.gateway.completions import CompletionAnswer
 from fastserve_client.gateway.disconnect import while_connected
 from fastserve_client.gateway.errors import ApiError, from_client_error, no_such_model
 from fastserve_client.gateway.event_stream import EventStream
+from fastserve_client.gateway.held_bodies import HeldBodies, Take
 from fastserve_client.gateway.jobs import complete_all, stream_all
 from fastserve_client.gateway.live import live_routes
 from fastserve_client.gateway.live_feed import LiveFeed
@@ -39,8 +40,17 @@ class GatewaySettings:
     strict: bool
     """Unknown fields are errors."""
     max_body_bytes: int
+    max_held_bytes: int
+    """Of the bodies of all requests that are not answered yet."""
     max_jobs: int
     """Most answers to one request: prompts times ``n``."""
+
+    def __post_init__(self) -> None:
+        if self.max_held_bytes < self.max_body_bytes:
+            raise InvalidRequest(
+                f"max_held_bytes: got {self.max_held_bytes}; must be at least the "
+                f"{self.max_body_bytes} of max_body_bytes, or the largest would never be taken"
+            )
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
@@ -80,17 +90,18 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     with_key = [Depends(require_key)]
+    with_body = Depends(HeldBodies(settings.max_held_bytes).of_request)
     started = int(time.time())
 
     @app.post("/v1/completions", dependencies=with_key)
-    async def completions(request: Request) -> Response:
-        body = await read_body(request, CompletionRequest, settings.max_body_bytes)
+    async def completions(request: Request, take: Take = with_body) -> Response:
+        body = await read_body(request, CompletionRequest, settings.max_body_bytes, take)
         headers = check_fields(body, settings.model, settings.max_jobs, strict=settings.strict)
         return await respond(request, CompletionAnswer(body), headers)
 
     @app.post("/v1/chat/completions", dependencies=with_key)
-    async def chat_completions(request: Request) -> Response:
-        body = await read_body(request, ChatRequest, settings.max_body_bytes)
+    async def chat_completions(request: Request, take: Take = with_body) -> Response:
+        body = await read_body(request, ChatRequest, settings.max_body_bytes, take)
         headers = check_fields(body, settings.model, settings.max_jobs, strict=settings.strict)
         return await respond(request, ChatAnswer(body), headers)
 

@@ -33,19 +33,27 @@ class ApiKeys:
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
-        """One key a line; empty lines do not count.
+        """One key of ASCII a line; empty lines do not count.
+
+        Others cannot be sent by every client: OpenAI's own takes only ASCII for a header.
 
         Raises:
-            InvalidRequest: the file cannot be read or has no key.
+            InvalidRequest: the file cannot be read, has no key or one beyond ASCII.
         """
         try:
             lines = path.read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            reason = getattr(error, "strerror", None) or "it is not ASCII"
             raise InvalidRequest(f"api-keys-file: got {str(path)!r}; {reason}") from None
         keys = [line.strip() for line in lines if line.strip()]
         if not keys:
             raise InvalidRequest(f"api-keys-file: got {str(path)!r}; it has no key, one a line")
+        for number, line in enumerate(lines, 1):
+            if not line.isascii():
+                raise InvalidRequest(
+                    f"api-keys-file: got {str(path)!r}; its line {number} is not ASCII, as a key "
+                    "must be for every client to send it"
+                )
         return cls(keys)
 
     def check(self, authorization: str | None, host: str) -> None:

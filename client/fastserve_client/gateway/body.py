@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 from urllib.parse import quote
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.requests import Request
 
 from fastserve_client.gateway.errors import ApiError, from_validation, invalid, no_such_model
+from fastserve_client.gateway.held_bodies import Take
 from fastserve_client.gateway.schemas import ChatRequest, CompletionRequest
 
 IGNORED_FIELDS_HEADER = "FastServe-Ignored-Fields"
 # A header must stay short, whatever a client calls its fields.
 _MAX_NAMES = 20
 _MAX_NAME_CHARS = 64
+READ_TIMEOUT_S = 60.0
+"""For a body to come: a client that has vanished would hold its part of the memory for ever."""
+# What is left of a body is not read, so the connection cannot be used again.
+_CLOSE = {"Connection": "close"}
 
 RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest)
 
 
-async def read_body(request: Request, schema: type[RequestT], max_bytes: int) -> RequestT:
+async def read_body(
+    request: Request, schema: type[RequestT], max_bytes: int, take: Take
+) -> RequestT:
     """The fields of a JSON body.
 
     Raises:
         ApiError: no JSON (415), too large, alone or for so many answers (413), a field that is
-            wrong or missing (400).
+            wrong or missing (400), too slow (408), or no room for it beside others (429).
         starlette.requests.ClientDisconnect: the client went away.
     """
     # A page in a browser can send text/plain to any address, but not JSON without CORS.
@@ -32,23 +41,37 @@ async def read_body(request: Request, schema: type[RequestT], max_bytes: int) ->
     if content_type.strip().lower() != "application/json":
         raise ApiError(415, "Content-Type must be application/json")
     length = request.headers.get("content-length", "")
-    body = bytearray()
     if length.isdecimal() and int(length) > max_bytes:
         raise _too_large(max_bytes)
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise _too_large(max_bytes)
+    body = bytearray()
     try:
-        fields = schema.model_validate_json(bytes(body))
-    except ValidationError as error:
-        raise from_validation(error) from None
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            async for part in request.stream():
+                take(len(part))
+                body += part
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
+    except TimeoutError:
+        message = f"the body did not come within {READ_TIMEOUT_S:g} s"
+        raise ApiError(408, message, headers=_CLOSE) from None
+    fields = parse_body(body, schema)
     # The server gets the prompts with each answer that is wanted.
     if len(body) * fields.num_choices > max_bytes:
         raise ApiError(
             413, f"the body, for {fields.num_choices} answers, is larger than {max_bytes} bytes"
         )
     return fields
+
+
+def parse_body(body: bytes | bytearray, schema: type[RequestT]) -> RequestT:
+    """Raises ApiError (400)."""
+    try:
+        # Not model_validate_json, whose own form of the JSON takes more memory than the fields.
+        return schema.model_validate(from_json(body))
+    except ValidationError as error:
+        raise from_validation(error) from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is no JSON: {error}") from None
 
 
 def check_fields(
@@ -80,6 +103,4 @@ def check_fields(
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    # What is left of the body is not read, so the connection cannot be used again.
-    headers = {"Connection": "close"}
-    return ApiError(413, f"the body is larger than {max_bytes} bytes", headers=headers)
+    return ApiError(413, f"the body is larger than {max_bytes} bytes", headers=_CLOSE)

@@ -105,8 +105,11 @@ def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError
     """What a failed job is to the gateway's own client.
 
     Args:
+        error: loses its traceback, in whose frames is the request. The task that failed is there
+            too: such a cycle would keep large requests until it is collected.
         fields: names that differ from those of ``/v1/completions``, by the server's names.
     """
+    error.__traceback__ = None
     if isinstance(error, InvalidRequest):
         return _refused(str(error), _FIELDS | dict(fields))
     if isinstance(error, ServerOverloaded):

@@ -19,6 +19,9 @@ MAX_VIEWERS = 64
 # A viewer who reads slower than this misses pictures.
 _MAX_UNREAD = 3
 _GREETING = b": the engine's states follow\n\n"
+KEEPALIVE_S = 5.0
+"""Between two signs of life, where there is no picture; the page leaves a gateway after three."""
+_KEEPALIVE = b": no picture yet\n\n"
 
 
 class LiveFeed:
@@ -49,7 +52,7 @@ class LiveFeed:
             self._watcher = asyncio.create_task(self._watch())
         try:
             yield _GREETING
-            while (one := await unread.get()) is not None:
+            while (one := await _next(unread)) is not None:
                 yield one
         finally:
             self._viewers.discard(unread)
@@ -90,6 +93,14 @@ class LiveFeed:
             if unread.full():
                 unread.get_nowait()
             unread.put_nowait(one)
+
+
+async def _next(unread: asyncio.Queue[bytes | None]) -> bytes | None:
+    try:
+        async with asyncio.timeout(KEEPALIVE_S):
+            return await unread.get()
+    except TimeoutError:
+        return _KEEPALIVE
 
 
 def _lost(error: ClientError) -> ApiError:

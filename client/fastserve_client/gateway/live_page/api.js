@@ -33,7 +33,7 @@ export class ApiError extends Error {
 // The response. Throws ApiError for a refusal, and what fetch throws when nothing answers.
 export async function request(path, { body, signal } = {}) {
   const headers = {};
-  if (apiKey.value) headers.Authorization = `Bearer ${apiKey.value}`;
+  if (apiKey.value) headers.Authorization = `Bearer ${utf8(apiKey.value)}`;
   if (body) headers["Content-Type"] = "application/json";
   const response = await fetch(path, {
     method: body ? "POST" : "GET",
@@ -46,21 +46,30 @@ export async function request(path, { body, signal } = {}) {
   const text = await response.text();
   let error = { message: `${response.status} ${response.statusText}` };
   try {
-    error = JSON.parse(text).error;
+    const said = JSON.parse(text).error;
+    if (said.message) error = said;
   } catch {
     // a proxy answered, not the gateway
   }
   throw new ApiError(response.status, error);
 }
 
-// The data of each server-sent event, as text. (EventSource could send no key and no body.)
-export async function* events(response) {
+// Headers take characters of one byte: without this, fetch would fail on a key that is mistyped in
+// another script as if there were no gateway.
+function utf8(text) {
+  return String.fromCharCode(...new TextEncoder().encode(text));
+}
+
+// The data of each server-sent event, as text; `heard` is called for whatever comes, comments too.
+// (EventSource could send no key and no body.)
+export async function* events(response, heard = () => {}) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {
       const { done, value } = await reader.read();
       if (done) return;
+      heard();
       rest += value;
       let end;
       while ((end = rest.indexOf("\n\n")) >= 0) {

@@ -38,7 +38,7 @@ export class Chat {
     const conversation = this.messages;
     conversation.push({ role: "user", content: text });
     this.hint.remove();
-    this.add("user", text);
+    const question = this.add("user", text);
     this.input.value = "";
     const bubble = this.add("assistant", "");
     this.start(bubble);
@@ -51,15 +51,21 @@ export class Chat {
         tokens += 1;
         this.show(bubble, answer);
       }
+      if (!answer) this.note("The answer is empty.");
     } catch (error) {
-      if (error.name !== "AbortError") this.note(error.message, true);
-      else this.note("stopped");
+      // Not in a new chat, which ended this one.
+      if (conversation === this.messages) {
+        if (error.name === "AbortError") this.note("stopped");
+        else this.note(error.message, true);
+      }
     }
     this.end(bubble);
     const seconds = (performance.now() - startedMs) / 1000;
     if (!answer) {
       bubble.remove();
+      question.remove(); // it is no part of the conversation
       conversation.pop();
+      if (conversation === this.messages && !this.input.value) this.input.value = text;
       return;
     }
     conversation.push({ role: "assistant", content: answer });

@@ -10,6 +10,7 @@ import { Queues } from "/live/queues.js";
 const FIRST_RETRY_MS = 500;
 const MAX_RETRY_MS = 4000;
 const LATE_MS = 3000;
+const SILENT_MS = 15000; // three times what the gateway lets pass without a sign of life
 const DESCRIBE_MS = 2000;
 
 const find = (id) => document.getElementById(id);
@@ -88,6 +89,7 @@ function perSecond(bytes) {
 // --- Where it comes from ------------------------------------------------------------------------
 
 let stream = null; // AbortController of the stream that is open
+let heardMs = 0; // when it was opened, or last sent anything
 let wake = null; // ends the pause between two tries
 
 function status(state, message) {
@@ -99,7 +101,8 @@ function status(state, message) {
 async function readPictures(signal) {
   const response = await request("/live/events", { signal });
   find("key-form").hidden = true;
-  for await (const data of events(response)) {
+  const heard = () => (heardMs = performance.now());
+  for await (const data of events(response, heard)) {
     const state = JSON.parse(data);
     if (state.error) {
       status("lost", `${state.error.message}; trying again`);
@@ -118,27 +121,31 @@ async function follow() {
       await pause(0);
     }
     stream = new AbortController();
+    let isRefused = false;
     const startedMs = performance.now();
+    heardMs = startedMs;
     try {
       await readPictures(stream.signal);
       status("lost", "the gateway ended; trying again");
     } catch (error) {
       if (error.name === "AbortError") status("connecting", "paused");
-      else if (error instanceof ApiError && error.status === 401) askForKey();
-      else if (error instanceof ApiError) status("lost", error.message);
+      else if (error instanceof ApiError && error.status === 401) {
+        isRefused = true;
+        askForKey();
+      } else if (error instanceof ApiError) status("lost", error.message);
       else status("lost", "no gateway; trying again");
     }
     if (latestMs > startedMs) delayMs = FIRST_RETRY_MS;
-    await pause(delayMs);
+    await pause(isRefused ? null : delayMs); // the same key would be refused again
     delayMs = Math.min(2 * delayMs, MAX_RETRY_MS);
   }
 }
 
-// Until the time is over, or something has changed. Not while nobody looks or a key is missing.
+// Until the time is over, or something has changed; without a time, or where nobody looks, until then.
 function pause(delayMs) {
   return new Promise((resolve) => {
-    const isWanted = !document.hidden && find("key-form").hidden;
-    const timer = isWanted ? setTimeout(resolve, delayMs) : 0;
+    const isTimed = delayMs !== null && !document.hidden;
+    const timer = isTimed ? setTimeout(resolve, delayMs) : 0;
     wake = () => {
       clearTimeout(timer);
       resolve();
@@ -168,7 +175,10 @@ document.addEventListener("visibilitychange", () => {
 });
 
 setInterval(() => {
-  const isLate = performance.now() - latestMs > LATE_MS;
+  const nowMs = performance.now();
+  // A host that has vanished closes no connection.
+  if (nowMs - heardMs > SILENT_MS) stream?.abort(new Error("silent"));
+  const isLate = nowMs - latestMs > LATE_MS;
   if (isLate && find("status").dataset.state === "live") status("live", "live, waiting for a long iteration");
 }, 1000);
 

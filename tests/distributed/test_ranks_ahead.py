@@ -59,7 +59,7 @@ def behind(
     script.chmod(0o700)
     monkeypatch.setattr(rank_processes, "python_executable", lambda: str(script))
     with started_ranks(small_opt, **CACHE) as (executor, _):
-        yield executor, executor._ranks._processes[0]
+        yield executor, executor._ranks._started[0][0]
 
 
 def test_ranks_of_a_stage_get_the_tokens_of_the_first(two_ranks: DistributedExecutor) -> None:

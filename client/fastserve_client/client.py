@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import queue
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -160,30 +161,34 @@ class TokenStream(Iterator[Chunk]):
         """``send`` starts a call with the request and the seconds that it may take."""
         self._send = send
         self._exchange = exchange
-        self._closed = threading.Event()
+        # No Event: its lock is not for signal handlers, which may interrupt who holds it.
+        self._closed = False
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._call: Call | None = None
         self._start()
 
     def __next__(self) -> Chunk:
         assert self._call is not None
-        while not self._closed.is_set():
+        while not self._closed:
             try:
                 return self._exchange.received(next(self._call))
             except StopIteration:
-                if not self._closed.is_set():
-                    self._closed.set()
+                if not self._closed:
+                    self._closed = True
                     self._exchange.check_end()
             except ClientError as error:
-                if self._closed.is_set():
+                if self._closed:
                     break
                 delay_s = self._exchange.retry_delay_s(error)
                 if delay_s is None:
-                    self._closed.set()
+                    self._closed = True
                     raise
-                if self._closed.wait(delay_s):
+                with suppress(queue.Empty):
+                    self._wakes.get(timeout=delay_s)
+                if self._closed:
                     break
                 self._start()
-                if self._closed.is_set():  # close() may have met the call before
+                if self._closed:  # close() may have met the call before
                     self.close()
         raise StopIteration
 
@@ -192,7 +197,8 @@ class TokenStream(Iterator[Chunk]):
 
     def close(self) -> None:
         """Cancels the request if it still runs; idempotent."""
-        self._closed.set()
+        self._closed = True
+        self._wakes.put(None)
         if self._call is not None:
             self._call.cancel()
 

@@ -20,6 +20,13 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2000),
     # How long an attempt to connect may take, in spite of its name.
     ("grpc.min_reconnect_backoff_ms", 10_000),
+    # A host that vanished closes nothing. What it does not acknowledge for this long breaks the
+    # connection: with keepalive, gRPC makes this the socket's TCP_USER_TIMEOUT too.
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # Where only answers are waited for, pings find out. A server as gRPC makes it hangs up on a
+    # client that pings a silent stream more often than every 5 minutes.
+    ("grpc.keepalive_time_ms", 310_000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import random
 import signal
 from collections import Counter
@@ -176,6 +178,28 @@ def test_idle_ranks_cost_nothing_listen_on_loopback_alone_and_one_that_dies_is_r
         wait_for(lambda: all_ended(ranks))
         (answer,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
         assert answer.finish_reason is not None
+
+
+def test_what_the_system_does_not_let_start_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[int] = []
+    pidfd_open = os.pidfd_open
+
+    def fail_for_the_second(pid: int) -> int:
+        opened.append(pid)
+        if len(opened) == 2:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return pidfd_open(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", fail_for_the_second)
+    descriptors = set(os.listdir("/proc/self/fd"))
+    ranks = RankProcesses(zmq.Poller())
+    with pytest.raises(EngineError, match=r"rank 1 cannot be started: .*Too many open files"):
+        ranks.start(2, [])
+    ranks.stop()
+    assert not any(map(psutil.pid_exists, opened))
+    assert set(os.listdir("/proc/self/fd")) == descriptors
 
 
 @pytest.mark.parametrize(

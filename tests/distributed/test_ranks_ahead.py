@@ -53,7 +53,7 @@ def behind(
     """A single rank, and its process."""
     run_ranks_by(behind_rank, tmp_path, monkeypatch)
     with started_ranks(small_opt, **CACHE) as (executor, _):
-        yield executor, executor._ranks._processes[0]
+        yield executor, executor._ranks._started[0][0]
 
 
 def test_ranks_of_a_stage_get_the_tokens_of_the_first(two_ranks: DistributedExecutor) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from fastserve_backend.serving.errors import LaunchError, ModelLoadError, PortIn
 from fastserve_backend.serving.launch import TritonServer, serve
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_client import protocol
+from interruptions import interrupts_itself
 from serving_client import GENERATE, STATUS_HEADER, GrpcStream, metric, post, used_blocks
 from tiny_model import START_TIMEOUT_S
 from waiting import wait_for
@@ -362,12 +363,41 @@ def test_listening_for_others_is_warned_about(
 def test_sigterm_while_starting_ends_quietly(tiny_config: EngineConfig, tmp_path: Path) -> None:
     config_path, log_path = tmp_path / "engine.yaml", tmp_path / "server.log"
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
+    before = _backend_directories()
     launcher = _serve(config_path, log_path)
-    wait_for(log_path.exists, 30.0)  # the server's process has been started
+    wait_for(lambda: _backend_directories() > before, 30.0)  # the server's process has been started
+    made = _backend_directories() - before
     launcher.send_signal(signal.SIGTERM)
     output, _ = launcher.communicate(timeout=30.0)
     assert launcher.returncode == 0
     assert output == ""
+    assert not made & _backend_directories()
+
+
+@pytest.mark.parametrize("tokenizer", [None, "/nowhere"])
+def test_a_server_ends_with_the_launcher_that_was_killed_while_it_started(
+    tiny_config: EngineConfig, tmp_path: Path, tokenizer: str | None
+) -> None:
+    config = tiny_config if tokenizer is None else tiny_config.with_keys(tokenizer=tokenizer)
+    config_path, log_path = tmp_path / "engine.yaml", tmp_path / "server.log"
+    config_path.write_text(config.to_yaml(), encoding="utf-8")
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        launcher = _serve(config_path, log_path, {"TMPDIR": short})
+        wait_for(log_path.exists, 30.0)  # the server's process has been started
+        launcher.kill()
+        launcher.communicate()
+        (path,) = Path(short).iterdir()
+        runtime = RuntimeDirectory(path)
+        wait_for(lambda: not runtime.processes(), 30.0)
+        assert not path.exists()
+        assert not list(Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*"))
+
+
+def test_a_stop_may_be_asked_for_while_one_is_asked_for(tiny_config: EngineConfig) -> None:
+    server = TritonServer(tiny_config)
+    assert interrupts_itself(server.request_stop)
+    assert server.stop_requested
+    server.stop()
 
 
 def test_sigterm_while_the_model_is_fetched_ends_at_once(
@@ -407,9 +437,16 @@ def test_a_host_that_is_not_this_machine_is_an_error(host: str, tiny_config: Eng
         TritonServer(tiny_config, host=host).start()
 
 
-def _serve(config_path: Path, log_path: Path) -> subprocess.Popen[str]:
+def _serve(
+    config_path: Path, log_path: Path, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", SERVE, str(config_path), str(log_path)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environment = os.environ | dict(variables or {})
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def _backend_directories() -> set[Path]:
+    return set(Path("/tmp").glob("python_env_??????"))
 
 
 def _started(launcher: subprocess.Popen[str]) -> tuple[RuntimeDirectory, Endpoints]:

@@ -301,6 +301,31 @@ def test_after_too_many_restarts_all_jobs_fail_with_the_reason(serve: Serve) -> 
     assert all(each.closed for each in ranks)
 
 
+def test_every_close_waits_for_the_end(serve: Serve) -> None:
+    class SlowToClose(FakeRanks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.closing, self.may_close = threading.Event(), threading.Event()
+
+        def close(self) -> None:
+            self.closing.set()
+            assert self.may_close.wait(WAIT_S)
+            super().close()
+
+    ranks = SlowToClose()
+    engine = serve(ranks)
+    first, second = (threading.Thread(target=engine.close) for _ in range(2))
+    first.start()
+    assert ranks.closing.wait(WAIT_S)
+    second.start()
+    second.join(0.2)
+    assert second.is_alive()
+    ranks.may_close.set()
+    first.join()
+    second.join()
+    assert ranks.closed
+
+
 def test_a_profile_is_measured_again_only_of_other_hardware(
     serve: Serve, measured: list[str]
 ) -> None:

@@ -169,13 +169,13 @@ class Engine:
             return self._admission.wait_for(lambda: self._num_unfinished == 0, timeout_s)
 
     def close(self) -> None:
-        """Cancel what is left and stop the ranks; idempotent."""
+        """Cancel what is left and stop the ranks; idempotent, and each call returns when that is
+        done. Not for sinks: the thread that calls them would wait for itself."""
         with self._admission:
             self._draining = True
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if self._thread is not None:
             self._inbox.put(_Stop())
-            thread.join(CLOSE_TIMEOUT_S)
+            self._thread.join(CLOSE_TIMEOUT_S)
         self._close_predictions()
 
     # --- Jobs ---------------------------------------------------------------------------------

@@ -44,8 +44,7 @@ class RankProcesses:
     def __init__(self, poller: zmq.Poller) -> None:
         """``poller`` then also wakes when a rank dies."""
         self._poller = poller
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._pidfds: list[int] = []
+        self._started: list[tuple[subprocess.Popen[bytes], int]] = []  # with a pidfd each
         # Since the last message. None until the first one: importing torch may take long and no
         # thread of the rank runs yet. The time for that is bounded by whoever waits for the ranks.
         self._silent_s: list[float | None] = []
@@ -68,6 +67,9 @@ class RankProcesses:
             arguments: those of ``python -m fastserve_backend.worker``.
             num_local: the first so many ranks are started here; default: all.
             variables: more of torchrun's environment.
+
+        Raises:
+            EngineError: the system does not let one start; ``stop`` ends those before it.
         """
         num_local = num_ranks if num_local is None else num_local
         command = [python_executable(), "-m", "fastserve_backend.worker", *arguments]
@@ -76,10 +78,12 @@ class RankProcesses:
         self._silent_s = [None] * num_ranks
         for rank in range(num_local):
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
-            self._processes.append(process)
-            self._pidfds.append(os.pidfd_open(process.pid))
-            self._poller.register(self._pidfds[-1], zmq.POLLIN)
+            try:
+                process, pidfd = _start(command, environment)
+            except OSError as error:
+                raise EngineError(f"rank {rank} cannot be started: {error}") from None
+            self._started.append((process, pidfd))
+            self._poller.register(pidfd, zmq.POLLIN)
 
     def __len__(self) -> int:
         """The ranks of all hosts."""
@@ -95,9 +99,9 @@ class RankProcesses:
 
     def check_alive(self, readable: Collection[object]) -> None:
         """Raises EngineError if a rank's descriptor is among the ``readable`` ones."""
-        for rank, pidfd in enumerate(self._pidfds):
+        for rank, (process, pidfd) in enumerate(self._started):
             if pidfd in readable:
-                raise EngineError(_death(rank, self._processes[rank].wait()))
+                raise EngineError(_death(rank, process.wait()))
 
     def check_heard(self) -> None:
         """Raises EngineError if a rank has been silent for too long, as far as it was listened to.
@@ -121,10 +125,10 @@ class RankProcesses:
         deadline = time.monotonic() + DEATH_SHOWS_S
         while True:
             alive = select.poll()
-            for rank, process in enumerate(self._processes):
+            for rank, (process, pidfd) in enumerate(self._started):
                 code = process.poll()
                 if code is None:
-                    alive.register(self._pidfds[rank], select.POLLIN)
+                    alive.register(pidfd, select.POLLIN)
                 elif code < 0:
                     return _death(rank, code)
             left_s = deadline - time.monotonic()
@@ -134,29 +138,42 @@ class RankProcesses:
 
     def let_go(self) -> None:
         """The ranks end at once, whatever they wait for, if they can run at all."""
-        for process in self._processes:
+        for process, _ in self._started:
             assert process.stdin is not None
             process.stdin.close()
 
     def kill(self) -> None:
         """At once, without a wait; any thread may call it, and as often as it likes."""
-        for process in list(self._processes):
+        for process, _ in list(self._started):
             process.kill()
 
     def stop(self) -> None:
         """Wait for all to end, and kill those that do not within ``STOP_TIMEOUT_S``."""
-        for process in _unended(self._processes, STOP_TIMEOUT_S):
+        processes = [process for process, _ in self._started]
+        for process in _unended(processes, STOP_TIMEOUT_S):
             process.kill()
-        for process in _unended(self._processes, KILL_TIMEOUT_S):
+        for process in _unended(processes, KILL_TIMEOUT_S):
             _log.error("process %d of a rank does not end although it was killed", process.pid)
-        for process, pidfd in zip(self._processes, self._pidfds, strict=True):
+        for process, pidfd in self._started:
             assert process.stdin is not None
             process.stdin.close()
             self._poller.unregister(pidfd)
             os.close(pidfd)
-        self._processes.clear()
-        self._pidfds.clear()
+        self._started.clear()
         self._silent_s.clear()
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], int]:
+    """A process and a pidfd of it, or an OSError and neither."""
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    try:
+        return process, os.pidfd_open(process.pid)
+    except OSError:
+        process.kill()
+        process.communicate()  # closes its standard input
+        raise
 
 
 def _unended(

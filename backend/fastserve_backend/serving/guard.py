@@ -116,6 +116,11 @@ def _nothing_to_drain() -> bool:
 
 
 def _open_launcher() -> int | None:
-    """A pidfd of the launcher: readable once it ended; None in a server started otherwise."""
+    """Readable once the launcher has ended; None in a server started otherwise."""
     pid = os.environ.get(LAUNCHER_VARIABLE)
-    return None if pid is None else os.pidfd_open(int(pid))
+    if pid is None:
+        return None
+    try:
+        return os.pidfd_open(int(pid))
+    except ProcessLookupError:  # it ended while the server started
+        return os.open(os.devnull, os.O_RDONLY)  # always readable

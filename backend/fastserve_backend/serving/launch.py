@@ -84,7 +84,8 @@ class TritonServer:
         self._backend_flags: list[str] = []
         self._server: ServerProcess | None = None
         self._supervisor: threading.Thread | None = None
-        self._stopping = threading.Event()
+        # No Event: its lock is not for signal handlers, of which a second may interrupt the first.
+        self._stopping = False
         self.is_fetching = False
         """Whether the model's files are being downloaded or converted."""
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -115,7 +116,7 @@ class TritonServer:
 
     @property
     def stop_requested(self) -> bool:
-        return self._stopping.is_set()
+        return self._stopping
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Returns when the model has generated a token.
@@ -136,7 +137,7 @@ class TritonServer:
         model = self._config.model
         self.is_fetching = True  # first: a stop that is asked for from now on interrupts
         try:
-            if self._runtime is not None or self._stopping.is_set():
+            if self._runtime is not None or self._stopping:
                 raise LaunchError("a TritonServer starts once; make another one")
             described = load_model_config(model.model, load_format=model.load_format)
         finally:
@@ -162,7 +163,7 @@ class TritonServer:
 
     def request_stop(self) -> None:
         """Asks for the end and returns at once; for signal handlers. ``wait`` waits for it."""
-        self._stopping.set()
+        self._stopping = True
         with suppress(OSError):  # it has been stopped already
             self._wake_sender.send(b"x")
 
@@ -206,13 +207,13 @@ class TritonServer:
                 self._log_path,
             )
             try:
-                self._server.await_ready(deadline, self._stopping.is_set)
+                self._server.await_ready(deadline, lambda: self._stopping)
                 return
             except ModelLoadError:
                 raise
             except LaunchError as error:
                 last_try = attempt == _START_TRIES or time.monotonic() > deadline
-                if last_try or self._stopping.is_set():
+                if last_try or self._stopping:
                     raise
                 logger.warning("start %d of %d failed: %s", attempt, _START_TRIES, error)
                 self._retire(kill=False)
@@ -221,7 +222,7 @@ class TritonServer:
         try:
             self._keep_running()
         except LaunchError as error:
-            if not self._stopping.is_set():
+            if not self._stopping:
                 logger.error("%s", error)
                 self.failure = str(error)
         except Exception as error:
@@ -257,7 +258,7 @@ class TritonServer:
         wake = self._wake_receiver.fileno()
         while True:
             ready = wait_readable(_WATCH_INTERVAL_S, wake, server, stub)
-            if self._stopping.is_set():
+            if self._stopping:
                 return None
             if server in ready:
                 return _Trouble.SERVER_DIED

@@ -62,10 +62,10 @@ class TritonPythonModel:
         runtime = RuntimeDirectory.from_environment()
         if runtime is not None:
             runtime.report_stub()
+        self._guard = ParentGuard(runtime)
         clock = MonotonicClock()
         try:
             config = EngineConfig.from_yaml(Path(args["model_repository"], ENGINE_FILE))
-            self._guard = ParentGuard(runtime)
             self._engine = Engine(config, clock=clock)
             self._engine.start()
         except Exception as error:
@@ -74,6 +74,7 @@ class TritonPythonModel:
             reason = str(error) or repr(error)
             if runtime is not None:
                 runtime.report_failure(reason)
+            self._guard.close()
             raise pb_utils.TritonModelException(reason) from None
         self._wall_clock = WallClock(clock)
         self._num_rejected = 0

@@ -67,7 +67,7 @@ class ServerProcess:
         self._log_path = log_path
         self._stub_handle: int | None = None
         self._foreign_directories = _backend_directories()
-        self._own_directories: set[Path] = set()
+        self._own_directories: set[Path] | None = None  # known once the server is ready
         runtime.clear_reports()
         command = [str(installation.binary), *backend_flags, *_flags(runtime, endpoints)]
         environment = installation.environment(os.environ) | runtime.environment()
@@ -118,7 +118,7 @@ class ServerProcess:
             while not self._answers(path):
                 self._check_waiting(deadline, cancelled)
                 wait_readable(_READY_POLL_S, self.handle)
-        self._own_directories = _backend_directories() - self._foreign_directories
+        self._own_directories = self._new_directories()
         pid = self._runtime.stub_pid()
         if pid is None:
             raise LaunchError(f"the server does not run this model{self._log_hint()}")
@@ -152,12 +152,19 @@ class ServerProcess:
         self._process.wait()
         self._runtime.kill_processes()
         self._runtime.remove_shared_memory()
-        for directory in self._own_directories:
+        own_directories = self._own_directories
+        if own_directories is None:
+            own_directories = self._new_directories()
+        for directory in own_directories:
             with suppress(OSError):  # removed by the server itself, or in use by another one
                 directory.rmdir()
         for handle in (self.handle, self._stub_handle):
             if handle is not None:
                 os.close(handle)
+
+    def _new_directories(self) -> set[Path]:
+        """The backend's that were not there before this server."""
+        return _backend_directories() - self._foreign_directories
 
     def _await_drained(self, timeout_s: float) -> bool:
         """Until all requests are answered, or the server or stub ended; False: time is up."""

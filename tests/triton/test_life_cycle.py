@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.errors import ModelError
@@ -374,6 +375,14 @@ def test_sigterm_while_starting_ends_quietly(tiny_config: EngineConfig, tmp_path
     assert not made & _backend_directories()
 
 
+def _has_stub(runtime: RuntimeDirectory) -> bool:
+    try:
+        names = [psutil.Process(pid).name() for pid in runtime.processes()]
+    except psutil.NoSuchProcess:
+        return False
+    return any(name.startswith("triton_python") for name in names)
+
+
 @pytest.mark.parametrize("tokenizer", [None, "/nowhere"])
 def test_a_server_ends_with_the_launcher_that_was_killed_while_it_started(
     tiny_config: EngineConfig, tmp_path: Path, tokenizer: str | None
@@ -383,11 +392,12 @@ def test_a_server_ends_with_the_launcher_that_was_killed_while_it_started(
     config_path.write_text(config.to_yaml(), encoding="utf-8")
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         launcher = _serve(config_path, log_path, {"TMPDIR": short})
-        wait_for(log_path.exists, 30.0)  # the server's process has been started
-        launcher.kill()
-        launcher.communicate()
+        wait_for(log_path.exists, 30.0)  # the server's process is about to be started
         (path,) = Path(short).iterdir()
         runtime = RuntimeDirectory(path)
+        wait_for(lambda: _has_stub(runtime), 30.0)  # before that nobody would tell the server
+        launcher.kill()
+        launcher.communicate()
         wait_for(lambda: not runtime.processes(), 30.0)
         assert not path.exists()
         assert not list(Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*"))

@@ -210,10 +210,15 @@ def test_stop_cancels_the_job_on_the_server(
     assert all("/v1/chat/completions" in line and "400" in line for line in page.errors())
 
 
-def test_a_wrong_key_and_a_right_one(page: Page, endpoints: Endpoints, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
+def guarded_by(directory: Path) -> list[str]:
+    """Flags of a gateway that takes the key ``sk-live``."""
+    keys = directory / "keys"
     keys.write_text("sk-live\n", encoding="utf-8")
-    flags = ["--api-keys-file", str(keys)]
+    return ["--api-keys-file", str(keys)]
+
+
+def test_a_wrong_key_and_a_right_one(page: Page, endpoints: Endpoints, tmp_path: Path) -> None:
+    flags = guarded_by(tmp_path)
     with running_gateway(endpoints.grpc_url, tmp_path / "gateway.log", *flags) as guarded:
         page.open(guarded)
         page.until(lambda: page.text("status") == "an API key is needed")
@@ -238,9 +243,7 @@ def test_a_wrong_key_and_a_right_one(page: Page, endpoints: Endpoints, tmp_path:
 def test_a_key_that_is_given_while_the_gateway_is_away(
     page: Page, endpoints: Endpoints, tmp_path: Path
 ) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("sk-live\n", encoding="utf-8")
-    flags = ["--api-keys-file", str(keys)]
+    flags = guarded_by(tmp_path)
     with running_gateway(endpoints.grpc_url, tmp_path / "first.log", *flags) as gateway:
         page.open(gateway)
         page.until(lambda: page.text("status") == "an API key is needed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from openai import AsyncOpenAI, OpenAI
-from waiting import wait_for
+from waiting import wait_for_log
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 40.0
@@ -54,17 +53,10 @@ def running_gateway(grpc_url: str, log_path: Path, *flags: str) -> Iterator[Runn
             [*COMMAND, "--port", "0", "--url", grpc_url, *flags], stderr=log, env=environment
         ) as process,
     ):
-        listening: list[str] = []
-
-        def is_listening() -> bool:
-            text = log_path.read_text(encoding="utf-8")
-            assert process.poll() is None, text
-            listening.extend(re.findall(r"listening on (http://\S+)/v1\n", text))
-            return bool(listening)
-
         try:
-            wait_for(is_listening, START_TIMEOUT_S)
-            yield RunningGateway(listening[0], log_path, process)
+            line = r"listening on (http://\S+)/v1\n"
+            url = wait_for_log(process, log_path, line, START_TIMEOUT_S)
+            yield RunningGateway(url, log_path, process)
             process.send_signal(signal.SIGTERM)
             assert process.wait(STOP_TIMEOUT_S) == 0, log_path.read_text(encoding="utf-8")
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import signal
 import subprocess
@@ -10,7 +9,7 @@ import sys
 from pathlib import Path
 
 from fastserve_backend.config import EngineConfig
-from waiting import wait_for
+from waiting import wait_for_log
 
 DEADLINE_S = 120.0
 FASTSERVE = [sys.executable, "-m", "fastserve_backend"]
@@ -23,18 +22,11 @@ def test_the_command_that_it_recommends_reaches_it(
     config.write_text(tiny_config.to_yaml(), encoding="utf-8")
     ports = [part for kind in ("http", "grpc", "metrics") for part in (f"--{kind}-port", "0")]
     command = [*FASTSERVE, "serve", "--config", str(config), *ports]
-    recommended: list[str] = []
-
-    def is_ready() -> bool:
-        text = log.read_text(encoding="utf-8")
-        assert server.poll() is None, text
-        recommended.extend(re.findall(r"\(fastserve (generate .*)\)\n", text))
-        return bool(recommended)
-
     with log.open("wb") as written, subprocess.Popen(command, stderr=written) as server:
         try:
-            wait_for(is_ready, DEADLINE_S)
-            generate = [*FASTSERVE, *shlex.split(recommended[0]), "--max-tokens", "2"]
+            line = r"\(fastserve (generate .*)\)\n"
+            recommended = wait_for_log(server, log, line, DEADLINE_S)
+            generate = [*FASTSERVE, *shlex.split(recommended), "--max-tokens", "2"]
             done = subprocess.run(generate, capture_output=True, text=True, timeout=DEADLINE_S)
             server.send_signal(signal.SIGTERM)
             assert server.wait(DEADLINE_S) == 0

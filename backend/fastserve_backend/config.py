@@ -264,6 +264,22 @@ class SchedulerSection(_Section):
         return self.length_prediction == "on"
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice; PyYAML takes the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue  # no key of ours, and refused
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"{key.value}: is here twice; remove one", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 class EngineConfig(_Section):
     """The whole of ``engine.yaml``."""
 
@@ -290,7 +306,7 @@ class EngineConfig(_Section):
     def from_yaml(cls, path: Path) -> EngineConfig:
         """Raises ConfigError: unreadable file, YAML that is not a mapping, or invalid values."""
         try:
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
+            values = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
         except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read {path}: {error}") from None
         if values is None:

@@ -102,7 +102,7 @@ def test_when_lengths_are_predicted(
     assert EngineConfig.from_yaml(path) == config
 
 
-@pytest.mark.parametrize("content", ["- a list", "model: [", "\xff"])
+@pytest.mark.parametrize("content", ["- a list", "model: [", "? [a, b]", "\xff"])
 def test_an_unreadable_file_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "engine.yaml"
     path.write_bytes(content.encode("latin-1"))
@@ -110,6 +110,16 @@ def test_an_unreadable_file_is_named(tmp_path: Path, content: str) -> None:
         EngineConfig.from_yaml(path)
     with pytest.raises(ConfigError, match="missing"):
         EngineConfig.from_yaml(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    "content", ["scheduler: {policy: fcfs, slo_ms: 3, policy: srpt}", "model: {}\nmodel: {}"]
+)
+def test_a_key_twice_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=r"(policy|model): is here twice; remove one(.|\n)*line"):
+        EngineConfig.from_yaml(path)
 
 
 def test_key_names_are_unique_over_the_sections() -> None:

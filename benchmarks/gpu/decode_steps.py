@@ -69,17 +69,9 @@ def decode_step(step_id: int, batch: int, context: int) -> Step:
     blocks that lie scattered among the first ``batch * blocks_of(context)``."""
     count = blocks_of(context)
     generator = torch.Generator().manual_seed(1)
-    blocks = torch.randperm(batch * count, generator=generator).tolist()
-    return Step(
-        step_id=step_id,
-        num_decodes=batch,
-        num_partial=0,
-        token_ids=array("i", range(FIRST_TOKEN, FIRST_TOKEN + batch)).tobytes(),
-        query_lens=array("i", [1] * batch).tobytes(),
-        starts=array("i", [context - 1] * batch).tobytes(),
-        block_counts=array("i", [count] * batch).tobytes(),
-        block_ids=array("i", blocks).tobytes(),
-        sampling=None,
+    tables = torch.randperm(batch * count, generator=generator).view(batch, count).tolist()
+    return Step.of(
+        step_id, [(context - 1, [FIRST_TOKEN + job], table) for job, table in enumerate(tables)]
     )
 
 

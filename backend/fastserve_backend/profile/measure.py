@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import statistics
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -236,21 +235,14 @@ class _StepTimer:
     def _step(self, mix: Mix) -> Step:
         # A step's order of jobs: decodes, prefills that end here, prefills that go on later.
         ordered = sorted(mix, key=lambda job: (not job[2], job[1] > 1))
-        tables = [self._table(start, count) for start, count, _ in ordered]
         self._num_steps += 1
-        return Step(
-            step_id=self._num_steps,
-            num_decodes=sum(count == 1 and samples for _, count, samples in ordered),
+        return Step.of(
+            self._num_steps,
+            [(start, [3] * count, self._table(start, count)) for start, count, _ in ordered],
             num_partial=sum(not samples for *_, samples in ordered),
-            token_ids=array("i", [3] * sum(count for _, count, _ in ordered)).tobytes(),
-            query_lens=array("i", [count for _, count, _ in ordered]).tobytes(),
-            starts=array("i", [start for start, _, _ in ordered]).tobytes(),
-            block_counts=array("i", [len(table) for table in tables]).tobytes(),
-            block_ids=b"".join(table.tobytes() for table in tables),
-            sampling=None,
         )
 
-    def _table(self, start: int, count: int) -> array[int]:
+    def _table(self, start: int, count: int) -> list[int]:
         """The next blocks in turn: those written before if the job reads any, else of all.
 
         Reading memory that was never written is faster than serving is. Jobs may share blocks: the
@@ -264,6 +256,6 @@ class _StepTimer:
             span = self._num_blocks
         else:
             span = max(1, self._num_written)
-        table = array("i", ((self._next_block + index) % span for index in range(needed)))
+        table = [(self._next_block + index) % span for index in range(needed)]
         self._next_block = (self._next_block + needed) % span
         return table

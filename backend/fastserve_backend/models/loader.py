@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
-from torch import Tensor
 
-from fastserve_backend.models.attention_batch import AttentionBatch
+from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.config import ModelConfig
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.registry import ARCHITECTURES
 from fastserve_backend.models.tensor_group import ALONE, TensorGroup
 from fastserve_backend.models.weights import (
-    Parameter,
-    WeightSource,
     checkpoint_tensors,
     dummy_tensors,
     numel,
 )
-
-
-class CausalLM(Protocol):
-    """What every architecture's model class offers; see `opt.OPTModel` for shapes and errors."""
-
-    def parameters(self) -> dict[str, Parameter]: ...
-
-    def load_weights(self, source: WeightSource, elsewhere: Collection[str] = ()) -> None: ...
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        batch: AttentionBatch,
-        kv: Tensor,
-        hidden: Tensor | None = None,
-    ) -> Tensor: ...
-
-    def logits(self, hidden: Tensor) -> Tensor | None: ...
 
 
 def torch_dtype(config: ModelConfig) -> torch.dtype:

@@ -26,7 +26,7 @@ class Architecture:
         return _resolve(self.config_path)
 
     def model_class(self) -> Any:
-        """The model class (see `loader.CausalLM`). Importing it imports torch."""
+        """The model class (see `causal_lm.CausalLM`). Importing it imports torch."""
         return _resolve(self.model_path)
 
 

@@ -14,6 +14,7 @@ from fastserve_backend.engine.engine import Engine
 from fastserve_backend.errors import ConfigError, DrainingError, EngineError, FastServeError
 from fastserve_backend.job import FinishReason, JobOutput
 from fastserve_backend.profile.latency import LatencyProfile
+from fastserve_backend.profile.measure import ReadyRanks
 from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Ready, Setup, Step, StepResult
@@ -162,9 +163,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The hardware of which profiles were measured."""
     hardware = []
 
-    def measure(path: object, identity: object, *rest: object) -> LatencyProfile:
-        hardware.append(identity.hardware)
-        return replace(known_profile(), identity=identity)
+    def measure(path: object, ranks: ReadyRanks) -> LatencyProfile:
+        hardware.append(ranks.identity.hardware)
+        return replace(known_profile(), identity=ranks.identity)
 
     monkeypatch.setattr("fastserve_backend.engine.engine.load_or_measure", measure)
     return hardware

@@ -46,8 +46,7 @@ from fastserve_backend.models.tokenizer import Tokenizer, load_tokenizer
 from fastserve_backend.profile.correction import CorrectedLatency
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.latency import LatencyProfile
-from fastserve_backend.profile.loads import Limits
-from fastserve_backend.profile.measure import cache_path, identity_of, link_of, load_or_measure
+from fastserve_backend.profile.measure import ReadyRanks, cache_path, link_of, load_or_measure
 from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.sampling_params import MAX_SEED, SamplingParams
 from fastserve_backend.scheduler.base import Policy
@@ -418,12 +417,9 @@ class Engine:
         """Returns when they have loaded the model, with the latency profile of such ranks."""
         setup = Setup.of(self.config, self.model_config.directory)
         ready = executor.start(setup, self._start_timeout_s)
-        identity = identity_of(self.model_config, self.config, ready)
-        if self._profiled is None or self._profiled.identity.key != identity.key:
-            limits = Limits.of(self.config, self.model_config.max_model_len, ready.num_blocks)
-            self._profiled = load_or_measure(
-                cache_path(identity), identity, executor, self.clock.now, limits, link_of(ready)
-            )
+        ranks = ReadyRanks.of(self.model_config, self.config, ready, executor, self.clock.now)
+        if self._profiled is None or self._profiled.identity.key != ranks.identity.key:
+            self._profiled = load_or_measure(cache_path(ranks.identity), ranks)
         return ready, self._profiled
 
     def _make_loop(self) -> StepLoop:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
-from fastserve_backend.models.config import ModelConfig, load_model_config
+from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.loader import load_model, torch_dtype
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.worker.messages import Step
 from fastserve_backend.worker.model_runner import Answer, ModelRunner
 from fastserve_backend.worker.step_inputs import StepLimits

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastserve_backend.config import EngineConfig, KVCacheSection, SchedulerSection
-from fastserve_backend.models.config import ModelConfig, load_model_config
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.roofline import Roofline

@@ -41,7 +41,7 @@ from fastserve_backend.latency_histograms import LatencyHistograms
 from fastserve_backend.length_prediction.job_predictions import JobPredictions
 from fastserve_backend.length_prediction.messages import Predicted
 from fastserve_backend.length_prediction.settings import PredictorSettings
-from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.tokenizer import Tokenizer, load_tokenizer
 from fastserve_backend.profile.correction import CorrectedLatency
 from fastserve_backend.profile.iteration import IterationLoad

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from fastserve_backend.models.causal_lm import CausalLM
-from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.registry import ARCHITECTURES
 from fastserve_backend.models.tensor_group import ALONE, TensorGroup

@@ -17,7 +17,7 @@ from fastserve_backend.atomic_file import write_atomically
 from fastserve_backend.config import ParallelSection
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.kv_cache.swap_costs import Link
-from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 
 # Times of a real machine are positive; a fit through noise may not be, and a zero quantum breaks

@@ -14,7 +14,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.kv_cache.swap_costs import Link
-from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.profile.drift import typical_seconds
 from fastserve_backend.profile.fit import Sample, fit, mean_error
 from fastserve_backend.profile.iteration import IterationLoad

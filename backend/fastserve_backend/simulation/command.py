@@ -24,7 +24,8 @@ from rich.progress import Progress
 
 from fastserve_backend.config import EngineConfig, KVCacheSection, SchedulerSection
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.config import ModelConfig, load_model_config
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile

@@ -7,9 +7,11 @@ the engine process must never do.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from fastserve_backend.models.errors import ModelError
+
+_Choice = TypeVar("_Choice", bound=str)
 
 # What the attention kernels' vector loads and registers allow.
 _HEAD_DIM_STEP, _HEAD_DIM_MAX = 8, 256
@@ -76,13 +78,14 @@ class HFConfig:
             raise self.error(key, "true or false")
         return value
 
-    def choice(self, key: str, default: str | None, allowed: tuple[str, ...]) -> str:
+    def choice(self, key: str, default: _Choice | None, allowed: tuple[_Choice, ...]) -> _Choice:
         value = self._raw.get(key)
         if value is None and default is not None:
             return default
         if value not in allowed:
             raise self.error(key, f"one of {', '.join(allowed)}")
-        return str(value)
+        chosen: _Choice = value
+        return chosen
 
     def token_ids(self, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
         """One id or a list of ids; an explicit null means none."""

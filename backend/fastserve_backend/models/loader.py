@@ -30,13 +30,12 @@ def load_model(
     *,
     layers: range | None = None,
     tensor: TensorGroup = ALONE,
-    dummy_seed: int = 0,
 ) -> CausalLM:
     """The model of `config` with its weights: the checkpoint's, or for load_format "dummy" random
     ones. With `layers` a stage with those alone; with `tensor` this rank's part of each.
 
-    Random weights are a function of the configuration and `dummy_seed` alone. Raises ModelError for
-    files that are missing, damaged or do not fit the configuration.
+    Random weights are a function of the configuration alone. Raises ModelError for files that are
+    missing, damaged or do not fit the configuration.
     """
     dtype = torch_dtype(config)
     model_class = ARCHITECTURES[config.architecture].model_class()
@@ -51,7 +50,7 @@ def load_model(
     if config.load_format == "dummy":
         num_elements = sum(numel(parameter.shape) for parameter in everything.values())
         parameters = model.parameters()
-        model.load_weights(dummy_tensors(parameters, num_elements, dummy_seed, dtype, device))
+        model.load_weights(dummy_tensors(parameters, num_elements, dtype, device))
     else:
         assert config.directory is not None  # only dummy configurations have no files
         model.load_weights(checkpoint_tensors(Path(config.directory)), everything.keys())

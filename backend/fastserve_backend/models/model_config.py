@@ -12,7 +12,7 @@ from fastserve_backend.models.hf_config import HFConfig
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["float32", "bfloat16", "float16"]
 
-DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+DTYPE_BYTES: Mapping[DType, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
 
 class CommonFields(TypedDict):

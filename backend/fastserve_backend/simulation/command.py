@@ -25,7 +25,7 @@ from rich.progress import Progress
 from fastserve_backend.config import EngineConfig, KVCacheSection, SchedulerSection
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.model_config import ModelConfig
+from fastserve_backend.models.model_config import DType, ModelConfig
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
@@ -133,7 +133,7 @@ class _Modelled:
         return cls(model, roofline, memory_of_roofline(roofline, model, kv))
 
 
-def _measured_dtype(profile: LatencyProfile, config: EngineConfig) -> str:
+def _measured_dtype(profile: LatencyProfile, config: EngineConfig) -> DType:
     """Raises ConfigError: another is asked for."""
     measured = profile.identity.dtype
     if config.model.dtype not in ("auto", measured):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from fastserve_backend.models.hub import at_commit
+from fastserve_backend.models.model_config import DType
 
 if TYPE_CHECKING:  # pydantic takes a rank a quarter of a second to import
     from fastserve_backend.config import EngineConfig
@@ -33,7 +34,7 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
 
     model: str
     load_format: Literal["auto", "dummy"]
-    dtype: str
+    dtype: DType | Literal["auto"]
     max_model_len: int | None
     device: Literal["auto", "cpu", "cuda"]
     tensor_parallel_size: int
@@ -84,7 +85,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     block_in_s: float
     hardware: str
     """Processor or GPU, its share in use, kernels: what the latency profile depends on."""
-    dtype: str
+    dtype: DType
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):

@@ -101,11 +101,13 @@ class ParentGuard:
     def _answer_launcher(self, runtime: RuntimeDirectory) -> None:
         engine = self._engine
         if engine is not None and engine.failure is not None and runtime.failure() is None:
-            runtime.report_failure(engine.failure, gave_up=engine.gave_up)
-        if engine is not None and runtime.end_requested():
+            if engine.gave_up:
+                runtime.gave_up.set()
+            runtime.report_failure(engine.failure)
+        if engine is not None and runtime.end_wanted.is_set():
             engine.close()  # idempotent
-        if runtime.drain_requested() and not runtime.drained() and self._drain():
-            runtime.report_drained()
+        if runtime.drain_wanted.is_set() and not runtime.drained.is_set() and self._drain():
+            runtime.drained.set()
 
     def _launcher_is_gone(self) -> bool:
         return self._launcher is not None and bool(wait_readable(0.0, self._launcher))

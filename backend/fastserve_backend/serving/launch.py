@@ -263,7 +263,7 @@ class TritonServer:
                 return _Trouble("the model's process ended")
             failure = self._runtime.failure()
             if failure is not None:
-                is_final = self._runtime.gave_up()
+                is_final = self._runtime.gave_up.is_set()
                 return _Trouble(f"the engine failed: {failure}", kill=False, is_final=is_final)
 
     def _retire(self, *, kill: bool) -> None:

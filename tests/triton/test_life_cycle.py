@@ -240,11 +240,11 @@ import os, signal, sys, threading
 from types import SimpleNamespace
 from fastserve_backend.serving.guard import ParentGuard
 
-guard = ParentGuard(None)
-guard.watch_engine(SimpleNamespace(failure=None, gave_up=False), lambda: True)
+guard = ParentGuard(None, lambda: True)
+guard.watch_engine(SimpleNamespace(failure=None, gave_up=False))
 print("works", flush=True)
 sys.stdin.readline()
-guard.watch_engine(SimpleNamespace(failure="rank 0 died", gave_up=True), lambda: True)
+guard.watch_engine(SimpleNamespace(failure="rank 0 died", gave_up=True))
 threading.Event().wait()
 """
 SERVER = """

@@ -64,7 +64,7 @@ class TritonPythonModel:
         runtime = RuntimeDirectory.from_environment()
         if runtime is not None:
             runtime.report_stub()
-        self._guard = ParentGuard(runtime)
+        self._guard = ParentGuard(runtime, self._drain)
         clock = MonotonicClock()
         try:
             config = EngineConfig.from_yaml(Path(args["model_repository"], ENGINE_FILE))
@@ -87,7 +87,7 @@ class TritonPythonModel:
         # two cores the engine's thread wakes 0.14 ms late with one as with two, and one coalesces
         # more.
         self._emitter = Emitter(self._metrics.notice)
-        self._guard.watch_engine(self._engine, self._drain)
+        self._guard.watch_engine(self._engine)
 
     def execute(self, requests: list[Any]) -> None:
         """Accepts or refuses each request; responses follow from the emitter."""

@@ -352,7 +352,3 @@ def _engine_config(model: str | None, config: Path | None, keys: dict[str, Any])
         model = EMBEDDED_MODEL
     given = {"model": model, **keys}
     return base.with_keys(**{key: value for key, value in given.items() if value is not None})
-
-
-if __name__ == "__main__":
-    main()

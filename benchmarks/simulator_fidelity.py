@@ -65,7 +65,7 @@ def _has_prefill(load: IterationLoad) -> bool:
 
 def measure_profile() -> None:
     """Where the engine finds it at its next start."""
-    command = [sys.executable, "-m", "fastserve_backend.cli", "profile", MODEL]
+    command = [sys.executable, "-m", "fastserve_backend", "profile", MODEL]
     subprocess.run([*command, "--load-format", "dummy", "--dtype", DTYPE], check=True)
 
 

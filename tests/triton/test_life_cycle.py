@@ -41,17 +41,16 @@ SERVE = """
 import sys
 from pathlib import Path
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.serving.launch import serve
+from fastserve_backend.serving.launch import TritonServer, serve
 
-def on_ready(server):
+def on_ready():
     print(server.runtime.path, *sys.argv[3:], server.endpoints.http_port, flush=True)
     print(server.endpoints.grpc_port, server.endpoints.metrics_port, flush=True)
 
 config = EngineConfig.from_yaml(Path(sys.argv[1]))
 log_path = Path(sys.argv[2])
-sys.exit(
-    serve(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path, on_ready=on_ready)
-)
+server = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
+sys.exit(serve(server, on_ready))
 """
 
 
@@ -241,11 +240,11 @@ import os, signal, sys, threading
 from types import SimpleNamespace
 from fastserve_backend.serving.guard import ParentGuard
 
-guard = ParentGuard(None)
-guard.watch_engine(SimpleNamespace(failure=None, gave_up=False), lambda: True)
+guard = ParentGuard(None, lambda: True)
+guard.watch_engine(SimpleNamespace(failure=None, gave_up=False))
 print("works", flush=True)
 sys.stdin.readline()
-guard.watch_engine(SimpleNamespace(failure="rank 0 died", gave_up=True), lambda: True)
+guard.watch_engine(SimpleNamespace(failure="rank 0 died", gave_up=True))
 threading.Event().wait()
 """
 SERVER = """
@@ -420,7 +419,7 @@ def test_sigterm_while_the_model_is_fetched_ends_at_once(
         pytest.fail("the model is fetched to its end")
 
     monkeypatch.setattr(launch, "load_model_config", fetch)
-    assert serve(tiny_config) == 0
+    assert serve(TritonServer(tiny_config)) == 0
 
 
 def test_a_launcher_that_fails_says_so(tiny_config: EngineConfig) -> None:

@@ -12,8 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fastserve_client.bench.comparison import compare
 from fastserve_client.bench.points import Point, WithinObjectives
 from fastserve_client.bench.session import Run
@@ -78,11 +76,10 @@ def _point(point: Point) -> dict[str, Any]:
 
 def _run(run: Run) -> dict[str, Any]:
     outcome = run.outcome
-    late_s = np.array(outcome.send_lateness_s)
     return {
         "repeat": run.repeat,
         "interrupted": outcome.interrupted,
-        "send_lateness_s": asdict(Distribution.of(late_s)),
+        "send_lateness_s": asdict(Distribution.of(outcome.send_lateness_s)),
         "client_cpu_share": outcome.cpu_share,
         "summary": None if run.summary is None else asdict(run.summary),
         "records": [asdict(record) for record in outcome.records],

@@ -13,7 +13,7 @@ from fastserve_client.bench.command import bench_command
 from fastserve_client.bench.connection import Answer, Request, Target
 from fastserve_client.bench.session import Load, Observer, Plan, Session
 from fastserve_client.errors import WorkloadError
-from fastserve_client.report import Objectives
+from fastserve_client.report.objectives import Objectives
 from fastserve_client.report.output import Output
 from fastserve_client.workload import LengthLimits, Workload
 

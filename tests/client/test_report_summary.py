@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 from fastserve_client.errors import WorkloadError
-from fastserve_client.report import Distribution, JobRecord, Objectives, attainment, summarize
+from fastserve_client.report.objectives import Objectives, attainment
+from fastserve_client.report.records import JobRecord
+from fastserve_client.report.summary import Distribution, summarize
 from hypothesis import given
 from hypothesis import strategies as st
 from report_records import record

@@ -284,14 +284,14 @@ def test_data_sets_without_timestamps_need_a_rate_and_a_number() -> None:
 
 def test_workloads_load_neither_torch_nor_the_server_nor_grpc() -> None:
     script = (
-        "import sys, fastserve_client.workload, fastserve_client.report\n"
+        "import sys, fastserve_client.workload, fastserve_client.report.summary\n"
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )
     loaded = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     ).stdout.split()
     assert "numpy" in loaded
-    assert not set(loaded) & {"torch", "fastserve_backend", "grpc", "matplotlib"}
+    assert not set(loaded) & {"torch", "fastserve_backend", "grpc", "rich", "matplotlib"}
 
 
 def test_a_scale_comes_before_the_limits(tmp_path: Path) -> None:

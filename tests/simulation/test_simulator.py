@@ -13,7 +13,7 @@ from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.simulation.predictions import make_predictions
 from fastserve_backend.simulation.simulator import Simulation, simulate
-from fastserve_client.report import summarize
+from fastserve_client.report.summary import summarize
 from fastserve_client.workload import TraceJob, build_trace
 
 POLICIES = (

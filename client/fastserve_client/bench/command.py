@@ -31,8 +31,9 @@ from fastserve_client.bench.report import report_json
 from fastserve_client.bench.session import Observer, Plan, Session, Start
 from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
 from fastserve_client.errors import ClientError, InvalidRequest
-from fastserve_client.report import Objectives, print_tables
+from fastserve_client.report.objectives import Objectives
 from fastserve_client.report.output import Output, write_json
+from fastserve_client.report.printing import print_tables
 from fastserve_client.terminal import ExitCode
 
 # Later than this, a reader of text notices.

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastserve_client.bench.points import Point, sweep_points
-from fastserve_client.report import plot_cdfs, plot_sweep, plot_timeline
+from fastserve_client.report.cdf import plot_cdfs
+from fastserve_client.report.plot import plot_sweep
+from fastserve_client.report.timeline import plot_timeline
 
 
 def write_figures(points: Sequence[Point], path: Path, slo_s: float | None) -> list[Path]:

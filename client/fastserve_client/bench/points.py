@@ -12,14 +12,9 @@ import numpy as np
 
 from fastserve_client.bench.outcome import Outcome, count_kinds
 from fastserve_client.bench.session import Load, Plan, Run
-from fastserve_client.report import (
-    Objectives,
-    Summary,
-    SweepPoint,
-    attainment,
-    highest_rate,
-    median_summary,
-)
+from fastserve_client.report.objectives import Objectives, attainment, highest_rate
+from fastserve_client.report.summary import Summary, median_summary
+from fastserve_client.report.sweep import SweepPoint
 
 GOODPUT_SHARE = 0.95
 """Of jobs that must meet the objectives (FastServe §6.2)."""

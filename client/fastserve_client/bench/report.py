@@ -15,7 +15,7 @@ from typing import Any
 from fastserve_client.bench.comparison import compare
 from fastserve_client.bench.points import Point, WithinObjectives
 from fastserve_client.bench.session import Run
-from fastserve_client.report import Distribution
+from fastserve_client.report.summary import Distribution
 
 
 def report_json(

@@ -14,7 +14,7 @@ from fastserve_client.bench.driver import Driver
 from fastserve_client.bench.outcome import Outcome
 from fastserve_client.bench.requests import exact_requests, natural_requests
 from fastserve_client.errors import ClientError, ServerOverloaded
-from fastserve_client.report import Summary, summarize
+from fastserve_client.report.summary import Summary, summarize
 from fastserve_client.workload import TraceJob, Workload, mean_rate
 
 # Enough to load what a server loads with its first jobs, and short on any machine.

@@ -22,7 +22,7 @@ from fastserve_client.report.objectives import Objectives, highest_rate
 from fastserve_client.report.output import Output, write_json
 from fastserve_client.report.records import JobRecord
 from fastserve_client.report.table import sweep_table
-from fastserve_client.workload import LengthLimits, TraceJob, Workload
+from fastserve_client.workload import TraceJob, Workload
 from report_records import record
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +32,7 @@ SLO = Objectives(normalized_latency_s=1.0)
 
 
 def plan(*loads: Load) -> Plan:
-    workload = Workload("equal:8:4", 10, 0, LengthLimits())
+    workload = Workload("equal:8:4", 10)
     return Plan(workload, loads, repeats=2, timeout_s=1.0, warmup=0, vocab_size=1000)
 
 

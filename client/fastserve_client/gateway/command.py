@@ -21,7 +21,7 @@ from fastserve_client.errors import InvalidRequest
 from fastserve_client.gateway.app import GatewaySettings, create_app, end_answers, end_live_view
 from fastserve_client.gateway.http_connection import HttpConnection
 from fastserve_client.gateway.live import EVENTS_PATH
-from fastserve_client.http_aio_transport import HttpSession
+from fastserve_client.http_aio_transport import AioHttpTransport
 from fastserve_client.listening import PORTS, HostError, is_loopback, listen
 
 # Answers that take longer end with an error when the gateway ends.
@@ -48,7 +48,8 @@ def run_gateway(
     """
     endpoint = Endpoint.parse(settings.url)
     if endpoint.uses_http:
-        HttpSession(endpoint)  # which the application makes only when others can connect already
+        # Which the application makes only when others can connect already.
+        AioHttpTransport(endpoint)
     if not settings.keys.required and not is_loopback(host):
         raise InvalidRequest(
             f"host: got {host!r}, which others can reach; that needs keys: --api-keys-file FILE"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from fastserve_client.bench.command import bench_command
 from fastserve_client.bench.connection import Answer, Request, Target
-from fastserve_client.bench.session import Load, Observer, Plan, Session
+from fastserve_client.bench.session import Load, Plan, Session
 from fastserve_client.errors import WorkloadError
 from fastserve_client.report.objectives import Objectives
 from fastserve_client.report.output import Output
@@ -57,7 +57,7 @@ async def asked(*labels: str, pause_s: float) -> list[tuple[str, float]]:
         vocab_size=1000,
         pause_s=pause_s,
     )
-    session = Session(plan, Observer(lambda *_: None, lambda _: None))
+    session = Session(plan)
     await session.alternate({label: Server(label, times) for label in labels})
     return times
 
@@ -95,7 +95,7 @@ async def test_the_warm_up_sends_texts_that_the_first_run_does_not_begin_with(
         natural_max_tokens=8,
     )
     server = Server("a", [])
-    session = Session(plan, Observer(lambda *_: None, lambda _: None))
+    session = Session(plan)
     await session.alternate({"a": server})
     warm_up, run = server.prompts[:4], server.prompts[4:]
     assert len(run) == 4

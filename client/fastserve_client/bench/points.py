@@ -54,7 +54,7 @@ class Point:
     @property
     def send_lateness_p99_s(self) -> float | None:
         """Over all jobs that were sent; ``None`` in a closed loop, where none can be late."""
-        if self.load.concurrency is not None:
+        if self.load.is_closed:
             return None
         late_s = [one for outcome in self.outcomes for one in outcome.send_lateness_s]
         return float(np.percentile(late_s, 99))

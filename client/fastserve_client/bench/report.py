@@ -61,10 +61,9 @@ def cpu_name() -> str:
 
 
 def _point(point: Point) -> dict[str, Any]:
-    closed = point.load.concurrency is not None
     return {
         "label": point.label,
-        "rate": None if closed else point.offered,
+        "rate": None if point.load.is_closed else point.offered,
         "concurrency": point.load.concurrency,
         "summary": None if point.summary is None else asdict(point.summary),
         "attainment": point.attainment,

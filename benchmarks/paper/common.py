@@ -27,7 +27,7 @@ from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.roofline import Roofline
 from fastserve_backend.simulation.memory import KVMemory, memory_of_roofline
 from fastserve_backend.simulation.simulator import Simulation, simulate
-from fastserve_client.report import Summary, summarize
+from fastserve_client.report.summary import Summary, summarize
 from fastserve_client.workload import AUTHORS_LIMITS, Lengths, load_lengths, poisson_trace
 from matplotlib.figure import Figure
 from prediction_errors import PredictionErrors

@@ -345,9 +345,9 @@ def test_busy_port_is_named_before_anything_starts(purpose: str, tiny_config: En
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, f"{purpose}_port": port}
-        with pytest.raises(PortInUseError, match=f"--{purpose}-port") as caught:
+        message = rf"^{purpose}-port: cannot listen on .*:{port} .* with --{purpose}-port, or 0"
+        with pytest.raises(PortInUseError, match=message):
             TritonServer(tiny_config, **ports).start()
-    assert caught.value.port == port
 
 
 def test_listening_for_others_is_warned_about(
@@ -436,7 +436,7 @@ def test_a_launcher_that_fails_says_so(tiny_config: EngineConfig) -> None:
 
 @pytest.mark.parametrize("port", [-1, 65536, 10**20])
 def test_no_port_is_taken_for_another(port: int, tiny_config: EngineConfig) -> None:
-    with pytest.raises(LaunchError, match=f"grpc_port: got {port}; must be 0 to 65535"):
+    with pytest.raises(LaunchError, match=f"^grpc-port: got {port}; must be 0 to 65535"):
         TritonServer(tiny_config, grpc_port=port).start()
 
 

@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastserve_client.report import (
-    SweepPoint,
-    plot_sweep,
-    print_tables,
-    summarize,
-    sweep_table,
-    sweep_to_json,
-)
 from fastserve_client.report.output import Output, write_json
+from fastserve_client.report.plot import plot_sweep
+from fastserve_client.report.printing import print_tables
+from fastserve_client.report.summary import summarize
+from fastserve_client.report.sweep import SweepPoint, sweep_to_json
+from fastserve_client.report.table import sweep_table
 from fastserve_client.terminal import ExitCode
 from fastserve_client.workload import TraceJob, Workload, check_trace_fits, mean_rate
 from rich.console import Console

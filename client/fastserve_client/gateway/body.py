@@ -87,12 +87,11 @@ def check_fields(
     """
     if body.model != model:
         raise no_such_model(model)
-    num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
-    if num_prompts * body.num_choices > max_jobs:
+    if body.num_prompts * body.num_choices > max_jobs:
         raise invalid(
-            "prompt" if num_prompts > 1 else "n",
-            f"got {num_prompts} prompts with {body.num_choices} answers each; at most {max_jobs} "
-            "answers in all",
+            "prompt" if body.num_prompts > 1 else "n",
+            f"got {body.num_prompts} prompts with {body.num_choices} answers each; "
+            f"at most {max_jobs} answers in all",
         )
     names = [quote(name[:_MAX_NAME_CHARS]) for name in body.unknown_fields()[:_MAX_NAMES]]
     if not names:

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import (
-    UNLIMITED,
-    BatchLimits,
-    Memory,
-    Scheduled,
-    Urgency,
-    fill_batch,
-)
+from fastserve_backend.scheduler.base import BatchLimits, Urgency
 from fastserve_backend.scheduler.ordered_jobs import OrderedJobs
 
 
@@ -29,9 +22,8 @@ class FixedPriority:
     quanta_s = (None,)
 
     def __init__(self, limits: BatchLimits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._jobs = OrderedJobs()
-        self._in_flight: set[int] = set()
 
     def key(self, job: Job) -> float:
         """The job's priority: smaller runs first."""
@@ -42,22 +34,15 @@ class FixedPriority:
 
     def remove(self, job: Job) -> None:
         self._jobs.remove(job)
-        self._in_flight.discard(job.number)
 
-    def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
-        in_flight = self._in_flight
-        batch = fill_batch(self._jobs, self._limits, lambda job: job.number in in_flight, memory)
-        in_flight.update(job.number for job, _ in batch)
-        return batch
+    def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
+        return self._jobs
 
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        self._in_flight.difference_update(job.number for job in jobs)
+        pass  # its order knows nothing of how long they have run
 
-    def overran(self, jobs: Sequence[Job], seconds: float) -> None:
-        pass  # nor of how long they have run
-
-    def not_run(self, jobs: Sequence[Job]) -> None:
-        self._in_flight.difference_update(job.number for job in jobs)
+    def overran(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
+        pass
 
     def predicted(self, job: Job) -> None:
         pass  # its order knows nothing of output lengths
@@ -72,4 +57,4 @@ class FixedPriority:
         return (len(self._jobs),)
 
     def describe(self) -> str:
-        return f"{self.name}: {self._limits.describe()}"
+        return f"{self.name}: {self.limits.describe()}"

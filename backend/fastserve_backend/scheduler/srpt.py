@@ -30,7 +30,6 @@ class SRPT(FixedPriority):
         )
 
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        super().iteration_done(jobs, elapsed_s, now)
         for job in jobs:
             self._jobs.move(job, self.key(job))
 

@@ -376,26 +376,18 @@ class StepLoop:
         ahead = flight.ahead
         if ahead is not None and self._flights:
             self._flights[0].started_s = now
-        ended = self._apply(flight, result, now, elapsed_s)
-        # Those that ended, now or before, are only forgotten: they sink to no other queue.
-        forgotten = {job.number for job, _ in ended}
-        unfinished = [
-            job
-            for number, job in flight.rows.items()
-            if number not in forgotten and job.state is not JobState.FINISHED
-        ]
         in_flight = self._jobs_in_flight()
+        for number, job in flight.rows.items():
+            if job.state is JobState.FINISHED and number not in in_flight:
+                self._release(job)  # it ended while the step ran
+        self._apply(flight, result, now, elapsed_s)
+        # Those that ended, now or before, are only forgotten: they sink to no other queue.
+        unfinished = [job for job in flight.rows.values() if job.state is not JobState.FINISHED]
         if ahead is None:
             self._step_ended(unfinished, elapsed_s, now)
         else:
             going_on = [job for job in unfinished if job.number in ahead.going_on]
             self.policy.overran(going_on, elapsed_s - ahead.counted_s, in_flight)
-        for number, job in flight.rows.items():
-            if job.state is JobState.FINISHED and number not in in_flight:
-                self._release(job)
-        for job, reason in ended:
-            self._end(job, reason)
-        if ahead is not None:
             self._count_preemptions(
                 job for job in ahead.set_aside if job.state is not JobState.FINISHED
             )
@@ -406,13 +398,10 @@ class StepLoop:
         self._returned += jobs
         self.policy.iteration_done(jobs, elapsed_s, self._serving_time(now))
 
-    def _apply(
-        self, flight: Flight, result: StepResult, now: float, elapsed_s: float
-    ) -> list[tuple[Job, FinishReason]]:
-        """Update the jobs of the step; returns those that end with it."""
+    def _apply(self, flight: Flight, result: StepResult, now: float, elapsed_s: float) -> None:
+        """Update the jobs of the step, and end those that end with it."""
         for job in flight.rows.values():
             job.executed_s += elapsed_s
-        ended = []
         sampling = itertools.islice(flight.rows.values(), flight.num_sampling)
         for job, token in zip(sampling, NewToken.from_result(result), strict=True):
             if job.state is JobState.FINISHED:
@@ -428,8 +417,7 @@ class StepLoop:
             reason = self._finish_reason(job, token.token_id)
             self._delivery.add(job, token, reason)
             if reason is not None:
-                ended.append((job, reason))
-        return ended
+                self._end(job, reason)
 
     def _finish_reason(self, job: Job, token_id: int) -> FinishReason | None:
         if not job.params.ignore_eos and token_id in self._eos_token_ids:

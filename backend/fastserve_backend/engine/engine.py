@@ -315,18 +315,14 @@ class Engine:
             )
             self.counters.worker_restarts += 1
             began_s = self.clock.now()
-            start = RankStart(
-                self._executor,
-                self._make_executor,
-                self._start_ranks,
-                on_end=lambda: self._inbox.put(_Wake()),
-            )
-            while start.is_running:
+            start = RankStart(self._executor, self._make_executor, self._start_ranks)
+            start.fresh.add_done_callback(lambda _: self._inbox.put(_Wake()))
+            while not start.fresh.done():
                 if not self._take_inbox(wait=True):
                     start.abandon()
                     return False
             try:
-                self._executor, (self._ready, profile) = start.result()
+                self._executor, self._ready, profile = start.fresh.result()
             except FastServeError as failed:
                 error = failed
                 continue

@@ -15,15 +15,6 @@ from policies import POLICIES, TIMES, LinearTimes, by_priority, iterate, make, o
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_adding_a_job_twice_is_refused(name: str) -> None:
-    policy = make(name, BatchLimits(1, 1))
-    job = make_job(0, 1)
-    policy.add(job, 0.0)
-    with pytest.raises(ValueError, match="already queued"):
-        policy.add(job, 0.0)
-
-
-@pytest.mark.parametrize("name", POLICIES)
 def test_jobs_in_flight_are_not_selected(name: str) -> None:
     policy = make(name, one_job())
     first, second = make_job(0, 1), make_job(1, 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from fastserve_backend.scheduler.base import BatchLimits
-from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
+from fastserve_backend.scheduler.mlfq import MLFQ
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from jobs import make_job, run_iteration
 from policies import TIMES, by_priority, iterate, mlfq, one_job, quanta, select, skip_join
@@ -19,14 +19,6 @@ BOTH = pytest.mark.parametrize("make", [mlfq, skip_join])
 def test_quanta_double_until_they_cover_the_longest_prefill(make: Make) -> None:
     assert make(longest=10.0).quanta_s == (1, 2, 4, 8, 16)
     assert make(longest=8.0).quanta_s == (1, 2, 4, 8)
-
-
-@pytest.mark.parametrize(("ratio", "starvation_s"), [(1.0, 1.0), (0.5, 1.0), (2.0, 0.0)])
-def test_quanta_that_do_not_grow_and_promotion_at_once_are_refused(
-    ratio: float, starvation_s: float
-) -> None:
-    with pytest.raises(ValueError, match="need ratio > 1 and starvation_s > 0"):
-        Quanta(lambda: 1.0, ratio, 8.0, starvation_s)
 
 
 # --- Joining ----------------------------------------------------------------------------------

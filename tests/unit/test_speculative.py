@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-import pytest
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
@@ -177,11 +176,6 @@ def test_a_long_job_comes_up_by_its_age_and_then_runs_on() -> None:
     first = ran_at[0]
     assert 60 < first <= 80
     assert ran_at == list(range(first, first + 40))
-
-
-def test_aging_has_to_be_positive() -> None:
-    with pytest.raises(ValueError, match="must be above 0"):
-        speculative(aging=0.0)
 
 
 def test_estimated_wait_times_by_hand() -> None:

@@ -57,8 +57,6 @@ class Speculative:
     def __init__(
         self, limits: BatchLimits, quanta: Quanta, times: IterationTimes, aging: float
     ) -> None:
-        if aging <= 0:
-            raise ValueError(f"aging: got {aging}; must be above 0")
         self.limits = limits
         self._times = times
         self._aging = aging
@@ -81,8 +79,6 @@ class Speculative:
         return self._queues.quanta_s
 
     def add(self, job: Job, now: float) -> None:
-        if job.number in self._entries:
-            raise ValueError(f"job {job.number} is already queued")
         self._entries[job.number] = _Entry(now)
         self._queues.add(job, now)
         if job.predicted_tokens is not None:

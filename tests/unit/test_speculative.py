@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled
-from fastserve_backend.scheduler.fixed_priority import FixedPriority
+from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.speculative import Speculative
 from fastserve_backend.scheduler.srpt import SRPT
@@ -322,7 +322,7 @@ def remaining_s(job: Job) -> float:
     return job.num_uncomputed + max(0.0, predicted - len(job.output_ids) - 1.0)
 
 
-class ByDefinition(FixedPriority):
+class ByDefinition(KeyedPolicy):
     """Sorts all jobs at each selection by their remaining time, less what they have aged."""
 
     now = 0.0

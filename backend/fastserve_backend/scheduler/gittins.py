@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fastserve_backend.config import Objective
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, IterationTimes
-from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.gittins_index import GittinsIndex
+from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
 from fastserve_backend.scheduler.length_distribution import (
     DistributionOfPredicted,
     LengthDistribution,
@@ -56,7 +56,7 @@ class _Entry:
     bin: int = 0  # of its length, if it ended now
 
 
-class Gittins(FixedPriority):
+class Gittins(KeyedPolicy):
     """The job of the largest index runs first, at every token; of equal ones the first to arrive.
 
     Jobs that have waited for ``starvation_s`` come before all others, one at a time, the longest

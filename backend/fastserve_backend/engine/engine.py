@@ -151,7 +151,9 @@ class Engine:
             self._close_cluster()
             self._close_predictions()
             raise
-        self.checks = RequestChecks(self.model_config, self.tokenizer, self._kv_capacity)
+        self.checks = RequestChecks(
+            self.model_config, self.tokenizer, lambda: self._loop.kv.tiers.device.capacity
+        )
         _log.info(
             "ready: %s, %s, %s",
             self.config.model.model,
@@ -449,11 +451,6 @@ class Engine:
         )
         costs = SwapCosts(self.profile, ready.block_bytes, link_of(ready))
         return KVManager(tiers, policy, config, costs, self.counters)
-
-    def _kv_capacity(self) -> int:
-        """Tokens whose KV the device holds."""
-        device = self._loop.kv.tiers.device
-        return device.num_blocks * device.block_size
 
     def _describe_ranks(self) -> str:
         ready, kv_config = self._ready, self.config.kv_cache

@@ -13,6 +13,7 @@ import random
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from fastserve_backend.clock import Clock, MonotonicClock
 from fastserve_backend.config import START_TIMEOUT_S, EngineConfig
@@ -135,22 +136,18 @@ class Engine:
         self._start_timeout_s = timeout_s
         predictor = PredictorSettings.of(self.config)
         self._cluster = Cluster.of(self.config.parallel)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._close_predictions)
+            undo.callback(self._close_cluster)
             self._load()
             if predictor is not None:  # first, since it loads beside the ranks
                 self.predictions = JobPredictions(predictor, self.tokenizer.decode, self._inbox.put)
             self._executor = self._make_executor()
-            try:
-                self._ready, profile = self._start_ranks(self._executor)
-                self.profile = CorrectedLatency(profile)
-                self._loop = self._make_loop()
-            except BaseException:
-                self._executor.close()
-                raise
-        except BaseException:
-            self._close_cluster()
-            self._close_predictions()
-            raise
+            undo.callback(self._executor.close)
+            self._ready, profile = self._start_ranks(self._executor)
+            self.profile = CorrectedLatency(profile)
+            self._loop = self._make_loop()
+            undo.pop_all()
         self.checks = RequestChecks(
             self.model_config, self.tokenizer, lambda: self._loop.kv.tiers.device.capacity
         )

@@ -4,11 +4,11 @@
     python benchmarks/scheduler_decisions.py --policy srpt     # one policy
 
 A decision is everything that the engine asks of a policy in one iteration with a batch of 16:
-`select`, `iteration_done` for the jobs that ran, `remove` for those that ended and `add` for as
-many new ones, so that the number of waiting jobs stays the same. Prompt and output lengths are
-drawn from a long-tailed distribution with a fixed seed, seven of eight outputs are predicted, wrong
-by a factor of 1.6 typically, and the jobs' own updates are not part of the time. Each figure is the
-median decision in microseconds, with the 99th percentile in brackets.
+`fill_batch` along its `walk`, `iteration_done` for the jobs that ran, `remove` for those that ended
+and `add` for as many new ones, so that the number of waiting jobs stays the same. Prompt and output
+lengths are drawn from a long-tailed distribution with a fixed seed, seven of eight outputs are
+predicted, wrong by a factor of 1.6 typically, and the jobs' own updates are not part of the time.
+Each figure is the median decision in microseconds, with the 99th percentile in brackets.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import get_args
 from fastserve_backend.config import EngineConfig, PolicyName
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_backend.scheduler.base import Policy
+from fastserve_backend.scheduler.base import UNLIMITED, Policy, fill_batch
 from fastserve_backend.scheduler.registry import make_policy
 from rich.console import Console
 from rich.table import Table
@@ -65,7 +65,7 @@ class Decisions:
         """Make one decision and return how long it took."""
         policy = self._policy
         started = time.perf_counter()
-        batch = policy.select(self._now_s)
+        batch = fill_batch(policy.walk(self._now_s, ()), policy.limits, (), UNLIMITED)
         select_s = time.perf_counter() - started
         elapsed_s = sum(
             self._times.prefill_s(count) if count > 1 else 0.0 for _, count in batch

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import BatchLimits, Policy
+from fastserve_backend.scheduler.base import UNLIMITED, BatchLimits, Policy, Scheduled, fill_batch
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.gittins import Gittins
@@ -99,16 +99,21 @@ def by_priority(policy: Policy, jobs: Iterable[Job]) -> list[Job]:
     """All of ``jobs``, those first that are selected first."""
     if isinstance(policy, Speculative):  # jobs in two orders, estimates of their merging
         known = {job.number for job in jobs}
-        return [job for job in policy.walk(0.0) if job.number in known]
+        return [job for job in policy.walk(0.0, ()) if job.number in known]
     key = policy.urgency(0.0)
     if isinstance(policy, MLFQ):  # ENST may put a job ahead that starves soon
         return sorted(jobs, key=lambda job: (job.queue_level, key(job)[1]))
     return sorted(jobs, key=key)
 
 
+def select(policy: Policy, now: float, in_flight: Collection[int] = ()) -> list[Scheduled]:
+    """The next batch, whatever memory it takes."""
+    return fill_batch(policy.walk(now, in_flight), policy.limits, in_flight, UNLIMITED)
+
+
 def iterate(policy: Policy, now: float, elapsed_s: float = 1.0) -> list[Job]:
     """Select, run and account one iteration; returns its jobs."""
-    batch = policy.select(now)
+    batch = select(policy, now)
     for job, num_tokens in batch:
         run_iteration(job, num_tokens)
     jobs = [job for job, _ in batch]

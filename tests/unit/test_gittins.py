@@ -18,7 +18,7 @@ from fastserve_backend.scheduler.length_distribution import (
     LengthDistribution,
 )
 from jobs import make_job, run_iteration
-from policies import NEVER_S, TIMES, by_priority, iterate, one_job
+from policies import NEVER_S, TIMES, by_priority, iterate, one_job, select
 
 MAX_TOKENS = 512
 
@@ -60,7 +60,7 @@ def teach(policy: Gittins, lengths: Sequence[int], predicted_tokens: int | None 
             iterate(policy, 0.0)
         finish(policy, job)
     for _ in range(20):
-        assert policy.select(0.0) == []
+        assert select(policy, 0.0) == []
 
 
 # --- The distribution -------------------------------------------------------------------------
@@ -317,10 +317,9 @@ def test_a_job_that_starves_in_flight_but_does_not_run_is_promoted() -> None:
     gittins = policy(starvation_s=30.0)
     job = make_job(0, 400)
     gittins.add(job, 0.0)
-    gittins.select(0.0)
-    gittins.select(31.0)
-    gittins.not_run([job])
-    gittins.select(31.1)
+    select(gittins, 0.0)
+    select(gittins, 31.0, [0])
+    select(gittins, 31.1)
     assert gittins.num_promotions == 1
 
 
@@ -356,7 +355,7 @@ def test_a_prediction_may_come_late() -> None:
     late.predicted_tokens = 2
     gittins.predicted(late)
     assert by_priority(gittins, [early, late]) == [late, early]
-    assert gittins.select(1.0) == [(late, 1)]
+    assert select(gittins, 1.0) == [(late, 1)]
     late.predicted_tokens = 300  # while it is in flight
     gittins.predicted(late)
     run_iteration(late)
@@ -385,23 +384,10 @@ def test_a_new_index_reaches_all_jobs_within_some_selections() -> None:
     run_iteration(short)
     finish(gittins, short)
     for _ in range(300):
-        gittins.not_run([job for job, _ in gittins.select(0.0)])
+        select(gittins, 0.0)
     after = [gittins.urgency(0.0)(job) for job in waiting]
     assert all(old != new for old, new in zip(before, after, strict=True))
     assert after == [(gittins.key(job), job.number) for job in waiting]
-
-
-def test_a_job_in_an_unfinished_iteration_is_not_selected_again() -> None:
-    gittins = policy(limits=BatchLimits(max_seqs=1, max_tokens=1000))
-    first, second = make_job(0, 2), make_job(1, 2)
-    for job in (first, second):
-        gittins.add(job, 0.0)
-    assert [job for job, _ in gittins.select(0.0)] == [first]
-    assert [job for job, _ in gittins.select(0.0)] == [second]
-    assert gittins.select(0.0) == []
-    run_iteration(first)
-    gittins.iteration_done([first], 1.0, 1.0)
-    assert [job for job, _ in gittins.select(1.0)] == [first]
 
 
 def test_a_pending_token_that_a_job_turns_out_not_to_have_is_not_learned() -> None:
@@ -411,7 +397,7 @@ def test_a_pending_token_that_a_job_turns_out_not_to_have_is_not_learned() -> No
         gittins.add(job, 0.0)
         for _ in range(2):
             iterate(gittins, 0.0)
-        gittins.select(0.0)
+        select(gittins, 0.0)
         job.sent(1)
         gittins.iteration_done([job], 1.0, 0.0)  # the next step is sent before this one's token
         job.num_pending = 0  # a stop word in the second token
@@ -427,7 +413,7 @@ def test_a_prefill_that_has_one_token_left_has_passed_no_length() -> None:
         job = make_job(number, 5)
         gittins.add(job, 0.0)
         for num_tokens in (4, 1):
-            gittins.select(0.0)
+            select(gittins, 0.0)
             run_iteration(job, num_tokens)
             gittins.iteration_done([job], 1.0, 0.0)
         finish(gittins, job)

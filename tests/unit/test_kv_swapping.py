@@ -121,13 +121,14 @@ def test_a_job_is_swapped_or_computed_again_by_cost(caplog: pytest.LogCaptureFix
 
 def test_the_speed_of_the_link_is_learnt() -> None:
     costs = SwapCosts(LinearTimes(), 100, Link(10.0, 10.0))
-    assert not costs.estimate(30, blocks_out=2, blocks_in=2).swap_is_cheaper
+    job = make_job(0, 30, computed=True)
+    assert not costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2)
     for _ in range(150):
         costs.observe(True, 10, 0.01)
         costs.observe(False, 10, 0.02)
     assert costs.transfer_s(True, 1) == pytest.approx(0.001, rel=0.1)
     assert costs.transfer_s(False, 5) == pytest.approx(0.01, rel=0.1)
-    assert costs.estimate(30, blocks_out=2, blocks_in=2).swap_is_cheaper
+    assert costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2)
 
 
 @pytest.mark.parametrize("direction", ["out", "in"])
@@ -201,8 +202,9 @@ def test_one_stuck_copy_does_not_end_swapping() -> None:
     costs = SwapCosts(LinearTimes(), 100, FAST_LINK)
     for _ in range(10):
         costs.observe(False, 1, 100.0)
+    job = make_job(0, 1, computed=True)
     for _ in range(100):
-        costs.relax()
+        assert not costs.swap_is_cheaper(job, blocks_out=0, blocks_in=10**9)
     assert costs.transfer_s(False, 1) == pytest.approx(FAST_LINK.block_in_s, rel=0.1)
 
 

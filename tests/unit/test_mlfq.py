@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 from fastserve_backend.scheduler.base import BatchLimits
-from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
+from fastserve_backend.scheduler.mlfq import MLFQ
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from jobs import make_job, run_iteration
-from policies import TIMES, by_priority, iterate, mlfq, one_job, quanta, skip_join
+from policies import TIMES, by_priority, iterate, mlfq, one_job, quanta, select, skip_join
 
 Make = Callable[..., MLFQ]
 BOTH = pytest.mark.parametrize("make", [mlfq, skip_join])
@@ -19,14 +19,6 @@ BOTH = pytest.mark.parametrize("make", [mlfq, skip_join])
 def test_quanta_double_until_they_cover_the_longest_prefill(make: Make) -> None:
     assert make(longest=10.0).quanta_s == (1, 2, 4, 8, 16)
     assert make(longest=8.0).quanta_s == (1, 2, 4, 8)
-
-
-@pytest.mark.parametrize(("ratio", "starvation_s"), [(1.0, 1.0), (0.5, 1.0), (2.0, 0.0)])
-def test_quanta_that_do_not_grow_and_promotion_at_once_are_refused(
-    ratio: float, starvation_s: float
-) -> None:
-    with pytest.raises(ValueError, match="need ratio > 1 and starvation_s > 0"):
-        Quanta(lambda: 1.0, ratio, 8.0, starvation_s)
 
 
 # --- Joining ----------------------------------------------------------------------------------
@@ -77,7 +69,7 @@ def test_demotion_skips_queues_whose_quantum_the_next_iteration_does_not_fit() -
     job = make_job(0, 2)
     policy.add(job, 0.0)
     assert job.queue_level == 1
-    policy.select(0.0)
+    select(policy, 0.0)
     job.output_ids.extend([0] * 30)  # its KV was dropped: the next iteration is a prefill of 32
     policy.iteration_done([job], 2.0, 2.0)
     assert job.queue_level == 5
@@ -188,10 +180,10 @@ def test_promotion_comes_exactly_at_the_threshold(make: Make) -> None:
     iterate(policy, 0.0)
     assert job.queue_level == 1  # it has not run since 1 s
     policy.add(make_job(1, 1), 1.0)
-    policy.select(10.9)
+    select(policy, 10.9)
     assert (job.queue_level, policy.num_promotions) == (1, 0)
     policy.add(make_job(2, 1), 11.0)
-    assert [scheduled.job.number for scheduled in policy.select(11.0)] == [2]
+    assert [scheduled.job.number for scheduled in select(policy, 11.0, [1])] == [2]
     assert (job.queue_level, policy.num_promotions) == (0, 1)
 
 
@@ -228,7 +220,7 @@ def test_a_job_in_q1_is_not_promoted_but_keeps_its_turn() -> None:
     first, second = make_job(0, 1), make_job(1, 1)
     policy.add(first, 0.0)
     policy.add(second, 0.0)
-    assert [scheduled.job for scheduled in policy.select(100.0)] == [first]
+    assert [scheduled.job for scheduled in select(policy, 100.0)] == [first]
     assert by_priority(policy, [second, first]) == [first, second]
     assert policy.num_promotions == 0
 
@@ -238,17 +230,28 @@ def test_a_job_in_flight_is_not_promoted() -> None:
     long, other = make_job(0, 8), make_job(1, 16)
     policy.add(long, 0.0)
     policy.add(other, 90.0)
-    assert [scheduled.job for scheduled in policy.select(0.0)] == [long]
-    policy.select(91.0)
+    assert [scheduled.job for scheduled in select(policy, 0.0)] == [long]
+    select(policy, 91.0, [0])
     assert long.queue_level == 3
     run_iteration(long)
     policy.iteration_done([long], 95.0, 95.0)
     assert (long.queue_level, policy.num_promotions) == (4, 0)
-    policy.select(97.9)
+    select(policy, 97.9, [1])
     assert long.queue_level == 4  # it waits since 95 s
-    policy.not_run([long])
-    policy.select(98.0)
+    select(policy, 98.0, [1])
     assert (long.queue_level, policy.num_promotions) == (0, 1)
+
+
+def test_a_job_in_flight_does_not_sink_by_time_that_its_last_iteration_took_more() -> None:
+    policy = skip_join()
+    job = make_job(0, 8)
+    policy.add(job, 0.0)
+    run_iteration(job)
+    policy.iteration_done([job], 7.0, 7.0)
+    policy.overran([job], 1.0, in_flight=[0])
+    assert job.queue_level == 3
+    policy.overran([job], 0.0, in_flight=[])
+    assert job.queue_level == 4
 
 
 def test_a_job_that_starves_in_flight_but_does_not_run_is_promoted() -> None:
@@ -256,10 +259,9 @@ def test_a_job_that_starves_in_flight_but_does_not_run_is_promoted() -> None:
     long, other = make_job(0, 8), make_job(1, 16)
     policy.add(long, 0.0)
     policy.add(other, 90.0)
-    policy.select(0.0)
-    policy.select(91.0)
-    policy.not_run([long])
-    policy.select(91.1)
+    select(policy, 0.0)
+    select(policy, 91.0, [0])
+    select(policy, 91.1)
     assert (long.queue_level, policy.num_promotions) == (0, 1)
 
 

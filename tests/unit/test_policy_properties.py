@@ -17,7 +17,7 @@ from fastserve_backend.scheduler.speculative import Speculative
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
-from policies import POLICIES, TIMES, by_priority, make
+from policies import POLICIES, TIMES, by_priority, make, select
 
 NUM_JOBS = 40
 LONGEST_PROMPT, MOST_OUTPUT = 40, 25
@@ -119,12 +119,11 @@ class History:
 
     def schedule(self) -> bool:
         with self.order_kept():
-            batch = self.policy.select(self.now)
+            flying = {job.number for flight in self.flights for job, _ in flight.batch}
+            batch = select(self.policy, self.now, flying)
         self.check_batch(batch)
         if self.refuses and self.rng.random() < 0.3:
             refused = [item for item in batch if self.rng.random() < 0.5]
-            with self.order_kept():
-                self.policy.not_run([job for job, _ in refused])
             batch = [item for item in batch if item not in refused]
         if batch:
             self.flights.append(Flight(batch, self.now))

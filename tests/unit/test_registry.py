@@ -14,7 +14,7 @@ from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.speculative import Speculative
 from fastserve_backend.scheduler.srpt import SRPT
 from jobs import make_job
-from policies import POLICIES, TIMES
+from policies import POLICIES, TIMES, select
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_each_name_makes_its_policy(name: str, kind: type) -> None:
     )
     for number in range(6):
         policy.add(make_job(number, 3), 0.0)
-    assert [num_tokens for _, num_tokens in policy.select(0.0)] == [3, 3, 2]
+    assert [num_tokens for _, num_tokens in select(policy, 0.0)] == [3, 3, 2]
 
 
 def test_skip_join_is_the_default_and_prompts_run_whole() -> None:
@@ -93,7 +93,7 @@ def test_prompts_longer_than_an_iteration_run_in_chunks_of_one() -> None:
     policy = make_policy(config, TIMES, max_model_len=101)
     assert "prefill in chunks of 100" in policy.describe()
     policy.add(make_job(0, 101), 0.0)
-    assert [num_tokens for _, num_tokens in policy.select(0.0)] == [100]
+    assert [num_tokens for _, num_tokens in select(policy, 0.0)] == [100]
     assert "chunk" not in make_policy(config, TIMES, max_model_len=100).describe()
     smaller = config.model_copy(update={"prefill_chunk_tokens": 64})
     assert "chunks of 64" in make_policy(smaller, TIMES, max_model_len=101).describe()

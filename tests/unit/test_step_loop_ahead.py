@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -144,8 +144,8 @@ class Charged(SkipJoinMLFQ):
         super().iteration_done(jobs, elapsed_s, now)
         self.seconds.update({job.number: elapsed_s for job in jobs})
 
-    def overran(self, jobs: Sequence[Job], seconds: float) -> None:
-        super().overran(jobs, seconds)
+    def overran(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
+        super().overran(jobs, seconds, in_flight)
         self.seconds.update({job.number: seconds for job in jobs})
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from collector import Collector
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.errors import ConfigError, DrainingError, EngineError, FastServeError
-from fastserve_backend.job import FinishReason, JobOutput
+from fastserve_backend.job import FinishReason
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.measure import ReadyRanks
 from fastserve_backend.restart_limit import RestartLimiter
@@ -136,28 +137,6 @@ class FakeRanks:
         self.closed = True
 
 
-class Client:
-    """A sink: what one job's client has seen, and when it was over."""
-
-    def __init__(self) -> None:
-        self.number = -1
-        self.tokens: list[int] = []
-        self.end: JobOutput | None = None
-        self.ended = threading.Event()
-
-    def __call__(self, output: JobOutput) -> None:
-        assert self.end is None, "output after the end"
-        self.tokens += output.token_ids
-        if output.finish_reason is not None:
-            self.end = output
-            self.ended.set()
-
-    def wait(self, timeout_s: float = WAIT_S) -> JobOutput:
-        assert self.ended.wait(timeout_s)
-        assert self.end is not None
-        return self.end
-
-
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The hardware of which profiles were measured."""
@@ -192,10 +171,10 @@ def serve(measured: list[str]) -> Iterator[Serve]:
         engine.close()
 
 
-def submit(engine: Engine, *prompts: list[int]) -> list[Client]:
-    clients = [Client() for _ in prompts]
+def submit(engine: Engine, *prompts: list[int]) -> list[Collector]:
+    clients = [Collector() for _ in prompts]
     for prompt, client in zip(prompts, clients, strict=True):
-        client.number = engine.submit("job", prompt, PARAMS, client)
+        engine.submit("job", prompt, PARAMS, client)
     return clients
 
 
@@ -203,7 +182,7 @@ def submit(engine: Engine, *prompts: list[int]) -> list[Client]:
 def expected(serve: Serve) -> list[list[int]]:
     clients = submit(serve(FakeRanks()), *PROMPTS)
     assert all(client.wait().finish_reason is FinishReason.LENGTH for client in clients)
-    return [client.tokens for client in clients]
+    return [client.token_ids for client in clients]
 
 
 PROMPTS = ([5, 6, 7], [9] * 40, [300])
@@ -223,7 +202,7 @@ def test_jobs_go_on_and_arrivals_wait(serve: Serve, expected: list[list[int]]) -
     second.opened.set()
     for client, tokens in zip(clients, expected, strict=True):
         assert client.wait().finish_reason is FinishReason.LENGTH
-        assert client.tokens == tokens
+        assert client.token_ids == tokens
     assert engine.failure is None
     assert engine.counters.worker_restarts == 1
     assert engine.counters.finished == {"length": 3}
@@ -239,7 +218,7 @@ def test_a_job_cancelled_during_the_restart_ends_at_once(
     engine = serve(first, second)
     client, other = submit(engine, *PROMPTS[:2])
     assert second.starting.wait(WAIT_S)
-    engine.cancel(client.number)
+    engine.cancel(0)  # the first to be submitted
     assert client.wait().finish_reason is FinishReason.CANCELLED
     second.opened.set()
     assert other.wait().finish_reason is FinishReason.LENGTH
@@ -278,7 +257,7 @@ def test_a_restart_that_fails_counts(serve: Serve, expected: list[list[int]]) ->
     engine = serve(first, *failing, last)
     (client,) = submit(engine, PROMPTS[0])
     assert client.wait().finish_reason is FinishReason.LENGTH
-    assert client.tokens == expected[0]
+    assert client.token_ids == expected[0]
     assert engine.counters.worker_restarts == 3
     assert all(ranks.closed for ranks in failing)
     (client,) = submit(engine, PROMPTS[1])

@@ -13,6 +13,7 @@ import random
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from fastserve_backend.clock import Clock, MonotonicClock
 from fastserve_backend.config import START_TIMEOUT_S, EngineConfig
@@ -134,23 +135,21 @@ class Engine:
         self._start_timeout_s = timeout_s
         predictor = PredictorSettings.of(self.config)
         self._cluster = Cluster.of(self.config.parallel)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._close_predictions)
+            undo.callback(self._close_cluster)
             self._load()
             if predictor is not None:  # first, since it loads beside the ranks
                 self.predictions = JobPredictions(predictor, self.tokenizer.decode, self._inbox.put)
             self._executor = self._make_executor()
-            try:
-                self._ready, profile = self._start_ranks(self._executor)
-                self.profile = CorrectedLatency(profile)
-                self._loop = self._make_loop()
-            except BaseException:
-                self._executor.close()
-                raise
-        except BaseException:
-            self._close_cluster()
-            self._close_predictions()
-            raise
-        self.checks = RequestChecks(self.model_config, self.tokenizer, self._kv_capacity)
+            undo.callback(self._executor.close)
+            self._ready, profile = self._start_ranks(self._executor)
+            self.profile = CorrectedLatency(profile)
+            self._loop = self._make_loop()
+            undo.pop_all()
+        self.checks = RequestChecks(
+            self.model_config, self.tokenizer, lambda: self._loop.kv.tiers.device.capacity
+        )
         _log.info(
             "ready: %s, %s, %s",
             self.config.model.model,
@@ -314,18 +313,14 @@ class Engine:
             )
             self.counters.worker_restarts += 1
             began_s = self.clock.now()
-            start = RankStart(
-                self._executor,
-                self._make_executor,
-                self._start_ranks,
-                on_end=lambda: self._inbox.put(_Wake()),
-            )
-            while start.is_running:
+            start = RankStart(self._executor, self._make_executor, self._start_ranks)
+            start.fresh.add_done_callback(lambda _: self._inbox.put(_Wake()))
+            while not start.fresh.done():
                 if not self._take_inbox(wait=True):
                     start.abandon()
                     return False
             try:
-                self._executor, (self._ready, profile) = start.result()
+                self._executor, self._ready, profile = start.fresh.result()
             except FastServeError as failed:
                 error = failed
                 continue
@@ -449,11 +444,6 @@ class Engine:
         )
         costs = SwapCosts(self.profile, ready.block_bytes, link_of(ready))
         return KVManager(tiers, policy, config, costs, self.counters)
-
-    def _kv_capacity(self) -> int:
-        """Tokens whose KV the device holds."""
-        device = self._loop.kv.tiers.device
-        return device.num_blocks * device.block_size
 
     def _describe_ranks(self) -> str:
         ready, kv_config = self._ready, self.config.kv_cache

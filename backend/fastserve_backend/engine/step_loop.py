@@ -28,7 +28,7 @@ from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import FinishReason, Job, JobState
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.tiers import Transfer
-from fastserve_backend.scheduler.base import Policy
+from fastserve_backend.scheduler.base import Policy, Scheduled, fill_batch
 from fastserve_backend.worker.messages import CopyResult, Step, StepResult
 
 # The next step is chosen so long before the predicted end of the running one: for choosing, sending
@@ -182,8 +182,6 @@ class StepLoop:
         self._suspended_s = self._clock.now()
         self._last_result_s = None
         self.num_running = 0
-        # All, not those of the flights alone: a batch may have been lost before it was one.
-        self.policy.not_run(list(self._jobs.values()))
         for job in self._jobs_in_flight().values():
             if job.state is JobState.FINISHED:  # while the step ran
                 self.policy.remove(job)
@@ -321,7 +319,7 @@ class StepLoop:
             job.num_preemptions += 1
             self._counters.preemptions += 1
 
-    def _allocate(self, now: float, ahead: Ahead | None) -> list[tuple[Job, int]] | None:
+    def _allocate(self, now: float, ahead: Ahead | None) -> list[Scheduled] | None:
         """The next batch, all its KV on the device; sends the copies that others need.
 
         None: nobody may run before copies, or the running step, have ended.
@@ -330,16 +328,18 @@ class StepLoop:
             return []
         if self.kv.holds_steps:
             return None
-        in_flight = self._jobs_in_flight().keys()
+        in_flight = set(self._jobs_in_flight())
         self.kv.begin(now, in_flight, None if ahead is None else ahead.going_on)
-        batch = self.policy.select(now, self.kv)
+        if ahead is not None:
+            in_flight -= ahead.going_on
+        jobs = self.policy.walk(now, in_flight)
+        batch = fill_batch(jobs, self.policy.limits, in_flight, self.kv)
         for transfer in self.kv.transfers():
             self._copies[transfer.id] = transfer
             self._executor.copy(build_copy(transfer, self.kv.tiers.device.block_size))
         if self.kv.holds_steps or self.kv.is_too_early:
-            self.policy.not_run([job for job, _ in batch])
             return None
-        return list(batch)
+        return batch
 
     def _send(self, batch: list[tuple[Job, int]], behind: Flight | None) -> None:
         """``batch``, in the step's order."""
@@ -376,26 +376,18 @@ class StepLoop:
         ahead = flight.ahead
         if ahead is not None and self._flights:
             self._flights[0].started_s = now
-        ended = self._apply(flight, result, now, elapsed_s)
+        in_flight = self._jobs_in_flight()
+        for number, job in flight.rows.items():
+            if job.state is JobState.FINISHED and number not in in_flight:
+                self._release(job)  # it ended while the step ran
+        self._apply(flight, result, now, elapsed_s)
         # Those that ended, now or before, are only forgotten: they sink to no other queue.
-        forgotten = {job.number for job, _ in ended}
-        unfinished = [
-            job
-            for number, job in flight.rows.items()
-            if number not in forgotten and job.state is not JobState.FINISHED
-        ]
+        unfinished = [job for job in flight.rows.values() if job.state is not JobState.FINISHED]
         if ahead is None:
             self._step_ended(unfinished, elapsed_s, now)
         else:
             going_on = [job for job in unfinished if job.number in ahead.going_on]
-            self.policy.overran(going_on, elapsed_s - ahead.counted_s)
-        in_flight = self._jobs_in_flight()
-        for number, job in flight.rows.items():
-            if job.state is JobState.FINISHED and number not in in_flight:
-                self._release(job)
-        for job, reason in ended:
-            self._end(job, reason)
-        if ahead is not None:
+            self.policy.overran(going_on, elapsed_s - ahead.counted_s, in_flight)
             self._count_preemptions(
                 job for job in ahead.set_aside if job.state is not JobState.FINISHED
             )
@@ -406,13 +398,10 @@ class StepLoop:
         self._returned += jobs
         self.policy.iteration_done(jobs, elapsed_s, self._serving_time(now))
 
-    def _apply(
-        self, flight: Flight, result: StepResult, now: float, elapsed_s: float
-    ) -> list[tuple[Job, FinishReason]]:
-        """Update the jobs of the step; returns those that end with it."""
+    def _apply(self, flight: Flight, result: StepResult, now: float, elapsed_s: float) -> None:
+        """Update the jobs of the step, and end those that end with it."""
         for job in flight.rows.values():
             job.executed_s += elapsed_s
-        ended = []
         sampling = itertools.islice(flight.rows.values(), flight.num_sampling)
         for job, token in zip(sampling, NewToken.from_result(result), strict=True):
             if job.state is JobState.FINISHED:
@@ -428,8 +417,7 @@ class StepLoop:
             reason = self._finish_reason(job, token.token_id)
             self._delivery.add(job, token, reason)
             if reason is not None:
-                ended.append((job, reason))
-        return ended
+                self._end(job, reason)
 
     def _finish_reason(self, job: Job, token_id: int) -> FinishReason | None:
         if not job.params.ignore_eos and token_id in self._eos_token_ids:
@@ -439,9 +427,8 @@ class StepLoop:
         return None
 
     def _fail_if_too_long(self, job: Job) -> None:
-        device = self.kv.tiers.device
         needed = len(job.prompt_ids) + job.params.max_tokens
-        capacity = device.num_blocks * device.block_size
+        capacity = self.kv.tiers.device.capacity
         if needed > capacity:
             reason = (
                 f"prompt and output together are {needed} tokens, and since the ranks were "

@@ -352,27 +352,12 @@ class KVManager:
     # --- Swapping -----------------------------------------------------------------------------
 
     def _swap_is_cheaper(self, job: Job) -> bool:
-        blocks = self.tiers.device.blocks_for(job.num_computed)
-        estimate = self._costs.estimate(
-            job.num_computed,
-            blocks_out=self.tiers.num_to_copy(job.number, job.num_computed)
-            + self.tiers.num_leaving,
-            blocks_in=blocks,
+        num_copied = self.tiers.num_to_copy(job.number, job.num_computed)
+        return self._costs.swap_is_cheaper(
+            job,
+            blocks_out=num_copied + self.tiers.num_leaving,
+            blocks_in=self.tiers.device.blocks_for(job.num_computed),
         )
-        if _log.isEnabledFor(logging.DEBUG):
-            _log.debug(
-                "job %s leaves the device: swapping %d blocks takes %.2f ms, computing %d tokens "
-                "again %.2f ms: %s",
-                job.id,
-                blocks,
-                estimate.swap_s * 1e3,
-                job.num_computed,
-                estimate.recompute_s * 1e3,
-                "swap" if estimate.swap_is_cheaper else "recompute",
-            )
-        if not estimate.swap_is_cheaper:
-            self._costs.relax()
-        return estimate.swap_is_cheaper
 
     def _make_host_room(self, job: Job) -> bool:
         """Whether the host can hold the job's KV; forgets copies of jobs on the device for it,

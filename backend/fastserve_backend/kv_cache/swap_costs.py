@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Protocol
+
+from fastserve_backend.job import Job
 
 # Share of each transfer in the running mean of the link's speed.
 _WEIGHT = 0.1
 # A copy whose thread was descheduled says nothing of the link: it counts as so many times too slow,
 # no more.
 _MOST_TIMES = 4.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +27,6 @@ class Link:
 
 class PrefillTimes(Protocol):
     def prefill_s(self, num_tokens: int) -> float: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Seconds that either choice costs."""
-
-    swap_s: float
-    recompute_s: float
-
-    @property
-    def swap_is_cheaper(self) -> bool:
-        return self.swap_s <= self.recompute_s
 
 
 class SwapCosts:
@@ -57,12 +49,6 @@ class SwapCosts:
         each_s = min(seconds / num_blocks, _MOST_TIMES * known_s)
         self._block_s[is_out] += _WEIGHT * (each_s - known_s)
 
-    def relax(self) -> None:
-        """A job was not swapped because the link is slow. Without copies nothing would ever show
-        that it no longer is, so it is taken to be a little more what was measured at first."""
-        for is_out, measured_s in self._measured_s.items():
-            self._block_s[is_out] += _WEIGHT * (measured_s - self._block_s[is_out])
-
     def transfer_s(self, is_out: bool, num_blocks: int) -> float:
         """How long the link takes for so many blocks."""
         return num_blocks * self._block_s[is_out]
@@ -76,10 +62,28 @@ class SwapCosts:
         """An iteration takes as long as this at least: one that decodes one job."""
         return self._times.prefill_s(1)
 
-    def estimate(self, num_tokens: int, blocks_out: int, blocks_in: int) -> Estimate:
-        """For a job of ``num_tokens`` computed tokens, with so many blocks ahead of its return on
-        the link in either direction."""
-        return Estimate(
-            swap_s=self.transfer_s(True, blocks_out) + self.transfer_s(False, blocks_in),
-            recompute_s=self._times.prefill_s(num_tokens),
+    def swap_is_cheaper(self, job: Job, blocks_out: int, blocks_in: int) -> bool:
+        """For a job that must leave, with so many blocks ahead of its return on the link in either
+        direction."""
+        swap_s = self.transfer_s(True, blocks_out) + self.transfer_s(False, blocks_in)
+        recompute_s = self._times.prefill_s(job.num_computed)
+        is_cheaper = swap_s <= recompute_s
+        _log.debug(
+            "job %s leaves the device: swapping %d blocks takes %.2f ms, computing %d tokens again "
+            "%.2f ms: %s",
+            job.id,
+            blocks_in,
+            swap_s * 1e3,
+            job.num_computed,
+            recompute_s * 1e3,
+            "swap" if is_cheaper else "recompute",
         )
+        if not is_cheaper:
+            self._relax()
+        return is_cheaper
+
+    def _relax(self) -> None:
+        """A job was not swapped because the link is slow. Without copies nothing would ever show
+        that it no longer is, so it is taken to be a little more what was measured at first."""
+        for is_out, measured_s in self._measured_s.items():
+            self._block_s[is_out] += _WEIGHT * (measured_s - self._block_s[is_out])

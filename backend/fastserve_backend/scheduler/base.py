@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -99,6 +99,8 @@ Urgency = Callable[[Job], tuple[float, float]]
 class Policy(Protocol):
     """Owns the order of all unfinished jobs. Called by one thread, with the time passed in."""
 
+    limits: BatchLimits
+
     @property
     def num_demotions(self) -> int:
         """How often a job sank to a lower queue or outlived its prediction, since the start."""
@@ -119,16 +121,15 @@ class Policy(Protocol):
         ...
 
     def remove(self, job: Job) -> None:
-        """The job ended, for whatever reason; it must be known, and may be selected."""
+        """The job ended, for whatever reason; it must be known."""
         ...
 
-    def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
-        """Jobs to run next, most urgent first, within the batch limits and ``memory``.
+    def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
+        """All jobs, most urgent first, for ``fill_batch``: of use until anything else is called.
+        Promotes who starves.
 
-        Empty only if every job is in an iteration already, or has no memory. Jobs selected are not
-        selected again before ``iteration_done`` or ``not_run`` names them: with pipeline stages the
-        next batch is chosen from the waiting jobs while others run (FastServe §4.3). Costs O(batch)
-        and, where memory is short, O(jobs passed over).
+        Args:
+            in_flight: numbers of the jobs in unfinished iterations, which do not starve.
         """
         ...
 
@@ -137,18 +138,13 @@ class Policy(Protocol):
         be they pending. Not called for those that are known to end with it."""
         ...
 
-    def overran(self, jobs: Sequence[Job], seconds: float) -> None:
+    def overran(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
         """The latest iteration done of these jobs took so much longer than predicted; less than 0:
-        shorter. They may be selected again."""
-        ...
-
-    def not_run(self, jobs: Sequence[Job]) -> None:
-        """Those of these jobs that are selected did not run after all; they keep their places.
-        Called before the next ``select``."""
+        shorter. Those ``in_flight``, by number, are in the next one already."""
         ...
 
     def predicted(self, job: Job) -> None:
-        """The job's ``predicted_tokens`` were set or changed; it is known, and may be selected."""
+        """The job's ``predicted_tokens`` were set or changed; it is known, and may be in flight."""
         ...
 
     def recalibrate(self) -> None:
@@ -174,9 +170,12 @@ _LOOKS_BEYOND = 4
 
 
 def fill_batch(
-    jobs: Iterable[Job], limits: BatchLimits, skip: Callable[[Job], bool], memory: Memory
+    jobs: Iterable[Job], limits: BatchLimits, in_flight: Collection[int], memory: Memory
 ) -> list[Scheduled]:
-    """Take jobs in order while they fit; the walk is O(batch), however many jobs wait.
+    """Take jobs in order while they fit, but for those in flight: with pipeline stages the next
+    batch is chosen from the waiting jobs while others run (FastServe §4.3). Empty only if all are
+    in flight, or have no memory. Costs O(batch + jobs in flight) and, where memory is short, O(jobs
+    passed over), however many jobs wait.
 
     A job that exceeds the token limit is passed over, so that decodes (one token) behind a long
     prefill still run; in the next iteration, behind decodes alone, it fits. After the first such
@@ -190,7 +189,7 @@ def fill_batch(
     for job in jobs:
         if len(batch) == limits.max_seqs or tokens_left == 0:
             break
-        if skip(job):
+        if job.number in in_flight:
             continue
         if looks_left is not None:
             if looks_left == 0:

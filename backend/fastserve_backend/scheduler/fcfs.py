@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.fixed_priority import FixedPriority
+from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
 
 
-class FCFS(FixedPriority):
-    """Fixed priority by order of arrival: a running job is never preempted for a later one."""
+class FCFS(KeyedPolicy):
+    """A running job is never preempted for a later one."""
 
     name = "fcfs"
 

@@ -2,74 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import (
-    UNLIMITED,
-    BatchLimits,
-    Memory,
-    Scheduled,
-    Urgency,
-    fill_batch,
-)
-from fastserve_backend.scheduler.ordered_jobs import OrderedJobs
+from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
 
 
-class FixedPriority:
-    """The shortest prompts run first, at every token, whatever their outputs turn out to be.
-
-    Nothing promotes a job: under overload long prompts starve. Selecting costs O(batch), adding and
-    removing what ``OrderedJobs`` costs.
-    """
+class FixedPriority(KeyedPolicy):
+    """The shortest prompts run first, whatever their outputs turn out to be. Nothing promotes a
+    job: under overload long prompts starve."""
 
     name = "fixed_priority"
-    num_demotions = 0
-    num_promotions = 0
-    quanta_s = (None,)
-
-    def __init__(self, limits: BatchLimits) -> None:
-        self._limits = limits
-        self._jobs = OrderedJobs()
-        self._in_flight: set[int] = set()
 
     def key(self, job: Job) -> float:
-        """The job's priority: smaller runs first."""
         return len(job.prompt_ids)
-
-    def add(self, job: Job, now: float) -> None:
-        self._jobs.add(job, self.key(job))
-
-    def remove(self, job: Job) -> None:
-        self._jobs.remove(job)
-        self._in_flight.discard(job.number)
-
-    def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
-        in_flight = self._in_flight
-        batch = fill_batch(self._jobs, self._limits, lambda job: job.number in in_flight, memory)
-        in_flight.update(job.number for job, _ in batch)
-        return batch
-
-    def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        self._in_flight.difference_update(job.number for job in jobs)
-
-    def overran(self, jobs: Sequence[Job], seconds: float) -> None:
-        pass  # nor of how long they have run
-
-    def not_run(self, jobs: Sequence[Job]) -> None:
-        self._in_flight.difference_update(job.number for job in jobs)
-
-    def predicted(self, job: Job) -> None:
-        pass  # its order knows nothing of output lengths
-
-    def recalibrate(self) -> None:
-        pass
-
-    def urgency(self, now: float) -> Urgency:
-        return lambda job: (self._jobs.key(job), job.number)
-
-    def level_sizes(self) -> Sequence[int]:
-        return (len(self._jobs),)
-
-    def describe(self) -> str:
-        return f"{self.name}: {self._limits.describe()}"

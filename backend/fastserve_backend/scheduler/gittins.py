@@ -8,20 +8,14 @@ learned. Where lengths are predicted, it learns what a prediction is worth.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from fastserve_backend.config import Objective
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import (
-    UNLIMITED,
-    BatchLimits,
-    IterationTimes,
-    Memory,
-    Scheduled,
-)
-from fastserve_backend.scheduler.fixed_priority import FixedPriority
+from fastserve_backend.scheduler.base import BatchLimits, IterationTimes
 from fastserve_backend.scheduler.gittins_index import GittinsIndex
+from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
 from fastserve_backend.scheduler.length_distribution import (
     DistributionOfPredicted,
     LengthDistribution,
@@ -62,7 +56,7 @@ class _Entry:
     bin: int = 0  # of its length, if it ended now
 
 
-class Gittins(FixedPriority):
+class Gittins(KeyedPolicy):
     """The job of the largest index runs first, at every token; of equal ones the first to arrive.
 
     Jobs that have waited for ``starvation_s`` come before all others, one at a time, the longest
@@ -111,7 +105,7 @@ class Gittins(FixedPriority):
             # A prefill makes the iteration longer for all that are in it, a decode hardly.
             prefill_s = self._times.prefill_s(job.num_uncomputed)
             decode_s = self._times.decode_s(job.num_tokens)
-            extra = self._limits.max_seqs * (prefill_s - decode_s) / decode_s
+            extra = self.limits.max_seqs * (prefill_s - decode_s) / decode_s
         index = self._entries[job.number].learned[-1].index
         return -index.of(extra, job.num_outputs, self._most_tokens(job))
 
@@ -133,13 +127,15 @@ class Gittins(FixedPriority):
                     learned.lengths.ended(entry.bin)
                 self._learn()
 
-    def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
+    def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
         self._place_some()
-        self._promote_starved(now)
-        return super().select(now, memory)
+        if self._promoted is None:
+            starved = next(self._waiting.starved(now, in_flight), None)
+            if starved is not None:
+                self._promote(starved)
+        return super().walk(now, in_flight)
 
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        super().iteration_done(jobs, elapsed_s, now)
         for job in jobs:
             self._waiting.begin(job, now)
             if job.output_ids:
@@ -152,14 +148,9 @@ class Gittins(FixedPriority):
                     self._promoted = None
             self._jobs.move(job, self.key(job))
 
-    def overran(self, jobs: Sequence[Job], seconds: float) -> None:
+    def overran(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
         if self._promoted in jobs:
             self._turn_s -= seconds
-
-    def not_run(self, jobs: Sequence[Job]) -> None:
-        super().not_run(jobs)
-        for job in jobs:
-            self._waiting.not_run(job)
 
     def predicted(self, job: Job) -> None:
         entry = self._entries[job.number]
@@ -172,7 +163,7 @@ class Gittins(FixedPriority):
     def describe(self) -> str:
         return (
             f"{self.name}: objective {self._objective}, promotion after "
-            f"{self._waiting.starvation_s * 1e3:.0f} ms, {self._limits.describe()}"
+            f"{self._waiting.starvation_s * 1e3:.0f} ms, {self.limits.describe()}"
         )
 
     def _learned_of(self, job: Job) -> tuple[_Learned, ...]:
@@ -186,17 +177,13 @@ class Gittins(FixedPriority):
             self._of_class[name] = _Learned(lengths, self._objective)
         return self._of_all, self._of_class[name]
 
-    def _promote_starved(self, now: float) -> None:
-        if self._promoted is not None:
-            return
-        for job in self._waiting.take_starved(now):
-            if job.number not in self._in_flight:
-                self._promoted = job
-                self._turn_s = self._waiting.starvation_s / _TURNS
-                self._turn_tokens = job.num_outputs
-                self._jobs.move(job, _PROMOTED_KEY)
-                self.num_promotions += 1
-                return
+    def _promote(self, job: Job) -> None:
+        self._waiting.remove(job)
+        self._promoted = job
+        self._turn_s = self._waiting.starvation_s / _TURNS
+        self._turn_tokens = job.num_outputs
+        self._jobs.move(job, _PROMOTED_KEY)
+        self.num_promotions += 1
 
     def _most_tokens(self, job: Job) -> int:
         """Jobs whose length is forced stand for jobs whose length nobody knows: with them

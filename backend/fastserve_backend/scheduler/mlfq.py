@@ -8,45 +8,30 @@ has waited too long is promoted to Q1 (FastServe §4.1, Algorithm 1).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import (
-    UNLIMITED,
-    BatchLimits,
-    Memory,
-    Scheduled,
-    Urgency,
-    fill_batch,
-)
+from fastserve_backend.scheduler.base import BatchLimits, Urgency
 from fastserve_backend.scheduler.waiting_jobs import WaitingJobs
 
 
 @dataclass(frozen=True, slots=True)
 class Quanta:
-    """How quanta are set.
-
-    Raises:
-        ValueError: ``ratio`` is not above 1, or ``starvation_s`` not above 0.
-    """
+    """How quanta are set."""
 
     base_s: Callable[[], float]
     """Quantum of Q1, > 0: the minimum iteration time, or what the operator set. Asked again when
     the iteration times drift."""
     ratio: float
-    """Quantum of a queue over that of the queue above."""
+    """Quantum of a queue over that of the queue above; > 1."""
     longest_job_s: float
     """The last queue's quantum covers it: the longest prefill, so that every job has a queue to
     join, and all the decodes after it, because jobs in the last queue run to completion."""
     starvation_s: float
     """A job that has not run for this long (since its arrival, if it never ran) is promoted to Q1:
     the bound on waiting that the operator trades for mean latency."""
-
-    def __post_init__(self) -> None:
-        if self.ratio <= 1 or self.starvation_s <= 0:
-            raise ValueError(f"need ratio > 1 and starvation_s > 0: {self}")
 
 
 @dataclass(slots=True)
@@ -56,20 +41,18 @@ class _Entry:
     num_tokens: int  # of the job when it entered this level
     ticket: int  # ascends along each queue
     used_s: float = 0.0  # execution time at this level
-    in_flight: bool = False
 
 
 class MLFQ:
     """The naive baseline: every job joins Q1 and is demoted one queue at a time. FIFO in a queue.
 
-    Every operation costs O(1) amortised, except ``select``: O(levels + jobs of the batch and those
-    passed over for want of memory).
+    Every operation costs O(1) amortised, except ``walk``: O(levels + jobs walked).
     """
 
     name = "mlfq"
 
     def __init__(self, limits: BatchLimits, quanta: Quanta) -> None:
-        self._limits = limits
+        self.limits = limits
         self._quanta = quanta
         num_queues, quantum_s = 1, quanta.base_s()
         while quantum_s < quanta.longest_job_s:
@@ -94,8 +77,7 @@ class MLFQ:
         return job.queue_level + 1
 
     def add(self, job: Job, now: float) -> None:
-        if job.number in self._entries:
-            raise ValueError(f"job {job.number} is already queued")
+        assert job.number not in self._entries
         job.queue_level = self.join_level(job)
         self._entries[job.number] = _Entry(job.num_tokens, next(self._tickets))
         self._queues[job.queue_level][job.number] = job
@@ -106,39 +88,21 @@ class MLFQ:
         del self._queues[job.queue_level][job.number]
         self._waiting.remove(job)
 
-    def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
-        entries = self._entries
-        batch = fill_batch(
-            self.walk(now), self._limits, lambda job: entries[job.number].in_flight, memory
-        )
-        self.selected([job for job, _ in batch])
-        return batch
-
-    def walk(self, now: float) -> Iterator[Job]:
-        """All jobs in the order of selection, those in flight too; promotes who starves."""
-        self._promote_starved(now)
+    def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
+        for job in list(self._waiting.starved(now, in_flight)):
+            self._waiting.remove(job)
+            if job.queue_level > 0:
+                self._move(job, self._entries[job.number], 0)
+                self.num_promotions += 1
         return chain.from_iterable(queue.values() for queue in self._queues)
 
-    def selected(self, jobs: Iterable[Job]) -> None:
-        """These are in flight from now on."""
-        for job in jobs:
-            self._entries[job.number].in_flight = True
-
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
+        self._charge(jobs, elapsed_s, in_flight=())
         for job in jobs:
-            entry = self._entries[job.number]
-            entry.in_flight = False
-            self._charge(job, entry, elapsed_s)
             self._waiting.begin(job, now)
 
-    def overran(self, jobs: Sequence[Job], seconds: float) -> None:
-        for job in jobs:
-            self._charge(job, self._entries[job.number], seconds)
-
-    def not_run(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            self._entries[job.number].in_flight = False
-            self._waiting.not_run(job)
+    def overran(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
+        self._charge(jobs, seconds, in_flight)
 
     def predicted(self, job: Job) -> None:
         pass  # its order knows nothing of output lengths
@@ -164,7 +128,7 @@ class MLFQ:
         execute_s = []
         jobs_above, total_s = 0, 0.0
         for queue, quantum_s in zip(self._queues, self.quanta_s, strict=True):
-            execute_s.append(total_s / self._limits.max_seqs)
+            execute_s.append(total_s / self.limits.max_seqs)
             jobs_above += len(queue)
             total_s += jobs_above * quantum_s
         return execute_s
@@ -184,25 +148,20 @@ class MLFQ:
         return (
             f"{self.name}: {len(self.quanta_s)} queues, quanta {self.quanta_s[0] * 1e3:.2f} to "
             f"{self.quanta_s[-1] * 1e3:.0f} ms (ratio {self._quanta.ratio:g}), promotion after "
-            f"{self._quanta.starvation_s * 1e3:.0f} ms, {self._limits.describe()}"
+            f"{self._quanta.starvation_s * 1e3:.0f} ms, {self.limits.describe()}"
         )
 
-    def _promote_starved(self, now: float) -> None:
-        for job in self._waiting.take_starved(now):
+    def _charge(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
+        """The jobs ran for so long; who used a quantum up by that sinks, but not while it runs."""
+        for job in jobs:
             entry = self._entries[job.number]
-            if job.queue_level > 0 and not entry.in_flight:
-                self._move(job, entry, 0)
-                self.num_promotions += 1
-
-    def _charge(self, job: Job, entry: _Entry, seconds: float) -> None:
-        """The job ran for so long; it sinks if that was its quantum, but not while it runs."""
-        entry.used_s += seconds
-        # Never within a prefill in chunks: when KV memory is short, jobs that sink before they have
-        # a token could take each other's KV for ever.
-        has_token = job.num_tokens > entry.num_tokens
-        used_up = entry.used_s >= self.quanta_s[job.queue_level]
-        if has_token and used_up and not entry.in_flight:
-            self._demote(job, entry)
+            entry.used_s += seconds
+            used_up = entry.used_s >= self.quanta_s[job.queue_level]
+            # Never within a prefill in chunks: when KV memory is short, jobs that sink before they
+            # have a token could take each other's KV for ever.
+            has_token = job.num_tokens > entry.num_tokens
+            if used_up and has_token and job.number not in in_flight:
+                self._demote(job, entry)
 
     def _demote(self, job: Job, entry: _Entry) -> None:
         if job.queue_level == len(self._queues) - 1:

@@ -38,9 +38,7 @@ class OrderedJobs:
         return (self._jobs[number] for _, number in self._order)
 
     def add(self, job: Job, key: float) -> None:
-        """Raises ValueError: the job is here already."""
-        if job.number in self._jobs:
-            raise ValueError(f"job {job.number} is already queued")
+        assert job.number not in self._jobs
         self._jobs[job.number] = (key, job)
         insort(self._order, (key, job.number))
 

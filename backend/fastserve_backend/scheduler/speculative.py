@@ -7,19 +7,15 @@ without one are scheduled by skip-join MLFQ, in one order with the others.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import (
-    UNLIMITED,
     BatchLimits,
     IterationTimes,
-    Memory,
-    Scheduled,
     Urgency,
-    fill_batch,
     time_to_next_token,
 )
 from fastserve_backend.scheduler.mlfq import Quanta
@@ -32,7 +28,6 @@ class _Entry:
     """What the policy knows of a job beside its place."""
 
     arrived_s: float
-    in_flight: bool = False
     num_tokens: int | None = None  # that it has at its end, as is believed now; None: no prediction
     remaining_s: float = 0.0  # of a job with a prediction
 
@@ -53,7 +48,7 @@ class Speculative:
     ``job.queue_level`` of a job with a prediction is the queue whose quantum covers its remaining
     time, and ``level_sizes`` counts it there.
 
-    ``select`` costs what it costs in MLFQ; the first urgency asked for, an addition for each job
+    ``walk`` costs what it costs in MLFQ; the first urgency asked for, an addition for each job
     before that one; everything else what ``OrderedJobs`` costs a job.
     """
 
@@ -62,9 +57,7 @@ class Speculative:
     def __init__(
         self, limits: BatchLimits, quanta: Quanta, times: IterationTimes, aging: float
     ) -> None:
-        if aging <= 0:
-            raise ValueError(f"aging: got {aging}; must be above 0")
-        self._limits = limits
+        self.limits = limits
         self._times = times
         self._aging = aging
         self._entries: dict[int, _Entry] = {}
@@ -86,8 +79,6 @@ class Speculative:
         return self._queues.quanta_s
 
     def add(self, job: Job, now: float) -> None:
-        if job.number in self._entries:
-            raise ValueError(f"job {job.number} is already queued")
         self._entries[job.number] = _Entry(now)
         self._queues.add(job, now)
         if job.predicted_tokens is not None:
@@ -101,20 +92,8 @@ class Speculative:
             self._ordered_sizes[job.queue_level] -= 1
         del self._entries[job.number]
 
-    def select(self, now: float, memory: Memory = UNLIMITED) -> list[Scheduled]:
-        entries = self._entries
-        batch = fill_batch(
-            self.walk(now), self._limits, lambda job: entries[job.number].in_flight, memory
-        )
-        jobs = [job for job, _ in batch]
-        for job in jobs:
-            entries[job.number].in_flight = True
-        self._queues.selected(self._queued(jobs))
-        return batch
-
-    def walk(self, now: float) -> Iterator[Job]:
-        """All jobs in the order of selection, those in flight too; promotes who starves."""
-        queued = self._queues.walk(now)
+    def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
+        queued = iter(self._queues.walk(now, in_flight))
         first = next(queued, None)
         for key, job in self._order.items():
             while first is not None and self._queued_key(first) < key:
@@ -129,18 +108,12 @@ class Speculative:
         self._queues.iteration_done(self._queued(jobs), elapsed_s, now)
         for job in jobs:
             entry = self._entries[job.number]
-            entry.in_flight = False
             if entry.num_tokens is not None:
                 self._num_outlived += job.num_outputs > entry.num_tokens
                 self._order.move(job, self._key_if(job, entry.num_tokens))
 
-    def overran(self, jobs: Sequence[Job], seconds: float) -> None:
-        self._queues.overran(self._queued(jobs), seconds)
-
-    def not_run(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            self._entries[job.number].in_flight = False
-        self._queues.not_run(self._queued(jobs))
+    def overran(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
+        self._queues.overran(self._queued(jobs), seconds, in_flight)
 
     def predicted(self, job: Job) -> None:
         assert job.predicted_tokens is not None
@@ -171,7 +144,7 @@ class Speculative:
             num_before = self._order.num_before(key, number)
             if num_before >= len(sums_s):
                 sums_s.extend(islice(rest, num_before + 1 - len(sums_s)))
-            return sums_s[num_before] / self._limits.max_seqs
+            return sums_s[num_before] / self.limits.max_seqs
 
         def ewt(job: Job) -> tuple[float, float]:
             if self._entries[job.number].num_tokens is None:

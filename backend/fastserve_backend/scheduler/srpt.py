@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, time_to_next_token
-from fastserve_backend.scheduler.fixed_priority import FixedPriority
+from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
 
 
-class SRPT(FixedPriority):
-    """Fixed priority, but the key is the remaining time, taken anew whenever the job has run or the
-    iteration times have drifted."""
+class SRPT(KeyedPolicy):
+    """The key is the remaining time, taken anew whenever the job has run or the iteration times
+    have drifted."""
 
     name = "srpt"
 
@@ -30,7 +30,6 @@ class SRPT(FixedPriority):
         )
 
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        super().iteration_done(jobs, elapsed_s, now)
         for job in jobs:
             self._jobs.move(job, self.key(job))
 

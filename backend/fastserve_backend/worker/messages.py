@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # pydantic takes a rank a quarter of a second to import
 class Hello(msgspec.Struct, tag="hello", array_like=True):
     """A rank's first message: it runs and wants its ``Setup``."""
 
-    rank: int
     pid: int
     host: str
 

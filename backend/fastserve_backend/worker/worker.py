@@ -63,7 +63,7 @@ def run(engine_address: str, rendezvous: Path | None) -> int:
     rank = int(os.environ["RANK"])
     link = EngineLink(engine_address, rank)
     send = sender(link.main)
-    send(Hello(rank=rank, pid=os.getpid(), host=socket.gethostname()))
+    send(Hello(pid=os.getpid(), host=socket.gethostname()))
     _send_heartbeats(link)
     try:
         setup = link.receive()

@@ -1,0 +1,60 @@
+"""A policy that is a key of jobs: what those that are one sorted list have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from fastserve_backend.job import Job
+from fastserve_backend.scheduler.base import BatchLimits, Urgency
+from fastserve_backend.scheduler.ordered_jobs import OrderedJobs
+
+
+class KeyedPolicy:
+    """The job of the smallest key runs first, at every token; of equal ones the first to arrive.
+
+    A job keeps the key that it came with, unless a subclass moves it. Walking costs O(jobs walked),
+    adding and removing what ``OrderedJobs`` costs.
+    """
+
+    name: str
+    num_demotions = 0
+    num_promotions = 0
+    quanta_s = (None,)
+
+    def __init__(self, limits: BatchLimits) -> None:
+        self.limits = limits
+        self._jobs = OrderedJobs()
+
+    def key(self, job: Job) -> float:
+        """By what the job is to be sorted now."""
+        raise NotImplementedError
+
+    def add(self, job: Job, now: float) -> None:
+        self._jobs.add(job, self.key(job))
+
+    def remove(self, job: Job) -> None:
+        self._jobs.remove(job)
+
+    def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
+        return self._jobs
+
+    def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
+        pass
+
+    def overran(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
+        pass
+
+    def predicted(self, job: Job) -> None:
+        pass
+
+    def recalibrate(self) -> None:
+        pass
+
+    def urgency(self, now: float) -> Urgency:
+        return lambda job: (self._jobs.key(job), job.number)
+
+    def level_sizes(self) -> Sequence[int]:
+        return (len(self._jobs),)
+
+    def describe(self) -> str:
+        return f"{self.name}: {self.limits.describe()}"

@@ -15,8 +15,11 @@ import pytest
 from fastserve_client.gateway import http_connection
 from fastserve_client.gateway.app import create_app
 from fastserve_client.gateway.command import GatewayServer
-from fastserve_client.gateway.http_connection import MAX_HEADER_BYTES, MAX_UNANSWERED
-from lone_gateway import Pictures, settings
+from fastserve_client.gateway.http_connection import (
+    MAX_HEADER_BYTES,
+    MAX_UNANSWERED,
+)
+from lone_gateway import MAX_BODY_BYTES, Pictures, settings
 from running_gateway import running_gateway
 from waiting import wait_for
 
@@ -26,6 +29,7 @@ MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 EVENTS = b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
 # Answered before its body: there is no Content-Type.
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,34 @@ def test_a_request_sent_ahead_does_not_hide_that_the_client_is_gone(
         wait_for(lambda: gateway.pictures.is_watched)
     wait_for(lambda: not gateway.pictures.is_watched)
     assert not caplog.records
+
+
+# --- bodies that are answered before their end --------------------------------------------------
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_who_sends_too_much_is_told(gateway: Gateway, in_chunks: bool) -> None:
+    connection = http.client.HTTPConnection(*gateway.address, timeout=DEADLINE_S)
+    part = b" " * (1 << 16)
+    parts = [part] * (16 * MAX_BODY_BYTES // len(part))  # more than the system holds
+    headers = {"Content-Type": "application/json"}
+    body = parts if in_chunks else b"".join(parts)
+    connection.request("POST", "/v1/completions", body, headers, encode_chunked=in_chunks)
+    used = connection.sock
+    answer = connection.getresponse()
+    assert answer.status == 413
+    answer.read()
+    connection.request("GET", "/v1/models")
+    assert connection.getresponse().status == 200
+    assert connection.sock is used
+    connection.close()
+
+
+def test_who_sends_too_slowly_may_go_on(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastserve_client.gateway.body.READ_TIMEOUT_S", SHORT_S)
+    with gateway.connect() as connection:
+        assert status(connection, POST + b"Content-Length: 3\r\n\r\na") == 408
+        assert status(connection, b"bc" + MODELS) == 200
 
 
 # --- those that do nothing ----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import resource
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastserve_client.gateway import http_connection
@@ -18,9 +20,11 @@ from fastserve_client.gateway.command import GatewayServer
 from fastserve_client.gateway.http_connection import (
     MAX_HEADER_BYTES,
     MAX_UNANSWERED,
+    HttpConnection,
 )
 from lone_gateway import MAX_BODY_BYTES, Pictures, settings
 from running_gateway import running_gateway
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from waiting import wait_for
 
 DEADLINE_S = 30.0
@@ -30,15 +34,34 @@ EVENTS = b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
 # Answered before its body: there is no Content-Type.
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+JOB = POST + b'Content-Length: 36\r\n\r\n{"model":"fastserve", "prompt": "a"}'
+
+
+class Jobs(Pictures):
+    """A client whose jobs run until they are cancelled."""
+
+    is_running = False
+
+    async def generate(self, prompt: object, **options: Any) -> None:
+        self.is_running = True
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.is_running = False
 
 
 @dataclass(frozen=True)
 class Gateway:
     address: tuple[str, int]
-    pictures: Pictures
+    pictures: Jobs
+    server: GatewayServer
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=DEADLINE_S)
+
+    def is_answering(self, path: str) -> bool:
+        connections = tuple(self.server.server_state.connections)
+        return any(one.is_answering(path) for one in connections if isinstance(one, HttpConnection))
 
     def answers(self) -> bool:
         with self.connect() as other:
@@ -47,7 +70,7 @@ class Gateway:
 
 @pytest.fixture
 def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
-    pictures = Pictures()
+    pictures = Jobs()
     monkeypatch.setattr(
         "fastserve_client.gateway.app.AsyncFastServeClient", lambda *_, **__: pictures
     )
@@ -55,7 +78,7 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.run, [listener])
         try:
-            yield Gateway(listener.getsockname(), pictures)
+            yield Gateway(listener.getsockname(), pictures, server)
         finally:
             server.should_exit = True
             running.result(DEADLINE_S)
@@ -162,6 +185,25 @@ def test_a_request_sent_ahead_does_not_hide_that_the_client_is_gone(
         wait_for(lambda: gateway.pictures.is_watched)
     wait_for(lambda: not gateway.pictures.is_watched)
     assert not caplog.records
+
+
+def test_nor_one_that_is_sent_later(gateway: Gateway) -> None:
+    with gateway.connect() as connection:
+        connection.sendall(JOB)
+        wait_for(lambda: gateway.pictures.is_running)
+        connection.sendall(MODELS)
+        wait_for(lambda: gateway.is_answering("/v1/models"))
+    wait_for(lambda: not gateway.pictures.is_running)
+
+
+def test_large_ones_may_not_be_sent_ahead(gateway: Gateway) -> None:
+    with gateway.connect() as connection:
+        connection.sendall(JOB)
+        wait_for(lambda: gateway.pictures.is_running)
+        size = HIGH_WATER_LIMIT + 1
+        connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % size + b" " * size)
+        assert rest(connection) == b""
+        wait_for(lambda: not gateway.pictures.is_running)
 
 
 # --- bodies that are answered before their end --------------------------------------------------

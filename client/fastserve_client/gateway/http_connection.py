@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections import deque
 
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -63,11 +64,16 @@ class HttpConnection(HttpToolsProtocol):
         if len(self._unanswered) >= MAX_UNANSWERED:
             raise ConnectionAbortedError  # ends the parser's work on this data, see below
         super().on_headers_complete()
+        # uvicorn pauses for one that is sent ahead, and would not see that the client goes.
+        self.flow.resume_reading()
         self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed_bytes = 0
         super().on_body(body)
+        # Bytes that HeldBodies does not count yet; uvicorn has paused for them too.
+        if len(self._unanswered) > 1 and len(self.cycle.body) > HIGH_WATER_LIMIT:
+            raise ConnectionAbortedError
 
     def on_message_complete(self) -> None:
         self._num_unparsed_bytes = 0

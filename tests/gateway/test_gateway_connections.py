@@ -127,6 +127,14 @@ def test_headers_have_a_limit(gateway: Gateway, before: bytes, beginning: bytes)
     assert gateway.answers()
 
 
+def test_headers_have_a_limit_that_come_at_once(gateway: Gateway) -> None:
+    with gateway.connect() as connection:
+        request = b"GET /live HTTP/1.1\r\nHost: localhost\r\n"
+        request += b"X: a\r\n" * (MAX_HEADER_BYTES // len(b"X: a\r\n")) + b"\r\n"
+        connection.sendall(request)
+        assert rest(connection).startswith(b"HTTP/1.1 431 ")
+
+
 def test_trailers_have_the_same_limit(gateway: Gateway) -> None:
     with gateway.connect() as connection:
         assert status(connection, CHUNKED) == 415

@@ -15,7 +15,8 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from fastserve_client.gateway.errors import ApiError
 
-# The parser joins the pieces of a header as they come, in time that grows with their square.
+# Of those that have not ended too: the parser joins a header's pieces in time that grows with
+# their square.
 MAX_HEADER_BYTES = 1 << 16
 # For the headers of a request; also for the rest of a body that was answered before its end.
 HEADERS_TIMEOUT_S = 30.0
@@ -55,14 +56,18 @@ class HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._num_unparsed_bytes += len(data)
         super().data_received(data)
-        if self._num_unparsed_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-            self._refuse(431, f"headers: they do not end within {MAX_HEADER_BYTES} bytes")
+        if self._num_unparsed_bytes > MAX_HEADER_BYTES:
+            self._refuse_headers()
 
     def on_headers_complete(self) -> None:
         self._num_unparsed_bytes = 0
         self._deadline.cancel()
+        lengths = (len(name) + len(value) + len(b": \r\n") for name, value in self.headers)
+        if len(self.url) + sum(lengths) > MAX_HEADER_BYTES:
+            self._refuse_headers()
+            raise ConnectionAbortedError  # ends the parser's work on this data, as an error
         if len(self._unanswered) >= MAX_UNANSWERED:
-            raise ConnectionAbortedError  # ends the parser's work on this data, see below
+            raise ConnectionAbortedError
         super().on_headers_complete()
         # uvicorn pauses for one that is sent ahead, and would not see that the client goes.
         self.flow.resume_reading()
@@ -92,7 +97,12 @@ class HttpConnection(HttpToolsProtocol):
     def _await_headers(self) -> None:
         self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.close)
 
+    def _refuse_headers(self) -> None:
+        self._refuse(431, f"headers: longer than {MAX_HEADER_BYTES} bytes")
+
     def _refuse(self, status: int, reason: str) -> None:
+        if self.transport.is_closing():
+            return
         if self._unanswered:  # the refusal could come in the middle of an answer
             self.transport.abort()
             return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
+import re
 import resource
 import socket
 import time
@@ -35,6 +37,9 @@ EVENTS = b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 JOB = POST + b'Content-Length: 36\r\n\r\n{"model":"fastserve", "prompt": "a"}'
+# As Java's own client offers it with each request.
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+WEBSOCKET = b"Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\n"
 
 
 class Jobs(Pictures):
@@ -113,6 +118,7 @@ def rest(connection: socket.socket) -> bytes:
     [
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + H2C + b"X: ",
         b"GET /health",
     ],
 )
@@ -127,9 +133,10 @@ def test_headers_have_a_limit(gateway: Gateway, before: bytes, beginning: bytes)
     assert gateway.answers()
 
 
-def test_headers_have_a_limit_that_come_at_once(gateway: Gateway) -> None:
+@pytest.mark.parametrize("offer", [b"", H2C], ids=["plain", "h2c"])
+def test_headers_have_a_limit_that_come_at_once(gateway: Gateway, offer: bytes) -> None:
     with gateway.connect() as connection:
-        request = b"GET /live HTTP/1.1\r\nHost: localhost\r\n"
+        request = b"GET /live HTTP/1.1\r\nHost: localhost\r\n" + offer
         request += b"X: a\r\n" * (MAX_HEADER_BYTES // len(b"X: a\r\n")) + b"\r\n"
         connection.sendall(request)
         assert rest(connection).startswith(b"HTTP/1.1 431 ")
@@ -170,13 +177,6 @@ def test_some_requests_may_be_sent_ahead(gateway: Gateway) -> None:
         assert text.count(b"HTTP/1.1 200 ") == MAX_UNANSWERED
 
 
-def test_websockets_are_plain_requests(gateway: Gateway) -> None:
-    upgrade = MODELS.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
-    with gateway.connect() as connection:
-        for request in (MODELS, upgrade, MODELS):
-            assert status(connection, request) == 200
-
-
 def test_more_are_not_kept(gateway: Gateway) -> None:
     with gateway.connect() as connection:
         connection.sendall(MODELS * 1000)
@@ -212,6 +212,50 @@ def test_large_ones_may_not_be_sent_ahead(gateway: Gateway) -> None:
         connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % size + b" " * size)
         assert rest(connection) == b""
         wait_for(lambda: not gateway.pictures.is_running)
+
+
+# --- offers to go on with another protocol ------------------------------------------------------
+
+LAST = MODELS.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+OTHER = json.dumps({"model": "other", "prompt": "a"}).encode()  # which is a 404
+WITH_LENGTH = b"Content-Length: %d\r\n\r\n" % len(OTHER), OTHER
+IN_CHUNKS = (
+    b"Transfer-Encoding: chunked\r\n\r\n",
+    b"8\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (OTHER[:8], len(OTHER) - 8, OTHER[8:]),
+)
+
+
+def statuses(answers: bytes) -> list[int]:
+    return [int(code) for code in re.findall(rb"HTTP/1\.1 (\d+) ", answers)]
+
+
+@pytest.mark.parametrize("offer", [H2C, WEBSOCKET], ids=["h2c", "websocket"])
+@pytest.mark.parametrize(("framing", "body"), [WITH_LENGTH, IN_CHUNKS], ids=["length", "chunks"])
+def test_they_are_not_taken_up(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture, offer: bytes, framing: bytes, body: bytes
+) -> None:
+    head = POST + offer + framing
+    with gateway.connect() as connection:
+        connection.sendall((head + body) * 2 + MODELS[:-2] + offer + b"\r\n" + LAST)
+        assert statuses(rest(connection)) == [404, 404, 200, 200]
+    with gateway.connect() as connection:
+        assert status(connection, MODELS + head) == 200
+        connection.sendall(body + LAST)
+        assert statuses(rest(connection)) == [404, 200]
+    assert not caplog.records
+
+
+def test_with_more_of_them_than_may_be_sent_ahead(gateway: Gateway) -> None:
+    with gateway.connect() as connection:
+        connection.sendall((MODELS[:-2] + H2C + b"\r\n") * 1000)
+        assert len(statuses(rest(connection))) < 1000
+    assert gateway.answers()
+
+
+def test_the_gateway_is_no_proxy(gateway: Gateway) -> None:
+    with gateway.connect() as connection:
+        connection.sendall(b"CONNECT example.com:443 HTTP/1.1\r\nHost: example.com\r\n\r\n")
+        assert statuses(rest(connection)) == [400]
 
 
 # --- bodies that are answered before their end --------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections import deque
 
+import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
@@ -27,8 +28,9 @@ MAX_UNANSWERED = 16
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's own, which has none of these limits. (Its h11 has the one of headers, but a body
-    of small chunks holds up everybody for seconds.)"""
+    """uvicorn's own, which has none of these limits, and loses the body of a request that offers
+    an upgrade to another protocol. (Its h11 limits headers and loses nothing, but a body of small
+    chunks holds up everybody for seconds.)"""
 
     _num_unparsed_bytes = 0
     """Since the last headers or part of a body was whole."""
@@ -54,12 +56,22 @@ class HttpConnection(HttpToolsProtocol):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
         self._num_unparsed_bytes += len(data)
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            reason = "Invalid HTTP request received."
+            self.logger.warning(reason)
+            self._refuse(400, reason)
         if self._num_unparsed_bytes > MAX_HEADER_BYTES:
             self._refuse_headers()
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # they come again, see below
         self._num_unparsed_bytes = 0
         self._deadline.cancel()
         lengths = (len(name) + len(value) + len(b": \r\n") for name, value in self.headers)
@@ -81,6 +93,8 @@ class HttpConnection(HttpToolsProtocol):
             raise ConnectionAbortedError
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._num_unparsed_bytes = 0
         super().on_message_complete()
 
@@ -90,9 +104,20 @@ class HttpConnection(HttpToolsProtocol):
         if not self._unanswered:
             self._await_headers()
 
-    def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn where the parser failed."""
-        self._refuse(400, msg)
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """A server may ignore the offer (RFC 9110, 7.8), but this parser ends with its headers.
+        Another gets them without it, and then ``rest``, what came after them."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(400, "CONNECT: the gateway is no proxy")
+            return
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self._num_unparsed_bytes = 0
+        self.data_received(b"\r\n".join((*lines, b"", rest)))
 
     def _await_headers(self) -> None:
         self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.close)

@@ -16,7 +16,6 @@ from common import (
     MAX_MODEL_LEN,
     RECOMPUTE,
     Run,
-    Search,
     System,
     add_dataset,
     console,
@@ -32,7 +31,7 @@ from common import (
 )
 from fastserve_backend.profile.hardware import HARDWARE
 from prediction_errors import MEASURED, PERFECT, PredictionErrors
-from rate_search import Line, ratio, save, search_all
+from rate_search import Line, Search, ratio, save, search_all
 from rich.table import Table
 
 ORCA, VLLM, ALISE, ORACLE = "ORCA", "vLLM", "ALISE", "oracle"

@@ -40,9 +40,6 @@ BATCH = 16
 """Most jobs in one iteration: MaxBatchSize of FastServe's authors."""
 _HOST_GIB = 56.0  # swap space of the authors' ShareGPT runs
 _TYPICAL_CONTEXT = 400  # tokens of a job in the middle of its output
-_STEP = 2.0  # factor between rates while a search looks for one that is too high
-# With a fixed number of jobs latency stops growing once they all arrive practically at once.
-_HIGHEST_LOAD = 20.0
 
 SWAPPING = "KV is swapped to 56 GiB of host memory (strategy proactive)."
 DATASETS = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
@@ -162,39 +159,6 @@ def kv_cache(**keys: Any) -> KVCacheSection:
 
 RECOMPUTE = kv_cache(strategy="recompute")
 """Device memory alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """The largest rate that meets an objective, and all that was run to find it."""
-
-    rate: float
-    """Infinite if no rate breaks the objective with so few jobs."""
-    runs: Sequence[tuple[float, Summary]]
-
-
-def largest_rate(run: Run, meets: Callable[[Summary], bool], tolerance: float) -> Search:
-    """Bisects from ``run.rate`` until two rates, one good and one bad, are this factor apart.
-
-    All runs have the same jobs, and arrivals that only scale.
-    """
-    low, high, rate = 0.0, math.inf, float(f"{run.rate:.3g}")
-    runs: list[tuple[float, Summary]] = []
-    while low == 0 or high / low > tolerance:
-        if rate > _HIGHEST_LOAD * run.rate:
-            return Search(math.inf, runs)
-        summary = replace(run, rate=rate).summary()
-        runs.append((rate, summary))
-        if meets(summary):
-            low = rate
-        else:
-            high = rate
-        if low == 0:
-            rate = high / _STEP
-        else:
-            rate = low * _STEP if high == math.inf else math.sqrt(low * high)
-        rate = float(f"{rate:.3g}")
-    return Search(low, runs)
 
 
 def on_all_cores(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

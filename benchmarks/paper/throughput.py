@@ -13,7 +13,6 @@ from common import (
     RECOMPUTE,
     SWAPPING,
     Run,
-    Search,
     System,
     add_dataset,
     console,
@@ -29,7 +28,7 @@ from common import (
     scheduler,
 )
 from fastserve_client.report import Summary, SweepPoint, sweep_table
-from rate_search import Line, ratio, save, search_all, slo_s
+from rate_search import Line, Search, ratio, save, search_all, slo_s
 from rich.table import Table
 
 SYSTEMS = (OPT_13B, System("opt-66b", 4), System("opt-175b", 8, 2))

@@ -11,29 +11,24 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from common import (
+from fastserve_client.report import Summary, summarize
+from figures import (
     DATASETS,
-    OPT_13B,
-    RECOMPUTE,
-    Run,
     add_dataset,
     console,
     datasets_of,
     jobs_of,
     lengths_of,
-    mean_normalized,
     new_table,
     number,
-    on_all_cores,
     parse,
     parser,
     save_json,
     save_plot,
-    scheduler,
 )
-from fastserve_client.report import Summary, summarize
 from rate_search import finite, search_all
 from rich.table import Table
+from simulated_runs import OPT_13B, RECOMPUTE, Run, mean_normalized, on_all_cores, scheduler
 
 LIMITS = {"16": 16, "64": 64, "128": 128, "memory": 1024}
 """1024: more jobs than have a block each."""

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from common import DATASETS, OPT_13B, Run, System, on_all_cores, save_json
 from fastserve_client.report import Summary, SweepPoint, plot_sweep
+from figures import DATASETS, save_json
+from simulated_runs import OPT_13B, Run, System, on_all_cores
 
 SLO_ITERATIONS = 10
 OPT_13B_SLO_S = 0.3  # the paper's, and ten decode iterations of 30 ms

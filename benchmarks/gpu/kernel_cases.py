@@ -1,251 +1,64 @@
-"""Cases of the attention kernels: inputs, the launcher, what must come out.
-
-For tests without a GPU, where the launchers run in Triton's interpreter, and for the check on one.
-"""
+"""What a case of a kernel is: a run of it on a device, and what must come out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from fastserve_kernels import reference
-from fastserve_kernels.gpu import launch_parameters, paged_decode, paged_prefill, work_lists
-from fastserve_kernels.gpu.device import capability, multiprocessors
-from rowwise_cases import DTYPES, LIMITS, NAN, Case, Comparison
 from torch import Tensor
 
-LAYERS, LAYER = 3, 1
-SPARE_ITEMS = 3
-"""Of a decode work list, as those of a CUDA graph have."""
-SPARE_ROWS = 2
-"""Of the rows of a prefill, which belong to no job."""
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+"""Largest error, relative to the largest value expected."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NAN = float("nan")
 
 
 @dataclass(frozen=True)
-class Shape:
-    heads: int
-    kv_heads: int
-    head_dim: int
-    block_size: int = 16
+class Comparison:
+    """A result and its expectation, both on the CPU."""
+
+    what: str
+    actual: Tensor
+    expected: Tensor
+    limit: float = 0.0
+    """Of `error`; 0: the same values."""
+
+    @property
+    def error(self) -> float:
+        """The largest error, relative to the largest value expected; infinite for another shape, or
+        where only one of both has a NaN."""
+        if self.actual.shape != self.expected.shape:
+            return float("inf")
+        actual, expected = self.actual.double(), self.expected.double()
+        if not torch.equal(actual.isnan(), expected.isnan()):
+            return float("inf")
+        actual, expected = actual.nan_to_num(0.0), expected.nan_to_num(0.0)
+        error = (actual - expected).abs().amax() if actual.numel() else torch.zeros(())
+        return float(error / expected.abs().amax()) if error else 0.0
+
+
+def near(what: str, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> Comparison:
+    """With a result that is of this dtype, to its limit."""
+    assert actual.dtype == dtype, f"{what}: {actual.dtype} instead of {dtype}"
+    return Comparison(what, actual, expected, LIMITS[dtype])
+
+
+@dataclass(frozen=True)
+class Case:
+    operation: str
+    arguments: tuple[object, ...]
+    compare: Callable[..., Iterator[Comparison]]
+    """Runs the kernel, called with the arguments and a device."""
+    label: str = ""
+    """Of one that its arguments do not tell from others."""
 
     def __str__(self) -> str:
-        return f"{self.heads}x{self.kv_heads}x{self.head_dim}-blocks of {self.block_size}"
+        parts = (str(part).removeprefix("torch.") for part in self.arguments)
+        return "-".join(filter(None, (self.operation, *parts, self.label)))
 
-
-DECODE: list[tuple[list[int], Shape]] = [
-    ([], Shape(2, 2, 64)),
-    ([0, 0], Shape(2, 2, 64)),
-    ([1, 15, 16, 17], Shape(4, 4, 64)),
-    ([255, 0, 256, 257], Shape(2, 2, 128)),
-    ([2048, 3], Shape(1, 1, 64)),
-    ([33, 513], Shape(3, 3, 80)),
-    ([31, 1, 290], Shape(2, 2, 96, block_size=32)),
-    ([40, 259], Shape(1, 1, 256, block_size=8)),
-    ([7, 50], Shape(3, 3, 16, block_size=4)),
-    ([20, 5], Shape(12, 12, 64)),
-    ([300, 0, 17], Shape(8, 2, 64)),
-    ([255, 256, 257], Shape(8, 1, 128)),
-    ([1, 2048], Shape(4, 1, 128)),
-    ([16, 515], Shape(6, 2, 80, block_size=32)),
-    ([66, 300], Shape(2, 1, 256)),
-    ([280], Shape(24, 1, 64)),
-]
-"""Tokens of each row's context (0: padding)."""
-
-PREFILL: list[tuple[list[tuple[int, int]], Shape]] = [
-    ([], Shape(2, 2, 64)),
-    ([(1, 1), (15, 15), (0, 9), (17, 17)], Shape(2, 2, 64)),
-    ([(255, 255), (64, 64)], Shape(1, 1, 128)),
-    ([(130, 130), (5, 300)], Shape(4, 1, 64)),
-    ([(9, 2048)], Shape(1, 1, 128)),
-    ([(16, 272), (1, 257), (65, 70)], Shape(2, 1, 64, block_size=32)),
-    ([(70, 150)], Shape(3, 3, 80)),
-    ([(33, 33), (20, 90)], Shape(4, 2, 96, block_size=8)),
-    ([(66, 100)], Shape(2, 1, 256)),
-    ([(19, 50)], Shape(2, 2, 16, block_size=4)),
-]
-"""Rows of each job and the tokens of its context with them."""
-
-SHARED_DECODE = [Shape(4, 4, 64), Shape(16, 4, 64)]
-ITEMS_OF_A_PROGRAM = 3
-FIRST_CONTEXTS = [300, 256, 0, 31]
-"""Of the rows that are decoded alone too. The others' are shorter, for the reference's sake."""
-SHARED_PREFILL = [(90, 300), (17, 17), (130, 130)], Shape(2, 1, 64)
-
-
-@dataclass(frozen=True)
-class Cache:
-    """Jobs at random places of a cache that holds NaN wherever no token is."""
-
-    kv: Tensor
-    block_tables: Tensor
-
-    @staticmethod
-    def filled(lengths: Sequence[int], shape: Shape, dtype: torch.dtype) -> Cache:
-        size = shape.block_size
-        needed = [-(-length // size) for length in lengths]
-        total = sum(needed) + 3
-        block = (LAYERS, 2, shape.kv_heads, size, shape.head_dim)
-        kv = torch.full((total, *block), NAN, dtype=dtype)
-        free = torch.randperm(total).tolist()
-        # Entries past a job's blocks are of no block at all, as in a table that is used again.
-        tables = torch.full((len(lengths), max(needed, default=0) + 2), 2**30, dtype=torch.int32)
-        for row, (length, count) in enumerate(zip(lengths, needed, strict=True)):
-            for i in range(count):
-                tables[row, i] = block_id = free.pop()
-                used = min(size, length - i * size)
-                tokens = torch.randn(2, shape.kv_heads, used, shape.head_dim)
-                kv[block_id, LAYER, :, :, :used] = tokens.to(dtype)
-        return Cache(kv, tables)
-
-    def attention(self, query: Tensor, jobs: Tensor, contexts: Tensor, scale: float) -> Tensor:
-        """What must come out for rows of these jobs and contexts."""
-        return reference.paged_attention(
-            query, self.kv, LAYER, self.block_tables, jobs, contexts, scale
-        )
-
-
-def queries(rows: int, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """A view of a fused projection, as the model makes it."""
-    width = shape.heads + 2 * shape.kv_heads
-    return torch.randn(rows, width, shape.head_dim).to(dtype)[:, : shape.heads]
-
-
-def run_decode(
-    cache: Cache, query: Tensor, contexts: Sequence[int], scale: float, device: torch.device
-) -> Tensor:
-    heads, head_dim = query.shape[1:]
-    capacity = int(work_lists.num_splits(contexts).sum()) + SPARE_ITEMS
-    work = torch.from_numpy(work_lists.decode_work(contexts, capacity))
-    scratch = paged_decode.decode_scratch(capacity, heads, head_dim, device).fill_(NAN)
-    out = torch.full(query.shape, NAN, dtype=query.dtype, device=device)
-    paged_decode.paged_decode(
-        _moved(query, device), cache.kv.to(device), LAYER, cache.block_tables.to(device),
-        torch.tensor(contexts, dtype=torch.int32, device=device), work.to(device), scale, out,
-        scratch,
-    )  # fmt: skip
-    return out.cpu()
-
-
-def run_prefill(
-    cache: Cache,
-    query: Tensor,
-    jobs: Sequence[tuple[int, int]],
-    scale: float,
-    device: torch.device,
-) -> Tensor:
-    """query: rows of the jobs, then any that are of none."""
-    rows, contexts = [pair[0] for pair in jobs], [pair[1] for pair in jobs]
-    starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
-    tile = paged_prefill.query_tile(query.shape[2], query.dtype, device)
-    work = torch.from_numpy(work_lists.prefill_work(rows, tile, contexts))
-    out = torch.full(query.shape, NAN, dtype=query.dtype, device=device)
-    paged_prefill.paged_prefill(
-        _moved(query, device), cache.kv.to(device), LAYER, cache.block_tables.to(device),
-        torch.tensor(contexts, dtype=torch.int32, device=device),
-        torch.from_numpy(starts).to(device), work.to(device), scale, out,
-    )  # fmt: skip
-    return out.cpu()
-
-
-def _moved(view: Tensor, device: torch.device) -> Tensor:
-    """On the device, with the strides that it has here."""
-    moved = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=device)
-    return moved.copy_(view)
-
-
-def cases(interpreted: bool = False) -> Iterator[Case]:
-    """interpreted: without dot products in bfloat16, which Triton's interpreter gets wrong."""
-    for dtype in DTYPES:
-        no_dots = interpreted and dtype == torch.bfloat16
-        for contexts, shape in DECODE:
-            if not no_dots or shape.heads == shape.kv_heads:
-                yield _decode_case(contexts, shape, dtype)
-        for shape in SHARED_DECODE:
-            if not no_dots or shape.heads == shape.kv_heads:
-                yield _shared_decode_case(shape, dtype)
-        if not no_dots:
-            for jobs, shape in PREFILL:
-                yield _prefill_case(jobs, shape, dtype)
-            yield _shared_prefill_case(*SHARED_PREFILL, dtype)
-
-
-def _decode_case(contexts: list[int], shape: Shape, dtype: torch.dtype) -> Case:
-    def compare(device: torch.device) -> Iterator[Comparison]:
-        cache = Cache.filled(contexts, shape, dtype)
-        query, scale = queries(len(contexts), shape, dtype), shape.head_dim**-0.5
-        rows, lengths = torch.arange(len(contexts)), torch.tensor(contexts, dtype=torch.int32)
-        expected = cache.attention(query, rows, lengths, scale)
-        actual = run_decode(cache, query, contexts, scale, device)
-        yield Comparison("rows", actual, expected, LIMITS[dtype])
-
-    return Case("paged_decode", _name(dtype, contexts, shape), compare)
-
-
-def _shared_decode_case(shape: Shape, dtype: torch.dtype) -> Case:
-    """So many rows that every program of this device takes several items, one after the other; and
-    some of the rows alone, which have the same bits."""
-
-    def compare(device: torch.device) -> Iterator[Comparison]:
-        group = shape.heads // shape.kv_heads
-        parameters = launch_parameters.decode(
-            shape.head_dim, dtype.itemsize, group, capability(device)
-        )
-        programs = multiprocessors(device) * parameters.programs_per_multiprocessor
-        rows = max(-(-ITEMS_OF_A_PROGRAM * programs // shape.kv_heads), len(FIRST_CONTEXTS))
-        others = [1 + 7 * row % 40 for row in range(len(FIRST_CONTEXTS), rows)]
-        contexts = [*FIRST_CONTEXTS, *others]
-        cache = Cache.filled(contexts, shape, dtype)
-        query, scale = queries(rows, shape, dtype), shape.head_dim**-0.5
-        lengths = torch.tensor(contexts, dtype=torch.int32)
-        expected = cache.attention(query, torch.arange(rows), lengths, scale)
-        together = run_decode(cache, query, contexts, scale, device)
-        yield Comparison("rows", together, expected, LIMITS[dtype])
-        for row, context in enumerate(FIRST_CONTEXTS):
-            own = slice(row, row + 1)
-            alone = Cache(cache.kv, cache.block_tables[own])
-            result = run_decode(alone, query[own], [context], scale, device)
-            yield Comparison(f"row {row} alone", result, together[own])
-
-    return Case("paged_decode", _name(dtype, "several items a program", shape), compare)
-
-
-def _prefill_case(jobs: list[tuple[int, int]], shape: Shape, dtype: torch.dtype) -> Case:
-    def compare(device: torch.device) -> Iterator[Comparison]:
-        cache = Cache.filled([context for _, context in jobs], shape, dtype)
-        total = sum(rows for rows, _ in jobs)
-        query, scale = queries(total + SPARE_ROWS, shape, dtype), shape.head_dim**-0.5
-        of_rows = [
-            (job, context - rows + row + 1)
-            for job, (rows, context) in enumerate(jobs)
-            for row in range(rows)
-        ]
-        table_rows, lengths = torch.tensor(of_rows, dtype=torch.int32).view(-1, 2).T
-        expected = torch.full(query.shape, NAN, dtype=torch.float64)
-        expected[:total] = cache.attention(query[:total], table_rows, lengths, scale)
-        actual = run_prefill(cache, query, jobs, scale, device)
-        yield Comparison("rows", actual, expected, LIMITS[dtype])
-
-    return Case("paged_prefill", _name(dtype, jobs, shape), compare)
-
-
-def _shared_prefill_case(jobs: list[tuple[int, int]], shape: Shape, dtype: torch.dtype) -> Case:
-    """Each of the jobs alone has the same bits as beside the others."""
-
-    def compare(device: torch.device) -> Iterator[Comparison]:
-        cache = Cache.filled([context for _, context in jobs], shape, dtype)
-        rows = [rows for rows, _ in jobs]
-        query, scale = queries(sum(rows), shape, dtype), shape.head_dim**-0.5
-        together = run_prefill(cache, query, jobs, scale, device).split(rows)
-        for job, own in enumerate(query.split(rows)):
-            alone = Cache(cache.kv, cache.block_tables[job : job + 1])
-            result = run_prefill(alone, own, jobs[job : job + 1], scale, device)
-            yield Comparison(f"job {job} alone", result, together[job])
-
-    return Case("paged_prefill", _name(dtype, f"{jobs} and each alone", shape), compare)
-
-
-def _name(dtype: torch.dtype, lengths: object, shape: Shape) -> str:
-    return f"{str(dtype).removeprefix('torch.')}-{lengths}-{shape}"
+    def run(self, device: torch.device) -> Iterator[Comparison]:
+        """Of the same inputs on every device."""
+        torch.manual_seed(zlib.crc32(str(self).encode()))
+        return self.compare(*self.arguments, device)

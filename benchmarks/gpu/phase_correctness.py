@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-import kernel_cases
+import attention_cases
 import rowwise_cases
 import torch
 from case_runs import CaseRuns
 from check_device import find_device
+from fastserve_kernels import ops
+from kernel_cases import Case
 from phase_context import CheckFailed, Context, one_line
-from rowwise_cases import Case
 
 # Compiling a kernel for each case keeps one core busy and the device idle.
 MOST_PROCESSES = 14
@@ -112,6 +113,8 @@ def outcomes_of(index: int, *, tiny: bool) -> list[Outcome]:
     """Of the case of this index; one that raises has failed, and one whose kernel faults ends this
     process: the device is lost for it."""
     torch.set_num_threads(1)  # the references' too
+    if tiny:
+        ops.set_cpu_backend("triton")  # of this process alone
     case = _cases()[index]
     try:
         device = find_device(tiny=tiny)
@@ -132,4 +135,4 @@ def outcomes_of(index: int, *, tiny: bool) -> list[Outcome]:
 
 @cache
 def _cases() -> list[Case]:
-    return [*kernel_cases.cases(), *rowwise_cases.cases()]
+    return [*attention_cases.cases(), *rowwise_cases.cases()]

@@ -1,297 +1,257 @@
-"""Cases of the row-wise, cache and INT8 kernels: inputs, the launcher, what must come out.
+"""Cases of the row-wise, cache and INT8 kernels: inputs, the call, what must come out.
 
-For tests without a GPU, where the launchers run in Triton's interpreter, and for the check on one.
+For the implementations of a CPU, for the GPU's in Triton's interpreter, and for the check on a GPU.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
-from fastserve_kernels import kv_quantization, reference
-from fastserve_kernels.gpu import activations, cache_writes, kv_int8, norms, pinned_copies
+from fastserve_kernels import kv_quantization, ops, reference
+from fastserve_kernels.gpu import activations, kv_int8, pinned_copies
+from kernel_cases import DTYPES, LIMITS, NAN, Case, Comparison, near
 from torch import Tensor
 
-LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
-"""Largest error, relative to the largest value expected."""
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-NAN = float("nan")
+LAYER = 1
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """A result and its expectation, both on the CPU."""
-
-    what: str
-    actual: Tensor
-    expected: Tensor
-    limit: float = 0.0
-    """Of `error`; 0: the same values."""
-
-    @property
-    def error(self) -> float:
-        """The largest error, relative to the largest value expected; infinite for another shape, or
-        where only one of both has a NaN."""
-        if self.actual.shape != self.expected.shape:
-            return float("inf")
-        actual, expected = self.actual.double(), self.expected.double()
-        if not torch.equal(actual.isnan(), expected.isnan()):
-            return float("inf")
-        actual, expected = actual.nan_to_num(0.0), expected.nan_to_num(0.0)
-        error = (actual - expected).abs().amax() if actual.numel() else torch.zeros(())
-        return float(error / expected.abs().amax()) if error else 0.0
-
-
-@dataclass(frozen=True)
-class Case:
-    operation: str
-    name: str
-    compare: Callable[[torch.device], Iterator[Comparison]]
-    """Runs the kernel on a device."""
-
-    def __str__(self) -> str:
-        return f"{self.operation}-{self.name}"
-
-    def run(self, device: torch.device) -> Iterator[Comparison]:
-        """Of the same inputs on every device."""
-        torch.manual_seed(zlib.crc32(str(self).encode()))
-        return self.compare(device)
+# Tokens, KV heads, head dimension
+KV_WRITE = [
+    (1, 12, 64), (17, 5, 80), (5, 40, 128), (3, 1, 256), (40, 3, 96), (90, 3, 80), (0, 2, 64)
+]  # fmt: skip
+# Tokens, heads, KV heads, head dimension, rotated of it
+ROPE_KV_WRITE = [
+    (5, 32, 8, 128, 128), (1, 4, 4, 64, 16), (18, 9, 3, 64, 64), (4, 5, 5, 80, 32),
+    (40, 8, 1, 96, 24), (2, 2, 2, 256, 64), (4, 2, 2, 40, 10), (2, 3, 1, 16, 2), (0, 2, 2, 64, 64),
+]  # fmt: skip
+# Rows, and their elements
+NORMS = [
+    (1, 768), (3, 16), (5, 100), (70, 1024), (2, 576), (2, 5120), (2, 16384), (0, 64)
+]  # fmt: skip
+ACTIVATIONS = [(1, 3072), (3, 7), (17, 1024), (40, 1536), (2, 2500), (0, 8)]
+# Blocks, KV heads, block size, head dimension, tokens of the last block
+KV_INT8 = [
+    (3, 2, 16, 64, 1), (2, 1, 16, 80, 15), (1, 2, 16, 128, 16), (2, 1, 32, 96, 7),
+    (1, 1, 64, 256, 40), (0, 2, 16, 64, 16),
+]  # fmt: skip
 
 
 def cases() -> Iterator[Case]:
+    yield from cases_of_ops()
+    yield from _cases_of_a_gpu()
+
+
+def cases_of_ops() -> Iterator[Case]:
+    """Of what a CPU has too: whichever implementation `ops` chooses."""
     for dtype in DTYPES:
-        yield from _kv_write_cases(dtype)
-        yield from _rope_cases(dtype)
-        yield from _norm_cases(dtype)
-        yield from _activation_cases(dtype)
-        yield from _int8_cases(dtype)
-    yield from _pinned_copy_cases()
+        for shape in KV_WRITE:
+            yield Case("kv_write", (dtype, *shape), _kv_write)
+        for rotation in ROPE_KV_WRITE:
+            yield Case("rope_kv_write", (dtype, *rotation), _rope_kv_write)
+        for rows in NORMS:
+            for affine in ("both", "weight", "bias", "none") if rows[1] < 1000 else ("both",):
+                yield Case("add_layer_norm", (dtype, *rows, affine), _add_layer_norm)
+            yield Case("add_rms_norm", (dtype, *rows), _add_rms_norm)
+        for rows in ACTIVATIONS:
+            yield Case("silu_mul", (dtype, *rows), _silu_mul)
+    yield Case("add_layer_norm", (), _norm_of_constant_rows, "constant rows")
+    yield Case("silu_mul", (), _silu_mul_of_extremes, "extremes")
 
 
-def _name(*parts: object) -> str:
-    return "-".join(str(part).removeprefix("torch.") for part in parts)
+def _cases_of_a_gpu() -> Iterator[Case]:
+    for dtype in DTYPES:
+        for rows in ACTIVATIONS:
+            for has_bias in (True, False):
+                yield Case("bias_relu", (dtype, *rows, has_bias), _bias_relu)
+        for blocks in KV_INT8:
+            yield Case("kv_int8", (dtype, *blocks), _kv_int8)
+    for dtype in (torch.int32, torch.int64, torch.float32):
+        for size in (0, 1, 1023, 1025, 50_000):
+            yield Case("pinned_copy", (dtype, size), _pinned_copy)
 
 
 def _rounding_limit(dtype: torch.dtype, device: torch.device) -> float:
     """Of results that differ from what is expected only if they are rounded otherwise."""
-    # Triton's interpreter cuts off what bfloat16 does not hold, a GPU rounds it.
-    return LIMITS[dtype] if device.type == "cpu" and dtype == torch.bfloat16 else 0.0
+    # Triton's interpreter cuts off what bfloat16 does not hold, all others round it.
+    is_interpreted = device.type == "cpu" and ops.uses_triton(device)
+    return LIMITS[dtype] if is_interpreted and dtype == torch.bfloat16 else 0.0
 
 
-def _strided(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _strided(
+    rows: int, size: int, dtype: torch.dtype, device: torch.device, gap: int = 16
+) -> Tensor:
     """Random rows with a gap between them, as parts of a wider matrix have; NaN in the gap."""
-    wide = torch.full((rows, size + 16), NAN, dtype=dtype)
+    wide = torch.full((rows, size + gap), NAN, dtype=dtype)
     wide[:, :size] = torch.randn(rows, size)
     return wide.to(device)[:, :size]
 
 
-def _qkv(
-    tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of one fused projection, as the model makes them."""
-    fused = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype).to(device)
-    return (
-        fused[:, :heads],
-        fused[:, heads : heads + kv_heads],
-        fused[:, heads + kv_heads :],
-    )
+def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else tensor.to(device)
 
 
-def _slots(tokens: int, num_slots: int) -> Tensor:
-    """Shuffled; every third token has none, as padded rows."""
-    slots = torch.randperm(num_slots)[:tokens]
-    slots[::3] = -1
+def _slots(tokens: int, kv: Tensor) -> Tensor:
+    """Shuffled; every third token has none, as padded rows, unless there is only one token."""
+    slots = torch.randperm(len(kv) * kv.shape[4])[:tokens]
+    if tokens > 1:
+        slots[::3] = -1
     return slots
 
 
-def _cache(num_blocks: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Of 3 layers and blocks of 16; NaN, so that a write to a wrong place shows, as a read does."""
-    return torch.full((num_blocks, 3, 2, kv_heads, 16, head_dim), NAN, dtype=dtype)
+def _cache(tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Of 3 layers and blocks of 16, more than the tokens need; NaN, so that a write to a wrong
+    place shows, as a read does."""
+    return torch.full((5 + tokens // 16, 3, 2, kv_heads, 16, head_dim), NAN, dtype=dtype)
 
 
-def _kv_write_cases(dtype: torch.dtype) -> Iterator[Case]:
-    for tokens, kv_heads, head_dim in [
-        (1, 12, 64), (17, 5, 80), (5, 40, 128), (3, 1, 256), (40, 3, 96), (0, 2, 64)
-    ]:  # fmt: skip
-
-        def compare(
-            device: torch.device, tokens: int = tokens, heads: int = kv_heads, dim: int = head_dim
-        ) -> Iterator[Comparison]:
-            kv = _cache(5, heads, dim, dtype)
-            _, key, value = _qkv(tokens, 1, heads, dim, dtype, device)
-            slots = _slots(tokens, 5 * 16) if tokens > 1 else torch.full((tokens,), 37)
-            expected = reference.kv_write(kv, 2, key.cpu(), value.cpu(), slots)
-            written = kv.to(device)
-            cache_writes.kv_write(written, 2, key, value, slots.to(device))
-            yield Comparison("cache", written.cpu(), expected)
-
-        yield Case("kv_write", _name(dtype, tokens, kv_heads, head_dim), compare)
+def _kv_write(
+    dtype: torch.dtype, tokens: int, kv_heads: int, head_dim: int, device: torch.device
+) -> Iterator[Comparison]:
+    kv = _cache(tokens, kv_heads, head_dim, dtype)
+    # Views of one fused projection, as the model makes them.
+    fused = torch.randn(tokens, 2 + 2 * kv_heads, head_dim).to(dtype)
+    key, value = fused[:, 2 : 2 + kv_heads], fused[:, 2 + kv_heads :]
+    slots = _slots(tokens, kv)
+    expected = reference.kv_write(kv, LAYER, key, value, slots)
+    fused, written = fused.to(device), kv.to(device)
+    key, value = fused[:, 2 : 2 + kv_heads], fused[:, 2 + kv_heads :]
+    ops.kv_write(written, LAYER, key, value, slots.to(device))
+    yield Comparison("cache", written.cpu(), expected)
 
 
-def _rope_cases(dtype: torch.dtype) -> Iterator[Case]:
-    for tokens, heads, kv_heads, head_dim, rotary_dim in [
-        (5, 32, 8, 128, 128), (1, 4, 4, 64, 16), (18, 9, 3, 64, 64), (4, 5, 5, 80, 32),
-        (3, 3, 1, 96, 24), (2, 2, 2, 256, 64), (0, 2, 2, 64, 64),
-    ]:  # fmt: skip
-
-        def compare(
-            device: torch.device, tokens: int = tokens, heads: int = heads,
-            kv_heads: int = kv_heads, head_dim: int = head_dim, rotary_dim: int = rotary_dim,
-        ) -> Iterator[Comparison]:  # fmt: skip
-            kv = _cache(5, kv_heads, head_dim, dtype)
-            query, key, value = _qkv(tokens, heads, kv_heads, head_dim, dtype, device)
-            angles = torch.randn(tokens, rotary_dim // 2) * 100
-            cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-            slots = _slots(tokens, 5 * 16) if tokens > 1 else torch.full((tokens,), 37)
-            expected_query, rotated_key, expected = reference.rope_kv_write(
-                query.cpu(), key.cpu(), value.cpu(), cos_sin, kv, 1, slots
-            )
-            key_before, value_before = key.cpu(), value.cpu()
-            written = kv.to(device)
-            cache_writes.rope_kv_write(
-                query, key, value, cos_sin.to(device), written, 1, slots.to(device)
-            )
-            yield Comparison("query", query.cpu(), expected_query, LIMITS[dtype])
-            yield Comparison("key", key.cpu(), key_before)
-            yield Comparison("value", value.cpu(), value_before)
-            # Rotated keys are near, everything else in the cache is the same.
-            cached = written.cpu()
-            blocks, offsets = slots.clamp(min=0) // 16, slots.clamp(min=0) % 16
-            with_slot = slots >= 0
-            keys = cached[blocks, 1, 0, :, offsets]
-            yield Comparison("cached keys", keys[with_slot], rotated_key[with_slot], LIMITS[dtype])
-            rest = expected.clone()
-            rest[blocks[with_slot], 1, 0, :, offsets[with_slot]] = keys[with_slot]
-            yield Comparison("cache", cached, rest)
-
-        yield Case(
-            "rope_kv_write", _name(dtype, tokens, heads, kv_heads, head_dim, rotary_dim), compare
-        )
+def _rope_kv_write(
+    dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int,
+    device: torch.device,
+) -> Iterator[Comparison]:  # fmt: skip
+    kv = _cache(tokens, kv_heads, head_dim, dtype)
+    parts = [heads, kv_heads, kv_heads]
+    fused = torch.randn(tokens, sum(parts), head_dim).to(dtype)
+    query_before, key_before, value_before = fused.split(parts, dim=1)
+    angles = torch.randn(tokens, rotary_dim // 2) * 100
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    slots = _slots(tokens, kv)
+    rotated_query, rotated_key, expected = reference.rope_kv_write(
+        query_before, key_before, value_before, cos_sin, kv, LAYER, slots
+    )
+    qkv, written = fused.to(device, copy=True), kv.to(device)
+    ops.rope_kv_write(qkv, heads, cos_sin.to(device), written, LAYER, slots.to(device))
+    query, key, value = qkv.cpu().split(parts, dim=1)
+    yield near("query", query, rotated_query, dtype)
+    rest = slice(rotary_dim, None)
+    yield Comparison("rest of the query", query[..., rest], query_before[..., rest])
+    if ops.uses_triton(device):
+        yield Comparison("key", key, key_before)
+    yield Comparison("value", value, value_before)
+    # Rotated keys are near, everything else in the cache is the same.
+    cached = written.cpu()
+    with_slot = slots >= 0
+    blocks, offsets = slots[with_slot] // 16, slots[with_slot] % 16
+    keys = cached[blocks, LAYER, 0, :, offsets]
+    yield near("cached keys", keys, rotated_key[with_slot], dtype)
+    yield Comparison("rest of them", keys[..., rest], key_before[with_slot][..., rest])
+    expected[blocks, LAYER, 0, :, offsets] = keys
+    yield Comparison("cache", cached, expected)
 
 
-def _norm_cases(dtype: torch.dtype) -> Iterator[Case]:
-    for rows, size in [(1, 768), (3, 16), (5, 100), (33, 1024), (2, 5120), (2, 16384), (0, 64)]:
-        for affine in ("both", "weight", "bias", "none") if size == 100 else ("both",):
-
-            def layer_norm(
-                device: torch.device, rows: int = rows, size: int = size, affine: str = affine
-            ) -> Iterator[Comparison]:
-                x = _strided(rows, size, dtype, device)
-                x += 3  # far from zero: the variance must not cancel
-                residual = _strided(rows, size, dtype, device)
-                weight = torch.randn(size).to(dtype) if affine in ("both", "weight") else None
-                bias = torch.randn(size).to(dtype) if affine in ("both", "bias") else None
-                results = norms.add_layer_norm(
-                    x, residual,
-                    None if weight is None else weight.to(device),
-                    None if bias is None else bias.to(device),
-                    1e-5,
-                )  # fmt: skip
-                total, normed = (result.cpu() for result in results)
-                rounding_limit = _rounding_limit(dtype, device)
-                yield Comparison("sum", total, x.cpu() + residual.cpu(), rounding_limit)
-                nothing = torch.zeros_like(total)
-                _, expected = reference.add_layer_norm(total, nothing, weight, bias, 1e-5)
-                yield Comparison("normed", normed, expected, LIMITS[dtype])
-
-            yield Case("add_layer_norm", _name(dtype, rows, size, affine), layer_norm)
-
-        def rms_norm(
-            device: torch.device, rows: int = rows, size: int = size
-        ) -> Iterator[Comparison]:
-            x, residual = _strided(rows, size, dtype, device), _strided(rows, size, dtype, device)
-            weight = torch.randn(size).to(dtype)
-            results = norms.add_rms_norm(x, residual, weight.to(device), 1e-5)
-            total, normed = (result.cpu() for result in results)
-            rounding_limit = _rounding_limit(dtype, device)
-            yield Comparison("sum", total, x.cpu() + residual.cpu(), rounding_limit)
-            _, expected = reference.add_rms_norm(total, torch.zeros_like(total), weight, 1e-5)
-            yield Comparison("normed", normed, expected, LIMITS[dtype])
-
-        yield Case("add_rms_norm", _name(dtype, rows, size), rms_norm)
+def _add_layer_norm(
+    dtype: torch.dtype, rows: int, size: int, affine: str, device: torch.device
+) -> Iterator[Comparison]:
+    x = _strided(rows, size, dtype, device)
+    x += 3  # far from zero: the variance must not cancel
+    residual = _strided(rows, size, dtype, device, gap=48)
+    weight = torch.randn(size).to(dtype) if affine in ("both", "weight") else None
+    bias = torch.randn(size).to(dtype) if affine in ("both", "bias") else None
+    results = ops.add_layer_norm(x, residual, _moved(weight, device), _moved(bias, device), 1e-5)
+    total, normed = (result.cpu() for result in results)
+    yield Comparison("sum", total, x.cpu() + residual.cpu(), _rounding_limit(dtype, device))
+    _, expected = reference.add_layer_norm(total, torch.zeros_like(total), weight, bias, 1e-5)
+    yield near("normed", normed, expected, dtype)
 
 
-def _activation_cases(dtype: torch.dtype) -> Iterator[Case]:
-    for rows, size in [(1, 3072), (3, 7), (17, 1024), (2, 2500), (0, 8)]:
-        for has_bias in (True, False):
-
-            def bias_relu(
-                device: torch.device, rows: int = rows, size: int = size, has_bias: bool = has_bias
-            ) -> Iterator[Comparison]:
-                x = _strided(rows, size, dtype, device)
-                bias = torch.randn(size).to(dtype) if has_bias else None
-                expected = reference.bias_relu(x.cpu(), bias)
-                whole = x.as_strided((rows, x.stride(0)), (x.stride(0), 1))
-                activations.bias_relu(x, None if bias is None else bias.to(device))
-                yield Comparison("result", x.cpu(), expected, LIMITS[dtype])
-                gap = whole[:, size:].cpu()
-                yield Comparison("between the rows", gap, torch.full_like(gap, NAN))
-
-            yield Case("bias_relu", _name(dtype, rows, size, has_bias), bias_relu)
-
-        def silu_mul(
-            device: torch.device, rows: int = rows, size: int = size
-        ) -> Iterator[Comparison]:
-            x = _strided(rows, 2 * size, dtype, device)
-            expected = reference.silu_mul(x.cpu())
-            yield Comparison("result", activations.silu_mul(x).cpu(), expected, LIMITS[dtype])
-
-        yield Case("silu_mul", _name(dtype, rows, size), silu_mul)
+def _norm_of_constant_rows(device: torch.device) -> Iterator[Comparison]:
+    """They normalise to the bias."""
+    x = torch.full((2, 100), 5.0, device=device)
+    _, normed = ops.add_layer_norm(x, x, None, torch.full((100,), 0.5, device=device), 1e-5)
+    yield near("normed", normed.cpu(), torch.full((2, 100), 0.5), torch.float32)
 
 
-def _int8_cases(dtype: torch.dtype) -> Iterator[Case]:
-    for count, kv_heads, block_size, head_dim, num_last_tokens in [
-        (3, 2, 16, 64, 1), (2, 1, 16, 80, 15), (1, 2, 16, 128, 16), (2, 1, 32, 96, 7),
-        (1, 1, 64, 256, 40), (0, 2, 16, 64, 16),
-    ]:  # fmt: skip
-
-        def compare(
-            device: torch.device, count: int = count, kv_heads: int = kv_heads,
-            block_size: int = block_size, dim: int = head_dim, used: int = num_last_tokens,
-        ) -> Iterator[Comparison]:  # fmt: skip
-            # Channels of many means and spreads, as keys have.
-            spread = torch.rand(6, 2, 2, kv_heads, 1, dim) * 4
-            mean = torch.randn(6, 2, 2, kv_heads, 1, dim) * 5
-            kv = torch.randn(6, 2, 2, kv_heads, block_size, dim) * spread + mean
-            kv = kv.to(dtype)
-            block_ids = torch.randperm(6)[:count]
-            for last in block_ids[-1:]:
-                kv[last, ..., used:, :] = NAN
-            cache = kv.to(device)
-            codes, parameters = kv_int8.quantize_blocks(
-                cache, block_ids.to(torch.int32).to(device), used
-            )
-            expected_codes, expected_parameters = kv_quantization.quantize(kv[block_ids], used)
-            yield Comparison("parameters", parameters.cpu(), expected_parameters)
-            yield Comparison("codes", codes.cpu(), expected_codes)
-
-            targets = torch.randperm(6)[:count]
-            kv_int8.dequantize_blocks(codes, parameters, cache, targets.to(device))
-            kv[targets] = kv_quantization.dequantize(expected_codes, expected_parameters, dtype)
-            yield Comparison("cache", cache.cpu(), kv, _rounding_limit(dtype, device))
-
-        name = _name(dtype, count, kv_heads, block_size, head_dim, num_last_tokens)
-        yield Case("kv_int8", name, compare)
+def _add_rms_norm(
+    dtype: torch.dtype, rows: int, size: int, device: torch.device
+) -> Iterator[Comparison]:
+    x = _strided(rows, size, dtype, device)
+    residual = _strided(rows, size, dtype, device, gap=48)
+    weight = torch.randn(size).to(dtype)
+    results = ops.add_rms_norm(x, residual, weight.to(device), 1e-5)
+    total, normed = (result.cpu() for result in results)
+    yield Comparison("sum", total, x.cpu() + residual.cpu(), _rounding_limit(dtype, device))
+    _, expected = reference.add_rms_norm(total, torch.zeros_like(total), weight, 1e-5)
+    yield near("normed", normed, expected, dtype)
 
 
-def _pinned_copy_cases() -> Iterator[Case]:
-    for dtype in (torch.int32, torch.int64, torch.float32):
-        for size in (0, 1, 1023, 1025, 50_000):
+def _silu_mul(
+    dtype: torch.dtype, rows: int, size: int, device: torch.device
+) -> Iterator[Comparison]:
+    x = _strided(rows, 2 * size, dtype, device)
+    x *= 4  # to where the curve is all but straight
+    expected = reference.silu_mul(x.cpu())
+    yield near("result", ops.silu_mul(x).cpu(), expected, dtype)
 
-            def compare(
-                device: torch.device, dtype: torch.dtype = dtype, size: int = size
-            ) -> Iterator[Comparison]:
-                values = torch.randint(-(2**20), 2**20, (size,)).to(dtype)
-                there, back = torch.full((2, size + 64), 7, dtype=dtype)
-                there = there.to(device)
-                if device.type == "cuda":
-                    values, back = values.pin_memory(), back.pin_memory()
-                pinned_copies.copy_words(values, there[:size])
-                pinned_copies.copy_words(there[:size], back[:size])
-                rest = torch.full((64,), 7, dtype=dtype)
-                yield Comparison("there", there.cpu(), torch.cat([values, rest]))
-                yield Comparison("back", back, torch.cat([values, rest]))
 
-            yield Case("pinned_copy", _name(dtype, size), compare)
+def _silu_mul_of_extremes(device: torch.device) -> Iterator[Comparison]:
+    gate = torch.tensor([[-1e30, -200.0, -0.0, 0.0, 200.0, 1e30]])
+    out = ops.silu_mul(torch.cat([gate, torch.ones(1, 6)], dim=1).to(device)).cpu()
+    # Apart, since an error is relative to the largest value.
+    yield near("up to 200", out[:, :5], gate[:, :5].relu(), torch.float32)
+    yield near("1e30", out[:, 5:], gate[:, 5:], torch.float32)
+
+
+def _bias_relu(
+    dtype: torch.dtype, rows: int, size: int, has_bias: bool, device: torch.device
+) -> Iterator[Comparison]:
+    x = _strided(rows, size, dtype, device)
+    bias = torch.randn(size).to(dtype) if has_bias else None
+    expected = reference.bias_relu(x.cpu(), bias)
+    whole = x.as_strided((rows, x.stride(0)), (x.stride(0), 1))
+    activations.bias_relu(x, _moved(bias, device))
+    yield near("result", x.cpu(), expected, dtype)
+    gap = whole[:, size:].cpu()
+    yield Comparison("between the rows", gap, torch.full_like(gap, NAN))
+
+
+def _kv_int8(
+    dtype: torch.dtype, count: int, kv_heads: int, block_size: int, head_dim: int,
+    num_last_tokens: int, device: torch.device,
+) -> Iterator[Comparison]:  # fmt: skip
+    # Channels of many means and spreads, as keys have.
+    spread = torch.rand(6, 2, 2, kv_heads, 1, head_dim) * 4
+    mean = torch.randn(6, 2, 2, kv_heads, 1, head_dim) * 5
+    kv = torch.randn(6, 2, 2, kv_heads, block_size, head_dim) * spread + mean
+    kv = kv.to(dtype)
+    block_ids = torch.randperm(6)[:count]
+    for last in block_ids[-1:]:
+        kv[last, ..., num_last_tokens:, :] = NAN
+    cache = kv.to(device)
+    codes, parameters = kv_int8.quantize_blocks(
+        cache, block_ids.to(torch.int32).to(device), num_last_tokens
+    )
+    expected_codes, expected_parameters = kv_quantization.quantize(kv[block_ids], num_last_tokens)
+    yield Comparison("parameters", parameters.cpu(), expected_parameters)
+    yield Comparison("codes", codes.cpu(), expected_codes)
+
+    targets = torch.randperm(6)[:count]
+    kv_int8.dequantize_blocks(codes, parameters, cache, targets.to(device))
+    kv[targets] = kv_quantization.dequantize(expected_codes, expected_parameters, dtype)
+    yield Comparison("cache", cache.cpu(), kv, _rounding_limit(dtype, device))
+
+
+def _pinned_copy(dtype: torch.dtype, size: int, device: torch.device) -> Iterator[Comparison]:
+    values = torch.randint(-(2**20), 2**20, (size,)).to(dtype)
+    there, back = torch.full((2, size + 64), 7, dtype=dtype)
+    there = there.to(device)
+    if device.type == "cuda":
+        values, back = values.pin_memory(), back.pin_memory()
+    pinned_copies.copy_words(values, there[:size])
+    pinned_copies.copy_words(there[:size], back[:size])
+    rest = torch.full((64,), 7, dtype=dtype)
+    yield Comparison("there", there.cpu(), torch.cat([values, rest]))
+    yield Comparison("back", back, torch.cat([values, rest]))

@@ -9,31 +9,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common import (
-    BATCH,
-    BLOCK_SIZE,
+from fastserve_backend.profile.hardware import HARDWARE
+from figures import (
     DATASETS,
-    MAX_MODEL_LEN,
-    RECOMPUTE,
-    Run,
-    Search,
-    System,
     add_dataset,
     console,
     datasets_of,
     fcfs_run,
     jobs_of,
-    mean_normalized,
     new_table,
     number,
     parse,
     parser,
+)
+from prediction_errors import MEASURED, PERFECT, PredictionErrors
+from rate_search import Line, Search, ratio, save, search_all
+from rich.table import Table
+from simulated_runs import (
+    BATCH,
+    BLOCK_SIZE,
+    MAX_MODEL_LEN,
+    RECOMPUTE,
+    Run,
+    System,
+    mean_normalized,
     scheduler,
 )
-from fastserve_backend.profile.hardware import HARDWARE
-from prediction_errors import MEASURED, PERFECT, PredictionErrors
-from rate_search import Line, ratio, save, search_all
-from rich.table import Table
 
 ORCA, VLLM, ALISE, ORACLE = "ORCA", "vLLM", "ALISE", "oracle"
 RIVALS = (

@@ -11,26 +11,20 @@ from dataclasses import replace
 
 import numpy as np
 from alise import measured, options
-from common import (
-    DATASETS,
+from fastserve_client.workload import Lengths, poisson_trace
+from figures import DATASETS, console, datasets_of, lengths_of, new_table, number, parse
+from load_sweep import save, sweep
+from prediction_errors import PredictionErrors
+from rich.table import Table
+from simulated_runs import (
     MAX_MODEL_LEN,
     OPT_13B,
     SWAPPING,
     Run,
-    console,
-    datasets_of,
-    lengths_of,
     mean_jct,
     mean_normalized,
-    new_table,
-    number,
-    parse,
     scheduler,
 )
-from fastserve_client.workload import Lengths, poisson_trace
-from load_sweep import save, sweep
-from prediction_errors import PredictionErrors
-from rich.table import Table
 
 SCALES = (0.0, 1.0, 2.0, 4.0)
 POLICIES = {"speculative": scheduler("speculative"), "gittins": scheduler("gittins")}

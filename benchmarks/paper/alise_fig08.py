@@ -9,19 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from alise import alise, beside, measured, options_on_hardware
-from common import (
-    BATCH,
-    DATASETS,
-    Run,
-    System,
-    console,
-    mean_normalized,
-    new_table,
-    number,
-    parse,
-)
+from figures import DATASETS, console, new_table, number, parse
 from load_sweep import save, sweep
 from rich.table import Table
+from simulated_runs import BATCH, Run, System, mean_normalized
 
 SWAP = "swap"
 PAPER = {"defer": "1.8×", "recompute": "2.8×"}

@@ -8,21 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from alise import ALISE, ORACLE, alise, beside, measured, options_on_hardware
-from common import (
-    BATCH,
-    DATASETS,
-    Run,
-    System,
-    console,
-    mean_jct,
-    mean_normalized,
-    new_table,
-    number,
-    parse,
-)
+from figures import DATASETS, console, new_table, number, parse
 from load_sweep import save, sweep
 from prediction_errors import PERFECT
 from rich.table import Table
+from simulated_runs import BATCH, Run, System, mean_jct, mean_normalized
 
 FCFS = "FCFS"
 PAPER = {ALISE: "−46%"}

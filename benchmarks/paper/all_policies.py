@@ -11,20 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from alise import measured, options
-from common import (
-    DATASETS,
-    OPT_13B,
-    SWAPPING,
-    Run,
-    console,
-    new_table,
-    number,
-    parse,
-    scheduler,
-)
+from figures import DATASETS, console, new_table, number, parse
 from load_sweep import save, sweep
 from prediction_errors import PERFECT
 from rich.table import Table
+from simulated_runs import OPT_13B, SWAPPING, Run, scheduler
 
 GITTINS = {
     "gittins, normalized latency": scheduler("gittins"),

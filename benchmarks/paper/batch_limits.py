@@ -11,31 +11,25 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from common import (
+from fastserve_client.report.summary import Summary, summarize
+from figures import (
     DATASETS,
-    OPT_13B,
-    RECOMPUTE,
-    Run,
-    Search,
     add_dataset,
     console,
     datasets_of,
     jobs_of,
-    largest_rate,
     lengths_of,
     new_table,
     number,
-    on_all_cores,
     parse,
     parser,
     save_json,
     save_plot,
-    scheduler,
 )
-from fastserve_client.report.summary import Summary, summarize
+from rate_search import finite, search_all
 from rich.table import Table
+from simulated_runs import OPT_13B, RECOMPUTE, Run, mean_normalized, on_all_cores, scheduler
 
-SLO_S = 0.3
 LIMITS = {"16": 16, "64": 64, "128": 128, "memory": 1024}
 """1024: more jobs than have a block each."""
 SEARCHED = ("fcfs", "skip_join_mlfq")
@@ -43,15 +37,6 @@ COMPARED = ("fcfs", "skip_join_mlfq", "srpt")
 OVERLOAD = 1.25
 UNLIMITED_RATE = 100.0  # jobs/s
 TOLERANCE = 1.03
-QUICK_TOLERANCE = 1.5
-
-
-def meets(summary: Summary) -> bool:
-    return summary.normalized_latency_s.mean <= SLO_S
-
-
-def search(task: tuple[Run, float]) -> Search:
-    return largest_rate(task[0], meets, task[1])
 
 
 def with_recomputed(run: Run) -> tuple[Summary, int]:
@@ -75,9 +60,10 @@ def main(argv: Sequence[str] | None = None) -> Table:
     searched = [
         (dataset, limit, policy) for dataset in datasets for limit in limits for policy in SEARCHED
     ]
-    tolerance = QUICK_TOLERANCE if args.quick else TOLERANCE
-    found = on_all_cores(search, [(run(*key), tolerance) for key in searched])
-    largest = {key: result.rate for key, result in zip(searched, found, strict=True)}
+    searches = search_all(
+        args, {key: run(*key) for key in searched}, mean_normalized, tolerance=TOLERANCE
+    )
+    largest = {key: search.rate for key, search in searches.items()}
 
     compared = [
         (dataset, limit, policy) for dataset in datasets for limit in limits for policy in COMPARED
@@ -140,10 +126,6 @@ def rate_of_comparison(
     """FCFS's largest rate and a quarter more; with too few jobs for a limit, a rate far above."""
     rate = largest[dataset, limit, "fcfs"]
     return OVERLOAD * rate if math.isfinite(rate) else UNLIMITED_RATE
-
-
-def finite(rate: float) -> float | None:
-    return rate if math.isfinite(rate) else None
 
 
 if __name__ == "__main__":

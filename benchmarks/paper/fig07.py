@@ -10,23 +10,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from common import (
-    RECOMPUTE,
-    console,
-    new_table,
-    number,
-    parse,
-    parser,
-    save_json,
-    save_plot,
-    scheduler,
-)
 from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.simulation.simulator import simulate
 from fastserve_client.workload import TraceJob
+from figures import console, new_table, number, parse, parser, save_json, save_plot
 from rich.table import Table
+from simulated_runs import RECOMPUTE, scheduler
 
 PAPER = {"fcfs": 4.23, "mlfq": 5.0, "skip_join_mlfq": 3.3, "srpt": 3.0}
 MAX_MODEL_LEN = 16

@@ -8,22 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common import (
-    BLOCK_SIZE,
-    Run,
-    System,
-    console,
-    kv_cache,
-    lengths_of,
-    new_table,
-    on_all_cores,
-    parse,
-    parser,
-    save_json,
-    save_plot,
-    scheduler,
-)
+from figures import console, lengths_of, new_table, parse, parser, save_json, save_plot
 from rich.table import Table
+from simulated_runs import BLOCK_SIZE, Run, System, kv_cache, on_all_cores, scheduler
 
 SYSTEM = System("opt-2.7b")
 MAX_OUTPUT_TOKENS = 20

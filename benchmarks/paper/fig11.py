@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common import mean_normalized
 from rich.table import Table
+from simulated_runs import mean_normalized
 from throughput import SYSTEMS, Figure
 from throughput import main as run_figure
 

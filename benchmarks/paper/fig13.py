@@ -10,24 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from common import (
-    BATCH,
-    OPT_13B,
-    SWAPPING,
-    Run,
-    console,
-    lengths_of,
-    new_table,
-    number,
-    on_all_cores,
-    parse,
-    parser,
-    save_json,
-    save_plot,
-    scheduler,
-)
 from fastserve_client.report.objectives import Objectives, attainment, highest_rate
+from figures import console, lengths_of, new_table, number, parse, parser, save_json, save_plot
 from rich.table import Table
+from simulated_runs import BATCH, OPT_13B, SWAPPING, Run, on_all_cores, scheduler
 
 Bounds = tuple[float, float]
 """TTFT and TPOT, seconds."""

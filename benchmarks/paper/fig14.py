@@ -8,24 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common import (
-    BATCH,
-    OPT_13B,
-    SWAPPING,
-    Run,
-    console,
-    lengths_of,
-    new_table,
-    number,
-    on_all_cores,
-    parse,
-    parser,
-    save_json,
-    save_plot,
-    scheduler,
-)
 from fastserve_client.workload import AUTHORS_LIMITS, scale_ratio
+from figures import console, lengths_of, new_table, number, parse, parser, save_json, save_plot
 from rich.table import Table
+from simulated_runs import BATCH, OPT_13B, SWAPPING, Run, on_all_cores, scheduler
 
 BEST = "skip_join_mlfq"
 BASELINES = {"fcfs": "8.9", "mlfq": "1.87", "fixed_priority": "13.9"}

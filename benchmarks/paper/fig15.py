@@ -10,23 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common import (
-    BATCH,
-    OPT_13B,
-    Run,
-    console,
-    lengths_of,
-    new_table,
-    number,
-    on_all_cores,
-    parse,
-    parser,
-    save_json,
-    save_plot,
-    scheduler,
-)
 from fastserve_client.report.summary import summarize
+from figures import console, lengths_of, new_table, number, parse, parser, save_json, save_plot
 from rich.table import Table
+from simulated_runs import BATCH, OPT_13B, Run, on_all_cores, scheduler
 
 LOADS = (0.6, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
 """Rates over what full batches finish."""

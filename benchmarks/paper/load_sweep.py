@@ -7,19 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
-from common import (
-    DATASETS,
-    Run,
-    System,
-    datasets_of,
-    fcfs_run,
-    mean_jct,
-    mean_normalized,
-    on_all_cores,
-    save_json,
-    save_plot,
-)
 from fastserve_client.report.summary import Summary
+from figures import DATASETS, datasets_of, fcfs_run, save_json, save_plot
+from simulated_runs import Run, System, mean_jct, mean_normalized, on_all_cores
 
 Results: TypeAlias = Mapping[tuple[str, float, str], Summary]
 """(data set, load, label) → what came out."""

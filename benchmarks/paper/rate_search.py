@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from common import DATASETS, OPT_13B, Run, Search, System, largest_rate, on_all_cores, save_json
 from fastserve_client.report.plot import plot_sweep
 from fastserve_client.report.summary import Summary
 from fastserve_client.report.sweep import SweepPoint
+from figures import DATASETS, save_json
+from simulated_runs import OPT_13B, Run, System, on_all_cores
 
 SLO_ITERATIONS = 10
 OPT_13B_SLO_S = 0.3  # the paper's, and ten decode iterations of 30 ms
 _TOLERANCE = 1.02
 _QUICK_TOLERANCE = 1.4
+_STEP = 2.0  # factor between rates while a search looks for one that is too high
+# With a fixed number of jobs latency stops growing once they all arrive practically at once.
+_HIGHEST_LOAD = 20.0
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,15 @@ class Line:
     label: str
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The largest rate that meets an objective, and all that was run to find it."""
+
+    rate: float
+    """Infinite if no rate breaks the objective with so few jobs."""
+    runs: Sequence[tuple[float, Summary]]
+
+
 def slo_s(system: System) -> float:
     """Of normalized latency: ten decode iterations."""
     return OPT_13B_SLO_S if system == OPT_13B else SLO_ITERATIONS * system.decode_s
@@ -35,28 +50,50 @@ def slo_s(system: System) -> float:
 
 def search_all(
     args: argparse.Namespace,
-    runs: Mapping[Line, Run],
+    runs: Mapping[Key, Run],
     statistic: Callable[[Summary], float],
     bound_s: Callable[[System], float] = slo_s,
-) -> dict[Line, Search]:
-    """For each line the largest rate, to 2%, at which the statistic is within the bound.
+    tolerance: float = _TOLERANCE,
+) -> dict[Key, Search]:
+    """For each run the largest rate at which the statistic is within its system's bound.
 
-    The search begins at the rate of the line's run.
+    The search begins at the rate of the run. All runs of one have the same jobs, and arrivals that
+    only scale.
+
+    Args:
+        tolerance: factor between the rate that is found and one that is too high.
     """
-    tolerance = _QUICK_TOLERANCE if args.quick else _TOLERANCE
-    tasks = [
-        (run, partial(_meets, statistic, bound_s(line.system)), tolerance)
-        for line, run in runs.items()
-    ]
+    if args.quick:
+        tolerance = _QUICK_TOLERANCE
+    tasks = [(run, statistic, bound_s(run.system), tolerance) for run in runs.values()]
     return dict(zip(runs, on_all_cores(_search, tasks), strict=True))
 
 
-def _meets(statistic: Callable[[Summary], float], bound_s: float, summary: Summary) -> bool:
-    return statistic(summary) <= bound_s
+def _search(task: tuple[Run, Callable[[Summary], float], float, float]) -> Search:
+    """Bisects."""
+    run, statistic, bound_s, tolerance = task
+    low, high, rate = 0.0, math.inf, float(f"{run.rate:.3g}")
+    runs: list[tuple[float, Summary]] = []
+    while low == 0 or high / low > tolerance:
+        if rate > _HIGHEST_LOAD * run.rate:
+            return Search(math.inf, runs)
+        summary = replace(run, rate=rate).summary()
+        runs.append((rate, summary))
+        if statistic(summary) <= bound_s:
+            low = rate
+        else:
+            high = rate
+        if low == 0:
+            rate = high / _STEP
+        else:
+            rate = low * _STEP if high == math.inf else math.sqrt(low * high)
+        rate = float(f"{rate:.3g}")
+    return Search(low, runs)
 
 
-def _search(task: tuple[Run, Callable[[Summary], bool], float]) -> Search:
-    return largest_rate(*task)
+def finite(rate: float) -> float | None:
+    """For JSON, which has no infinity."""
+    return rate if math.isfinite(rate) else None
 
 
 def ratio(rate: float, base: float) -> str:
@@ -88,7 +125,7 @@ def save(
                 "system": str(line.system),
                 "dataset": line.dataset,
                 "label": line.label,
-                "jobs_per_s": None if math.isinf(search.rate) else search.rate,
+                "jobs_per_s": finite(search.rate),
             }
             for line, search in searches.items()
         ],

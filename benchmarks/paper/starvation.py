@@ -10,25 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from common import (
-    BATCH,
-    MAX_MODEL_LEN,
-    OPT_13B,
-    SWAPPING,
-    Run,
-    console,
-    lengths_of,
-    new_table,
-    number,
-    on_all_cores,
-    parse,
-    parser,
-    save_json,
-    save_plot,
-    scheduler,
-)
 from fastserve_backend.scheduler.registry import make_policy
+from figures import console, lengths_of, new_table, number, parse, parser, save_json, save_plot
 from rich.table import Table
+from simulated_runs import BATCH, MAX_MODEL_LEN, OPT_13B, SWAPPING, Run, on_all_cores, scheduler
 
 RATES = (1.5, 2.5, 4.0)
 THRESHOLDS_S = (1, 3, 10, 30, 100, 300, 10_000)

@@ -6,15 +6,11 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from common import (
-    BATCH,
+from fastserve_client.report.summary import Summary
+from fastserve_client.report.sweep import SweepPoint
+from fastserve_client.report.table import sweep_table
+from figures import (
     DATASETS,
-    OPT_13B,
-    RECOMPUTE,
-    SWAPPING,
-    Run,
-    Search,
-    System,
     add_dataset,
     console,
     datasets_of,
@@ -23,16 +19,12 @@ from common import (
     lengths_of,
     new_table,
     number,
-    on_all_cores,
     parse,
     parser,
-    scheduler,
 )
-from fastserve_client.report.summary import Summary
-from fastserve_client.report.sweep import SweepPoint
-from fastserve_client.report.table import sweep_table
-from rate_search import Line, ratio, save, search_all, slo_s
+from rate_search import Line, Search, ratio, save, search_all, slo_s
 from rich.table import Table
+from simulated_runs import BATCH, OPT_13B, RECOMPUTE, SWAPPING, Run, System, on_all_cores, scheduler
 
 SYSTEMS = (OPT_13B, System("opt-66b", 4), System("opt-175b", 8, 2))
 FCFS, SKIP_JOIN, DEVICE_ONLY = "fcfs", "skip_join_mlfq", "skip_join_mlfq (device only)"

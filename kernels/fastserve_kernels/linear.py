@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastserve_kernels.cpu.backend import compiled_for
-from fastserve_kernels.implementation import uses_triton
+from fastserve_kernels.backend import compiled_for, uses_triton
 
 ONEDNN_ROWS_HINT = 16
 """Rows that oneDNN lays the weight out for. Measured in fp32 for 1 to 2048 rows: a layout for 16

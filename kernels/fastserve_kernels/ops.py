@@ -18,9 +18,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastserve_kernels.backend import (
+    compiled_for,
+    cpu_backend,
+    kernels_for,
+    set_cpu_backend,
+    uses_triton,
+)
 from fastserve_kernels.cpu import plain_torch
-from fastserve_kernels.cpu.backend import compiled_for, cpu_backend, set_cpu_backend
-from fastserve_kernels.implementation import kernels_for, uses_triton
 from fastserve_kernels.linear import PackedLinear
 
 __all__ = [
@@ -155,11 +160,7 @@ def rotate(x: Tensor, cos_sin: Tensor) -> None:
     contiguous, dim even and at most head_dim: dim / 2 cosines, then as many sines. The pairs
     (i, i + dim / 2) of each head are rotated, the elements from dim on are left.
     """
-    kernels = compiled_for(x)
-    if kernels is None:
-        plain_torch.rotate(x, cos_sin)
-    else:
-        kernels.rotate(x, cos_sin)
+    (compiled_for(x) or plain_torch).rotate(x, cos_sin)
 
 
 def silu_mul(x: Tensor) -> Tensor:
@@ -175,5 +176,4 @@ def argmax_rows(logits: Tensor) -> Tensor:
 
     Rows contiguous. A NaN counts as the largest value, as in torch.
     """
-    kernels = compiled_for(logits)
-    return torch.argmax(logits, dim=-1) if kernels is None else kernels.argmax_rows(logits)
+    return (compiled_for(logits) or plain_torch).argmax_rows(logits)

@@ -1,5 +1,5 @@
-"""Float64 oracles of `ops` and `kv_quantization`, written for reading: one token and one head at a
-time.
+"""Float64 oracles of `ops` and `kv_quantization`, written for reading: most of them take one token
+and one head at a time.
 
 Results are float64 unless said; inputs may be of any float dtype.
 """
@@ -91,13 +91,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     """The rotated x of `ops.rotate`, each pair as a complex number."""
-    out = x.double().clone()
-    half = cos_sin.shape[1] // 2
-    for token, head, i in product(range(x.shape[0]), range(x.shape[1]), range(half)):
-        cosine, sine = cos_sin[token, i].double(), cos_sin[token, half + i].double()
-        pair = torch.complex(out[token, head, i], out[token, head, half + i])
-        turned = pair * torch.complex(cosine, sine)
-        out[token, head, i], out[token, head, half + i] = turned.real, turned.imag
+    out, half = x.double().clone(), cos_sin.shape[1] // 2
+    first, second = out[..., :half], out[..., half : 2 * half]
+    cosine, sine = cos_sin.double()[:, None].chunk(2, dim=-1)
+    turned = torch.complex(first, second) * torch.complex(cosine, sine)
+    first[:], second[:] = turned.real, turned.imag
     return out
 
 

@@ -1,17 +1,16 @@
 """Compiles the Triton-language kernels that launchers launch, for GPUs that are not at hand, and
 reads what the machine code needs.
 
-A launch is a function of `kernel_launches` (or another module on the path) that calls a launcher
-with tensors on the "meta" device, as it would with a GPU's: the JIT specialises the kernels as it
-does at a launch, divisibility by 16 and the launch parameters included (an address on "meta" is 0),
-and nothing runs. `torch.cuda.get_device_capability` tells the architecture.
+A launch is a function of `kernel_launches` that calls a launcher with tensors on the "meta" device,
+as it would with a GPU's: the JIT specialises the kernels as it does at a launch, divisibility by 16
+and the launch parameters included (an address on "meta" is 0), and nothing runs.
+`torch.cuda.get_device_capability` tells the architecture.
 
 Each architecture has a process of its own, without the interpreter's environment variable.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -33,7 +32,7 @@ _DEADLINE = 240  # seconds for all kernels of an architecture, on a slow machine
 
 @dataclass(frozen=True)
 class Launch:
-    """``function``: "module:function". ``architecture``: 80 or 90. ``arguments`` by keyword; a
+    """``function``: of `kernel_launches`. ``architecture``: 80 or 90. ``arguments`` by keyword; a
     dtype is given by its name in torch."""
 
     function: str
@@ -42,7 +41,7 @@ class Launch:
 
     def __str__(self) -> str:
         values = "-".join(str(value) for value in self.arguments.values())
-        return f"{self.function.partition(':')[2]}-{values}-sm_{self.architecture}"
+        return f"{self.function}-{values}-sm_{self.architecture}"
 
 
 @dataclass(frozen=True)
@@ -144,6 +143,7 @@ class _AbsentDriver:
 
 
 def _compile(architecture: int, launches: Sequence[tuple[str, Arguments]]) -> list[list[dict]]:
+    import kernel_launches
     import torch
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
@@ -159,16 +159,15 @@ def _compile(architecture: int, launches: Sequence[tuple[str, Arguments]]) -> li
     JITFunction.run = compile_only
     compiled: dict[str, Any] = {}  # by the hash of what was compiled
     hashes = []
-    for path, arguments in launches:
-        module, _, name = path.partition(":")
+    for name, arguments in launches:
         values = {
             key: getattr(torch, value) if key == "dtype" else value
             for key, value in arguments.items()
         }
         launched.clear()
-        getattr(importlib.import_module(module), name)(**values)
+        getattr(kernel_launches, name)(**values)
         if not launched:
-            raise RuntimeError(f"{path} launched nothing")
+            raise RuntimeError(f"{name} launched nothing")
         compiled |= {kernel.hash: kernel for kernel in launched}
         hashes.append([kernel.hash for kernel in launched])
     described = dict(zip(compiled, _describe(list(compiled.values()), architecture), strict=True))

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import torch
-from fastserve_kernels.gpu import activations, cache_writes, kv_int8, norms, pinned_copies
+from fastserve_kernels.gpu import (
+    activations,
+    cache_writes,
+    kv_int8,
+    norms,
+    paged_decode,
+    paged_prefill,
+    pinned_copies,
+)
 from torch import Tensor
 
-TOKENS, LAYERS, BLOCKS, BLOCK_SIZE = 16, 40, 100, 16
+TOKENS, LAYERS, BLOCKS, BLOCK_SIZE = 256, 40, 4000, 16
+JOBS, ITEMS, MAX_BLOCKS = 16, 64, 128
+"""Of attention: rows of block tables, and of work lists; entries of a block table."""
 
 
 def bias_relu(dtype: torch.dtype, size: int) -> None:
@@ -41,7 +51,7 @@ def rope_kv_write(
 
 
 def quantize_blocks(dtype: torch.dtype, kv_heads: int, head_dim: int) -> None:
-    kv_int8.quantize_blocks(_cache(dtype, kv_heads, head_dim), _empty(torch.int32, 8), BLOCK_SIZE)
+    kv_int8.quantize_blocks(_cache(dtype, kv_heads, head_dim), _integers(8), BLOCK_SIZE)
 
 
 def dequantize_blocks(dtype: torch.dtype, kv_heads: int, head_dim: int) -> None:
@@ -49,15 +59,56 @@ def dequantize_blocks(dtype: torch.dtype, kv_heads: int, head_dim: int) -> None:
     codes = _empty(torch.int8, *shape)
     parameters = _empty(torch.float16, *shape[:4], 2, head_dim)
     cache = _cache(dtype, kv_heads, head_dim)
-    kv_int8.dequantize_blocks(codes, parameters, cache, _empty(torch.int32, 8))
+    kv_int8.dequantize_blocks(codes, parameters, cache, _integers(8))
 
 
 def copy_words() -> None:
     pinned_copies.copy_words(_empty(torch.int64, 1001), _empty(torch.int64, 1001))
 
 
+def decode(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int = JOBS,
+    width: int = MAX_BLOCKS, items: int = ITEMS,
+) -> None:  # fmt: skip
+    """``width``: blocks of the longest job."""
+    n = num_decodes
+    query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
+    paged_decode.paged_decode(
+        query[:n], _cache(dtype, kv_heads, head_dim), 3, _integers(JOBS, width)[:n],
+        _integers(JOBS)[:n], _integers(1 + n + 2 * items), head_dim**-0.5,
+        _empty(dtype, TOKENS, heads, head_dim)[:n],
+        paged_decode.decode_scratch(ITEMS, heads, head_dim, query.device),
+    )  # fmt: skip
+
+
+def prefill(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int = 0,
+    width: int = MAX_BLOCKS,
+) -> None:  # fmt: skip
+    """Of the rows and jobs behind the decodes."""
+    n = num_decodes
+    query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
+    paged_prefill.paged_prefill(
+        query[n:], _cache(dtype, kv_heads, head_dim), 3, _integers(JOBS, width)[n:],
+        _integers(JOBS)[n:], _integers(JOBS - n + 1), _integers(ITEMS, 2), head_dim**-0.5,
+        _empty(dtype, TOKENS, heads, head_dim)[n:],
+    )  # fmt: skip
+
+
+def step(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int, width: int
+) -> None:
+    """Decodes, and prefills behind them in the same tensors."""
+    decode(dtype, heads, kv_heads, head_dim, num_decodes, width, items=num_decodes + 1)
+    prefill(dtype, heads, kv_heads, head_dim, num_decodes, width)
+
+
 def _empty(dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _integers(*shape: int) -> Tensor:
+    return _empty(torch.int32, *shape)
 
 
 def _qkv(

@@ -74,6 +74,11 @@ def silu_mul(x: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
+def argmax_rows(logits: Tensor) -> Tensor:
+    """See `ops.argmax_rows`."""
+    return logits.argmax(dim=-1)
+
+
 def _attend(
     query: Tensor, kv: Tensor, layer: int, table: Tensor, context: int, scale: float
 ) -> Tensor:

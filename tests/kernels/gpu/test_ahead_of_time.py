@@ -82,8 +82,7 @@ PINNED_COPY = Expected("copy_words", {}, 32, narrow_loads=8, narrow_stores=8, ha
 EXPECTED = [*rowwise(), *cache(), PINNED_COPY]
 CASES = list(product(EXPECTED, (80, 90)))
 LAUNCHES = [
-    Launch(f"kernel_launches:{expected.function}", architecture, expected.arguments)
-    for expected, architecture in CASES
+    Launch(expected.function, architecture, expected.arguments) for expected, architecture in CASES
 ]
 
 

@@ -37,7 +37,7 @@ ARCHITECTURES = (80, 90)
 def launch(function: str, architecture: int, shape: tuple[str, int, int, int]) -> Launch:
     names = ("dtype", "heads", "kv_heads", "head_dim")
     arguments: Arguments = dict(zip(names, shape, strict=True))
-    return Launch(f"attention_launches:{function}", architecture, arguments)
+    return Launch(function, architecture, arguments)
 
 
 def resident_programs(kernel: CompiledKernel, architecture: int) -> int:
@@ -75,7 +75,7 @@ def test_no_step_waits_for_the_compiler() -> None:
     shape = {"dtype": "bfloat16", "heads": 12, "kv_heads": 12, "head_dim": 64}
     steps = [(1, 1), (3, 7), (4, 16), (15, 128)]
     launches = [
-        Launch("attention_launches:step", 90, {**shape, "num_decodes": decodes, "width": width})
+        Launch("step", 90, {**shape, "num_decodes": decodes, "width": width})
         for decodes, width in steps
     ]
     variants = {tuple(one.variant for one in found) for found in compile_launches(launches)}

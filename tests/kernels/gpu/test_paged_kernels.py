@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_cases import LAYER, Cache, Case, Shape, cases, queries, run_decode, run_prefill
+from attention_cases import LAYER, Cache, Shape, cases, queries, run_decode, run_prefill
+from kernel_cases import Case
 from triton import knobs
 
 DOTS = [torch.float32, torch.float16]
@@ -48,8 +49,7 @@ def test_scores_of_any_size(dtype: torch.dtype, kernel_device: torch.device) -> 
     shape, length = Shape(2, 1, 64), 600
     cache = Cache.filled([length], shape, dtype)
     query = queries(1, shape, dtype)
-    lengths = torch.tensor([length], dtype=torch.int32)
-    expected = cache.attention(query, torch.zeros(1, dtype=torch.int32), lengths, 3.0)
+    expected = cache.decode(query, [length], 3.0)
     limit = 1e-4 if dtype == torch.float32 else 2e-3
     for result in (
         run_decode(cache, query, [length], 3.0, kernel_device),

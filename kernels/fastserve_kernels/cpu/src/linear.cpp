@@ -97,26 +97,26 @@ static void linear(const T* x, const T* panels, const T* bias, T* y, int64_t row
 // Elements that the packed form of a weight [out, in] takes.
 extern "C" int64_t fs_packed_size(int64_t dtype, int64_t out, int64_t in) {
     using namespace fastserve;
-    const int64_t count = (out + PAIR - 1) / PAIR;
-    if (dtype == kBFloat16) return count * steps_of<bf16>(in) * STEP_SIZE<bf16>;
-    return count * steps_of<float>(in) * STEP_SIZE<float>;
+    return with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        return (out + PAIR - 1) / PAIR * steps_of<T>(in) * STEP_SIZE<T>;
+    });
 }
 
 extern "C" void fs_pack_weight(int64_t dtype, const void* weight, void* panels, int64_t out,
                                int64_t in, int64_t stride) {
-    using namespace fastserve;
-    if (dtype == kBFloat16)
-        return pack((const bf16*)weight, (bf16*)panels, out, in, stride);
-    pack((const float*)weight, (float*)panels, out, in, stride);
+    fastserve::with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        fastserve::pack((const T*)weight, (T*)panels, out, in, stride);
+    });
 }
 
 extern "C" void fs_linear(int64_t dtype, const void* x, const void* panels, const void* bias,
                           void* y, int64_t rows, int64_t in, int64_t out, int64_t x_stride,
                           int64_t relu) {
-    using namespace fastserve;
-    if (dtype == kBFloat16)
-        return linear((const bf16*)x, (const bf16*)panels, (const bf16*)bias, (bf16*)y, rows, in,
-                      out, x_stride, relu != 0);
-    linear((const float*)x, (const float*)panels, (const float*)bias, (float*)y, rows, in, out,
-           x_stride, relu != 0);
+    fastserve::with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        fastserve::linear((const T*)x, (const T*)panels, (const T*)bias, (T*)y, rows, in, out,
+                          x_stride, relu != 0);
+    });
 }

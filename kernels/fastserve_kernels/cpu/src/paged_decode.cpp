@@ -285,6 +285,5 @@ extern "C" void fs_paged_decode(
     const fastserve::DecodeArgs args{
         query, kv, out, block_tables, context_lens, tokens, heads, kv_heads, dim, block_size,
         layers, layer, query_stride_t, query_stride_h, out_stride_t, table_stride, (float)scale};
-    if (dtype == fastserve::kBFloat16) return fastserve::decode_any<fastserve::bf16>(args);
-    fastserve::decode_any<float>(args);
+    fastserve::with_type(dtype, [&](auto type) { fastserve::decode_any<decltype(type)>(args); });
 }

@@ -187,6 +187,5 @@ extern "C" void fs_paged_prefill(
         query, kv, out, block_tables, context_lens, query_starts, jobs, heads, kv_heads, dim,
         block_size, layers, layer, query_stride_t, query_stride_h, out_stride_t, table_stride,
         (float)scale};
-    if (dtype == fastserve::kBFloat16) return fastserve::prefill<fastserve::bf16>(args);
-    fastserve::prefill<float>(args);
+    fastserve::with_type(dtype, [&](auto type) { fastserve::prefill<decltype(type)>(args); });
 }

@@ -20,54 +20,62 @@ static inline Pair spread_like(const bf16*, const float* p, int n) {
     return spread;
 }
 
+// f(the first element, how many) of each Pair of a row.
+template <typename F>
+static inline void for_pairs(int64_t size, const F& f) {
+    const int tail = (int)(size % PAIR);
+    for (int64_t at = 0; at < size - tail; at += PAIR) f(at, PAIR);
+    if (tail > 0) f(size - tail, tail);
+}
+
+// sum = x + residual, rounded; f(the sum as it is then) of each Pair.
+template <typename T, typename F>
+static inline void add_row(const T* x, const T* residual, T* sum, int64_t size, const F& f) {
+    for_pairs(size, [&](int64_t at, int n) {
+        const Pair p = load_pair_n(x + at, n), q = load_pair_n(residual + at, n);
+        store_pair_n(sum + at, {p.a + q.a, p.b + q.b}, n);
+        f(load_pair_n(sum + at, n));
+    });
+}
+
 template <typename T>
 static void add_layer_norm(const T* x, const T* residual, const T* weight, const T* bias, T* sum,
                            T* normed, int64_t rows, int64_t size, int64_t x_stride,
                            int64_t residual_stride, float eps) {
-    const int64_t pairs = (size + PAIR - 1) / PAIR;
-    const int tail = (int)(size - (pairs - 1) * PAIR);
     float ones[PAIR];
     std::fill(ones, ones + PAIR, 1.f);
-    const Pair in_tail = spread_like(x, ones, tail);  // lanes of the last Pair: 1, past the end 0
 #pragma omp parallel for if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < rows; ++r) {
         T* s = sum + r * size;
         vf total = {};
-        for (int64_t c = 0; c < pairs; ++c) {
-            const int n = c == pairs - 1 ? tail : PAIR;
-            const Pair p = load_pair_n(x + r * x_stride + c * PAIR, n);
-            const Pair q = load_pair_n(residual + r * residual_stride + c * PAIR, n);
-            store_pair_n(s + c * PAIR, {p.a + q.a, p.b + q.b}, n);
-            const Pair rounded = load_pair_n(s + c * PAIR, n);
-            total += rounded.a + rounded.b;
-        }
+        add_row(x + r * x_stride, residual + r * residual_stride, s, size,
+                [&](Pair p) { total += p.a + p.b; });
         const float mean = hsum(total) / size;
         vf squares = {};
-        for (int64_t c = 0; c < pairs; ++c) {
-            const int n = c == pairs - 1 ? tail : PAIR;
-            const Pair p = load_pair_n(s + c * PAIR, n);
+        for_pairs(size, [&](int64_t at, int n) {
+            const Pair p = load_pair_n(s + at, n);
             vf a = p.a - mean, b = p.b - mean;
-            if (c == pairs - 1) {  // lanes past the end are -mean, not 0
-                a *= in_tail.a;
-                b *= in_tail.b;
+            if (n < PAIR) {  // lanes past the end are -mean, not 0
+                const Pair inside = spread_like(x, ones, n);
+                a *= inside.a;
+                b *= inside.b;
             }
             squares += a * a + b * b;
-        }
+        });
         const float inverse = 1.f / std::sqrt(hsum(squares) / size + eps);
-        for (int64_t c = 0; c < pairs; ++c) {
-            const int n = c == pairs - 1 ? tail : PAIR;
-            const Pair p = load_pair_n(s + c * PAIR, n);
+        for_pairs(size, [&](int64_t at, int n) {
+            const Pair p = load_pair_n(s + at, n);
             Pair y = {(p.a - mean) * inverse, (p.b - mean) * inverse};
             if (weight) {
-                const Pair w = load_pair_n(weight + c * PAIR, n);
+                const Pair w = load_pair_n(weight + at, n);
                 y = {y.a * w.a, y.b * w.b};
             }
             if (bias) {
-                const Pair w = load_pair_n(bias + c * PAIR, n);
+                const Pair w = load_pair_n(bias + at, n);
                 y = {y.a + w.a, y.b + w.b};
             }
-            store_pair_n(normed + r * size + c * PAIR, y, n);
-        }
+            store_pair_n(normed + r * size + at, y, n);
+        });
     }
 }
 
@@ -75,28 +83,17 @@ template <typename T>
 static void add_rms_norm(const T* x, const T* residual, const T* weight, T* sum, T* normed,
                          int64_t rows, int64_t size, int64_t x_stride, int64_t residual_stride,
                          float eps) {
-    const int64_t pairs = (size + PAIR - 1) / PAIR;
-    const int tail = (int)(size - (pairs - 1) * PAIR);
 #pragma omp parallel for if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < rows; ++r) {
         T* s = sum + r * size;
         vf squares = {};
-        for (int64_t c = 0; c < pairs; ++c) {
-            const int n = c == pairs - 1 ? tail : PAIR;
-            const Pair p = load_pair_n(x + r * x_stride + c * PAIR, n);
-            const Pair q = load_pair_n(residual + r * residual_stride + c * PAIR, n);
-            store_pair_n(s + c * PAIR, {p.a + q.a, p.b + q.b}, n);
-            const Pair rounded = load_pair_n(s + c * PAIR, n);
-            squares += rounded.a * rounded.a + rounded.b * rounded.b;
-        }
+        add_row(x + r * x_stride, residual + r * residual_stride, s, size,
+                [&](Pair p) { squares += p.a * p.a + p.b * p.b; });
         const float inverse = 1.f / std::sqrt(hsum(squares) / size + eps);
-        for (int64_t c = 0; c < pairs; ++c) {
-            const int n = c == pairs - 1 ? tail : PAIR;
-            const Pair p = load_pair_n(s + c * PAIR, n);
-            const Pair w = load_pair_n(weight + c * PAIR, n);
-            store_pair_n(normed + r * size + c * PAIR,
-                         {p.a * inverse * w.a, p.b * inverse * w.b}, n);
-        }
+        for_pairs(size, [&](int64_t at, int n) {
+            const Pair p = load_pair_n(s + at, n), w = load_pair_n(weight + at, n);
+            store_pair_n(normed + r * size + at, {p.a * inverse * w.a, p.b * inverse * w.b}, n);
+        });
     }
 }
 
@@ -105,28 +102,23 @@ constexpr int64_t MAX_HEAD_DIM = 256;
 template <typename T>
 static void rotate(T* x, const float* cos_sin, int64_t tokens, int64_t heads, int64_t half,
                    int64_t stride_t, int64_t stride_h) {
-    const int64_t pairs = (half + PAIR - 1) / PAIR;
-    const int tail = (int)(half - (pairs - 1) * PAIR);
 #pragma omp parallel for if (tokens > 1 && tokens * heads * half >= PARALLEL_ELEMENTS)
     for (int64_t t = 0; t < tokens; ++t) {
         Pair cosine[MAX_HEAD_DIM / 2 / PAIR + 1], sine[MAX_HEAD_DIM / 2 / PAIR + 1];
-        for (int64_t c = 0; c < pairs; ++c) {
-            const int n = c == pairs - 1 ? tail : PAIR;
-            const float* at = cos_sin + t * 2 * half + c * PAIR;
-            cosine[c] = spread_like(x, at, n);
-            sine[c] = spread_like(x, at + half, n);
-        }
+        for_pairs(half, [&](int64_t at, int n) {
+            const float* values = cos_sin + t * 2 * half + at;
+            cosine[at / PAIR] = spread_like(x, values, n);
+            sine[at / PAIR] = spread_like(x, values + half, n);
+        });
         for (int64_t h = 0; h < heads; ++h) {
             T* first = x + t * stride_t + h * stride_h;
             T* second = first + half;
-            for (int64_t c = 0; c < pairs; ++c) {
-                const int n = c == pairs - 1 ? tail : PAIR;
-                const int64_t at = c * PAIR;
+            for_pairs(half, [&](int64_t at, int n) {
                 const Pair p = load_pair_n(first + at, n), q = load_pair_n(second + at, n);
-                const Pair u = cosine[c], v = sine[c];
+                const Pair u = cosine[at / PAIR], v = sine[at / PAIR];
                 store_pair_n(first + at, {p.a * u.a - q.a * v.a, p.b * u.b - q.b * v.b}, n);
                 store_pair_n(second + at, {q.a * u.a + p.a * v.a, q.b * u.b + p.b * v.b}, n);
-            }
+            });
         }
     }
 }
@@ -142,16 +134,14 @@ static inline vf silu(vf x) {
 
 template <typename T>
 static void silu_mul(const T* x, T* out, int64_t rows, int64_t size, int64_t stride) {
-    const int64_t pairs = (size + PAIR - 1) / PAIR;
-    const int tail = (int)(size - (pairs - 1) * PAIR);
 #pragma omp parallel for if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < rows; ++r) {
         const T* gate = x + r * stride;
-        const T* up = gate + size;
-        for (int64_t c = 0; c < pairs; ++c) {
-            const int n = c == pairs - 1 ? tail : PAIR;
-            const Pair g = load_pair_n(gate + c * PAIR, n), u = load_pair_n(up + c * PAIR, n);
-            store_pair_n(out + r * size + c * PAIR, {silu(g.a) * u.a, silu(g.b) * u.b}, n);
+        // As for_pairs does; with the last one apart GCC's code for bfloat16 is 6% slower.
+        for (int64_t at = 0; at < size; at += PAIR) {
+            const int n = (int)std::min<int64_t>(PAIR, size - at);
+            const Pair g = load_pair_n(gate + at, n), u = load_pair_n(gate + size + at, n);
+            store_pair_n(out + r * size + at, {silu(g.a) * u.a, silu(g.b) * u.b}, n);
         }
     }
 }
@@ -227,47 +217,43 @@ extern "C" void fs_add_layer_norm(int64_t dtype, const void* x, const void* resi
                                   const void* weight, const void* bias, void* sum, void* normed,
                                   int64_t rows, int64_t size, int64_t x_stride,
                                   int64_t residual_stride, double eps) {
-    using namespace fastserve;
-    if (dtype == kBFloat16)
-        return add_layer_norm((const bf16*)x, (const bf16*)residual, (const bf16*)weight,
-                              (const bf16*)bias, (bf16*)sum, (bf16*)normed, rows, size, x_stride,
-                              residual_stride, (float)eps);
-    add_layer_norm((const float*)x, (const float*)residual, (const float*)weight,
-                   (const float*)bias, (float*)sum, (float*)normed, rows, size, x_stride,
-                   residual_stride, (float)eps);
+    fastserve::with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        fastserve::add_layer_norm((const T*)x, (const T*)residual, (const T*)weight, (const T*)bias,
+                                  (T*)sum, (T*)normed, rows, size, x_stride, residual_stride,
+                                  (float)eps);
+    });
 }
 
 extern "C" void fs_add_rms_norm(int64_t dtype, const void* x, const void* residual,
                                 const void* weight, void* sum, void* normed, int64_t rows,
                                 int64_t size, int64_t x_stride, int64_t residual_stride,
                                 double eps) {
-    using namespace fastserve;
-    if (dtype == kBFloat16)
-        return add_rms_norm((const bf16*)x, (const bf16*)residual, (const bf16*)weight, (bf16*)sum,
-                            (bf16*)normed, rows, size, x_stride, residual_stride, (float)eps);
-    add_rms_norm((const float*)x, (const float*)residual, (const float*)weight, (float*)sum,
-                 (float*)normed, rows, size, x_stride, residual_stride, (float)eps);
+    fastserve::with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        fastserve::add_rms_norm((const T*)x, (const T*)residual, (const T*)weight, (T*)sum,
+                                (T*)normed, rows, size, x_stride, residual_stride, (float)eps);
+    });
 }
 
 extern "C" void fs_rotate(int64_t dtype, void* x, const float* cos_sin, int64_t tokens,
                           int64_t heads, int64_t half, int64_t stride_t, int64_t stride_h) {
-    using namespace fastserve;
-    if (dtype == kBFloat16)
-        return rotate((bf16*)x, cos_sin, tokens, heads, half, stride_t, stride_h);
-    rotate((float*)x, cos_sin, tokens, heads, half, stride_t, stride_h);
+    fastserve::with_type(dtype, [&](auto type) {
+        fastserve::rotate((decltype(type)*)x, cos_sin, tokens, heads, half, stride_t, stride_h);
+    });
 }
 
 extern "C" void fs_silu_mul(int64_t dtype, const void* x, void* out, int64_t rows, int64_t size,
                             int64_t stride) {
-    using namespace fastserve;
-    if (dtype == kBFloat16) return silu_mul((const bf16*)x, (bf16*)out, rows, size, stride);
-    silu_mul((const float*)x, (float*)out, rows, size, stride);
+    fastserve::with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        fastserve::silu_mul((const T*)x, (T*)out, rows, size, stride);
+    });
 }
 
 extern "C" void fs_argmax_rows(int64_t dtype, const void* x, int64_t* out, int64_t rows,
                                int64_t size, int64_t stride) {
-    using namespace fastserve;
-    if (dtype == kBFloat16)
-        return argmax_rows((const bf16*)x, out, rows, size, stride);
-    argmax_rows((const float*)x, out, rows, size, stride);
+    fastserve::with_type(dtype, [&](auto type) {
+        fastserve::argmax_rows((const decltype(type)*)x, out, rows, size, stride);
+    });
 }

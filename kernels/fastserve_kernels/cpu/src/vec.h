@@ -30,6 +30,12 @@ struct bf16 {
     uint16_t bits;
 };
 
+// f(a value of the storage type with this number).
+template <typename F>
+static inline auto with_type(int64_t dtype, const F& f) {
+    return dtype == kBFloat16 ? f(bf16{}) : f(0.f);
+}
+
 // 2*W consecutive elements as fp32. How they are spread over the two vectors depends on the
 // storage type (bf16: even/odd elements, because a shift and a mask are the cheapest way to widen;
 // fp32: first/second half). Loads and stores of one type agree, and all arithmetic between two

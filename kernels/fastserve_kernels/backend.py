@@ -1,13 +1,17 @@
-"""Which CPU implementation is in use: decided once a process, on first need."""
+"""Which implementation runs an operation: chosen by the device and dtype of its tensors; on a CPU
+also by what is in use there, which is decided once a process, on first need."""
 
 from __future__ import annotations
 
 import logging
 import os
+from types import ModuleType
 from typing import Literal
 
 import torch
+from torch import Tensor
 
+from fastserve_kernels.cpu import plain_torch
 from fastserve_kernels.cpu.builder import BuildError
 from fastserve_kernels.cpu.compiled import CompiledKernels
 
@@ -68,7 +72,22 @@ def cpu_backend() -> CpuBackend:
     return _State.backend
 
 
-def compiled_for(tensor: torch.Tensor) -> CompiledKernels | None:
+def uses_triton(device: torch.device) -> bool:
+    """Whether the Triton-language kernels run on this device: any GPU, or their interpreter."""
+    return device.type == "cuda" or (device.type == "cpu" and cpu_backend() == "triton")
+
+
+def kernels_for(tensor: Tensor) -> CompiledKernels | ModuleType:
+    """The fastest implementation for tensors like this one, of the operations that all have."""
+    if uses_triton(tensor.device):
+        # Needs Triton, which only a GPU needs.
+        from fastserve_kernels.gpu import kernels
+
+        return kernels
+    return compiled_for(tensor) or plain_torch
+
+
+def compiled_for(tensor: Tensor) -> CompiledKernels | None:
     """The compiled kernels if they serve this tensor's device and dtype."""
     if not tensor.is_cpu or tensor.dtype not in COMPILED_DTYPES:
         return None

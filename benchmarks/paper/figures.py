@@ -1,0 +1,139 @@
+"""What the figures take and give: options and the runs they ask for, tables, plots, JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastserve_client.workload import AUTHORS_LIMITS, Lengths, load_lengths
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from simulated_runs import Run, System, scheduler
+
+DATASETS = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
+ALPACA_JOBS = 2  # as many as ShareGPT's: they last a sixth as long
+
+console = Console(width=100)
+
+
+def parser(description: str | None, jobs: int) -> argparse.ArgumentParser:
+    """The options of every figure."""
+    options = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--jobs", type=int, default=jobs, help=f"jobs of a trace ({jobs})")
+    options.add_argument("--seed", type=int, default=0, help="of jobs and arrivals (0)")
+    for name in ("sharegpt", "alpaca"):
+        options.add_argument(
+            f"--{name}",
+            metavar="FILE",
+            default=name,
+            help="real lengths (CSV or JSON) instead of the packaged synthetic ones",
+        )
+    options.add_argument("--quick", action="store_true", help="few points and few jobs, to try it")
+    options.add_argument(
+        "--plot-dir",
+        type=Path,
+        default=Path(__file__).parent / "plots",
+        help="where plots (PNG) and numbers (JSON) go (beside this script)",
+    )
+    return options
+
+
+def parse(
+    options: argparse.ArgumentParser, argv: Sequence[str] | None, quick_jobs: int = 40
+) -> argparse.Namespace:
+    args = options.parse_args(argv)
+    if args.quick:
+        args.jobs = min(args.jobs, quick_jobs)
+    args.plot_dir.mkdir(parents=True, exist_ok=True)
+    return args
+
+
+def lengths_of(args: argparse.Namespace, name: str) -> Lengths:
+    """Lengths of ``sharegpt`` or ``alpaca``, from a file if one was named."""
+    return load_lengths(getattr(args, name), AUTHORS_LIMITS)
+
+
+def jobs_of(args: argparse.Namespace, dataset: str) -> int:
+    jobs: int = args.jobs * (ALPACA_JOBS if dataset == "alpaca" else 1)
+    return jobs
+
+
+def fcfs_run(args: argparse.Namespace, system: System, dataset: str) -> Run:
+    """At the rate that full batches serve, with host memory."""
+    lengths = lengths_of(args, dataset)
+    return Run(
+        system,
+        lengths,
+        system.capacity(lengths),
+        jobs_of(args, dataset),
+        args.seed,
+        scheduler("fcfs"),
+        system.swapping(),
+    )
+
+
+def add_dataset(options: argparse.ArgumentParser) -> None:
+    """Of figures that show all of ``DATASETS``."""
+    options.add_argument("--dataset", choices=list(DATASETS), help="only this one (both)")
+
+
+def datasets_of(args: argparse.Namespace) -> Sequence[str]:
+    if args.quick:
+        return ("alpaca",)
+    return tuple(DATASETS) if args.dataset is None else (args.dataset,)
+
+
+def new_table(title: str, caption: str, *headers: str) -> Table:
+    table = Table(
+        title=title, caption=caption, caption_justify="left", title_justify="left", box=box.SIMPLE
+    )
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="right" if index else "left")
+    return table
+
+
+def number(value: float | None) -> str:
+    """Three digits."""
+    if value is None:
+        return "–"
+    if math.isinf(value):
+        return "none"
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+
+
+def save_json(args: argparse.Namespace, name: str, values: Any) -> None:
+    settings = {"jobs": args.jobs, "seed": args.seed, "quick": args.quick}
+    document = {"settings": settings, "values": values}
+    (args.plot_dir / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+
+
+def save_plot(
+    args: argparse.Namespace,
+    name: str,
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
+    xlabel: str,
+    ylabel: str,
+    *,
+    log: bool = False,
+) -> None:
+    """Panels beside each other: title → line's label → (x values, y values)."""
+    figure = Figure(figsize=(4.5 * len(panels), 3.8), dpi=150, layout="constrained")
+    for axes, (title, lines) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        for label, (xs, ys) in lines.items():
+            axes.plot(xs, ys, marker="o", label=label)
+        axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
+        if log:
+            axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(args.plot_dir / f"{name}.png")

@@ -1,0 +1,170 @@
+"""What the figures run: jobs on a system with some policy and memory, on all cores.
+
+Everything is simulated: the engine's own step loop, policies and KV decisions, on the iteration
+times of a roofline model.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+from fastserve_backend.config import EngineConfig, KVCacheSection, SchedulerSection
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.model_config import ModelConfig
+from fastserve_backend.profile.hardware import find_hardware
+from fastserve_backend.profile.iteration import IterationLoad
+from fastserve_backend.profile.roofline import Roofline
+from fastserve_backend.simulation.memory import KVMemory, memory_of_roofline
+from fastserve_backend.simulation.simulator import Simulation, simulate
+from fastserve_client.report.summary import Summary, summarize
+from fastserve_client.workload import Lengths, poisson_trace
+from prediction_errors import PredictionErrors
+
+BLOCK_SIZE = 16
+MAX_MODEL_LEN = 2048
+BATCH = 16
+"""Most jobs in one iteration: MaxBatchSize of FastServe's authors."""
+_HOST_GIB = 56.0  # swap space of the authors' ShareGPT runs
+_TYPICAL_CONTEXT = 400  # tokens of a job in the middle of its output
+
+SWAPPING = "KV is swapped to 56 GiB of host memory (strategy proactive)."
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A model in float16 on GPUs of one type."""
+
+    model: str
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    hardware: str = "a100-40g"
+
+    def __str__(self) -> str:
+        name = self.model.upper()
+        if self.tensor_parallel > 1:
+            name += f" TP{self.tensor_parallel}"
+        if self.pipeline_parallel > 1:
+            name += f"×PP{self.pipeline_parallel}"
+        return name
+
+    @property
+    def config(self) -> ModelConfig:
+        return load_model_config(self.model, load_format="dummy", dtype="float16", device="cuda")
+
+    @property
+    def latency(self) -> Roofline:
+        return _latency(self)
+
+    def swapping(self, **keys: Any) -> KVCacheSection:
+        """With host memory as the authors', shared by the ranks."""
+        gib = _HOST_GIB / (self.tensor_parallel * self.pipeline_parallel)
+        return kv_cache(**{"swap_space_gib": gib, **keys})
+
+    @property
+    def decode_s(self) -> float:
+        """One decode iteration of a full batch."""
+        load = IterationLoad.of([(_TYPICAL_CONTEXT - 1, 1, True)] * BATCH)
+        return self.latency.iteration_s(load)
+
+    def capacity(self, lengths: Lengths) -> float:
+        """Jobs per second that full batches serve, roughly: prefills alone, decodes shared."""
+        prompt, output = (statistics.fmean(column) for column in zip(*lengths, strict=True))
+        busy_s = self.latency.prefill_s(round(prompt)) + output * self.decode_s / BATCH
+        rate: float = self.latency.num_stages / busy_s
+        return rate
+
+
+@cache
+def _latency(system: System) -> Roofline:
+    return Roofline(
+        system.config,
+        find_hardware(system.hardware),
+        system.tensor_parallel,
+        system.pipeline_parallel,
+    )
+
+
+OPT_13B = System("opt-13b")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One simulation of jobs drawn from ``lengths``."""
+
+    system: System
+    lengths: Lengths
+    rate: float
+    num_jobs: int
+    seed: int
+    scheduler: SchedulerSection
+    kv_cache: KVCacheSection
+    evenly: bool = False
+    """The same jobs arrive at equal distances instead of as a Poisson process."""
+    errors: PredictionErrors | None = None
+    """Of the predicted output lengths; ``None``: nothing is predicted."""
+
+    @property
+    def memory(self) -> KVMemory:
+        return memory_of_roofline(self.system.latency, self.system.config, self.kv_cache)
+
+    def simulate(self) -> Simulation:
+        trace = poisson_trace(self.lengths, self.rate, self.num_jobs, self.seed)
+        if self.evenly:
+            trace = [replace(job, arrival_s=i / self.rate) for i, job in enumerate(trace)]
+        predictions = None
+        if self.errors is not None:
+            predictions = self.errors.predict(trace, self.lengths, self.seed, MAX_MODEL_LEN)
+        return simulate(
+            trace,
+            self.scheduler,
+            self.kv_cache,
+            self.system.latency,
+            self.memory,
+            max_model_len=MAX_MODEL_LEN,
+            predictions=predictions,
+        )
+
+    def summary(self) -> Summary:
+        return summarize(self.simulate().records)
+
+
+def scheduler(policy: str, max_num_seqs: int = BATCH, **keys: Any) -> SchedulerSection:
+    keys = {"policy": policy, "max_num_seqs": max_num_seqs, **keys}
+    return EngineConfig().with_keys(**keys).scheduler
+
+
+def kv_cache(**keys: Any) -> KVCacheSection:
+    return EngineConfig().with_keys(**keys).kv_cache
+
+
+RECOMPUTE = kv_cache(strategy="recompute")
+"""Device memory alone."""
+
+
+def on_all_cores(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Results in the order of the items."""
+    return list(_pool().map(function, items))
+
+
+@cache
+def _pool() -> ProcessPoolExecutor:
+    # Spawned, not forked: the process that asks may have threads, as under pytest.
+    return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn"))
+
+
+def mean_normalized(summary: Summary) -> float:
+    return summary.normalized_latency_s.mean
+
+
+def mean_jct(summary: Summary) -> float:
+    return summary.latency_s.mean

@@ -20,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -273,17 +272,8 @@ def compute_s(answer: object) -> float:
 
 def decode_step(batch: int) -> Step:
     blocks = -(-CONTEXT // 16)
-    ids = [block for job in range(batch) for block in range(job * 8, job * 8 + blocks)]
-    return Step(
-        step_id=0,
-        num_decodes=batch,
-        num_partial=0,
-        token_ids=array("i", range(1000, 1000 + batch)).tobytes(),
-        query_lens=array("i", [1] * batch).tobytes(),
-        starts=array("i", [CONTEXT - 1] * batch).tobytes(),
-        block_counts=array("i", [blocks] * batch).tobytes(),
-        block_ids=array("i", ids).tobytes(),
-        sampling=None,
+    return Step.of(
+        0, [(CONTEXT - 1, [1000 + job], range(job * 8, job * 8 + blocks)) for job in range(batch)]
     )
 
 

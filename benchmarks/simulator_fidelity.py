@@ -24,7 +24,7 @@ from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.simulation.memory import memory_of_profile
 from fastserve_backend.simulation.simulator import simulate
-from fastserve_client.report import summarize
+from fastserve_client.report.summary import summarize
 from replay import DTYPE, MODEL, Lengths, on_the_engine, workload
 from rich.console import Console
 from rich.table import Table
@@ -65,7 +65,7 @@ def _has_prefill(load: IterationLoad) -> bool:
 
 def measure_profile() -> None:
     """Where the engine finds it at its next start."""
-    command = [sys.executable, "-m", "fastserve_backend.cli", "profile", MODEL]
+    command = [sys.executable, "-m", "fastserve_backend", "profile", MODEL]
     subprocess.run([*command, "--load-format", "dummy", "--dtype", DTYPE], check=True)
 
 

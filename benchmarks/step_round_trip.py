@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from array import array
 from pathlib import Path
 
 import zmq
@@ -53,16 +52,9 @@ TINY_OPT = {
 
 def decode_step(step_id: int) -> Step:
     blocks = -(-(CONTEXT + 1) // BLOCK_SIZE)
-    return Step(
-        step_id=step_id,
-        num_decodes=JOBS,
-        num_partial=0,
-        token_ids=array("i", range(4, 4 + JOBS)).tobytes(),
-        query_lens=array("i", [1] * JOBS).tobytes(),
-        starts=array("i", [CONTEXT] * JOBS).tobytes(),
-        block_counts=array("i", [blocks] * JOBS).tobytes(),
-        block_ids=array("i", range(JOBS * blocks)).tobytes(),
-        sampling=None,
+    return Step.of(
+        step_id,
+        [(CONTEXT, [4 + job], range(job * blocks, (job + 1) * blocks)) for job in range(JOBS)],
     )
 
 

@@ -105,7 +105,7 @@ def bench(
     from fastserve_client.bench.connection import Target
     from fastserve_client.bench.own_server import OwnServer
     from fastserve_client.bench.session import Load, Plan
-    from fastserve_client.report import Objectives
+    from fastserve_client.report.objectives import Objectives
     from fastserve_client.report.output import Output
     from fastserve_client.workload import LengthLimits, Workload
 

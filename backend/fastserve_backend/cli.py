@@ -228,14 +228,14 @@ def serve(
     """
     from fastserve_backend.serving import launch
 
-    code = launch.serve(
+    server = launch.TritonServer(
         _engine_config(model, config, keys),
         host=host,
         http_port=http_port,
         grpc_port=grpc_port,
         metrics_port=metrics_port,
-        on_ready=lambda server: _print_endpoints(server.endpoints),
     )
+    code = launch.serve(server, on_ready=lambda: _print_endpoints(server.endpoints))
     raise typer.Exit(code)
 
 
@@ -352,7 +352,3 @@ def _engine_config(model: str | None, config: Path | None, keys: dict[str, Any])
         model = EMBEDDED_MODEL
     given = {"model": model, **keys}
     return base.with_keys(**{key: value for key, value in given.items() if value is not None})
-
-
-if __name__ == "__main__":
-    main()

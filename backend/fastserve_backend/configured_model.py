@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.models.config import ModelConfig, load_model_config
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.partition import check_parallel
 
 

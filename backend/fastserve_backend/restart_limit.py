@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections import deque
 
 # What keeps dying has a cause that another restart will not remove.
-MAX_RESTARTS = 3
-RESTART_WINDOW_S = 600.0
+_MAX_RESTARTS = 3
+_WINDOW_S = 600.0
 
 
 class RestartLimiter:
-    """Allows ``max_restarts`` in any ``window_s``. A pure decision: the time is passed in."""
+    """Allows three restarts in any ten minutes. A pure decision: the time is passed in."""
 
-    def __init__(
-        self, max_restarts: int = MAX_RESTARTS, window_s: float = RESTART_WINDOW_S
-    ) -> None:
-        self._max_restarts = max_restarts
-        self._window_s = window_s
+    def __init__(self) -> None:
         self._times: deque[float] = deque()
 
     def restart(self, now: float) -> int | None:
         """Take a restart if one is left: its number among those of the window that ends ``now``,
         1 for the first. None: there were too many."""
-        while self._times and now - self._times[0] >= self._window_s:
+        while self._times and now - self._times[0] >= _WINDOW_S:
             self._times.popleft()
-        if len(self._times) == self._max_restarts:
+        if len(self._times) == _MAX_RESTARTS:
             return None
         self._times.append(now)
         return len(self._times)
@@ -36,4 +32,4 @@ class RestartLimiter:
 
     def describe(self) -> str:
         """The limit, as a log line says it."""
-        return f"{self._max_restarts} restarts in {self._window_s / 60:.0f} minutes"
+        return f"{_MAX_RESTARTS} restarts in {_WINDOW_S / 60:.0f} minutes"

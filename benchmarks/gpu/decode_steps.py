@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
-from fastserve_backend.models.config import ModelConfig, load_model_config
+from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.loader import load_model, torch_dtype
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.worker.messages import Step
 from fastserve_backend.worker.model_runner import Answer, ModelRunner
 from fastserve_backend.worker.step_inputs import StepLimits
@@ -69,17 +70,9 @@ def decode_step(step_id: int, batch: int, context: int) -> Step:
     blocks that lie scattered among the first ``batch * blocks_of(context)``."""
     count = blocks_of(context)
     generator = torch.Generator().manual_seed(1)
-    blocks = torch.randperm(batch * count, generator=generator).tolist()
-    return Step(
-        step_id=step_id,
-        num_decodes=batch,
-        num_partial=0,
-        token_ids=array("i", range(FIRST_TOKEN, FIRST_TOKEN + batch)).tobytes(),
-        query_lens=array("i", [1] * batch).tobytes(),
-        starts=array("i", [context - 1] * batch).tobytes(),
-        block_counts=array("i", [count] * batch).tobytes(),
-        block_ids=array("i", blocks).tobytes(),
-        sampling=None,
+    tables = torch.randperm(batch * count, generator=generator).view(batch, count).tolist()
+    return Step.of(
+        step_id, [(context - 1, [FIRST_TOKEN + job], table) for job, table in enumerate(tables)]
     )
 
 

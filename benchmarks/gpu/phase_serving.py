@@ -21,7 +21,8 @@ from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Ready, Setup, Step, StepResult
-from fastserve_client.report import JobRecord, Summary, summarize
+from fastserve_client.report.records import JobRecord
+from fastserve_client.report.summary import Summary, summarize
 from fastserve_client.workload import AUTHORS_LIMITS, Lengths, load_lengths, poisson_trace
 from phase_context import Context, one_line
 from random_models import engine_config, largest_model

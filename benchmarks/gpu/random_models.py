@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Final
 
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.config import load_model_config
 from phase_context import Context
 
 MODELS = ("opt-125m", "opt-1.3b", "opt-13b")
-DTYPE = "bfloat16"
+DTYPE: Final = "bfloat16"
 BYTES_OF_VALUE = 2
 WEIGHTS_SHARE = 0.6
 """Of the device's memory: a model with more weights leaves too little for its KV."""

@@ -32,7 +32,7 @@ from common import (
     save_plot,
     scheduler,
 )
-from fastserve_client.report import Summary, summarize
+from fastserve_client.report.summary import Summary, summarize
 from rich.table import Table
 
 SLO_S = 0.3

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastserve_backend.config import EngineConfig, KVCacheSection, SchedulerSection
-from fastserve_backend.models.config import ModelConfig, load_model_config
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.roofline import Roofline
 from fastserve_backend.simulation.memory import KVMemory, memory_of_roofline
 from fastserve_backend.simulation.simulator import Simulation, simulate
-from fastserve_client.report import Summary, summarize
+from fastserve_client.report.summary import Summary, summarize
 from fastserve_client.workload import AUTHORS_LIMITS, Lengths, load_lengths, poisson_trace
 from matplotlib.figure import Figure
 from prediction_errors import PredictionErrors

@@ -26,7 +26,7 @@ from common import (
     save_plot,
     scheduler,
 )
-from fastserve_client.report import JobRecord
+from fastserve_client.report.records import JobRecord
 from fastserve_client.workload import load_lengths
 from rich.table import Table
 

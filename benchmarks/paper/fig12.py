@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common import DATASETS
-from fastserve_client.report import Summary
+from fastserve_client.report.summary import Summary
 from rich.table import Table
 from throughput import SYSTEMS, Figure
 from throughput import main as run_figure

@@ -26,7 +26,7 @@ from common import (
     save_plot,
     scheduler,
 )
-from fastserve_client.report import Objectives, attainment, highest_rate
+from fastserve_client.report.objectives import Objectives, attainment, highest_rate
 from rich.table import Table
 
 Bounds = tuple[float, float]

@@ -25,7 +25,7 @@ from common import (
     save_plot,
     scheduler,
 )
-from fastserve_client.report import summarize
+from fastserve_client.report.summary import summarize
 from rich.table import Table
 
 LOADS = (0.6, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)

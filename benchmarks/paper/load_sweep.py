@@ -19,7 +19,7 @@ from common import (
     save_json,
     save_plot,
 )
-from fastserve_client.report import Summary
+from fastserve_client.report.summary import Summary
 
 Results: TypeAlias = Mapping[tuple[str, float, str], Summary]
 """(data set, load, label) → what came out."""

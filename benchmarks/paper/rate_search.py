@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from common import DATASETS, OPT_13B, Run, Search, System, largest_rate, on_all_cores, save_json
-from fastserve_client.report import Summary, SweepPoint, plot_sweep
+from fastserve_client.report.plot import plot_sweep
+from fastserve_client.report.summary import Summary
+from fastserve_client.report.sweep import SweepPoint
 
 SLO_ITERATIONS = 10
 OPT_13B_SLO_S = 0.3  # the paper's, and ten decode iterations of 30 ms

@@ -28,7 +28,9 @@ from common import (
     parser,
     scheduler,
 )
-from fastserve_client.report import Summary, SweepPoint, sweep_table
+from fastserve_client.report.summary import Summary
+from fastserve_client.report.sweep import SweepPoint
+from fastserve_client.report.table import sweep_table
 from rate_search import Line, ratio, save, search_all, slo_s
 from rich.table import Table
 

@@ -35,12 +35,15 @@ Item = Outputs | BaseException | None
 """What a call delivers: responses, and at last an error or, after a good end, None."""
 
 
-class HttpSession:
-    """Connections to one server, and the tasks that read the answers to requests.
+class AioHttpTransport:
+    """An ``AioTransport`` with a connection for each request at a time, and a task that reads it.
 
     Triton sends the status of an answer with the first token, so a request needs a task before
     anybody waits for it. It belongs to one event loop.
     """
+
+    only_streams = True
+    """Tritonserver 24.10 sees that a client has gone when it writes to it."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         """Raises InvalidRequest: no such host can be, or a proxy of the environment."""
@@ -49,7 +52,11 @@ class HttpSession:
         self._tasks: set[asyncio.Task[None]] = set()
         self._uncancelled: set[asyncio.Task[None]] = set()
 
-    def start(
+    def start(self, request: InferRequest, timeout_s: float | None) -> AioHttpCall:
+        items: asyncio.Queue[Item] = asyncio.Queue()
+        return AioHttpCall(self, self.send(request, timeout_s, items.put_nowait), items)
+
+    def send(
         self, request: InferRequest, timeout_s: float | None, deliver: Callable[[Item], None]
     ) -> asyncio.Task[None]:
         """Sends the request in a task, for ``cancel``.
@@ -152,34 +159,13 @@ def _reason(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-class AioHttpTransport:
-    """An ``AioTransport`` with a connection for each request at a time."""
-
-    only_streams = True
-    """Tritonserver 24.10 sees that a client has gone when it writes to it."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._session = HttpSession(endpoint)
-
-    def start(self, request: InferRequest, timeout_s: float | None) -> AioHttpCall:
-        items: asyncio.Queue[Item] = asyncio.Queue()
-        task = self._session.start(request, timeout_s, items.put_nowait)
-        return AioHttpCall(self._session, task, items)
-
-    async def is_ready(self, model: str, timeout_s: float) -> bool:
-        return await self._session.is_ready(model, timeout_s)
-
-    async def close(self) -> None:
-        await self._session.close()
-
-
 class AioHttpCall(AsyncIterator[Outputs]):
     """One POST to ``generate_stream``."""
 
     def __init__(
-        self, session: HttpSession, task: asyncio.Task[None], items: asyncio.Queue[Item]
+        self, transport: AioHttpTransport, task: asyncio.Task[None], items: asyncio.Queue[Item]
     ) -> None:
-        self._session = session
+        self._transport = transport
         self._task = task
         self._items = items
 
@@ -196,4 +182,4 @@ class AioHttpCall(AsyncIterator[Outputs]):
         return item
 
     def cancel(self) -> None:
-        self._session.cancel(self._task)
+        self._transport.cancel(self._task)

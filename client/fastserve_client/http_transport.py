@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from fastserve_client.cancelling import cancel_all
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import ClientClosed
-from fastserve_client.http_aio_transport import AioHttpTransport, HttpSession, Item
+from fastserve_client.http_aio_transport import AioHttpTransport, Item
 from fastserve_client.request import InferRequest
 from fastserve_client.response import Outputs
 
@@ -33,7 +33,7 @@ class HttpTransport:
     only_streams = AioHttpTransport.only_streams
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._session = HttpSession(endpoint)
+        self._transport = AioHttpTransport(endpoint)
         self._closed = False
         # A signal handler may close what its own thread is about to use.
         self._closing = threading.RLock()
@@ -43,24 +43,24 @@ class HttpTransport:
         )
         self._thread.start()
         # Also when the last reference is dropped, where it must not wait.
-        self._stop = weakref.finalize(self, _schedule_stop, self._loop, self._session)
+        self._stop = weakref.finalize(self, _schedule_stop, self._loop, self._transport)
 
     def start(self, request: InferRequest, timeout_s: float | None) -> HttpCall:
         items: queue.SimpleQueue[Item] = queue.SimpleQueue()
 
         async def start() -> asyncio.Task[None]:
-            return self._session.start(request, timeout_s, items.put)
+            return self._transport.send(request, timeout_s, items.put)
 
         return HttpCall(self, self._wait_for(start()), items)
 
     def is_ready(self, model: str, timeout_s: float) -> bool:
         with suppress(ClientClosed):
-            return self._wait_for(self._session.is_ready(model, timeout_s))
+            return self._wait_for(self._transport.is_ready(model, timeout_s))
         return False
 
     def cancel(self, task: asyncio.Task[None]) -> None:
         with suppress(RuntimeError):  # the loop is closed, and nothing runs any more
-            self._loop.call_soon_threadsafe(self._session.cancel, task)
+            self._loop.call_soon_threadsafe(self._transport.cancel, task)
 
     def close(self) -> None:
         with self._closing:
@@ -91,10 +91,10 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-def _schedule_stop(loop: asyncio.AbstractEventLoop, session: HttpSession) -> None:
+def _schedule_stop(loop: asyncio.AbstractEventLoop, transport: AioHttpTransport) -> None:
     async def stop() -> None:
         try:
-            await session.close()
+            await transport.close()
             await cancel_all(asyncio.all_tasks() - {asyncio.current_task()})
         finally:
             loop.stop()

@@ -7,20 +7,20 @@ import ipaddress
 import socket
 from typing import Any
 
-PORTS = range(1 << 16)
-"""0 stands for any free one. The system would take others modulo the length of this."""
+from fastserve_client.errors import ClientError
 
+# The system would take others modulo the length of this.
+_PORTS = range(1 << 16)
 # Connections that wait to be accepted.
 _BACKLOG = 1024
 
 
-class HostError(Exception):
-    """What was asked for is no address of this machine. The message is one line for a person."""
+class ListenError(ClientError):
+    """What was asked for is no address of this machine, or no port. The message names the flag."""
 
-    def __init__(self, host: str, reason: str) -> None:
-        super().__init__(
-            f"host: got {host!r}; {reason}; choose an address or a name of this machine with --host"
-        )
+
+class PortBusy(ListenError):
+    """The port cannot be had; mostly another process listens there."""
 
 
 def is_loopback(host: str) -> bool:
@@ -32,33 +32,46 @@ def is_loopback(host: str) -> bool:
 
 
 def numeric_address(host: str) -> str:
-    """The address that a name stands for, IPv4 before IPv6. Raises HostError: none."""
+    """The address that a name stands for, IPv4 before IPv6. Raises ListenError: none."""
     found = _addresses(host, None)
     found.sort(key=lambda one: one[0] != socket.AF_INET)
     return str(found[0][4][0])
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, flag: str = "port") -> socket.socket:
     """A socket that listens there.
 
     Args:
-        port: one of ``PORTS``.
+        port: 0 to 65535; 0 takes any free one.
+        flag: which changes the port, for messages.
 
     Raises:
-        HostError: there is no such host, or it is not this machine.
-        OSError: the port cannot be had; mostly it is busy.
+        ListenError: there is no such host, it is not this machine, or no port has this number.
+        PortBusy: the port cannot be had.
     """
+    if port not in _PORTS:
+        raise ListenError(f"{flag}: got {port}; must be 0 to {_PORTS[-1]}")
     family, kind, _, _, address = _addresses(host, port)[0]
+    try:
+        return _listener(family, kind, address)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise _no_such_host(host, "this machine has no such address") from None
+        raise PortBusy(
+            f"{flag}: cannot listen on {host}:{port} ({error.strerror}); "
+            f"choose another one with --{flag}, or 0 for any free port"
+        ) from None
+
+
+def _listener(family: int, kind: int, address: Any) -> socket.socket:
     listener = socket.socket(family, kind)
     try:
         # Connections of an earlier server in TIME_WAIT do not count as busy.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
-    except OSError as error:
+    except OSError:
         listener.close()
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise HostError(host, "this machine has no such address") from None
         raise
     return listener
 
@@ -67,6 +80,12 @@ def _addresses(host: str, port: int | None) -> list[tuple[Any, ...]]:
     try:
         return [*socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     except socket.gaierror as error:
-        raise HostError(host, str(error.strerror)) from None
+        raise _no_such_host(host, error.strerror) from None
     except UnicodeError as error:  # a name with an empty or a long part
-        raise HostError(host, str(error)) from None
+        raise _no_such_host(host, error) from None
+
+
+def _no_such_host(host: str, reason: object) -> ListenError:
+    return ListenError(
+        f"host: got {host!r}; {reason}; choose an address or a name of this machine with --host"
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastserve_client.report import JobRecord, SweepPoint, summarize
+from fastserve_client.report.records import JobRecord
+from fastserve_client.report.summary import summarize
+from fastserve_client.report.sweep import SweepPoint
 
 
 def record(

@@ -18,9 +18,11 @@ from fastserve_client.bench.requests import FIRST_TOKEN_ID, exact_requests, natu
 from fastserve_client.bench.session import Load, Plan, Run
 from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
 from fastserve_client.errors import InvalidRequest, WorkloadError
-from fastserve_client.report import JobRecord, Objectives, highest_rate, sweep_table
+from fastserve_client.report.objectives import Objectives, highest_rate
 from fastserve_client.report.output import Output, write_json
-from fastserve_client.workload import LengthLimits, TraceJob, Workload
+from fastserve_client.report.records import JobRecord
+from fastserve_client.report.table import sweep_table
+from fastserve_client.workload import TraceJob, Workload
 from report_records import record
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +32,7 @@ SLO = Objectives(normalized_latency_s=1.0)
 
 
 def plan(*loads: Load) -> Plan:
-    workload = Workload("equal:8:4", 10, 0, LengthLimits())
+    workload = Workload("equal:8:4", 10)
     return Plan(workload, loads, repeats=2, timeout_s=1.0, warmup=0, vocab_size=1000)
 
 

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from fastserve_client.bench.command import bench_command
 from fastserve_client.bench.connection import Answer, Request, Target
-from fastserve_client.bench.session import Load, Observer, Plan, Session
+from fastserve_client.bench.session import Load, Plan, Session
 from fastserve_client.errors import WorkloadError
-from fastserve_client.report import Objectives
+from fastserve_client.report.objectives import Objectives
 from fastserve_client.report.output import Output
-from fastserve_client.workload import LengthLimits, Workload
+from fastserve_client.workload import Workload
 
 PAUSE_S = 0.2
 DEADLINE_S = 20.0
-WORKLOAD = Workload("equal:8:4", 2, 0, LengthLimits())
+WORKLOAD = Workload("equal:8:4", 2)
 LOADS = (Load(concurrency=1), Load(concurrency=2))
 REPEATS, WARMUP = 2, 1
 NUM_LOADS = len(LOADS) * REPEATS
@@ -57,7 +57,7 @@ async def asked(*labels: str, pause_s: float) -> list[tuple[str, float]]:
         vocab_size=1000,
         pause_s=pause_s,
     )
-    session = Session(plan, Observer(lambda *_: None, lambda _: None))
+    session = Session(plan)
     await session.alternate({label: Server(label, times) for label in labels})
     return times
 
@@ -86,7 +86,7 @@ async def test_the_warm_up_sends_texts_that_the_first_run_does_not_begin_with(
     dataset = tmp_path / "alpaca.json"
     dataset.write_text(json.dumps(texts), encoding="utf-8")
     plan = Plan(
-        Workload(str(dataset), 4, 0, LengthLimits()),
+        Workload(str(dataset), 4),
         LOADS[:1],
         repeats=1,
         timeout_s=1.0,
@@ -95,7 +95,7 @@ async def test_the_warm_up_sends_texts_that_the_first_run_does_not_begin_with(
         natural_max_tokens=8,
     )
     server = Server("a", [])
-    session = Session(plan, Observer(lambda *_: None, lambda _: None))
+    session = Session(plan)
     await session.alternate({"a": server})
     warm_up, run = server.prompts[:4], server.prompts[4:]
     assert len(run) == 4

@@ -11,7 +11,6 @@ from fastserve_client.workload import (
     LengthLimits,
     TraceJob,
     Workload,
-    build_trace,
     estimate_tokens,
     load_lengths,
 )
@@ -93,7 +92,7 @@ def test_azure_traces_keep_their_timestamps(tmp_path: Path) -> None:
     path = _write(tmp_path, _AZURE)
     # The third job generated nothing.
     assert load_lengths(path) == [(4808, 10), (110, 27), (3180, 8)]
-    assert build_trace(path) == [
+    assert Workload(path, 3).trace(None) == [
         TraceJob(0.0, 4808, 10),
         TraceJob(0.052, 110, 27),
         TraceJob(2.0, 3180, 8),
@@ -102,18 +101,19 @@ def test_azure_traces_keep_their_timestamps(tmp_path: Path) -> None:
 
 def test_azure_traces_are_rescaled_to_a_rate_and_cut_to_a_number(tmp_path: Path) -> None:
     path = _write(tmp_path, _AZURE)
-    trace = build_trace(path, rate=10.0)
+    trace = Workload(path, 3).trace(10.0)
     assert [job.arrival_s for job in trace] == pytest.approx([0.0, 0.0052, 0.2])
-    assert build_trace(path, num_jobs=2) == build_trace(path)[:2]
+    assert Workload(path, 2).trace(None) == Workload(path, 3).trace(None)[:2]
+    assert [job.arrival_s for job in Workload(path, 2).trace(10.0)] == pytest.approx([0.0, 0.1])
     with pytest.raises(WorkloadError, match=r"^num_jobs: got 4; must be at most 3, the jobs that"):
-        build_trace(path, num_jobs=4)
+        Workload(path, 4).trace(None)
     with pytest.raises(WorkloadError, match=r"^num_jobs: got 0; must be at least 1"):
-        build_trace(path, num_jobs=0)
+        Workload(path, 0).trace(None)
 
 
 def test_azure_traces_begin_with_the_first_job_within_the_limits(tmp_path: Path) -> None:
     path = _write(tmp_path, _AZURE)
-    trace = build_trace(path, limits=LengthLimits(max_prompt_tokens=4000))
+    trace = Workload(path, 2, limits=LengthLimits(max_prompt_tokens=4000)).trace(None)
     assert trace == [
         TraceJob(0.0, 110, 27),
         TraceJob(pytest.approx(1.948), 3180, 8),  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def test_azure_timestamps_are_exact_sortable_and_may_have_zones(tmp_path: Path) 
         "2024-05-10T02:00:01+02:00,1,1\n"
         "2024-05-10T00:00:01.0000019Z,3,1\n",
     )
-    assert build_trace(path) == [
+    assert Workload(path, 3).trace(None) == [
         TraceJob(0.0, 1, 1),
         TraceJob(1e-6, 2, 1),
         TraceJob(1.9e-6, 3, 1),
@@ -193,7 +193,7 @@ def test_alpaca_instructions(tmp_path: Path, lines: bool) -> None:
 def test_half_a_character_is_replaced(tmp_path: Path) -> None:
     path = _write(tmp_path, r'{"instruction": "cut \ud83c", "output": "\udf89 off"}')
     assert load_lengths(path) == [(2, 2)]
-    (job,) = build_trace(str(path), rate=1.0, num_jobs=1, seed=0)
+    (job,) = Workload(path, 1).trace(1.0)
     assert job.prompt == "cut ?"
 
 
@@ -274,24 +274,22 @@ def test_bytes_are_no_text(tmp_path: Path) -> None:
         load_lengths(str(path))
 
 
-def test_data_sets_without_timestamps_need_a_rate_and_a_number() -> None:
-    assert len(build_trace("sharegpt", rate=1.0, num_jobs=7, seed=3)) == 7
+def test_data_sets_without_timestamps_need_a_rate() -> None:
+    assert len(Workload("sharegpt", 7, seed=3).trace(1.0)) == 7
     with pytest.raises(WorkloadError, match=r"^rate: got none; alpaca has no timestamps"):
-        build_trace("alpaca", num_jobs=1)
-    with pytest.raises(WorkloadError, match=r"^num_jobs: got none; alpaca has no end"):
-        build_trace("alpaca", rate=1.0)
+        Workload("alpaca", 1).trace(None)
 
 
 def test_workloads_load_neither_torch_nor_the_server_nor_grpc() -> None:
     script = (
-        "import sys, fastserve_client.workload, fastserve_client.report\n"
+        "import sys, fastserve_client.workload, fastserve_client.report.summary\n"
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )
     loaded = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     ).stdout.split()
     assert "numpy" in loaded
-    assert not set(loaded) & {"torch", "fastserve_backend", "grpc", "matplotlib"}
+    assert not set(loaded) & {"torch", "fastserve_backend", "grpc", "rich", "matplotlib"}
 
 
 def test_a_scale_comes_before_the_limits(tmp_path: Path) -> None:
@@ -307,14 +305,14 @@ def test_traces_of_texts_have_their_prompts(tmp_path: Path) -> None:
     path = tmp_path / "alpaca.json"
     records = [{"instruction": text, "output": "x" * len(text)} for text in ("a" * 40, "b" * 80)]
     path.write_text(json.dumps(records))
-    for job in build_trace(str(path), rate=1.0, num_jobs=20, scale=0.5):
+    for job in Workload(str(path), 20, scale=0.5).trace(1.0):
         assert job.prompt is not None
         assert job.prompt_tokens == len(job.prompt) / 8
-    assert build_trace("equal:1:1", rate=1.0, num_jobs=1)[0].prompt is None
+    assert Workload("equal:1:1", 1).trace(1.0)[0].prompt is None
 
 
 def test_a_workload_has_its_ratio_or_its_own_timestamps() -> None:
-    workload = Workload("equal:30:10", 5, 0, LengthLimits(), scale=2.0, length_ratio=1.0)
+    workload = Workload("equal:30:10", 5, scale=2.0, length_ratio=1.0)
     assert {(job.prompt_tokens, job.output_tokens) for job in workload.trace(1.0)} == {(40, 40)}
     with pytest.raises(WorkloadError, match="--length-ratio needs a rate"):
         workload.trace(None)

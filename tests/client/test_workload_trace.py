@@ -70,7 +70,7 @@ def test_gaps_are_exponential_and_lengths_drawn_evenly() -> None:
 
 
 def test_timestamps_are_sorted_and_begin_at_zero() -> None:
-    assert timestamp_trace([107.0, 105.0, 105.5], _LENGTHS) == [
+    assert timestamp_trace([107.0, 105.0, 105.5], _LENGTHS, None, 3) == [
         TraceJob(0.0, 300, 40),
         TraceJob(0.5, 5, 600),
         TraceJob(2.0, 10, 20),
@@ -80,20 +80,20 @@ def test_timestamps_are_sorted_and_begin_at_zero() -> None:
 @given(st.lists(st.integers(0, 10**15), min_size=2, max_size=30, unique=True), _rates)
 def test_a_rate_rescales_the_mean_gap_of_timestamps(times_ns: list[int], rate: float) -> None:
     times = [time_ns / 1e9 for time_ns in times_ns]
-    trace = timestamp_trace(times, [(1, 1)] * len(times), rate)
+    trace = timestamp_trace(times, [(1, 1)] * len(times), rate, len(times))
     assert trace[0].arrival_s == 0
     assert (trace[-1].arrival_s / (len(times) - 1)) * rate == pytest.approx(1)
 
 
 @pytest.mark.parametrize("times", [[3.0], [3.0, 3.0]])
 def test_jobs_that_arrive_at_once_have_no_rate(times: list[float]) -> None:
-    assert [job.arrival_s for job in timestamp_trace(times, _LENGTHS[: len(times)])] == [
-        0.0 for _ in times
-    ]
+    lengths = _LENGTHS[: len(times)]
+    trace = timestamp_trace(times, lengths, None, len(times))
+    assert [job.arrival_s for job in trace] == [0.0 for _ in times]
     with pytest.raises(
         WorkloadError, match=r"^rate: got 2 for jobs that all arrive at once; needs"
     ):
-        timestamp_trace(times, _LENGTHS[: len(times)], rate=2)
+        timestamp_trace(times, lengths, 2, len(times))
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
@@ -102,13 +102,15 @@ def test_rates_out_of_range(rate: float) -> None:
     with pytest.raises(WorkloadError, match=message):
         poisson_trace(_LENGTHS, rate, 1, seed=0)
     with pytest.raises(WorkloadError, match=message):
-        timestamp_trace([0.0, 1.0, 2.0], _LENGTHS, rate)
+        timestamp_trace([0.0, 1.0, 2.0], _LENGTHS, rate, 3)
 
 
 @pytest.mark.parametrize("num_jobs", [0, -3])
 def test_traces_have_a_job(num_jobs: int) -> None:
     with pytest.raises(WorkloadError, match=f"^num_jobs: got {num_jobs}; must be at least 1$"):
         poisson_trace(_LENGTHS, 1.0, num_jobs, seed=0)
+    with pytest.raises(WorkloadError, match=f"^num_jobs: got {num_jobs}; must be at least 1$"):
+        timestamp_trace([0.0, 1.0, 2.0], _LENGTHS, None, num_jobs)
 
 
 def test_negative_seed_and_no_lengths() -> None:

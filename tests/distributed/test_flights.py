@@ -27,17 +27,7 @@ class CountingExecutor(DistributedExecutor):
 
 
 def prefill(step_id: int, block: int, num_tokens: int = 16) -> Step:
-    return Step(
-        step_id=step_id,
-        num_decodes=0,
-        num_partial=0,
-        token_ids=array("i", range(4, 4 + num_tokens)).tobytes(),
-        query_lens=array("i", [num_tokens]).tobytes(),
-        starts=array("i", [0]).tobytes(),
-        block_counts=array("i", [1]).tobytes(),
-        block_ids=array("i", [block]).tobytes(),
-        sampling=None,
-    )
+    return Step.of(step_id, [(0, range(4, 4 + num_tokens), [block])])
 
 
 def copy_out(transfer_id: int, host_block: int) -> CopyBlocks:

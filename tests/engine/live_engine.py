@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+from collector import DEADLINE_S, Collector
 from fastserve_backend import LLM, SamplingParams
-from fastserve_backend.job import JobOutput
-
-DEADLINE_S = 20.0
-
-
-class Collector:
-    """A sink that keeps outputs and knows when the job has ended."""
-
-    def __init__(self) -> None:
-        self.outputs: list[JobOutput] = []
-        self.started = threading.Event()
-        self.ended = threading.Event()
-
-    def __call__(self, output: JobOutput) -> None:
-        assert not self.ended.is_set(), "output after the end"
-        self.outputs.append(output)
-        self.started.set()
-        if output.finish_reason is not None:
-            self.ended.set()
-
-    def wait(self) -> JobOutput:
-        assert self.ended.wait(DEADLINE_S)
-        return self.outputs[-1]
 
 
 @contextmanager

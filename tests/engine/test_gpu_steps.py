@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,28 +77,6 @@ def empty_cache(config: Any, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
     return torch.full(shape, float("nan"))
 
 
-def make_step(parts: list[tuple[list[int], int, list[int]]], *, num_partial: int = 0) -> Step:
-    """(blocks of the job, position, tokens to run), in the order of a step."""
-    num_decodes = sum(len(tokens) == 1 and start > 0 for _, start, tokens in parts)
-    counts = [-(-(start + len(tokens)) // BLOCK_SIZE) for _, start, tokens in parts]
-    ids = [block for (table, _, _), n in zip(parts, counts, strict=True) for block in table[:n]]
-
-    def ints(values: Any) -> bytes:
-        return array("i", values).tobytes()
-
-    return Step(
-        step_id=0,
-        num_decodes=num_decodes,
-        num_partial=num_partial,
-        token_ids=ints(token for _, _, tokens in parts for token in tokens),
-        query_lens=ints(len(tokens) for _, _, tokens in parts),
-        starts=ints(start for _, start, _ in parts),
-        block_counts=ints(counts),
-        block_ids=ints(ids),
-        sampling=None,
-    )
-
-
 def generate(
     config: Any,
     longest_prompt: int,
@@ -118,22 +95,21 @@ def generate(
 
     def run(*jobs: int, chunk: tuple[int, int] | None = None) -> None:
         """``chunk``: a job and how many tokens of its prompt run, without its first token."""
-        parts = [
-            (tables[job], done[job], outputs[job][-1:] or prompts[job][done[job] :]) for job in jobs
-        ]
+        parts = [(job, outputs[job][-1:] or prompts[job][done[job] :]) for job in jobs]
         if chunk is not None:
             job, count = chunk
-            parts.append((tables[job], done[job], prompts[job][done[job] : done[job] + count]))
-        step = make_step(parts, num_partial=chunk is not None)
-        answer = launch(runner, step)
+            parts.append((job, prompts[job][done[job] : done[job] + count]))
+        in_step = [
+            (done[job], tokens, tables[job][: -(-(done[job] + len(tokens)) // BLOCK_SIZE)])
+            for job, tokens in parts
+        ]
+        answer = launch(runner, Step.of(0, in_step, num_partial=len(parts) - len(jobs)))
         assert answer is not None
         result = answer()
         assert isinstance(result, StepResult)
         for job, token in zip(jobs, np.frombuffer(result.token_ids, dtype=np.int32), strict=True):
             outputs[job].append(int(token))
-        if chunk is not None:
-            jobs = (*jobs, chunk[0])
-        for job, (_, _, tokens) in zip(jobs, parts, strict=True):
+        for job, tokens in parts:
             done[job] += len(tokens)
 
     run(0, 1)
@@ -163,7 +139,7 @@ def test_padding_does_not_change_a_decode(tmp_path: Path) -> None:
     model, cache = load_model(config, CPU), empty_cache(config)
     cache[:3] = torch.randn(cache[:3].shape)
     inputs = WorkListInputs(cache, config.num_heads, LIMITS)
-    step = make_step([([job], 9, [7 + job]) for job in range(3)])
+    step = Step.of(0, [(9, [7 + job], [job]) for job in range(3)])
     layout = StepLayout.of(step, BLOCK_SIZE)
     results = []
     for bring in (inputs.bring, lambda layout: inputs.bring_padded(layout, 5)):
@@ -180,8 +156,8 @@ def test_padding_does_not_change_a_decode(tmp_path: Path) -> None:
 def test_padded_steps_have_the_same_addresses(tmp_path: Path) -> None:
     config = model_config(tmp_path, MODELS["opt"])
     inputs = WorkListInputs(empty_cache(config), config.num_heads, LIMITS)
-    of_two = make_step([([0], 9, [7]), ([1, 2], 20, [8])])
-    of_one = make_step([(list(range(18)), 280, [9])])
+    of_two = Step.of(0, [(9, [7], [0]), (20, [8], [1, 2])])
+    of_one = Step.of(0, [(280, [9], range(18))])
     addresses = []
     for step in (of_two, of_one):
         tensors = inputs.bring_padded(StepLayout.of(step, BLOCK_SIZE), 4)
@@ -207,9 +183,9 @@ def test_a_step_that_no_graph_has_room_for_is_said_to_be_one(tmp_path: Path) -> 
         dtype=torch.float32,
         device=CPU,
     )
-    most = make_step([([job], 9, [7]) for job in range(LIMITS.max_jobs)])
+    most = Step.of(0, [(9, [7], [job]) for job in range(LIMITS.max_jobs)])
     assert len(graphs.bring(StepLayout.of(most, BLOCK_SIZE)).token_ids) == 5
-    more = make_step([([job], 9, [7]) for job in range(LIMITS.max_jobs + 1)])
+    more = Step.of(0, [(9, [7], [job]) for job in range(LIMITS.max_jobs + 1)])
     with pytest.raises(AssertionError, match="a step of 6 jobs, but graphs for 5 at most"):
         graphs.bring(StepLayout.of(more, BLOCK_SIZE))
 

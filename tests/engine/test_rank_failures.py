@@ -13,11 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+from collector import DEADLINE_S, Collector
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.errors import EngineError
 from fastserve_backend.executor import rank_processes
 from fastserve_backend.job import FinishReason, JobOutput, TokenLogprob
-from live_engine import DEADLINE_S, Collector, rank_of, small_engine
+from live_engine import rank_of, small_engine
 from small_model import VOCAB_SIZE
 from waiting import wait_for
 
@@ -51,7 +52,7 @@ def jobs(llm: LLM) -> Jobs:
         made.append((prompt, params))
     for client, index in zip(submit(llm, made[::5]), range(0, NUM_JOBS, 5), strict=True):
         client.wait()
-        word = "".join(output.text for output in client.outputs)[60:64]
+        word = client.text[60:64]
         prompt, params = made[index]
         made[index] = prompt, replace(params, stop=(word,))
     return made
@@ -75,12 +76,8 @@ def submit(llm: LLM, jobs: Jobs, sinks: list[Collector] | None = None) -> list[C
     return clients
 
 
-def tokens(client: Collector) -> list[int]:
-    return [token for output in client.outputs for token in output.token_ids]
-
-
 def assert_the_same(client: Collector, other: Collector) -> None:
-    assert tokens(client) == tokens(other)
+    assert client.token_ids == other.token_ids
     assert [one.text for one in client.outputs] == [one.text for one in other.outputs]
     assert client.outputs[-1].finish_reason is other.outputs[-1].finish_reason
     for entry, wanted in zip(logprobs(client), logprobs(other), strict=True):

@@ -21,7 +21,7 @@ from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.step_inputs import StepLimits
 from fastserve_kernels import ops
 from job_steps import TURNS, run_turns
-from test_gpu_steps import MODELS, make_step, model_config
+from test_gpu_steps import MODELS, model_config
 
 CPU = torch.device("cpu")
 DEADLINE_S = 20.0
@@ -77,18 +77,18 @@ def test_a_token_that_no_step_chose_is_refused(
     runner = make_runner(kernels)
 
     def ahead(*rows: int) -> Step:
-        step = make_step([([row], 5, [9]) for row in range(len(rows))])
+        step = Step.of(0, [(5, [9], [row]) for row in range(len(rows))])
         step.previous_rows = np.array(rows, dtype=np.int32).tobytes()
         return step
 
     with pytest.raises(IndexError, match="token 0 of the step before it, which chose 0"):
         runner.launch(ahead(0))
     for length in (1, 2):
-        runner.run(make_step([([row], 0, [5] * 5) for row in range(length)]))
+        runner.run(Step.of(0, [(0, [5] * 5, [row]) for row in range(length)]))
     runner.run(ahead(1, -1))
     with pytest.raises(IndexError, match="token 2 of the step before it, which chose 2"):
         runner.launch(ahead(0, 2))
-    runner.run(make_step([([0], 0, [5] * 5)], num_partial=1))
+    runner.run(Step.of(0, [(0, [5] * 5, [0])], num_partial=1))
     with pytest.raises(IndexError, match="which chose 0"):
         runner.launch(ahead(0))
     assert isinstance(runner.run(ahead(-1)), StepResult)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.config import DType, ModelConfig
+from fastserve_backend.models.model_config import DType, ModelConfig
 from fastserve_backend.worker.host_store import (
     HostStore,
     Int8Store,

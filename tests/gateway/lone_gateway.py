@@ -9,6 +9,7 @@ from fastserve_client.gateway.app import GatewaySettings
 from fastserve_client.gateway.auth import ApiKeys
 
 PICTURE = "x" * 40_000
+MAX_BODY_BYTES = 1 << 20
 
 
 def settings(
@@ -19,7 +20,7 @@ def settings(
         model="fastserve",
         keys=ApiKeys(list(keys)),
         strict=False,
-        max_body_bytes=1 << 20,
+        max_body_bytes=MAX_BODY_BYTES,
         max_held_bytes=max_held_bytes,
         max_jobs=8,
     )

@@ -234,4 +234,5 @@ def test_a_host_that_is_not_this_machine(host: str, tmp_path: Path) -> None:
 def test_a_busy_port_and_a_wrong_url(gateway: RunningGateway) -> None:
     port = gateway.url.rpartition(":")[2]
     assert "choose another one with --port" in refusal("--port", port)
+    assert "port: got 65536; must be 0 to 65535" in refusal("--port", "65536")
     assert "url: got 'ftp://x'" in refusal("--port", "0", "--url", "ftp://x")

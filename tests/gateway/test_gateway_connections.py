@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
+import json
+import re
 import resource
 import socket
 import time
@@ -10,14 +13,20 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastserve_client.gateway import http_connection
 from fastserve_client.gateway.app import create_app
 from fastserve_client.gateway.command import GatewayServer
-from fastserve_client.gateway.http_connection import MAX_HEADER_BYTES, MAX_UNANSWERED
-from lone_gateway import Pictures, settings
+from fastserve_client.gateway.http_connection import (
+    MAX_HEADER_BYTES,
+    MAX_UNANSWERED,
+    HttpConnection,
+)
+from lone_gateway import MAX_BODY_BYTES, Pictures, settings
 from running_gateway import running_gateway
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from waiting import wait_for
 
 DEADLINE_S = 30.0
@@ -26,15 +35,38 @@ MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 EVENTS = b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
 # Answered before its body: there is no Content-Type.
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+JOB = POST + b'Content-Length: 36\r\n\r\n{"model":"fastserve", "prompt": "a"}'
+# As Java's own client offers it with each request.
+H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+WEBSOCKET = b"Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\n"
+
+
+class Jobs(Pictures):
+    """A client whose jobs run until they are cancelled."""
+
+    is_running = False
+
+    async def generate(self, prompt: object, **options: Any) -> None:
+        self.is_running = True
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.is_running = False
 
 
 @dataclass(frozen=True)
 class Gateway:
     address: tuple[str, int]
-    pictures: Pictures
+    pictures: Jobs
+    server: GatewayServer
 
     def connect(self) -> socket.socket:
         return socket.create_connection(self.address, timeout=DEADLINE_S)
+
+    def is_answering(self, path: str) -> bool:
+        connections = tuple(self.server.server_state.connections)
+        return any(one.is_answering(path) for one in connections if isinstance(one, HttpConnection))
 
     def answers(self) -> bool:
         with self.connect() as other:
@@ -43,7 +75,7 @@ class Gateway:
 
 @pytest.fixture
 def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
-    pictures = Pictures()
+    pictures = Jobs()
     monkeypatch.setattr(
         "fastserve_client.gateway.app.AsyncFastServeClient", lambda *_, **__: pictures
     )
@@ -51,7 +83,7 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.run, [listener])
         try:
-            yield Gateway(listener.getsockname(), pictures)
+            yield Gateway(listener.getsockname(), pictures, server)
         finally:
             server.should_exit = True
             running.result(DEADLINE_S)
@@ -86,6 +118,7 @@ def rest(connection: socket.socket) -> bytes:
     [
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: ",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + H2C + b"X: ",
         b"GET /health",
     ],
 )
@@ -98,6 +131,15 @@ def test_headers_have_a_limit(gateway: Gateway, before: bytes, beginning: bytes)
     assert refusal.startswith(b"HTTP/1.1 431 ")
     assert b'"error"' in refusal
     assert gateway.answers()
+
+
+@pytest.mark.parametrize("offer", [b"", H2C], ids=["plain", "h2c"])
+def test_headers_have_a_limit_that_come_at_once(gateway: Gateway, offer: bytes) -> None:
+    with gateway.connect() as connection:
+        request = b"GET /live HTTP/1.1\r\nHost: localhost\r\n" + offer
+        request += b"X: a\r\n" * (MAX_HEADER_BYTES // len(b"X: a\r\n")) + b"\r\n"
+        connection.sendall(request)
+        assert rest(connection).startswith(b"HTTP/1.1 431 ")
 
 
 def test_trailers_have_the_same_limit(gateway: Gateway) -> None:
@@ -135,13 +177,6 @@ def test_some_requests_may_be_sent_ahead(gateway: Gateway) -> None:
         assert text.count(b"HTTP/1.1 200 ") == MAX_UNANSWERED
 
 
-def test_websockets_are_plain_requests(gateway: Gateway) -> None:
-    upgrade = MODELS.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
-    with gateway.connect() as connection:
-        for request in (MODELS, upgrade, MODELS):
-            assert status(connection, request) == 200
-
-
 def test_more_are_not_kept(gateway: Gateway) -> None:
     with gateway.connect() as connection:
         connection.sendall(MODELS * 1000)
@@ -158,6 +193,97 @@ def test_a_request_sent_ahead_does_not_hide_that_the_client_is_gone(
         wait_for(lambda: gateway.pictures.is_watched)
     wait_for(lambda: not gateway.pictures.is_watched)
     assert not caplog.records
+
+
+def test_nor_one_that_is_sent_later(gateway: Gateway) -> None:
+    with gateway.connect() as connection:
+        connection.sendall(JOB)
+        wait_for(lambda: gateway.pictures.is_running)
+        connection.sendall(MODELS)
+        wait_for(lambda: gateway.is_answering("/v1/models"))
+    wait_for(lambda: not gateway.pictures.is_running)
+
+
+def test_large_ones_may_not_be_sent_ahead(gateway: Gateway) -> None:
+    with gateway.connect() as connection:
+        connection.sendall(JOB)
+        wait_for(lambda: gateway.pictures.is_running)
+        size = HIGH_WATER_LIMIT + 1
+        connection.sendall(POST + b"Content-Length: %d\r\n\r\n" % size + b" " * size)
+        assert rest(connection) == b""
+        wait_for(lambda: not gateway.pictures.is_running)
+
+
+# --- offers to go on with another protocol ------------------------------------------------------
+
+LAST = MODELS.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+OTHER = json.dumps({"model": "other", "prompt": "a"}).encode()  # which is a 404
+WITH_LENGTH = b"Content-Length: %d\r\n\r\n" % len(OTHER), OTHER
+IN_CHUNKS = (
+    b"Transfer-Encoding: chunked\r\n\r\n",
+    b"8\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (OTHER[:8], len(OTHER) - 8, OTHER[8:]),
+)
+
+
+def statuses(answers: bytes) -> list[int]:
+    return [int(code) for code in re.findall(rb"HTTP/1\.1 (\d+) ", answers)]
+
+
+@pytest.mark.parametrize("offer", [H2C, WEBSOCKET], ids=["h2c", "websocket"])
+@pytest.mark.parametrize(("framing", "body"), [WITH_LENGTH, IN_CHUNKS], ids=["length", "chunks"])
+def test_they_are_not_taken_up(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture, offer: bytes, framing: bytes, body: bytes
+) -> None:
+    head = POST + offer + framing
+    with gateway.connect() as connection:
+        connection.sendall((head + body) * 2 + MODELS[:-2] + offer + b"\r\n" + LAST)
+        assert statuses(rest(connection)) == [404, 404, 200, 200]
+    with gateway.connect() as connection:
+        assert status(connection, MODELS + head) == 200
+        connection.sendall(body + LAST)
+        assert statuses(rest(connection)) == [404, 200]
+    assert not caplog.records
+
+
+def test_with_more_of_them_than_may_be_sent_ahead(gateway: Gateway) -> None:
+    with gateway.connect() as connection:
+        connection.sendall((MODELS[:-2] + H2C + b"\r\n") * 1000)
+        assert len(statuses(rest(connection))) < 1000
+    assert gateway.answers()
+
+
+def test_the_gateway_is_no_proxy(gateway: Gateway) -> None:
+    with gateway.connect() as connection:
+        connection.sendall(b"CONNECT example.com:443 HTTP/1.1\r\nHost: example.com\r\n\r\n")
+        assert statuses(rest(connection)) == [400]
+
+
+# --- bodies that are answered before their end --------------------------------------------------
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_who_sends_too_much_is_told(gateway: Gateway, in_chunks: bool) -> None:
+    connection = http.client.HTTPConnection(*gateway.address, timeout=DEADLINE_S)
+    part = b" " * (1 << 16)
+    parts = [part] * (16 * MAX_BODY_BYTES // len(part))  # more than the system holds
+    headers = {"Content-Type": "application/json"}
+    body = parts if in_chunks else b"".join(parts)
+    connection.request("POST", "/v1/completions", body, headers, encode_chunked=in_chunks)
+    used = connection.sock
+    answer = connection.getresponse()
+    assert answer.status == 413
+    answer.read()
+    connection.request("GET", "/v1/models")
+    assert connection.getresponse().status == 200
+    assert connection.sock is used
+    connection.close()
+
+
+def test_who_sends_too_slowly_may_go_on(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastserve_client.gateway.body.READ_TIMEOUT_S", SHORT_S)
+    with gateway.connect() as connection:
+        assert status(connection, POST + b"Content-Length: 3\r\n\r\na") == 408
+        assert status(connection, b"bc" + MODELS) == 200
 
 
 # --- those that do nothing ----------------------------------------------------------------------

@@ -117,13 +117,6 @@ def test_saving_again_replaces_the_file_and_leaves_nothing_else(
     assert len(LengthPredictor.open(tmp_path, encoder, 100)) == len(taught)
 
 
-def test_no_prompt_is_in_the_file(taught: LengthPredictor, tmp_path: Path) -> None:
-    taught.save(tmp_path)
-    data = (tmp_path / FILE_NAME).read_bytes()
-    assert b"poem" not in data
-    assert b"plus" not in data
-
-
 def test_nothing_saved_is_no_fault(
     encoder: Encoder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

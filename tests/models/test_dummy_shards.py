@@ -11,7 +11,7 @@ from torch import Tensor
 
 def read(shape: tuple[int, ...], shard: Shard, *, is_scale: bool = False) -> Tensor:
     parameter = Parameter(shape, lambda tensor: None, shard, is_scale)
-    (stored,) = dummy_tensors({"some.weight": parameter}, 10**9, 3, torch.float32)
+    (stored,) = dummy_tensors({"some.weight": parameter}, 10**9, torch.float32)
     return stored.read(shard)
 
 
@@ -43,7 +43,7 @@ def test_on_another_device_each_tensor_has_memory_of_its_own() -> None:
         name: Parameter(shape, lambda tensor: None, (slice(0, 10),))
         for name, shape in shapes.items()
     }
-    stored = dummy_tensors(parameters, 10**9, 3, torch.float32, torch.device("meta"))
+    stored = dummy_tensors(parameters, 10**9, torch.float32, torch.device("meta"))
     tensors = [one.read((slice(0, 10),)) for one in stored]
     assert [one.device.type for one in tensors] == ["meta", "meta"]
     assert [one.untyped_storage().nbytes() for one in tensors] == [10 * 4 * 4, 10 * 5 * 4]

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastserve_backend.models.config import ModelConfig, load_model_config
+from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.hf_tokenizer import HFTokenizer
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.tokenizer import ByteTokenizer, load_tokenizer
 from tokenizer_files import (
     VOCAB_SIZE,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from fastserve_backend.models.loader import CausalLM
+from fastserve_backend.models.causal_lm import CausalLM
 from opt_checkpoints import VARIANTS as OPT_VARIANTS
 from opt_checkpoints import random_opt
 from paged_executor import PagedExecutor, check, load, prompts

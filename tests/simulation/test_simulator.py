@@ -13,8 +13,8 @@ from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.simulation.predictions import make_predictions
 from fastserve_backend.simulation.simulator import Simulation, simulate
-from fastserve_client.report import summarize
-from fastserve_client.workload import TraceJob, build_trace
+from fastserve_client.report.summary import summarize
+from fastserve_client.workload import TraceJob, Workload
 
 POLICIES = (
     "fcfs",
@@ -139,7 +139,7 @@ def test_a_job_alone_takes_its_iterations_and_no_more() -> None:
 
 def test_preemption_saves_short_jobs_and_the_oracle_is_ahead() -> None:
     """What the policies are for, on a workload that overloads the machine."""
-    trace = build_trace("sharegpt", rate=6.0, num_jobs=150, seed=3)
+    trace = Workload("sharegpt", 150, seed=3).trace(6.0)
     mean = {
         policy: summarize(run(trace, policy=policy).records).normalized_latency_s.mean
         for policy in POLICIES
@@ -149,7 +149,7 @@ def test_preemption_saves_short_jobs_and_the_oracle_is_ahead() -> None:
 
 
 def test_foresight_brings_policies_to_the_oracle() -> None:
-    trace = build_trace("sharegpt", rate=6.0, num_jobs=100, seed=3)
+    trace = Workload("sharegpt", 100, seed=3).trace(6.0)
 
     def mean_jct_s(policy: str, error: float | None = None) -> float:
         simulation = run(trace, error, policy=policy, objective="jct")

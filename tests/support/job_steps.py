@@ -70,11 +70,15 @@ def run_turns(launch: Launch, *, ahead: bool, sampled: bool = True) -> list[Step
         if turn.chunk is not None:
             job, count = turn.chunk
             parts.append((job, PROMPTS[job][done[job] : done[job] + count]))
-        step = _step(step_id, turn, parts, done)
+        jobs = [*turn.decoding, *turn.ending]
+        in_step = [
+            (done[job], tokens, BLOCKS[job][: -(-(done[job] + len(tokens)) // BLOCK_SIZE)])
+            for job, tokens in parts
+        ]
+        step = Step.of(step_id, in_step, num_partial=len(parts) - len(jobs))
         if ahead and step_id > 0:
             rows = [chosen.index(job) if job in chosen else -1 for job in turn.decoding]
             step.previous_rows = _ints(rows)
-        jobs = [*turn.decoding, *turn.ending]
         if sampled and jobs:
             step.sampling = _sampling([(job, outputs[job]) for job in jobs])
         unanswered.append(launch(step))
@@ -91,24 +95,6 @@ def run_turns(launch: Launch, *, ahead: bool, sampled: bool = True) -> list[Step
         take(chosen, unanswered.pop(0))
     assert len({tuple(tokens) for tokens in outputs}) == len(outputs)
     return results
-
-
-def _step(
-    step_id: int, turn: Turn, parts: Sequence[tuple[int, list[int]]], done: Sequence[int]
-) -> Step:
-    counts = [-(-(done[job] + len(tokens)) // BLOCK_SIZE) for job, tokens in parts]
-    tables = [BLOCKS[job][:count] for (job, _), count in zip(parts, counts, strict=True)]
-    return Step(
-        step_id=step_id,
-        num_decodes=len(turn.decoding),
-        num_partial=int(turn.chunk is not None),
-        token_ids=_ints([token for _, tokens in parts for token in tokens]),
-        query_lens=_ints([len(tokens) for _, tokens in parts]),
-        starts=_ints([done[job] for job, _ in parts]),
-        block_counts=_ints(counts),
-        block_ids=_ints([block for table in tables for block in table]),
-        sampling=None,
-    )
 
 
 def _sampling(rows: Sequence[tuple[int, list[int]]]) -> Sampling:

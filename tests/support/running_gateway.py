@@ -17,7 +17,7 @@ from waiting import wait_for_log
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 40.0
 REQUEST_TIMEOUT_S = 30.0
-COMMAND = [sys.executable, "-c", "from fastserve_backend.cli import main; main()", "gateway"]
+COMMAND = [sys.executable, "-m", "fastserve_backend", "gateway"]
 
 
 @dataclass(frozen=True)

@@ -95,9 +95,8 @@ def test_a_conversation_that_is_too_long_is_refused(client: FastServeClient) -> 
 
 
 def chat_command(endpoints: Endpoints, *flags: str) -> list[str]:
-    program = "from fastserve_backend.cli import main; main()"
     url = ["--url", endpoints.grpc_url]
-    return [sys.executable, "-c", program, "chat", *url, "--temperature", "0", *flags]
+    return [sys.executable, "-m", "fastserve_backend", "chat", *url, "--temperature", "0", *flags]
 
 
 class Terminal:
@@ -245,7 +244,7 @@ def test_chat_that_cannot_write_says_so(chat_endpoints: Endpoints) -> None:
     ],
 )
 def test_chat_without_a_server_says_so(url: str, code: ExitCode, message: str) -> None:
-    command = [sys.executable, "-c", "from fastserve_backend.cli import main; main()", "chat"]
+    command = [sys.executable, "-m", "fastserve_backend", "chat"]
     done = subprocess.run(
         [*command, "--url", url],
         input="Hello\n",

@@ -41,17 +41,16 @@ SERVE = """
 import sys
 from pathlib import Path
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.serving.launch import serve
+from fastserve_backend.serving.launch import TritonServer, serve
 
-def on_ready(server):
+def on_ready():
     print(server.runtime.path, *sys.argv[3:], server.endpoints.http_port, flush=True)
     print(server.endpoints.grpc_port, server.endpoints.metrics_port, flush=True)
 
 config = EngineConfig.from_yaml(Path(sys.argv[1]))
 log_path = Path(sys.argv[2])
-sys.exit(
-    serve(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path, on_ready=on_ready)
-)
+server = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
+sys.exit(serve(server, on_ready))
 """
 
 
@@ -241,11 +240,11 @@ import os, signal, sys, threading
 from types import SimpleNamespace
 from fastserve_backend.serving.guard import ParentGuard
 
-guard = ParentGuard(None)
-guard.watch_engine(SimpleNamespace(failure=None, gave_up=False), lambda: True)
+guard = ParentGuard(None, lambda: True)
+guard.watch_engine(SimpleNamespace(failure=None, gave_up=False))
 print("works", flush=True)
 sys.stdin.readline()
-guard.watch_engine(SimpleNamespace(failure="rank 0 died", gave_up=True), lambda: True)
+guard.watch_engine(SimpleNamespace(failure="rank 0 died", gave_up=True))
 threading.Event().wait()
 """
 SERVER = """
@@ -346,9 +345,9 @@ def test_busy_port_is_named_before_anything_starts(purpose: str, tiny_config: En
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, f"{purpose}_port": port}
-        with pytest.raises(PortInUseError, match=f"--{purpose}-port") as caught:
+        message = rf"^{purpose}-port: cannot listen on .*:{port} .* with --{purpose}-port, or 0"
+        with pytest.raises(PortInUseError, match=message):
             TritonServer(tiny_config, **ports).start()
-    assert caught.value.port == port
 
 
 def test_listening_for_others_is_warned_about(
@@ -420,7 +419,7 @@ def test_sigterm_while_the_model_is_fetched_ends_at_once(
         pytest.fail("the model is fetched to its end")
 
     monkeypatch.setattr(launch, "load_model_config", fetch)
-    assert serve(tiny_config) == 0
+    assert serve(TritonServer(tiny_config)) == 0
 
 
 def test_a_launcher_that_fails_says_so(tiny_config: EngineConfig) -> None:
@@ -437,7 +436,7 @@ def test_a_launcher_that_fails_says_so(tiny_config: EngineConfig) -> None:
 
 @pytest.mark.parametrize("port", [-1, 65536, 10**20])
 def test_no_port_is_taken_for_another(port: int, tiny_config: EngineConfig) -> None:
-    with pytest.raises(LaunchError, match=f"grpc_port: got {port}; must be 0 to 65535"):
+    with pytest.raises(LaunchError, match=f"^grpc-port: got {port}; must be 0 to 65535"):
         TritonServer(tiny_config, grpc_port=port).start()
 
 

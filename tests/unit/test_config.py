@@ -46,14 +46,6 @@ def test_every_problem_is_in_one_message() -> None:
         assert part in message
 
 
-@pytest.mark.parametrize("content", ["[" * 5000, "model: 2024-13-45", "a: " + "9" * 5000, "\xff"])
-def test_a_file_that_cannot_be_read(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "engine.yaml"
-    path.write_text(content, encoding="latin-1")
-    with pytest.raises(ConfigError, match="cannot read"):
-        EngineConfig.from_yaml(path)
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -102,13 +94,19 @@ def test_when_lengths_are_predicted(
     assert EngineConfig.from_yaml(path) == config
 
 
-@pytest.mark.parametrize("content", ["- a list", "model: [", "? [a, b]", "\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("- a list", "model: [", "? [a, b]", "\xff"),
+        *("[" * 5000, "model: 2024-13-45", "a: " + "9" * 5000),
+    ],
+)
 def test_an_unreadable_file_is_named(tmp_path: Path, content: str) -> None:
     path = tmp_path / "engine.yaml"
     path.write_bytes(content.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"engine\.yaml"):
         EngineConfig.from_yaml(path)
-    with pytest.raises(ConfigError, match="missing"):
+    with pytest.raises(ConfigError, match=r"cannot read .*missing"):
         EngineConfig.from_yaml(tmp_path / "missing")
 
 

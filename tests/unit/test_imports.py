@@ -77,10 +77,10 @@ FORBIDDEN = {
 ONLY = {
     (BACKEND / "profile", "fastserve_backend.kv_cache"): ("swap_costs",),
     (BACKEND / "profile", "fastserve_backend.worker"): ("messages",),
-    (BACKEND / "profile", "fastserve_backend.models"): ("config", "partition"),
+    (BACKEND / "profile", "fastserve_backend.models"): ("model_config", "partition"),
     (BACKEND / "simulation", "fastserve_backend.engine"): ("step_loop", "delivery"),
     (BACKEND / "simulation", "fastserve_backend.worker"): ("messages",),
-    (BACKEND / "simulation", "fastserve_backend.models"): ("config", "partition"),
+    (BACKEND / "simulation", "fastserve_backend.models"): ("config", "model_config", "partition"),
     (BACKEND / "executor", "fastserve_backend.kv_cache"): ("swap_costs",),
     (BACKEND / "executor", "fastserve_backend.profile"): ("iteration",),
     (BACKEND / "executor", "fastserve_backend.worker"): ("messages", "cluster_keys"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,7 @@ def test_a_damaged_file_is_one_clear_error(tmp_path: Path, content: str) -> None
         {"decode_context_s": None},
         {"identity": None},
         {"identity": {"model": "tiny"}},
+        {"identity": asdict(identity(dtype="float64"))},
         {"num_blocks": "many"},
     ],
     ids=str,

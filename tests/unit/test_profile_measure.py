@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 from fastserve_backend.clock import VirtualClock
 from fastserve_backend.executor.simulated import SimulatedExecutor
+from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.loads import Limits, brief_grid, full_grid, random_mixes
 from fastserve_backend.profile.measure import (
     BRIEF_BUDGET_S,
     FULL_BUDGET_S,
+    ReadyRanks,
     load_or_measure,
     measure_briefly,
     measure_fully,
@@ -47,9 +49,13 @@ class CountingExecutor(SimulatedExecutor):
         super().submit(step)
 
 
+def ranks(executor: CountingExecutor, clock: VirtualClock, limits: Limits = LIMITS) -> ReadyRanks:
+    return ReadyRanks(identity(), limits, LINK, executor, clock.now)
+
+
 def test_a_brief_measurement_finds_the_known_machine() -> None:
     clock, truth = VirtualClock(), known_profile()
-    profile = measure_briefly(identity(), CountingExecutor(truth, clock), clock.now, LIMITS, LINK)
+    profile = measure_briefly(ranks(CountingExecutor(truth, clock), clock))
     assert clock.now() <= BRIEF_BUDGET_S + truth.prefill_s(2048)
     for length in (4, 100, 1000):
         assert profile.prefill_s(length) == pytest.approx(truth.prefill_s(length), rel=0.15)
@@ -60,9 +66,7 @@ def test_a_brief_measurement_finds_the_known_machine() -> None:
 def test_a_full_measurement_predicts_held_out_mixes_and_tells_how_well() -> None:
     clock, truth = VirtualClock(), known_profile()
     shares: list[float] = []
-    measurement = measure_fully(
-        identity(), CountingExecutor(truth, clock), clock.now, LIMITS, LINK, shares.append
-    )
+    measurement = measure_fully(ranks(CountingExecutor(truth, clock), clock), shares.append)
     error = measurement.profile.held_out_error
     assert error is not None
     assert error < 0.03
@@ -78,11 +82,11 @@ def test_a_slow_machine_is_measured_less_not_longer(factor: int) -> None:
     longest_s = factor * known_profile().prefill_s(2048)
     clock = VirtualClock()
     executor = CountingExecutor(Slower(factor), clock)
-    measure_briefly(identity(), executor, clock.now, LIMITS, LINK)
+    measure_briefly(ranks(executor, clock))
     assert clock.now() <= BRIEF_BUDGET_S + longest_s
     clock = VirtualClock()
     executor = CountingExecutor(Slower(factor), clock)
-    measure_fully(identity(), executor, clock.now, LIMITS, LINK, lambda share: None)
+    measure_fully(ranks(executor, clock), lambda share: None)
     assert clock.now() <= FULL_BUDGET_S + longest_s
 
 
@@ -100,7 +104,7 @@ class Throttled(LatencyModel):
 def test_slow_spells_do_not_show_in_the_profile() -> None:
     clock, truth = VirtualClock(), known_profile()
     executor = CountingExecutor(Throttled(clock), clock)
-    measurement = measure_fully(identity(), executor, clock.now, LIMITS, LINK, lambda share: None)
+    measurement = measure_fully(ranks(executor, clock), lambda share: None)
     assert measurement.profile.held_out_error is not None
     assert measurement.profile.held_out_error < 0.05
     for length in (4, 100, 1000):
@@ -112,7 +116,7 @@ def test_slow_spells_do_not_show_in_the_profile() -> None:
 def test_every_step_is_one_that_the_engine_could_send() -> None:
     clock = VirtualClock()
     executor = CountingExecutor(known_profile(), clock)
-    measure_fully(identity(), executor, clock.now, LIMITS, LINK, lambda share: None)
+    measure_fully(ranks(executor, clock), lambda share: None)
     assert executor.steps
     for step in executor.steps:
         load = IterationLoad.of_step(step)
@@ -152,11 +156,23 @@ def test_the_second_start_reads_what_the_first_has_measured(tmp_path: Path) -> N
     path = tmp_path / "profile.json"
     clock = VirtualClock()
     executor = CountingExecutor(known_profile(), clock)
-    first = load_or_measure(path, identity(), executor, clock.now, LIMITS, LINK)
+    first = load_or_measure(path, ranks(executor, clock))
     num_steps = len(executor.steps)
     assert num_steps > 0
-    assert load_or_measure(path, identity(), executor, clock.now, LIMITS, LINK) == first
+    assert load_or_measure(path, ranks(executor, clock)) == first
     assert len(executor.steps) == num_steps
+
+
+def test_a_cached_profile_gets_the_link_that_there_was_no_host_memory_to_measure(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "profile.json"
+    clock = VirtualClock()
+    executor = CountingExecutor(known_profile(), clock)
+    without = load_or_measure(path, replace(ranks(executor, clock), link=Link(0.0, 0.0)))
+    with_link = load_or_measure(path, ranks(executor, clock))
+    assert with_link == replace(without, link=LINK) == LatencyProfile.load(path)
+    assert load_or_measure(path, replace(ranks(executor, clock), link=Link(0.0, 0.0))) == with_link
 
 
 def test_a_profile_of_smaller_batches_is_measured_again(tmp_path: Path) -> None:
@@ -167,7 +183,7 @@ def test_a_profile_of_smaller_batches_is_measured_again(tmp_path: Path) -> None:
     def steps_for(max_seqs: int, max_batched_tokens: int = 512) -> int:
         num_steps = len(executor.steps)
         limits = replace(LIMITS, max_seqs=max_seqs, max_batched_tokens=max_batched_tokens)
-        profile = load_or_measure(path, identity(), executor, clock.now, limits, LINK)
+        profile = load_or_measure(path, ranks(executor, clock, limits))
         assert LatencyProfile.load(path) == profile
         return len(executor.steps) - num_steps
 
@@ -188,7 +204,7 @@ def test_a_damaged_or_foreign_cache_is_measured_again(tmp_path: Path, content: s
         path.write_text("{")
     clock = VirtualClock()
     executor = CountingExecutor(known_profile(), clock)
-    profile = load_or_measure(path, identity(), executor, clock.now, LIMITS, LINK)
+    profile = load_or_measure(path, ranks(executor, clock))
     assert executor.steps
     assert LatencyProfile.load(path) == profile
 
@@ -198,5 +214,5 @@ def test_a_cache_that_cannot_be_written_only_costs_the_next_start(tmp_path: Path
     blocked.write_text("")
     clock = VirtualClock()
     executor = CountingExecutor(known_profile(), clock)
-    profile = load_or_measure(blocked / "p.json", identity(), executor, clock.now, LIMITS, LINK)
+    profile = load_or_measure(blocked / "p.json", ranks(executor, clock))
     assert profile.decode_s(100) > 0

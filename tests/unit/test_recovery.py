@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+from collector import Collector
 from fastserve_backend.clock import VirtualClock
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.engine.delivery import Delivery
 from fastserve_backend.errors import EngineError
-from fastserve_backend.job import FinishReason, Job, JobOutput, JobState
+from fastserve_backend.job import FinishReason, Job, JobState
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
@@ -75,22 +76,6 @@ class MortalRanks(WatchedExecutor):
         assert self._calls_to_live >= -1, "used after they were lost"
         if self._calls_to_live < 0:
             raise EngineError("rank 0 died")
-
-
-class Client:
-    """A sink: what one job's client has seen."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.text = ""
-        self.end: JobOutput | None = None
-
-    def __call__(self, output: JobOutput) -> None:
-        assert self.end is None, "output after the end"
-        self.tokens += output.token_ids
-        self.text += output.text
-        if output.finish_reason is not None:
-            self.end = output
 
 
 class RecoveringRig(Rig):
@@ -174,7 +159,7 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
     cancellations = {number: rng.uniform(0, 60) for number in range(0, NUM_JOBS, 6)}
     job_seed = rng.randint(0, 2**32)
 
-    def serve(lives: list[int], *sizes: int, ahead: bool) -> tuple[RecoveringRig, list[Client]]:
+    def serve(lives: list[int], *sizes: int, ahead: bool) -> tuple[RecoveringRig, list[Collector]]:
         policy = make(name, limits, starvation_s=20.0, longest=16.0)
         kv_cache = KVCacheSection(strategy=strategy)
         rig = RecoveringRig(policy, lives, *sizes, kv_cache, num_stages, ahead)
@@ -187,10 +172,10 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
     assert Counter(number for number, _ in rig.ends) == Counter(range(NUM_JOBS))
     for number, (client, undisturbed) in enumerate(zip(clients, expected, strict=True)):
         if number in cancellations:  # at another token, as the run took longer
-            both = min(len(client.tokens), len(undisturbed.tokens))
-            assert client.tokens[:both] == undisturbed.tokens[:both]
+            both = min(len(client.token_ids), len(undisturbed.token_ids))
+            assert client.token_ids[:both] == undisturbed.token_ids[:both]
         else:
-            assert client.tokens == undisturbed.tokens
+            assert client.token_ids == undisturbed.token_ids
             assert client.text == undisturbed.text
             assert client.end.finish_reason is undisturbed.end.finish_reason
     assert (rig.pool.num_used, rig.host.num_used) == (0, 0)
@@ -210,14 +195,14 @@ def random_jobs(seed: int) -> list[Job]:
             presence_penalty=rng.choice([0.0] * 7 + [0.5]),
             stop=rng.choice([(), ("a", "bc")]),
         )
-        job.sink = Client()
+        job.sink = Collector()
         jobs.append(job)
     return jobs
 
 
 def client_job(number: int, prompt_len: int, max_tokens: int, arrival_s: float = 0.0) -> Job:
     job = make_job(number, prompt_len, max_tokens=max_tokens, arrival_s=arrival_s)
-    job.sink = Client()
+    job.sink = Collector()
     return job
 
 
@@ -229,7 +214,7 @@ def test_the_jobs_of_a_lost_step_are_preempted_and_run_first_again() -> None:
     rig.turn(2)
     assert rig.loop.num_running == 4
     assert [len(job.output_ids) for job in jobs] == [1, 1, 0, 0, 0]
-    assert jobs[0].sink.tokens == []
+    assert jobs[0].sink.token_ids == []
     rig.loop.suspend(rig.new_kv())
     states = [JobState.PREEMPTED] * 4 + [JobState.WAITING]
     assert [job.state for job in jobs] == states
@@ -237,12 +222,12 @@ def test_the_jobs_of_a_lost_step_are_preempted_and_run_first_again() -> None:
     assert rig.loop.num_running == 0
     assert rig.pool.num_used == 0
     # Tokens that had come are delivered, whether or not there are ranks.
-    assert [len(job.sink.tokens) for job in jobs] == [1, 1, 0, 0, 0]
+    assert [len(job.sink.token_ids) for job in jobs] == [1, 1, 0, 0, 0]
     rig.resume()
     rig.turn()
     assert [job.state for job in jobs] == [JobState.RUNNING] * 2 + states[2:]
     rig.run()
-    assert [len(job.sink.tokens) for job in jobs] == [3] * 5
+    assert [len(job.sink.token_ids) for job in jobs] == [3] * 5
     assert [job.num_preemptions for job in jobs] == [0] * 5  # for nobody's sake
 
 
@@ -286,5 +271,5 @@ def test_a_job_too_long_for_the_fresh_ranks_fails_alone() -> None:
     rig.loop.add(late)
     assert late.sink.end.finish_reason is FinishReason.ERROR
     rig.run()
-    assert len(short.sink.tokens) == 8
+    assert len(short.sink.token_ids) == 8
     assert rig.pool.num_used == 0

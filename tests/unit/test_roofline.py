@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields, replace
 
 import pytest
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.config import ModelConfig, load_model_config
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.profile.hardware import HARDWARE, Hardware, find_hardware
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.roofline import (

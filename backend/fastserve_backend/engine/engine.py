@@ -13,6 +13,7 @@ import random
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from fastserve_backend.clock import Clock, MonotonicClock
 from fastserve_backend.config import START_TIMEOUT_S, EngineConfig
@@ -41,13 +42,12 @@ from fastserve_backend.latency_histograms import LatencyHistograms
 from fastserve_backend.length_prediction.job_predictions import JobPredictions
 from fastserve_backend.length_prediction.messages import Predicted
 from fastserve_backend.length_prediction.settings import PredictorSettings
-from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.tokenizer import Tokenizer, load_tokenizer
 from fastserve_backend.profile.correction import CorrectedLatency
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.latency import LatencyProfile
-from fastserve_backend.profile.loads import Limits
-from fastserve_backend.profile.measure import cache_path, identity_of, link_of, load_or_measure
+from fastserve_backend.profile.measure import ReadyRanks, cache_path, link_of, load_or_measure
 from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.sampling_params import MAX_SEED, SamplingParams
 from fastserve_backend.scheduler.base import Policy
@@ -135,23 +135,21 @@ class Engine:
         self._start_timeout_s = timeout_s
         predictor = PredictorSettings.of(self.config)
         self._cluster = Cluster.of(self.config.parallel)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._close_predictions)
+            undo.callback(self._close_cluster)
             self._load()
             if predictor is not None:  # first, since it loads beside the ranks
                 self.predictions = JobPredictions(predictor, self.tokenizer.decode, self._inbox.put)
             self._executor = self._make_executor()
-            try:
-                self._ready, profile = self._start_ranks(self._executor)
-                self.profile = CorrectedLatency(profile)
-                self._loop = self._make_loop()
-            except BaseException:
-                self._executor.close()
-                raise
-        except BaseException:
-            self._close_cluster()
-            self._close_predictions()
-            raise
-        self.checks = RequestChecks(self.model_config, self.tokenizer, self._kv_capacity)
+            undo.callback(self._executor.close)
+            self._ready, profile = self._start_ranks(self._executor)
+            self.profile = CorrectedLatency(profile)
+            self._loop = self._make_loop()
+            undo.pop_all()
+        self.checks = RequestChecks(
+            self.model_config, self.tokenizer, lambda: self._loop.kv.tiers.device.capacity
+        )
         _log.info(
             "ready: %s, %s, %s",
             self.config.model.model,
@@ -414,12 +412,9 @@ class Engine:
         """Returns when they have loaded the model, with the latency profile of such ranks."""
         setup = Setup.of(self.config, self.model_config.directory)
         ready = executor.start(setup, self._start_timeout_s)
-        identity = identity_of(self.model_config, self.config, ready)
-        if self._profiled is None or self._profiled.identity.key != identity.key:
-            limits = Limits.of(self.config, self.model_config.max_model_len, ready.num_blocks)
-            self._profiled = load_or_measure(
-                cache_path(identity), identity, executor, self.clock.now, limits, link_of(ready)
-            )
+        ranks = ReadyRanks.of(self.model_config, self.config, ready, executor, self.clock.now)
+        if self._profiled is None or self._profiled.identity.key != ranks.identity.key:
+            self._profiled = load_or_measure(cache_path(ranks.identity), ranks)
         return ready, self._profiled
 
     def _make_loop(self) -> StepLoop:
@@ -449,11 +444,6 @@ class Engine:
         )
         costs = SwapCosts(self.profile, ready.block_bytes, link_of(ready))
         return KVManager(tiers, policy, config, costs, self.counters)
-
-    def _kv_capacity(self) -> int:
-        """Tokens whose KV the device holds."""
-        device = self._loop.kv.tiers.device
-        return device.num_blocks * device.block_size
 
     def _describe_ranks(self) -> str:
         ready, kv_config = self._ready, self.config.kv_cache

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.models.chat_template import Message
-from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.tokenizer import TokenizationError, Tokenizer
 from fastserve_backend.sampling_params import SamplingParams
 

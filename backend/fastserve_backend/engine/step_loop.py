@@ -427,9 +427,8 @@ class StepLoop:
         return None
 
     def _fail_if_too_long(self, job: Job) -> None:
-        device = self.kv.tiers.device
         needed = len(job.prompt_ids) + job.params.max_tokens
-        capacity = device.num_blocks * device.block_size
+        capacity = self.kv.tiers.device.capacity
         if needed > capacity:
             reason = (
                 f"prompt and output together are {needed} tokens, and since the ranks were "

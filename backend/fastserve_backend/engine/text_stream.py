@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-
-class TokenStream(Protocol):
-    """Incremental detokenizer; ``models.tokenizer.TokenStream`` is the real one."""
-
-    def step(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
+from fastserve_backend.models.tokenizer import TokenStream
 
 
 class TextStream:

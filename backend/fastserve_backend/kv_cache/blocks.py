@@ -29,6 +29,11 @@ class BlockPool:
         self._tables: dict[int, array[int]] = {}
 
     @property
+    def capacity(self) -> int:
+        """Tokens that all blocks hold."""
+        return self.num_blocks * self.block_size
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 
@@ -65,13 +70,9 @@ class BlockPool:
         for _ in range(needed):
             table.append(self._free.pop())
 
-    def release(self, job_number: int) -> int:
-        """Free all blocks of the job; returns how many. A job without blocks is fine."""
-        table = self._tables.pop(job_number, None)
-        if table is None:
-            return 0
-        self._free.extend(reversed(table))
-        return len(table)
+    def release(self, job_number: int) -> None:
+        """Free all blocks of the job. A job without blocks is fine."""
+        self._free.extend(reversed(self._tables.pop(job_number, array("i"))))
 
     def table(self, job_number: int) -> array[int]:
         """The job's block numbers in order of position. The caller must not change it."""

@@ -24,9 +24,9 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fastserve_backend.models.config import HFConfig
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.gguf_tokenizer import save_tokenizer
+from fastserve_backend.models.hf_config import HFConfig
 from fastserve_backend.models.llama_config import LlamaConfig
 
 _LLAMA = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA]

@@ -16,7 +16,7 @@ from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.models.attention_batch import AttentionBatch
-from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.weights import Parameter
 

@@ -11,13 +11,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
 
-from fastserve_backend.models.config import (
-    CommonFields,
-    HFConfig,
-    ModelConfig,
-    checked_head_dim,
-)
 from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.hf_config import HFConfig, checked_head_dim
+from fastserve_backend.models.model_config import CommonFields, ModelConfig
 from fastserve_backend.models.rotary_config import Rotary, read_rotary
 
 

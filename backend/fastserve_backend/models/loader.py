@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
-from torch import Tensor
 
-from fastserve_backend.models.attention_batch import AttentionBatch
-from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.causal_lm import CausalLM
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.registry import ARCHITECTURES
 from fastserve_backend.models.tensor_group import ALONE, TensorGroup
 from fastserve_backend.models.weights import (
-    Parameter,
-    WeightSource,
     checkpoint_tensors,
     dummy_tensors,
     numel,
 )
-
-
-class CausalLM(Protocol):
-    """What every architecture's model class offers; see `opt.OPTModel` for shapes and errors."""
-
-    def parameters(self) -> dict[str, Parameter]: ...
-
-    def load_weights(self, source: WeightSource, elsewhere: Collection[str] = ()) -> None: ...
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        batch: AttentionBatch,
-        kv: Tensor,
-        hidden: Tensor | None = None,
-    ) -> Tensor: ...
-
-    def logits(self, hidden: Tensor) -> Tensor | None: ...
 
 
 def torch_dtype(config: ModelConfig) -> torch.dtype:
@@ -53,13 +30,12 @@ def load_model(
     *,
     layers: range | None = None,
     tensor: TensorGroup = ALONE,
-    dummy_seed: int = 0,
 ) -> CausalLM:
     """The model of `config` with its weights: the checkpoint's, or for load_format "dummy" random
     ones. With `layers` a stage with those alone; with `tensor` this rank's part of each.
 
-    Random weights are a function of the configuration and `dummy_seed` alone. Raises ModelError for
-    files that are missing, damaged or do not fit the configuration.
+    Random weights are a function of the configuration alone. Raises ModelError for files that are
+    missing, damaged or do not fit the configuration.
     """
     dtype = torch_dtype(config)
     model_class = ARCHITECTURES[config.architecture].model_class()
@@ -74,7 +50,7 @@ def load_model(
     if config.load_format == "dummy":
         num_elements = sum(numel(parameter.shape) for parameter in everything.values())
         parameters = model.parameters()
-        model.load_weights(dummy_tensors(parameters, num_elements, dummy_seed, dtype, device))
+        model.load_weights(dummy_tensors(parameters, num_elements, dtype, device))
     else:
         assert config.directory is not None  # only dummy configurations have no files
         model.load_weights(checkpoint_tensors(Path(config.directory)), everything.keys())

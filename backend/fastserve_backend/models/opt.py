@@ -6,14 +6,13 @@ checkpoints begin at "decoder.".
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from fastserve_backend.models.attention_batch import AttentionBatch
+from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.layers import (
     Attention,
     ColumnLinear,
@@ -27,7 +26,7 @@ from fastserve_backend.models.layers import (
 from fastserve_backend.models.lm_head import LMHead
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.opt_config import POSITION_OFFSET, OPTConfig
-from fastserve_backend.models.weights import Parameter, StoredTensor, WeightSource
+from fastserve_backend.models.weights import Parameter
 
 
 class OPTLayer:
@@ -67,12 +66,9 @@ class OPTLayer:
         return self._fc2(x)
 
 
-class OPTModel:
-    """The decoder and its LM head. Load weights once, then call under `torch.inference_mode`."""
-
+class OPTModel(CausalLM):
     def __init__(self, config: OPTConfig, part: ModelPart) -> None:
         self.config = config
-        self._part = part
         hidden, embed = config.hidden_size, config.word_embed_proj_dim
         linear = partial(Linear, bias=False, part=part)
         projected = embed != hidden
@@ -88,37 +84,23 @@ class OPTModel:
             if config.has_final_layer_norm
             else None
         )
-        self._head = LMHead(
-            "lm_head",
-            embed,
-            config.vocab_size,
-            tied_to=("embed_tokens.weight", self._tokens) if config.tie_word_embeddings else None,
-            part=part,
+        first = prefixed("embed_tokens", self._tokens.parameters())
+        first |= prefixed("embed_positions", self._positions.parameters())
+        last: dict[str, Parameter] = {}
+        if self._final_norm is not None:
+            last |= prefixed("final_layer_norm", self._final_norm.parameters())
+        if self._project_in is not None and self._project_out is not None:
+            first |= self._project_in.parameters()
+            last |= self._project_out.parameters()
+        tied_to = ("embed_tokens.weight", self._tokens) if config.tie_word_embeddings else None
+        super().__init__(
+            part,
+            prefixes=("model.", "decoder."),
+            first=first,
+            layers=[layer.parameters() for layer in self._layers],
+            last=last,
+            head=LMHead("lm_head", embed, config.vocab_size, tied_to=tied_to, part=part),
         )
-
-    def parameters(self) -> dict[str, Parameter]:
-        """Every tensor that the stage wants, by name; a tied head's as `LMHead.parameters` says."""
-        wanted: dict[str, Parameter] = {}
-        if self._part.is_first:
-            wanted |= prefixed("embed_tokens", self._tokens.parameters())
-            wanted |= prefixed("embed_positions", self._positions.parameters())
-            if self._project_in is not None:
-                wanted |= self._project_in.parameters()
-        for index, layer in zip(self._part.layers, self._layers, strict=True):
-            wanted |= prefixed(f"layers.{index}", layer.parameters())
-        if self._part.is_last:
-            if self._final_norm is not None:
-                wanted |= prefixed("final_layer_norm", self._final_norm.parameters())
-            if self._project_out is not None:
-                wanted |= self._project_out.parameters()
-        return wanted | self._head.parameters()
-
-    def load_weights(self, source: WeightSource, elsewhere: Collection[str] = ()) -> None:
-        """Take all weights; tensors named in `elsewhere` may be there for other stages.
-
-        Raises ModelError for missing, unexpected or misshapen tensors.
-        """
-        self._head.load_model(self.parameters(), _canonical(source), elsewhere)
 
     def forward(
         self,
@@ -128,11 +110,6 @@ class OPTModel:
         kv: Tensor,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        """Run the step's T tokens: token_ids and positions int64 [T] -> hidden states [T, hidden].
-
-        Writes their keys and values to the cache `kv`, [blocks, layers, 2, heads, block_size,
-        head_dim]. `hidden` is what the stage before returned; the first has none.
-        """
         if hidden is not None:
             update, residual = hidden, torch.zeros_like(hidden)
         else:
@@ -145,11 +122,9 @@ class OPTModel:
         return self._post_norm(update + residual, batch, kv)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """hidden [R, hidden], rows of what the last stage's `forward` returned -> logits [R,
-        vocab]; None but on the first rank of the stage."""
         if self._project_out is not None:
             hidden = self._project_out(hidden)
-        return self._head(hidden)
+        return super().logits(hidden)
 
     def _pre_norm(
         self, update: Tensor, residual: Tensor, batch: AttentionBatch, kv: Tensor
@@ -170,8 +145,3 @@ class OPTModel:
             _, hidden = layer.attention_norm(layer.attention(hidden, batch, kv), hidden)
             _, hidden = layer.feed_forward_norm(layer.feed_forward(hidden), hidden)
         return hidden
-
-
-def _canonical(source: WeightSource) -> Iterator[StoredTensor]:
-    for stored in source:
-        yield replace(stored, name=stored.name.removeprefix("model.").removeprefix("decoder."))

@@ -10,12 +10,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Unpack
 
-from fastserve_backend.models.config import (
-    CommonFields,
-    HFConfig,
-    ModelConfig,
-    checked_head_dim,
-)
+from fastserve_backend.models.hf_config import HFConfig, checked_head_dim
+from fastserve_backend.models.model_config import CommonFields, ModelConfig
 
 # Rows in front of position 0 in OPT's table of positions, which once served padding tokens.
 POSITION_OFFSET = 2

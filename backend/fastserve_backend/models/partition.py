@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from math import gcd
 
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

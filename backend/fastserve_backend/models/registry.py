@@ -1,7 +1,7 @@
 """Which model architectures there are. Adding one is a configuration and a model file plus one line
 here.
 
-Classes are named by import path and imported on use, so that reading this table, or a
+Model classes are named by import path and imported on use, so that reading this table, or a
 configuration, never imports torch: the engine process must stay free of it.
 """
 
@@ -13,39 +13,32 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+from fastserve_backend.models.gpt_neox_config import GPTNeoXConfig
+from fastserve_backend.models.llama_config import LlamaConfig
+from fastserve_backend.models.model_config import ModelConfig
+from fastserve_backend.models.opt_config import OPTConfig
+
 
 @dataclass(frozen=True)
 class Architecture:
-    """Import paths, as "module:class", of the two classes that make an architecture."""
+    """The two classes that make an architecture."""
 
-    config_path: str
+    config: type[ModelConfig]
+    """Its module must not import torch."""
     model_path: str
-
-    def config_class(self) -> Any:
-        """The `ModelConfig` subclass. Importing it must not import torch."""
-        return _resolve(self.config_path)
+    """"module:class" of the model class, in this package."""
 
     def model_class(self) -> Any:
-        """The model class (see `loader.CausalLM`). Importing it imports torch."""
-        return _resolve(self.model_path)
+        """The `CausalLM` subclass. Importing it imports torch."""
+        module, _, name = self.model_path.partition(":")
+        return getattr(import_module(f"{__package__}.{module}"), name)
 
-
-def _resolve(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
-
-
-_PACKAGE = __package__
 
 # Keyed by the `model_type` of Hugging Face's config.json.
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
-        "opt": Architecture(f"{_PACKAGE}.opt_config:OPTConfig", f"{_PACKAGE}.opt:OPTModel"),
-        "llama": Architecture(
-            f"{_PACKAGE}.llama_config:LlamaConfig", f"{_PACKAGE}.llama:LlamaModel"
-        ),
-        "gpt_neox": Architecture(
-            f"{_PACKAGE}.gpt_neox_config:GPTNeoXConfig", f"{_PACKAGE}.gpt_neox:GPTNeoXModel"
-        ),
+        "opt": Architecture(OPTConfig, "opt:OPTModel"),
+        "llama": Architecture(LlamaConfig, "llama:LlamaModel"),
+        "gpt_neox": Architecture(GPTNeoXConfig, "gpt_neox:GPTNeoXModel"),
     }
 )

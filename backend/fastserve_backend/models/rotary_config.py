@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fastserve_backend.models.config import HFConfig
 from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.hf_config import HFConfig
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 

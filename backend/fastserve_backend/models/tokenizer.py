@@ -15,9 +15,9 @@ from pathlib import Path
 
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.models.chat_template import Message
-from fastserve_backend.models.config import ModelConfig
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.hub import download, is_hub_id
+from fastserve_backend.models.model_config import ModelConfig
 
 # Ids of OPT's special tokens, which the built-in tokenizer shares.
 _OPT_EOS = 2

@@ -121,20 +121,19 @@ def check_tensor(stored: StoredTensor, shape: tuple[int, ...]) -> None:
 def dummy_tensors(
     parameters: Mapping[str, Parameter],
     num_elements: int,
-    seed: int,
     dtype: torch.dtype,
     device: torch.device = _CPU,
 ) -> Iterator[StoredTensor]:
     """Random weights in `dtype`: normal with `DUMMY_STD`, around 1 for scales and 0 for the rest.
 
-    The same for every process that asks for the same parameters and seed, however the model is
+    The same for every process that asks for the same parameters, however the model is
     divided and whatever the device: `num_elements` are those of the whole model. Each tensor is a
     stretch, chosen by its name, of one pool of random values, because drawing billions of values
     would take minutes, and sending them to a GPU nearly as long: the pool is drawn on the CPU, but
     the tensors are made of it on `device`.
     """
     size = min(_DUMMY_POOL, num_elements)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     pool = torch.empty(size).normal_(0.0, DUMMY_STD, generator=generator).to(device, dtype)
     for name, parameter in parameters.items():
         read = partial(_read_dummy, pool, name, parameter)

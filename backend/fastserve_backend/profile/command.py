@@ -19,14 +19,7 @@ from fastserve_backend.executor.cluster import Cluster
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.profile.fit import Sample
 from fastserve_backend.profile.latency import LatencyProfile
-from fastserve_backend.profile.loads import Limits
-from fastserve_backend.profile.measure import (
-    Measurement,
-    cache_path,
-    identity_of,
-    link_of,
-    measure_fully,
-)
+from fastserve_backend.profile.measure import Measurement, ReadyRanks, cache_path, measure_fully
 from fastserve_backend.worker.messages import Setup
 
 # Of the held-out iterations, from the smallest to the largest.
@@ -80,14 +73,8 @@ def _measure(config: EngineConfig) -> Measurement:
         task = bar.add_task(f"loading {model.name}", total=1.0)
         ready = executor.start(Setup.of(config, model.directory), START_TIMEOUT_S)
         bar.update(task, description=f"measuring {model.name}")
-        return measure_fully(
-            identity_of(model, config, ready),
-            executor,
-            MonotonicClock().now,
-            Limits.of(config, model.max_model_len, ready.num_blocks),
-            link_of(ready),
-            lambda share: bar.update(task, completed=share),
-        )
+        ranks = ReadyRanks.of(model, config, ready, executor, MonotonicClock().now)
+        return measure_fully(ranks, lambda share: bar.update(task, completed=share))
 
 
 def _print(console: Console, profile: LatencyProfile, held_out: list[Sample]) -> None:

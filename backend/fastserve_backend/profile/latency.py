@@ -17,7 +17,7 @@ from fastserve_backend.atomic_file import write_atomically
 from fastserve_backend.config import ParallelSection
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.kv_cache.swap_costs import Link
-from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.model_config import DType, ModelConfig
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 
 # Times of a real machine are positive; a fit through noise may not be, and a zero quantum breaks
@@ -41,7 +41,7 @@ class Identity:
     shape: Mapping[str, Any]
     """Layers, widths and whatever else the architecture is made of."""
     hardware: str
-    dtype: str
+    dtype: DType
     tensor_parallel_size: int
     pipeline_parallel_size: int
     block_size: int
@@ -54,7 +54,7 @@ class Identity:
         model: ModelConfig,
         *,
         hardware: str,
-        dtype: str,
+        dtype: DType,
         block_size: int,
         parallel: ParallelSection,
     ) -> Identity:

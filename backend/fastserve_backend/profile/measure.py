@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import random
 import statistics
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.kv_cache.swap_costs import Link
-from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.profile.drift import typical_seconds
 from fastserve_backend.profile.fit import Sample, fit, mean_error
 from fastserve_backend.profile.iteration import IterationLoad
@@ -48,6 +47,37 @@ Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True)
+class ReadyRanks:
+    """Ranks that have loaded a model, with what a measurement must know of them."""
+
+    identity: Identity
+    limits: Limits
+    link: Link
+    executor: Executor
+    now: Callable[[], float]
+    """Seconds of the clock by which steps are timed."""
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        config: EngineConfig,
+        ready: Ready,
+        executor: Executor,
+        now: Callable[[], float],
+    ) -> ReadyRanks:
+        identity = Identity.of(
+            model,
+            hardware=ready.hardware,
+            dtype=ready.dtype,
+            block_size=config.kv_cache.block_size,
+            parallel=config.parallel,
+        )
+        limits = Limits.of(config, model.max_model_len, ready.num_blocks)
+        return cls(identity, limits, link_of(ready), executor, now)
+
+
+@dataclass(frozen=True)
 class Measurement:
     profile: LatencyProfile
     held_out: list[Sample]
@@ -59,35 +89,18 @@ def cache_path(identity: Identity) -> Path:
     return cache_directory("profiles") / f"{identity.key}.json"
 
 
-def identity_of(model: ModelConfig, config: EngineConfig, ready: Ready) -> Identity:
-    """Of ``model`` on the ranks that are ready."""
-    return Identity.of(
-        model,
-        hardware=ready.hardware,
-        dtype=ready.dtype,
-        block_size=config.kv_cache.block_size,
-        parallel=config.parallel,
-    )
-
-
 def link_of(ready: Ready) -> Link:
     """What the rank measured of its link to the host, in its own time."""
     return Link(ready.block_out_s, ready.block_in_s)
 
 
-def load_or_measure(
-    path: Path,
-    identity: Identity,
-    executor: Executor,
-    now: Callable[[], float],
-    limits: Limits,
-    link: Link,
-) -> LatencyProfile:
+def load_or_measure(path: Path, ranks: ReadyRanks) -> LatencyProfile:
     """The profile in ``path``, or a brief measurement that is kept there for the next start.
 
-    One that was measured with smaller batches or shorter prefills than ``limits`` allow is measured
-    again.
+    One that was measured with smaller batches or shorter prefills than the ranks' limits allow is
+    measured again.
     """
+    identity, limits = ranks.identity, ranks.limits
     if path.exists():
         try:
             profile = LatencyProfile.load(path)
@@ -99,9 +112,9 @@ def load_or_measure(
                 and profile.max_prefill_tokens >= limits.max_prefill_tokens
             )
             if profile.identity.key == identity.key and covers:
-                return _with_link(profile, link, path)
+                return _with_link(profile, ranks.link, path)
     _log.info("measuring the latency profile of %s on %s", identity.model, identity.hardware)
-    profile = measure_briefly(identity, executor, now, limits, link)
+    profile = measure_briefly(ranks)
     try:
         profile.save(path)
     except OSError as error:
@@ -121,41 +134,31 @@ def _with_link(profile: LatencyProfile, link: Link, path: Path) -> LatencyProfil
     return profile
 
 
-def measure_briefly(
-    identity: Identity, executor: Executor, now: Callable[[], float], limits: Limits, link: Link
-) -> LatencyProfile:
+def measure_briefly(ranks: ReadyRanks) -> LatencyProfile:
     """Good enough to begin with, in about ``BRIEF_BUDGET_S``."""
+    limits = ranks.limits
     mixes = brief_grid(limits) + random_mixes(limits, _BRIEF_MIXES, random.Random(_SEED))
-    bench = _StepTimer(executor, now, limits)
-    times = bench.times(mixes, BRIEF_BUDGET_S, lambda share: None)
-    return _fit(identity, limits, link, _samples(mixes, times))
+    times = _StepTimer(ranks).times(mixes, BRIEF_BUDGET_S, lambda share: None)
+    return _fit(ranks, _samples(mixes, times))
 
 
-def measure_fully(
-    identity: Identity,
-    executor: Executor,
-    now: Callable[[], float],
-    limits: Limits,
-    link: Link,
-    progress: Progress,
-) -> Measurement:
+def measure_fully(ranks: ReadyRanks, progress: Progress) -> Measurement:
     """As well as ``FULL_BUDGET_S`` allow, and tested on iterations that the fit does not see."""
-    rng = random.Random(_SEED)
+    limits, rng = ranks.limits, random.Random(_SEED)
     held_out = random_mixes(limits, _HELD_OUT_MIXES, rng)
     training = full_grid(limits) + random_mixes(limits, _FULL_MIXES, rng)
     mixes = training + held_out
-    times = _StepTimer(executor, now, limits).times(mixes, FULL_BUDGET_S, progress)
-    profile = _fit(identity, limits, link, _samples(training, times))
+    times = _StepTimer(ranks).times(mixes, FULL_BUDGET_S, progress)
+    profile = _fit(ranks, _samples(training, times))
     tests = _samples(held_out, times[len(training) :])
     error = mean_error(profile, tests) if tests else None
     return Measurement(replace(profile, held_out_error=error), tests)
 
 
-def _fit(
-    identity: Identity, limits: Limits, link: Link, samples: Sequence[Sample]
-) -> LatencyProfile:
+def _fit(ranks: ReadyRanks, samples: Sequence[Sample]) -> LatencyProfile:
+    limits = ranks.limits
     return replace(
-        fit(identity, limits.num_blocks, link, samples),
+        fit(ranks.identity, limits.num_blocks, ranks.link, samples),
         max_seqs=limits.max_seqs,
         max_prefill_tokens=limits.max_prefill_tokens,
     )
@@ -173,9 +176,9 @@ def _samples(mixes: Sequence[Mix], times: Sequence[float | None]) -> list[Sample
 class _StepTimer:
     """Times single steps of tokens that nobody asked for."""
 
-    def __init__(self, executor: Executor, now: Callable[[], float], limits: Limits) -> None:
-        self._executor = executor
-        self._now = now
+    def __init__(self, ranks: ReadyRanks) -> None:
+        limits = ranks.limits
+        self._executor, self._now = ranks.executor, ranks.now
         self._block_size = limits.block_size
         self._num_blocks = min(limits.num_blocks, max(1, _KV_TOKENS // limits.block_size))
         self._num_written = 0  # blocks [0, n) hold keys and values
@@ -236,21 +239,14 @@ class _StepTimer:
     def _step(self, mix: Mix) -> Step:
         # A step's order of jobs: decodes, prefills that end here, prefills that go on later.
         ordered = sorted(mix, key=lambda job: (not job[2], job[1] > 1))
-        tables = [self._table(start, count) for start, count, _ in ordered]
         self._num_steps += 1
-        return Step(
-            step_id=self._num_steps,
-            num_decodes=sum(count == 1 and samples for _, count, samples in ordered),
+        return Step.of(
+            self._num_steps,
+            [(start, [3] * count, self._table(start, count)) for start, count, _ in ordered],
             num_partial=sum(not samples for *_, samples in ordered),
-            token_ids=array("i", [3] * sum(count for _, count, _ in ordered)).tobytes(),
-            query_lens=array("i", [count for _, count, _ in ordered]).tobytes(),
-            starts=array("i", [start for start, _, _ in ordered]).tobytes(),
-            block_counts=array("i", [len(table) for table in tables]).tobytes(),
-            block_ids=b"".join(table.tobytes() for table in tables),
-            sampling=None,
         )
 
-    def _table(self, start: int, count: int) -> array[int]:
+    def _table(self, start: int, count: int) -> list[int]:
         """The next blocks in turn: those written before if the job reads any, else of all.
 
         Reading memory that was never written is faster than serving is. Jobs may share blocks: the
@@ -264,6 +260,6 @@ class _StepTimer:
             span = self._num_blocks
         else:
             span = max(1, self._num_written)
-        table = array("i", ((self._next_block + index) % span for index in range(needed)))
+        table = [(self._next_block + index) % span for index in range(needed)]
         self._next_block = (self._next_block + needed) % span
         return table

@@ -181,7 +181,6 @@ def _messages(text: str) -> list[dict[str, str]]:
 
 
 def _sampling_params(values: _Values, needs_logprobs: bool) -> SamplingParams:
-    default = SamplingParams()
     num_logprobs = values.get(protocol.LOGPROBS, _to_int)
     stop = values.get(protocol.STOP_WORDS, _to_words)
     other_stop = values.get(protocol.STOP, _to_words)
@@ -190,28 +189,14 @@ def _sampling_params(values: _Values, needs_logprobs: bool) -> SamplingParams:
             protocol.STOP, list(other_stop), f"{protocol.STOP_WORDS} is given too; give one of them"
         )
 
-    def integer(name: str, otherwise: int) -> int:
-        value = values.get(name, _to_int)
-        return otherwise if value is None else value
-
-    def number(name: str, otherwise: float) -> float:
-        value = values.get(name, _to_float)
-        return otherwise if value is None else value
-
-    return SamplingParams(
-        max_tokens=integer(protocol.MAX_TOKENS, default.max_tokens),
-        min_tokens=integer(protocol.MIN_TOKENS, default.min_tokens),
-        temperature=number(protocol.TEMPERATURE, default.temperature),
-        top_p=number(protocol.TOP_P, default.top_p),
-        top_k=integer(protocol.TOP_K, default.top_k),
-        repetition_penalty=number(protocol.REPETITION_PENALTY, default.repetition_penalty),
-        presence_penalty=number(protocol.PRESENCE_PENALTY, default.presence_penalty),
-        frequency_penalty=number(protocol.FREQUENCY_PENALTY, default.frequency_penalty),
-        seed=values.get(protocol.SEED, _to_int),
-        stop=stop or other_stop or (),
-        ignore_eos=values.boolean(protocol.IGNORE_EOS),
-        logprobs=num_logprobs if num_logprobs is not None else (0 if needs_logprobs else None),
-    )
+    given = {
+        name: value
+        for name, convert in _SAMPLING.items()
+        if (value := values.get(name, convert)) is not None
+    }
+    if num_logprobs is None and needs_logprobs:
+        num_logprobs = 0
+    return SamplingParams(**given, stop=stop or other_stop or (), logprobs=num_logprobs)
 
 
 class _Values:
@@ -327,3 +312,18 @@ def _to_bool(name: str, value: Any) -> bool:
 def _to_words(name: str, value: Any) -> tuple[str, ...]:
     words = value if isinstance(value, list) else [value]
     return tuple(_to_text(name, word) for word in words)
+
+
+# Fields of SamplingParams, which has the same names and the defaults, in the order of checking.
+_SAMPLING: dict[str, Callable[[str, Any], Any]] = {
+    protocol.MAX_TOKENS: _to_int,
+    protocol.MIN_TOKENS: _to_int,
+    protocol.TEMPERATURE: _to_float,
+    protocol.TOP_P: _to_float,
+    protocol.TOP_K: _to_int,
+    protocol.REPETITION_PENALTY: _to_float,
+    protocol.PRESENCE_PENALTY: _to_float,
+    protocol.FREQUENCY_PENALTY: _to_float,
+    protocol.SEED: _to_int,
+    protocol.IGNORE_EOS: _to_bool,
+}

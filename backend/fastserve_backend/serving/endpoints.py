@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from fastserve_client.listening import PORTS, HostError, listen, numeric_address
+from fastserve_client.listening import ListenError, PortBusy, listen, numeric_address
 
 from fastserve_backend.serving.errors import LaunchError, PortInUseError
 
@@ -47,37 +47,24 @@ class Endpoints:
 
         Raises:
             PortInUseError: names the port and the flag that changes it.
-            LaunchError: ``host`` is not an address of this machine.
+            LaunchError: ``host`` is not an address of this machine, or a port is none.
         """
+        wanted = (
+            (self.http_port, "http-port"),
+            (self.grpc_port, "grpc-port"),
+            (self.metrics_port, "metrics-port"),
+        )
         try:
             host = numeric_address(self.host)
-        except HostError as error:
+            # All are held until the last is found: two zeros must not get the same port.
+            with ExitStack() as held:
+                listeners = [held.enter_context(listen(host, *one)) for one in wanted]
+                return Endpoints(host, *(one.getsockname()[1] for one in listeners))
+        except PortBusy as error:
+            raise PortInUseError(str(error)) from None
+        except ListenError as error:
             raise LaunchError(str(error)) from None
-        # All are held until the last is found: two zeros must not get the same port.
-        with ExitStack() as held:
-            http, grpc, metrics = (
-                _listen(purpose, host, port, held)
-                for purpose, port in (
-                    ("http", self.http_port),
-                    ("grpc", self.grpc_port),
-                    ("metrics", self.metrics_port),
-                )
-            )
-        return Endpoints(host, http, grpc, metrics)
 
     def _authority(self, port: int) -> str:
         host = self.reachable_host
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _listen(purpose: str, host: str, port: int, held: ExitStack) -> int:
-    if port not in PORTS:
-        raise LaunchError(f"{purpose}_port: got {port}; must be 0 to 65535")
-    try:
-        probe = held.enter_context(listen(host, port))
-    except HostError as error:
-        raise LaunchError(str(error)) from None
-    except OSError as error:
-        raise PortInUseError(purpose, host, port, str(error.strerror)) from None
-    free_port: int = probe.getsockname()[1]
-    return free_port

@@ -11,18 +11,7 @@ class LaunchError(FastServeError):
 
 
 class PortInUseError(LaunchError):
-    """Another process listens on a port that the server needs.
-
-    Attributes:
-        port: the busy TCP port.
-    """
-
-    def __init__(self, purpose: str, host: str, port: int, reason: str) -> None:
-        super().__init__(
-            f"{purpose}-port: cannot listen on {host}:{port} ({reason}); choose another one with "
-            f"--{purpose}-port, or 0 for any free port"
-        )
-        self.port = port
+    """Another process listens on a port that the server needs; the message names its flag."""
 
 
 class ModelLoadError(LaunchError):

@@ -41,26 +41,25 @@ class ParentGuard:
     gRPC stream has pinned the model, so the launcher asks the model first.
     """
 
-    def __init__(self, runtime: RuntimeDirectory | None) -> None:
+    def __init__(self, runtime: RuntimeDirectory | None, drain: Callable[[], bool]) -> None:
+        """``drain`` refuses new requests and says whether none is left; called while there is an
+        engine."""
         self._runtime = runtime
+        self._drain = drain
         self._server = os.getppid()
         self._launcher = _open_launcher()
         self._engine: Engine | None = None
-        self._drain: Callable[[], bool] = _nothing_to_drain
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="parent-guard", daemon=True)
         self._thread.start()
 
-    def watch_engine(self, engine: Engine, drain: Callable[[], bool]) -> None:
-        """From now on there is an engine; ``drain`` refuses new requests and says whether none is
-        left."""
-        self._drain = drain
+    def watch_engine(self, engine: Engine) -> None:
+        """From now on there is an engine."""
         self._engine = engine
 
     def release_engine(self) -> None:
         """The engine is about to be closed."""
         self._engine = None
-        self._drain = _nothing_to_drain
 
     def close(self) -> None:
         """The model is unloaded: the server itself ends this process."""
@@ -101,18 +100,17 @@ class ParentGuard:
     def _answer_launcher(self, runtime: RuntimeDirectory) -> None:
         engine = self._engine
         if engine is not None and engine.failure is not None and runtime.failure() is None:
-            runtime.report_failure(engine.failure, gave_up=engine.gave_up)
-        if engine is not None and runtime.end_requested():
+            if engine.gave_up:
+                runtime.gave_up.set()
+            runtime.report_failure(engine.failure)
+        if engine is not None and runtime.end_wanted.is_set():
             engine.close()  # idempotent
-        if runtime.drain_requested() and not runtime.drained() and self._drain():
-            runtime.report_drained()
+        is_due = runtime.drain_wanted.is_set() and not runtime.drained.is_set()
+        if is_due and (engine is None or self._drain()):
+            runtime.drained.set()
 
     def _launcher_is_gone(self) -> bool:
         return self._launcher is not None and bool(wait_readable(0.0, self._launcher))
-
-
-def _nothing_to_drain() -> bool:
-    return True
 
 
 def _open_launcher() -> int | None:

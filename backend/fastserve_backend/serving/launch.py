@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import enum
 import logging
 import os
 import signal
@@ -12,8 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NamedTuple
 
 from fastserve_client.listening import is_loopback
 from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_METRICS_PORT
@@ -44,11 +45,14 @@ _FETCH_END_S = 3.0
 _WATCH_INTERVAL_S = 0.5
 
 
-class _Trouble(enum.Enum):
-    SERVER_DIED = enum.auto()
-    STUB_DIED = enum.auto()
-    ENGINE_FAILED = enum.auto()
-    RANKS_GIVEN_UP = enum.auto()
+class _Trouble(NamedTuple):
+    """Why the server cannot go on."""
+
+    reason: str
+    kill: bool = True
+    """At once: with its stub gone, the server would wait in vain for the streams in flight."""
+    is_final: bool = False
+    """It is not to be started anew."""
 
 
 class TritonServer:
@@ -80,8 +84,7 @@ class TritonServer:
         self._log_path = log_path
         self._endpoints: Endpoints | None = None
         self._runtime: RuntimeDirectory | None = None
-        self._installation: TritonInstallation | None = None
-        self._backend_flags: list[str] = []
+        self._new_server: Callable[[], ServerProcess] | None = None
         self._server: ServerProcess | None = None
         self._supervisor: threading.Thread | None = None
         # No Event: its lock is not for signal handlers, of which a second may interrupt the first.
@@ -132,7 +135,7 @@ class TritonServer:
         """
         self._warn_if_public()
         self._timeout_s = timeout_s
-        self._installation = TritonInstallation.find()
+        installation = TritonInstallation.find()
         self._wanted.claim()  # a busy port shows before a long download
         model = self._config.model
         self.is_fetching = True  # first: a stop that is asked for from now on interrupts
@@ -149,7 +152,10 @@ class TritonServer:
         self._runtime = RuntimeDirectory.create()
         try:
             write_repository(self._runtime.repository, self._config)
-            self._backend_flags = self._installation.prepare_backends(self._runtime.backends)
+            flags = installation.prepare_backends(self._runtime.backends)
+            self._new_server = partial(
+                ServerProcess, installation, self._runtime, flags, self._endpoints, self._log_path
+            )
             self._launch()
         except BaseException:
             self._clean_up()
@@ -195,17 +201,10 @@ class TritonServer:
         self.stop()
 
     def _launch(self) -> None:
-        assert self._installation is not None
-        assert self._runtime is not None
+        assert self._new_server is not None
         deadline = time.monotonic() + self._timeout_s
         for attempt in range(1, _START_TRIES + 1):
-            self._server = ServerProcess(
-                self._installation,
-                self._runtime,
-                self._backend_flags,
-                self.endpoints,
-                self._log_path,
-            )
+            self._server = self._new_server()
             try:
                 self._server.await_ready(deadline, lambda: self._stopping)
                 return
@@ -235,14 +234,12 @@ class TritonServer:
         """Until a stop is asked for; then it has drained. Raises LaunchError: it is given up."""
         limiter = RestartLimiter()
         while (trouble := self._watch()) is not None:
-            reason = self._describe(trouble)
-            if trouble is _Trouble.RANKS_GIVEN_UP:
-                raise LaunchError(reason)
+            if trouble.is_final:
+                raise LaunchError(trouble.reason)
             if limiter.restart(time.monotonic()) is None:
-                raise LaunchError(f"{reason}; given up after {limiter.describe()}")
-            logger.error("%s; restarting the server", reason)
-            # With its stub gone, the server would wait in vain for the streams in flight.
-            self._retire(kill=trouble is not _Trouble.ENGINE_FAILED)
+                raise LaunchError(f"{trouble.reason}; given up after {limiter.describe()}")
+            logger.error("%s; restarting the server", trouble.reason)
+            self._retire(kill=trouble.kill)
             began_s = time.monotonic()
             self._launch()
             limiter.leave_out(time.monotonic() - began_s)
@@ -261,21 +258,13 @@ class TritonServer:
             if self._stopping:
                 return None
             if server in ready:
-                return _Trouble.SERVER_DIED
+                return _Trouble(f"tritonserver ended with code {self._server.exit_code}")
             if stub in ready:
-                return _Trouble.STUB_DIED
-            if self._runtime.failure() is not None:
-                gave_up = self._runtime.gave_up()
-                return _Trouble.RANKS_GIVEN_UP if gave_up else _Trouble.ENGINE_FAILED
-
-    def _describe(self, trouble: _Trouble) -> str:
-        assert self._server is not None
-        assert self._runtime is not None
-        if trouble in (_Trouble.ENGINE_FAILED, _Trouble.RANKS_GIVEN_UP):
-            return f"the engine failed: {self._runtime.failure()}"
-        if trouble is _Trouble.SERVER_DIED:
-            return f"tritonserver ended with code {self._server.exit_code}"
-        return "the model's process ended"
+                return _Trouble("the model's process ended")
+            failure = self._runtime.failure()
+            if failure is not None:
+                is_final = self._runtime.gave_up.is_set()
+                return _Trouble(f"the engine failed: {failure}", kill=False, is_final=is_final)
 
     def _retire(self, *, kill: bool) -> None:
         if self._server is not None:
@@ -298,18 +287,11 @@ class TritonServer:
             )
 
 
-def serve(
-    config: EngineConfig,
-    *,
-    host: str = "127.0.0.1",
-    http_port: int = DEFAULT_HTTP_PORT,
-    grpc_port: int = DEFAULT_GRPC_PORT,
-    metrics_port: int = DEFAULT_METRICS_PORT,
-    log_path: Path | None = None,
-    timeout_s: float = START_TIMEOUT_S,
-    on_ready: Callable[[TritonServer], None] = lambda server: None,
-) -> int:
+def serve(server: TritonServer, on_ready: Callable[[], None] = lambda: None) -> int:
     """Serves in the foreground until SIGTERM or SIGINT, then drains; call it from the main thread.
+
+    Args:
+        server: not started yet.
 
     Returns:
         0 after a signal, also one during the start; 1 when the server was given up.
@@ -317,14 +299,6 @@ def serve(
     Raises:
         ModelError, LaunchError: the server did not start.
     """
-    server = TritonServer(
-        config,
-        host=host,
-        http_port=http_port,
-        grpc_port=grpc_port,
-        metrics_port=metrics_port,
-        log_path=log_path,
-    )
 
     def end_fetching() -> None:
         if server.is_fetching:
@@ -344,8 +318,8 @@ def serve(
     stop_signals = (signal.SIGTERM, signal.SIGINT)
     previous = {number: signal.signal(number, on_signal) for number in stop_signals}
     try:
-        server.start(timeout_s)
-        on_ready(server)
+        server.start()
+        on_ready()
         return server.wait()
     except (FastServeError, KeyboardInterrupt):
         if not server.stop_requested:

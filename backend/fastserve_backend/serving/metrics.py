@@ -41,12 +41,13 @@ _IDLE_INTERVAL_S = 2.0
 # Long enough for a thread that waits for the interpreter's lock to get it.
 _PAUSE_S = 50e-6
 
-_GAUGES = {
+# Counters are those whose names end so, by Prometheus's custom; the others are gauges.
+_COUNTER_SUFFIX = "_total"
+
+_DESCRIPTIONS = {
     "fastserve_jobs": "Unfinished jobs by state",
     "fastserve_queue_jobs": "Unfinished jobs by level of the scheduler's queues, 0 the highest",
     "fastserve_kv_blocks": "KV cache blocks by tier and state",
-}
-_COUNTERS = {
     "fastserve_prompt_tokens_total": "Prompt tokens of accepted jobs",
     "fastserve_generation_tokens_total": "Generated tokens",
     "fastserve_iterations_total": "Iterations of the model",
@@ -107,19 +108,10 @@ class MetricsPublisher:
         self._engine = engine
         self._labels = {"model": model, "version": version}
         self._num_rejected = num_rejected
-        gauges, counters = _GAUGES, _COUNTERS
+        descriptions = _DESCRIPTIONS
         if engine.predictions is not None:
-            gauges = gauges | prediction_metrics.GAUGES
-            counters = counters | prediction_metrics.COUNTERS
-        self._counters = frozenset(counters)
-        self._families = {
-            name: pb_utils.MetricFamily(name=name, description=description, kind=kind)
-            for kind, descriptions in (
-                (pb_utils.MetricFamily.GAUGE, gauges),
-                (pb_utils.MetricFamily.COUNTER, counters),
-            )
-            for name, description in descriptions.items()
-        }
+            descriptions = descriptions | prediction_metrics.DESCRIPTIONS
+        self._families = {name: _family(name, text) for name, text in descriptions.items()}
         self._histograms: list[tuple[Histogram, PublishedHistogram]] = []
         for name, (description, pick, per_token) in _HISTOGRAMS.items():
             histogram = pick(engine.counters.latencies)
@@ -181,7 +173,7 @@ class MetricsPublisher:
             if metric is None:
                 metric = self._families[name].Metric(labels=self._labels | labels)
                 self._metrics[key] = metric
-            if name in self._counters:
+            if name.endswith(_COUNTER_SUFFIX):
                 self._send(partial(metric.increment, value - (old or 0.0)))
             else:
                 self._send(partial(metric.set, value))
@@ -232,3 +224,9 @@ class MetricsPublisher:
         yield "fastserve_worker_restarts_total", {}, counters.worker_restarts
         if self._engine.predictions is not None:
             yield from prediction_metrics.samples(self._engine.predictions)
+
+
+def _family(name: str, description: str) -> Any:
+    family = pb_utils.MetricFamily
+    kind = family.COUNTER if name.endswith(_COUNTER_SUFFIX) else family.GAUGE
+    return family(name=name, description=description, kind=kind)

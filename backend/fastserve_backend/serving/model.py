@@ -35,7 +35,9 @@ from fastserve_backend.serving.responses import ResponseEncoder, WallClock
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_backend.serving.streaming import (
     Emitter,
+    RefusedStream,
     RequestError,
+    ResponseChannel,
     ResponseStream,
     unexpected_error,
 )
@@ -62,7 +64,7 @@ class TritonPythonModel:
         runtime = RuntimeDirectory.from_environment()
         if runtime is not None:
             runtime.report_stub()
-        self._guard = ParentGuard(runtime)
+        self._guard = ParentGuard(runtime, self._drain)
         clock = MonotonicClock()
         try:
             config = EngineConfig.from_yaml(Path(args["model_repository"], ENGINE_FILE))
@@ -85,28 +87,28 @@ class TritonPythonModel:
         # two cores the engine's thread wakes 0.14 ms late with one as with two, and one coalesces
         # more.
         self._emitter = Emitter(self._metrics.notice)
-        self._guard.watch_engine(self._engine, self._drain)
+        self._guard.watch_engine(self._engine)
 
     def execute(self, requests: list[Any]) -> None:
         """Accepts or refuses each request; responses follow from the emitter."""
         for request in requests:
             parameters = _text(request.parameters)  # a JSON object, or empty
-            errors_end_call = GRPC_STATUS_HEADER in parameters
-            sender = request.get_response_sender()
-            stream = ResponseStream(sender, self._emitter, errors_end_call=errors_end_call)
+            channel = ResponseChannel(
+                request.get_response_sender(), errors_end_call=GRPC_STATUS_HEADER in parameters
+            )
             try:
                 tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
                 interval_s = decode_watch(tensors, parameters)
                 if interval_s is None:
                     wanted = decode_request(tensors, parameters)
-                    self._submit(_text(request.request_id), wanted, stream)
+                    self._submit(_text(request.request_id), wanted, channel)
                 else:
-                    watch = WatchStream(sender, self._emitter, errors_end_call=errors_end_call)
+                    watch = WatchStream(channel, self._emitter)
                     number = self._engine.watch(interval_s, watch.push)
                     watch.accepted(partial(self._engine.unwatch, number))
             except Exception as error:
                 self._num_rejected += 1
-                stream.push(_refusal(error))
+                self._emitter.wake(RefusedStream(channel, self._emitter, _refusal(error)))
         self._metrics.notice()
 
     def is_ready(self) -> bool:
@@ -129,7 +131,7 @@ class TritonPythonModel:
         """Refuses new requests; whether all accepted ones have been answered."""
         return self._engine.drain(0.0) and self._emitter.num_active == 0
 
-    def _submit(self, request_id: str, wanted: GenerateRequest, stream: ResponseStream) -> None:
+    def _submit(self, request_id: str, wanted: GenerateRequest, channel: ResponseChannel) -> None:
         engine = self._engine
         users_words = wanted.text
         if wanted.text is not None:
@@ -151,7 +153,7 @@ class TritonPythonModel:
             engine.tokenizer.token_bytes,
         )
         interval = engine.config.scheduler.stream_interval if wanted.stream else None
-        stream.expect(encoder, interval)
+        stream = ResponseStream(channel, self._emitter, encoder, interval)
         params = wanted.params
         if wanted.clip_max_tokens:
             params = engine.checks.clip_max_tokens(prompt_ids, params)

@@ -9,8 +9,8 @@ from fastserve_backend.latency_histograms import Histogram
 from fastserve_backend.length_prediction.job_predictions import JobPredictions
 from fastserve_backend.length_prediction.messages import FallbackReason, PredictionSource
 
-GAUGES = {"fastserve_prediction_index_entries": "Prompts that the length predictor remembers"}
-COUNTERS = {
+DESCRIPTIONS = {
+    "fastserve_prediction_index_entries": "Prompts that the length predictor remembers",
     "fastserve_predictions_total": "Jobs whose output length was predicted, by how",
     "fastserve_prediction_fallbacks_total": "Jobs that ended without a prediction, by reason",
     "fastserve_prediction_tokens_total": (

@@ -131,10 +131,10 @@ class ServerProcess:
     def drain(self) -> None:
         """Returns when all requests are answered, if need be with an error, or the server or stub
         ended."""
-        self._runtime.request_drain()
+        self._runtime.drain_wanted.set()
         if not self._await_drained(DRAIN_TIMEOUT_S):
             logger.warning("requests are unfinished after %d s; ending them", DRAIN_TIMEOUT_S)
-            self._runtime.request_end()
+            self._runtime.end_wanted.set()
             self._await_drained(_END_TIMEOUT_S)
 
     def stop(self, *, kill: bool) -> None:
@@ -169,7 +169,7 @@ class ServerProcess:
     def _await_drained(self, timeout_s: float) -> bool:
         """Until all requests are answered, or the server or stub ended; False: time is up."""
         deadline = time.monotonic() + timeout_s
-        while not self._runtime.drained():
+        while not self._runtime.drained.is_set():
             if wait_readable(_DRAIN_POLL_S, self.handle, self.stub_handle()):
                 return True
             if time.monotonic() > deadline:

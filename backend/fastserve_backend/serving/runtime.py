@@ -30,17 +30,37 @@ _MOST_PARENT_BYTES = 45
 _NOT_IN_A_COMMAND = re.compile(r"[^\w./+-]", re.ASCII)
 
 
+class Mark:
+    """A file whose being there says one thing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def set(self) -> None:
+        self._path.touch()
+
+    def is_set(self) -> bool:
+        return self._path.exists()
+
+
 class RuntimeDirectory:
-    """``path`` holds the backend directory, the model repository and the reports of the stub."""
+    """``path`` holds the backend directory, the model repository, and reports: what launcher and
+    stub tell each other during one run of the server."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stub_file = path / "stub.pid"
-        self._failure_file = path / "failure.txt"
-        self._given_up_file = path / "given-up"
-        self._drain_file = path / "drain"
-        self._drained_file = path / "drained"
-        self._end_file = path / "end"
+        self._reports = path / "reports"
+        self._stub_file = self._reports / "stub.pid"
+        self._failure_file = self._reports / "failure.txt"
+        self.gave_up = Mark(self._reports / "gave-up")
+        """Set by the stub, before its failure: the engine has restarted its ranks as often as it
+        may; so restarting all of the server would be once too often."""
+        self.drain_wanted = Mark(self._reports / "drain-wanted")
+        """Set by the launcher: the stub shall refuse new requests and finish those it has."""
+        self.drained = Mark(self._reports / "drained")
+        """Set by the stub once every request has its last response."""
+        self.end_wanted = Mark(self._reports / "end-wanted")
+        """Set by the launcher: the stub shall end what is unfinished with an error."""
         self._lock: int | None = None
 
     @classmethod
@@ -91,37 +111,9 @@ class RuntimeDirectory:
             region.chmod(0o600)  # whoever can read it, reads prompts; the server leaves it at 0644
         _write_at_once(self._stub_file, str(os.getpid()))
 
-    def report_failure(self, reason: str, *, gave_up: bool = False) -> None:
-        """Called by the stub when the model cannot load, or its engine broke.
-
-        Args:
-            gave_up: the engine has restarted its ranks as often as it may; so restarting all of the
-                server would be once too often.
-        """
-        if gave_up:
-            self._given_up_file.touch()
+    def report_failure(self, reason: str) -> None:
+        """Called by the stub when the model cannot load, or its engine broke."""
         _write_at_once(self._failure_file, reason)
-
-    def request_drain(self) -> None:
-        """Called by the launcher: the stub shall refuse new requests and finish those it has."""
-        self._drain_file.touch()
-
-    def drain_requested(self) -> bool:
-        return self._drain_file.exists()
-
-    def report_drained(self) -> None:
-        """Called by the stub once every request has its last response."""
-        self._drained_file.touch()
-
-    def drained(self) -> bool:
-        return self._drained_file.exists()
-
-    def request_end(self) -> None:
-        """Called by the launcher: the stub shall end what is unfinished with an error."""
-        self._end_file.touch()
-
-    def end_requested(self) -> bool:
-        return self._end_file.exists()
 
     def stub_pid(self) -> int | None:
         text = _read(self._stub_file)
@@ -130,20 +122,11 @@ class RuntimeDirectory:
     def failure(self) -> str | None:
         return _read(self._failure_file)
 
-    def gave_up(self) -> bool:
-        """Of a ``failure``, whether it is one to give up after."""
-        return self._given_up_file.exists()
-
     def clear_reports(self) -> None:
-        for file in (
-            self._stub_file,
-            self._failure_file,
-            self._given_up_file,
-            self._drain_file,
-            self._drained_file,
-            self._end_file,
-        ):
-            file.unlink(missing_ok=True)
+        """Before each start of the server."""
+        if self._reports.exists():
+            shutil.rmtree(self._reports)
+        self._reports.mkdir()
 
     def processes(self) -> list[int]:
         """Ids of all processes of this server (server, stub, ranks), also orphaned ones."""

@@ -27,6 +27,7 @@ from fastserve_backend.serving.responses import ResponseEncoder, Tensors
 
 logger = logging.getLogger(__name__)
 
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # Blocks of a cancelled job must be free within 250 ms, of which a running iteration takes its part.
 _MIN_POLL_INTERVAL_S = 0.1
 _MAX_POLL_INTERVAL_S = 0.15
@@ -70,18 +71,57 @@ def cancelled_error() -> RequestError:
     return RequestError("the request was cancelled", pb_utils.TritonError.CANCELLED)
 
 
-class RequestStream(ABC):
-    """One accepted request. ``push`` of its kind hands over what is to be sent; the rest is its
-    emitter's."""
+class ResponseChannel:
+    """What one request is sent, by the emitter's thread alone, and nothing once ``finished``."""
 
-    def __init__(self, sender: ResponseSender, emitter: Emitter, *, errors_end_call: bool) -> None:
+    def __init__(self, sender: ResponseSender, *, errors_end_call: bool) -> None:
         """``errors_end_call``: the gRPC stream ends with the first error, as its status."""
-        self._errors_end_call = errors_end_call
         self._sender = sender
+        self._errors_end_call = errors_end_call
+        self.finished = False
+
+    def is_cancelled(self) -> bool:
+        return self._sender.is_cancelled()
+
+    def send(self, tensors: Tensors, *, ends: bool) -> None:
+        response = pb_utils.InferenceResponse(
+            output_tensors=[pb_utils.Tensor(name, array) for name, array in tensors]
+        )
+        if ends:
+            self.finished = True
+            self._sender.send(response, flags=_FINAL)
+        else:
+            self._sender.send(response)
+
+    def end(self) -> None:
+        self.finished = True
+        self._sender.send(flags=_FINAL)
+
+    def fail(self, error: RequestError) -> None:
+        triton_error = pb_utils.TritonError(str(error), error.code)
+        response = pb_utils.InferenceResponse(output_tensors=[], error=triton_error)
+        self.finished = True
+        if self._errors_end_call:
+            # A FINAL after the call has ended is a segmentation fault of the server.
+            self._sender.send(response, flags=_FINAL)
+        else:
+            # Two steps: gRPC clients do not see the final marker of a response that is an error.
+            self._sender.send(response)
+            self._sender.send(flags=_FINAL)
+
+
+class RequestStream(ABC):
+    """One request. ``push`` of its kind hands over what to send; the rest is the emitter's."""
+
+    def __init__(self, channel: ResponseChannel, emitter: Emitter) -> None:
+        self._channel = channel
         self._emitter = emitter
         self._queued = False
         self._cancel: Callable[[], None] | None = None
-        self.finished = False
+
+    @property
+    def finished(self) -> bool:
+        return self._channel.finished
 
     def accepted(self, cancel: Callable[[], None]) -> None:
         """The engine has the request; from now on the client's cancellation calls ``cancel``."""
@@ -101,7 +141,7 @@ class RequestStream(ABC):
         if self._cancel is not None:
             self._cancel()
         if not self.finished:
-            self._fail(unexpected_error())
+            self._channel.fail(unexpected_error())
 
     def _wake(self) -> None:
         """Something is pending. From any thread."""
@@ -110,39 +150,41 @@ class RequestStream(ABC):
             self._queued = True
             self._emitter.wake(self)
 
-    def _send(self, tensors: Tensors, *, ends: bool) -> None:
-        response = pb_utils.InferenceResponse(
-            output_tensors=[pb_utils.Tensor(name, array) for name, array in tensors]
-        )
-        if ends:
-            self.finished = True
-            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        else:
-            self._sender.send(response)
 
-    def _fail(self, error: RequestError) -> None:
-        triton_error = pb_utils.TritonError(str(error), error.code)
-        response = pb_utils.InferenceResponse(output_tensors=[], error=triton_error)
-        self.finished = True
-        final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-        if self._errors_end_call:
-            # A FINAL after the call has ended is a segmentation fault of the server.
-            self._sender.send(response, flags=final)
-        else:
-            # Two steps: gRPC clients do not see the final marker of a response that is an error.
-            self._sender.send(response)
-            self._sender.send(flags=final)
+class RefusedStream(RequestStream):
+    """A request that nobody accepted: ``error`` is its only response. ``Emitter.wake`` sends it."""
+
+    def __init__(self, channel: ResponseChannel, emitter: Emitter, error: RequestError) -> None:
+        super().__init__(channel, emitter)
+        self._error = error
+
+    def emit(self) -> None:
+        self._channel.fail(self._error)
+
+    def poll(self) -> None:
+        """There is nothing to cancel."""
 
 
 class ResponseStream(RequestStream):
-    """A request that is a job. ``push`` may be called by any one thread."""
+    """A request that is a job. ``push`` may be called by any one thread.
 
-    def __init__(self, sender: ResponseSender, emitter: Emitter, *, errors_end_call: bool) -> None:
-        super().__init__(sender, emitter, errors_end_call=errors_end_call)
-        self._pending: deque[JobOutput | RequestError] = deque()
-        self._encoder: ResponseEncoder | None = None
-        self._is_whole = False
-        self._interval = 1
+    Args:
+        interval: outputs that a response waits for, but for the first, which has one, and the
+            last; None: there is only the last.
+    """
+
+    def __init__(
+        self,
+        channel: ResponseChannel,
+        emitter: Emitter,
+        encoder: ResponseEncoder,
+        interval: int | None,
+    ) -> None:
+        super().__init__(channel, emitter)
+        self._pending: deque[JobOutput] = deque()
+        self._encoder = encoder
+        self._is_whole = interval is None
+        self._interval = interval or 1
         # Of the pushing thread.
         self._num_unannounced = 0
         self._num_wanted = 1
@@ -150,24 +192,13 @@ class ResponseStream(RequestStream):
         self._ended = False
         self._cancelled = False
 
-    def expect(self, encoder: ResponseEncoder, interval: int | None) -> None:
-        """How to answer; before the engine may call ``push``.
-
-        Args:
-            interval: outputs that a response waits for, but for the first, which has one, and the
-                last; None: there is only the last.
-        """
-        self._encoder = encoder
-        self._is_whole = interval is None
-        self._interval = interval or 1
-
-    def push(self, output: JobOutput | RequestError) -> None:
-        """Hands over new tokens, the end, or an error (which is an end too). Returns at once."""
+    def push(self, output: JobOutput) -> None:
+        """Hands over new tokens, or the end. Returns at once."""
         if self._num_unannounced == 0:
             self._oldest_s = time.monotonic()
         self._pending.append(output)
         self._num_unannounced += 1
-        self._ended = isinstance(output, RequestError) or output.finish_reason is not None
+        self._ended = output.finish_reason is not None
         if self._ended or (not self._is_whole and self._num_unannounced >= self._num_wanted):
             self._num_wanted = self._interval
             self._num_unannounced = 0
@@ -182,14 +213,13 @@ class ResponseStream(RequestStream):
         while self._pending and error is None:
             output = self._pending.popleft()
             error = self._error_of(output)
-            if error is None and isinstance(output, JobOutput) and not self._cancelled:
+            if error is None and not self._cancelled:
                 outputs.append(output)
         if outputs and (error is None or not self._is_whole):
-            assert self._encoder is not None
             ends = outputs[-1].finish_reason is not None
-            self._send(self._encoder.encode(outputs), ends=ends)
+            self._channel.send(self._encoder.encode(outputs), ends=ends)
         if error is not None:
-            self._fail(error)
+            self._channel.fail(error)
 
     def poll(self) -> None:
         # A job that is set aside, or whose ranks are restarted, must not keep what it has.
@@ -197,14 +227,12 @@ class ResponseStream(RequestStream):
             self.emit()
         if self.finished or self._cancelled or self._cancel is None:
             return
-        if self._sender.is_cancelled():
+        if self._channel.is_cancelled():
             self._cancelled = True
             self._cancel()
 
-    def _error_of(self, output: JobOutput | RequestError) -> RequestError | None:
+    def _error_of(self, output: JobOutput) -> RequestError | None:
         """What the request ends with, if that is no answer."""
-        if isinstance(output, RequestError):
-            return output
         if output.finish_reason is None:
             return None
         if self._cancelled:

@@ -6,7 +6,6 @@ import time
 
 import msgspec
 import numpy as np
-import triton_python_backend_utils as pb_utils
 from fastserve_client import protocol
 from fastserve_client.engine_state import EngineState
 
@@ -14,7 +13,7 @@ from fastserve_backend.serving.responses import Tensors
 from fastserve_backend.serving.streaming import (
     Emitter,
     RequestStream,
-    ResponseSender,
+    ResponseChannel,
     cancelled_error,
 )
 
@@ -27,8 +26,8 @@ WATCH_LIMIT_S = 20.0
 class WatchStream(RequestStream):
     """``push`` may be called by several threads. The emitter sends the latest picture only."""
 
-    def __init__(self, sender: ResponseSender, emitter: Emitter, *, errors_end_call: bool) -> None:
-        super().__init__(sender, emitter, errors_end_call=errors_end_call)
+    def __init__(self, channel: ResponseChannel, emitter: Emitter) -> None:
+        super().__init__(channel, emitter)
         self._state: EngineState | None = None
         self._ended = False
         self._limit_s = time.monotonic() + WATCH_LIMIT_S
@@ -46,17 +45,16 @@ class WatchStream(RequestStream):
         state, self._state = self._state, None
         ends = self._ended or time.monotonic() >= self._limit_s
         if state is not None:
-            self._send(_tensors(state), ends=ends)
+            self._channel.send(_tensors(state), ends=ends)
         elif ends:
-            self.finished = True
-            self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            self._channel.end()
         if self.finished and self._cancel is not None:
             self._cancel()
 
     def poll(self) -> None:
-        if self._cancel is not None and self._sender.is_cancelled():
+        if self._cancel is not None and self._channel.is_cancelled():
             self._cancel()
-            self._fail(cancelled_error())
+            self._channel.fail(cancelled_error())
 
 
 def _tensors(state: EngineState) -> Tensors:

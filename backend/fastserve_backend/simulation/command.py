@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastserve_client.report import (
-    SweepPoint,
-    plot_sweep,
-    print_tables,
-    summarize,
-    sweep_table,
-    sweep_to_json,
-)
 from fastserve_client.report.output import Output, write_json
+from fastserve_client.report.plot import plot_sweep
+from fastserve_client.report.printing import print_tables
+from fastserve_client.report.summary import summarize
+from fastserve_client.report.sweep import SweepPoint, sweep_to_json
+from fastserve_client.report.table import sweep_table
 from fastserve_client.terminal import ExitCode
 from fastserve_client.workload import TraceJob, Workload, check_trace_fits, mean_rate
 from rich.console import Console
@@ -24,7 +21,8 @@ from rich.progress import Progress
 
 from fastserve_backend.config import EngineConfig, KVCacheSection, SchedulerSection
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.config import ModelConfig, load_model_config
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.model_config import DType, ModelConfig
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
@@ -132,7 +130,7 @@ class _Modelled:
         return cls(model, roofline, memory_of_roofline(roofline, model, kv))
 
 
-def _measured_dtype(profile: LatencyProfile, config: EngineConfig) -> str:
+def _measured_dtype(profile: LatencyProfile, config: EngineConfig) -> DType:
     """Raises ConfigError: another is asked for."""
     measured = profile.identity.dtype
     if config.model.dtype not in ("auto", measured):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.kv_cache.swap_costs import Link
-from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.partition import share_of_kv
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.roofline import Roofline

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastserve_client.report import JobRecord
+from fastserve_client.report.records import JobRecord
 from fastserve_client.workload import TraceJob
 
 from fastserve_backend.clock import VirtualClock

@@ -14,7 +14,7 @@ from fastserve_kernels.kv_quantization import dequantize, quantize
 from torch import Tensor
 
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.config import ModelConfig
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.worker.staging import Uploads
 
 # Blocks that are quantized at once on a CPU: their float32 copies fit in its cache.

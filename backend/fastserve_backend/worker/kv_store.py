@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.config import ModelConfig
 from fastserve_backend.models.loader import torch_dtype
+from fastserve_backend.models.model_config import ModelConfig
 
 # On a CPU the cache shares memory with everything else on the machine, so without a number from the
 # operator it takes a part of what is free, and no more than any workload on a CPU can use.

@@ -7,11 +7,15 @@ dropped, recomputed or moved to a fresh rank without a word to the old one.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from fastserve_backend.models.hub import at_commit
+from fastserve_backend.models.model_config import DType
 
 if TYPE_CHECKING:  # pydantic takes a rank a quarter of a second to import
     from fastserve_backend.config import EngineConfig
@@ -20,7 +24,6 @@ if TYPE_CHECKING:  # pydantic takes a rank a quarter of a second to import
 class Hello(msgspec.Struct, tag="hello", array_like=True):
     """A rank's first message: it runs and wants its ``Setup``."""
 
-    rank: int
     pid: int
     host: str
 
@@ -30,7 +33,7 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
 
     model: str
     load_format: Literal["auto", "dummy"]
-    dtype: str
+    dtype: DType | Literal["auto"]
     max_model_len: int | None
     device: Literal["auto", "cpu", "cuda"]
     tensor_parallel_size: int
@@ -81,7 +84,7 @@ class Ready(msgspec.Struct, tag="ready", array_like=True):
     block_in_s: float
     hardware: str
     """Processor or GPU, its share in use, kernels: what the latency profile depends on."""
-    dtype: str
+    dtype: DType
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
@@ -144,6 +147,29 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     the decode phase the row of that step's tokens that it runs, or -1 if ``token_ids`` has its
     token. Empty: ``token_ids`` has all."""
 
+    @classmethod
+    def of(
+        cls,
+        step_id: int,
+        jobs: Sequence[tuple[int, Sequence[int], Sequence[int]]],
+        *,
+        num_partial: int = 0,
+    ) -> Step:
+        """A greedy step that knows all its tokens. ``jobs``: (position of the first token, tokens,
+        blocks) of each, in the step's order; one that runs a single token and gets one decodes."""
+        starts, tokens, blocks = zip(*jobs, strict=True)
+        return cls(
+            step_id=step_id,
+            num_decodes=sum(len(ids) == 1 for ids in tokens[: len(jobs) - num_partial]),
+            num_partial=num_partial,
+            token_ids=_ints(chain.from_iterable(tokens)),
+            query_lens=_ints(map(len, tokens)),
+            starts=_ints(starts),
+            block_counts=_ints(map(len, blocks)),
+            block_ids=_ints(chain.from_iterable(blocks)),
+            sampling=None,
+        )
+
 
 class StageDone(msgspec.Struct, tag="stage", array_like=True):
     """A stage but the last has computed its part of a step and can take the next."""
@@ -204,3 +230,7 @@ FromRank = Hello | Ready | Failed | Heartbeat | StageDone | StepResult | CopyRes
 encoder = msgspec.msgpack.Encoder()
 to_rank_decoder = msgspec.msgpack.Decoder(ToRank)
 from_rank_decoder = msgspec.msgpack.Decoder(FromRank)
+
+
+def _ints(values: Iterable[int]) -> bytes:
+    return array("i", values).tobytes()

@@ -9,8 +9,9 @@ import torch
 from fastserve_kernels import ops
 from torch import Tensor
 
-from fastserve_backend.models.config import ModelConfig
-from fastserve_backend.models.loader import CausalLM, torch_dtype
+from fastserve_backend.models.causal_lm import CausalLM
+from fastserve_backend.models.loader import torch_dtype
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.partition import RankPlace
 from fastserve_backend.models.tensor_group import ALONE, TensorGroup
 from fastserve_backend.worker.decode_graphs import DecodeGraphs

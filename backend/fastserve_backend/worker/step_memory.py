@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastserve_backend.models.config import ModelConfig
-from fastserve_backend.models.loader import CausalLM, torch_dtype
+from fastserve_backend.models.causal_lm import CausalLM
+from fastserve_backend.models.loader import torch_dtype
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.partition import RankPlace
 from fastserve_backend.models.tensor_group import TensorGroup
 from fastserve_backend.worker.messages import Sampling

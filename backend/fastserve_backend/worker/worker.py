@@ -17,8 +17,9 @@ import torch
 from fastserve_kernels import ops
 
 from fastserve_backend.errors import ConfigError, FastServeError
-from fastserve_backend.models.config import DTYPE_BYTES, ModelConfig, load_model_config
+from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.loader import load_model
+from fastserve_backend.models.model_config import DTYPE_BYTES, ModelConfig
 from fastserve_backend.models.partition import RankPlace, layers_of_stages
 from fastserve_backend.worker.answering import AnsweringThread
 from fastserve_backend.worker.cores import num_cores
@@ -62,7 +63,7 @@ def run(engine_address: str, rendezvous: Path | None) -> int:
     rank = int(os.environ["RANK"])
     link = EngineLink(engine_address, rank)
     send = sender(link.main)
-    send(Hello(rank=rank, pid=os.getpid(), host=socket.gethostname()))
+    send(Hello(pid=os.getpid(), host=socket.gethostname()))
     _send_heartbeats(link)
     try:
         setup = link.receive()

@@ -28,11 +28,12 @@ from fastserve_client.bench.points import (
 )
 from fastserve_client.bench.progress import RunProgress
 from fastserve_client.bench.report import report_json
-from fastserve_client.bench.session import Observer, Plan, Session, Start
+from fastserve_client.bench.session import Plan, Session, Start
 from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
 from fastserve_client.errors import ClientError, InvalidRequest
-from fastserve_client.report import Objectives, print_tables
+from fastserve_client.report.objectives import Objectives
 from fastserve_client.report.output import Output, write_json
+from fastserve_client.report.printing import print_tables
 from fastserve_client.terminal import ExitCode
 
 # Later than this, a reader of text notices.
@@ -61,7 +62,7 @@ def bench_command(
             plan.requests(plan.trace(load, repeat), load, repeat)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     progress = RunProgress(console, len(servers) * len(plan.loads) * plan.repeats)
-    session = Session(plan, Observer(progress.start, progress.update))
+    session = Session(plan, progress.start, progress.update)
     finished, failure = False, None
     with progress.bar:
         try:
@@ -147,13 +148,9 @@ def _within(
 ) -> Mapping[str, WithinObjectives]:
     """Empty: it takes several rates and an objective to tell."""
     slo_s = objectives.normalized_latency_s
-    if _is_closed(plan) or len(plan.loads) == 1 or slo_s is None:
+    if plan.loads[0].is_closed or len(plan.loads) == 1 or slo_s is None:
         return {}
     return within_objectives(points, slo_s)
-
-
-def _is_closed(plan: Plan) -> bool:
-    return plan.loads[0].concurrency is not None
 
 
 def _tables(
@@ -162,7 +159,7 @@ def _tables(
     objectives: Objectives,
     within: Mapping[str, WithinObjectives],
 ) -> Iterator[Table]:
-    load_header = "clients" if _is_closed(plan) else "jobs/s"
+    load_header = "clients" if plan.loads[0].is_closed else "jobs/s"
     yield from result_tables(points, load_header)
     ratios = compare(points)
     if ratios:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from fastserve_client.bench.points import Point
-from fastserve_client.report import Summary, labelled_table
-from fastserve_client.report.table import MISSING
+from fastserve_client.report.summary import Summary
+from fastserve_client.report.table import MISSING, labelled_table
 
 _COMPARED: Mapping[str, Callable[[Summary], float | None]] = {
     "norm. mean": lambda summary: summary.normalized_latency_s.mean,

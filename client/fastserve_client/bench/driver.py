@@ -11,7 +11,7 @@ from fastserve_client.bench.connection import Answer, Connection, Request
 from fastserve_client.bench.outcome import Failure, FailureKind, Outcome
 from fastserve_client.cancelling import cancel_all
 from fastserve_client.errors import ClientError
-from fastserve_client.report import JobRecord
+from fastserve_client.report.records import JobRecord
 
 
 class Driver:

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fastserve_client.bench.points import Point, sweep_points
-from fastserve_client.report import plot_cdfs, plot_sweep, plot_timeline
+from fastserve_client.report.cdf import plot_cdfs
+from fastserve_client.report.plot import plot_sweep
+from fastserve_client.report.timeline import plot_timeline
 
 
 def write_figures(points: Sequence[Point], path: Path, slo_s: float | None) -> list[Path]:
@@ -26,12 +28,11 @@ def write_figures(points: Sequence[Point], path: Path, slo_s: float | None) -> l
     """
     finished = [point for point in points if point.summary is not None]
     highest = max(finished, key=lambda point: point.offered)
-    closed = highest.load.concurrency is not None
     plot_sweep(
         sweep_points(points),
         path,
         slo_s=slo_s,
-        load_name="Requests at a time" if closed else "Rate (jobs/s)",
+        load_name="Requests at a time" if highest.load.is_closed else "Rate (jobs/s)",
     )
     records = {
         point.label: next(run.outcome.records for run in point.runs if run.outcome.records)

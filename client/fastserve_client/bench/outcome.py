@@ -15,7 +15,7 @@ from fastserve_client.errors import (
     ServerOverloaded,
     ServerUnavailable,
 )
-from fastserve_client.report import JobRecord
+from fastserve_client.report.records import JobRecord
 
 
 class FailureKind(StrEnum):

@@ -53,9 +53,8 @@ class OwnServer:
         Raises:
             ConnectionFailed: it ended, or was not ready in time; with the last lines of its log.
         """
-        program = "from fastserve_backend.cli import main; main()"
         ports = [part for kind in ("http", "grpc", "metrics") for part in (f"--{kind}-port", "0")]
-        command = [sys.executable, "-c", program, "serve", *self.arguments]
+        command = [sys.executable, "-m", "fastserve_backend", "serve", *self.arguments]
         with tempfile.TemporaryDirectory(prefix="fastserve-bench-") as folder:
             log_path = Path(folder) / "server.log"
             with log_path.open("wb") as log:

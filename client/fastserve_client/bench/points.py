@@ -12,14 +12,9 @@ import numpy as np
 
 from fastserve_client.bench.outcome import Outcome, count_kinds
 from fastserve_client.bench.session import Load, Plan, Run
-from fastserve_client.report import (
-    Objectives,
-    Summary,
-    SweepPoint,
-    attainment,
-    highest_rate,
-    median_summary,
-)
+from fastserve_client.report.objectives import Objectives, attainment, highest_rate
+from fastserve_client.report.summary import Summary, median_summary
+from fastserve_client.report.sweep import SweepPoint
 
 GOODPUT_SHARE = 0.95
 """Of jobs that must meet the objectives (FastServe §6.2)."""
@@ -59,7 +54,7 @@ class Point:
     @property
     def send_lateness_p99_s(self) -> float | None:
         """Over all jobs that were sent; ``None`` in a closed loop, where none can be late."""
-        if self.load.concurrency is not None:
+        if self.load.is_closed:
             return None
         late_s = [one for outcome in self.outcomes for one in outcome.send_lateness_s]
         return float(np.percentile(late_s, 99))

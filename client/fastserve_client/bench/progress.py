@@ -26,7 +26,7 @@ class RunProgress:
         self._num_started = 0
         self._task = self.bar.add_task("warming up", total=None, numbers="")
 
-    def start(self, label: str, load: Load, repeat: int, num_jobs: int) -> None:
+    def start(self, label: str, load: Load, num_jobs: int) -> None:
         self._num_started += 1
         self.bar.reset(
             self._task,

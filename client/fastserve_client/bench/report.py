@@ -12,12 +12,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fastserve_client.bench.comparison import compare
 from fastserve_client.bench.points import Point, WithinObjectives
 from fastserve_client.bench.session import Run
-from fastserve_client.report import Distribution
+from fastserve_client.report.summary import Distribution
 
 
 def report_json(
@@ -63,10 +61,9 @@ def cpu_name() -> str:
 
 
 def _point(point: Point) -> dict[str, Any]:
-    closed = point.load.concurrency is not None
     return {
         "label": point.label,
-        "rate": None if closed else point.offered,
+        "rate": None if point.load.is_closed else point.offered,
         "concurrency": point.load.concurrency,
         "summary": None if point.summary is None else asdict(point.summary),
         "attainment": point.attainment,
@@ -78,11 +75,10 @@ def _point(point: Point) -> dict[str, Any]:
 
 def _run(run: Run) -> dict[str, Any]:
     outcome = run.outcome
-    late_s = np.array(outcome.send_lateness_s)
     return {
         "repeat": run.repeat,
         "interrupted": outcome.interrupted,
-        "send_lateness_s": asdict(Distribution.of(late_s)),
+        "send_lateness_s": asdict(Distribution.of(outcome.send_lateness_s)),
         "client_cpu_share": outcome.cpu_share,
         "summary": None if run.summary is None else asdict(run.summary),
         "records": [asdict(record) for record in outcome.records],

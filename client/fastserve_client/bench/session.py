@@ -14,7 +14,7 @@ from fastserve_client.bench.driver import Driver
 from fastserve_client.bench.outcome import Outcome
 from fastserve_client.bench.requests import exact_requests, natural_requests
 from fastserve_client.errors import ClientError, ServerOverloaded
-from fastserve_client.report import Summary, summarize
+from fastserve_client.report.summary import Summary, summarize
 from fastserve_client.workload import TraceJob, Workload, mean_rate
 
 # Enough to load what a server loads with its first jobs, and short on any machine.
@@ -28,6 +28,10 @@ class Load:
     rate: float | None = None
     """Jobs per second; ``None`` without a concurrency: the data set's own timestamps."""
     concurrency: int | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        return self.concurrency is not None
 
     def __str__(self) -> str:
         if self.concurrency is not None:
@@ -63,7 +67,7 @@ class Plan:
         """
         workload = replace(self.workload, seed=self.workload.seed + repeat)
         # A closed loop takes the same jobs in the same order; when they would arrive is nothing.
-        return _trace(workload, 1.0 if load.concurrency is not None else load.rate)
+        return _trace(workload, 1.0 if load.is_closed else load.rate)
 
     def requests(self, trace: Sequence[TraceJob], load: Load, repeat: int) -> list[Request]:
         """Raises WorkloadError: the vocabulary is too small, or the data set has no texts."""
@@ -101,26 +105,28 @@ class Run:
         return summarize(outcome.records, outcome.duration_s) if outcome.records else None
 
 
-@dataclass(frozen=True, slots=True)
-class Observer:
-    """Who watches the runs."""
-
-    on_start: Callable[[str, Load, int, int], None]
-    """Label, load, repeat, number of jobs."""
-    on_change: Callable[[Driver], None]
-
-
 Start: TypeAlias = Callable[[], AbstractAsyncContextManager[Connection]]
 """Starts a server, which runs as long as the context."""
 
 
 class Session:
-    """Runs the plan; ``runs`` holds what there is, also after it was cancelled."""
+    """Runs the plan; ``runs`` holds what there is, also after it was cancelled.
 
-    def __init__(self, plan: Plan, observer: Observer) -> None:
+    Args:
+        on_start: Called before each run with label, load and number of jobs.
+        on_change: Called whenever a job of the run was sent or has ended.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        on_start: Callable[[str, Load, int], None] = lambda *_: None,
+        on_change: Callable[[Driver], None] = lambda _: None,
+    ) -> None:
         self.plan = plan
         self.runs: list[Run] = []
-        self._observer = observer
+        self._on_start = on_start
+        self._on_change = on_change
 
     async def alternate(self, connections: Mapping[str, Connection]) -> None:
         """Servers that run already, by label: each load goes to all of them before the next one.
@@ -182,8 +188,8 @@ class Session:
         """One load on one server, once."""
         trace = self.plan.trace(load, repeat)
         requests = self.plan.requests(trace, load, repeat)
-        self._observer.on_start(label, load, repeat, len(requests))
-        driver = Driver(connection, requests, self.plan.timeout_s, self._observer.on_change)
+        self._on_start(label, load, len(requests))
+        driver = Driver(connection, requests, self.plan.timeout_s, self._on_change)
         try:
             if load.concurrency is None:
                 await driver.open_loop([job.arrival_s for job in trace])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.table import Table
 
 from fastserve_client.bench.points import Point, WithinObjectives, sweep_points
-from fastserve_client.report import format_number, labelled_table, latency_table
+from fastserve_client.report.table import format_number, labelled_table, latency_table
 
 _CAPTION = (
     "done: jobs/s that finished; SLO met: share of all jobs sent; sent late: P99 of the time from "

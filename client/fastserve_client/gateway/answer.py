@@ -6,14 +6,13 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastserve_client.gateway.jobs import Job
 from fastserve_client.gateway.schemas import ChatRequest, CompletionRequest
-from fastserve_client.options import Prompt
 from fastserve_client.results import Chunk, Completion
 
 # json.dumps would make an encoder for each event.
@@ -75,10 +74,6 @@ class Answer(ABC):
         return bool(self._request.stream)
 
     @abstractmethod
-    def prompts(self) -> Sequence[Prompt]:
-        """One or more."""
-
-    @abstractmethod
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         """A choice of a whole answer."""
 
@@ -93,7 +88,6 @@ class Answer(ABC):
     def jobs(self) -> list[Job]:
         """``n`` for each prompt, those of one prompt together; these differ by their seeds."""
         request = self._request
-        prompts = self.prompts()
         options = request.options()
         return [
             Job(
@@ -101,7 +95,7 @@ class Answer(ABC):
                 f"{self._id}-{place * request.num_choices + choice}",
                 {**options, "seed": request.choice_seed(choice)},
             )
-            for place, prompt in enumerate(prompts)
+            for place, prompt in enumerate(request.prompts)
             for choice in range(request.num_choices)
         ]
 

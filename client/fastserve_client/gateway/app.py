@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.errors import ClientError, InvalidRequest
 from fastserve_client.gateway.answer import Answer
 from fastserve_client.gateway.auth import ApiKeys
-from fastserve_client.gateway.body import check_fields, read_body
+from fastserve_client.gateway.body import RequestT, check_fields, read_body
 from fastserve_client.gateway.chat import ChatAnswer
 from fastserve_client.gateway.completions import CompletionAnswer
 from fastserve_client.gateway.disconnect import while_connected
@@ -67,8 +67,16 @@ def create_app(settings: GatewaySettings) -> FastAPI:
         headers = request.headers
         settings.keys.check(headers.get("authorization"), headers.get("host", ""))
 
-    async def respond(request: Request, answer: Answer, headers: dict[str, str]) -> Response:
+    async def respond(
+        request: Request,
+        take: Take,
+        schema: type[RequestT],
+        answer_to: Callable[[RequestT], Answer],
+    ) -> Response:
         client: AsyncFastServeClient = app.state.client
+        body = await read_body(request, schema, settings.max_body_bytes, take)
+        headers = check_fields(body, settings.model, settings.max_jobs, strict=settings.strict)
+        answer = answer_to(body)
         jobs = answer.jobs()
         try:
             if not answer.streams:
@@ -95,15 +103,11 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
     @app.post("/v1/completions", dependencies=with_key)
     async def completions(request: Request, take: Take = with_body) -> Response:
-        body = await read_body(request, CompletionRequest, settings.max_body_bytes, take)
-        headers = check_fields(body, settings.model, settings.max_jobs, strict=settings.strict)
-        return await respond(request, CompletionAnswer(body), headers)
+        return await respond(request, take, CompletionRequest, CompletionAnswer)
 
     @app.post("/v1/chat/completions", dependencies=with_key)
     async def chat_completions(request: Request, take: Take = with_body) -> Response:
-        body = await read_body(request, ChatRequest, settings.max_body_bytes, take)
-        headers = check_fields(body, settings.model, settings.max_jobs, strict=settings.strict)
-        return await respond(request, ChatAnswer(body), headers)
+        return await respond(request, take, ChatRequest, ChatAnswer)
 
     model = {
         "id": settings.model,

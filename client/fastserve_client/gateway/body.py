@@ -20,8 +20,6 @@ _MAX_NAMES = 20
 _MAX_NAME_CHARS = 64
 READ_TIMEOUT_S = 60.0
 """For a body to come: a client that has vanished would hold its part of the memory for ever."""
-# What is left of a body is not read, so the connection cannot be used again.
-_CLOSE = {"Connection": "close"}
 
 RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest)
 
@@ -52,8 +50,7 @@ async def read_body(
                 if len(body) > max_bytes:
                     raise _too_large(max_bytes)
     except TimeoutError:
-        message = f"the body did not come within {READ_TIMEOUT_S:g} s"
-        raise ApiError(408, message, headers=_CLOSE) from None
+        raise ApiError(408, f"the body did not come within {READ_TIMEOUT_S:g} s") from None
     fields = parse_body(body, schema)
     # The server gets the prompts with each answer that is wanted.
     if len(body) * fields.num_choices > max_bytes:
@@ -87,12 +84,11 @@ def check_fields(
     """
     if body.model != model:
         raise no_such_model(model)
-    num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
-    if num_prompts * body.num_choices > max_jobs:
+    if body.num_prompts * body.num_choices > max_jobs:
         raise invalid(
-            "prompt" if num_prompts > 1 else "n",
-            f"got {num_prompts} prompts with {body.num_choices} answers each; at most {max_jobs} "
-            "answers in all",
+            "prompt" if body.num_prompts > 1 else "n",
+            f"got {body.num_prompts} prompts with {body.num_choices} answers each; "
+            f"at most {max_jobs} answers in all",
         )
     names = [quote(name[:_MAX_NAME_CHARS]) for name in body.unknown_fields()[:_MAX_NAMES]]
     if not names:
@@ -103,4 +99,4 @@ def check_fields(
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {max_bytes} bytes", headers=_CLOSE)
+    return ApiError(413, f"the body is larger than {max_bytes} bytes")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fastserve_client import protocol
 from fastserve_client.gateway.answer import Answer
 from fastserve_client.gateway.schemas import ChatRequest
-from fastserve_client.options import Prompt
 from fastserve_client.results import Chunk, Completion, TokenLogprob
 
 _ROLE = "assistant"
@@ -21,16 +20,12 @@ class ChatAnswer(Answer):
 
     def __init__(self, request: ChatRequest) -> None:
         super().__init__(request)
-        self._conversation = request.conversation
         self._wants_logprobs = bool(request.logprobs)
         self._fields = {protocol.TEXT_INPUT: "messages", protocol.LOGPROBS: "top_logprobs"}
         if request.max_completion_tokens is not None:
             self._fields[protocol.MAX_TOKENS] = "max_completion_tokens"
         self._begun: set[int] = set()
         """Choices whose role has been told."""
-
-    def prompts(self) -> Sequence[Prompt]:
-        return [self._conversation]
 
     def field_names(self) -> Mapping[str, str]:
         return self._fields

@@ -21,8 +21,8 @@ from fastserve_client.errors import InvalidRequest
 from fastserve_client.gateway.app import GatewaySettings, create_app, end_answers, end_live_view
 from fastserve_client.gateway.http_connection import HttpConnection
 from fastserve_client.gateway.live import EVENTS_PATH
-from fastserve_client.http_aio_transport import HttpSession
-from fastserve_client.listening import PORTS, HostError, is_loopback, listen
+from fastserve_client.http_aio_transport import AioHttpTransport
+from fastserve_client.listening import is_loopback, listen
 
 # Answers that take longer end with an error when the gateway ends.
 _DRAIN_TIMEOUT_S = 30.0
@@ -44,11 +44,13 @@ def run_gateway(
         on_listening: called with the URL once connections are accepted.
 
     Raises:
-        InvalidRequest: the settings cannot be used, or the host or port cannot be had.
+        InvalidRequest: the settings cannot be used.
+        ListenError: the host or port cannot be had.
     """
     endpoint = Endpoint.parse(settings.url)
     if endpoint.uses_http:
-        HttpSession(endpoint)  # which the application makes only when others can connect already
+        # Which the application makes only when others can connect already.
+        AioHttpTransport(endpoint)
     if not settings.keys.required and not is_loopback(host):
         raise InvalidRequest(
             f"host: got {host!r}, which others can reach; that needs keys: --api-keys-file FILE"
@@ -56,7 +58,7 @@ def run_gateway(
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each job
     _raise_limit_of_connections()
-    with _listen(host, port) as listener:
+    with listen(host, port) as listener:
         address = listener.getsockname()
         server = GatewayServer(create_app(settings), _DRAIN_TIMEOUT_S)
         # uvicorn repeats the signal that ended it, for the handler that was there before.
@@ -118,17 +120,3 @@ def _raise_limit_of_connections() -> None:
     """From what a shell or systemd gives, mostly 1024, to what may be had."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    if port not in PORTS:
-        raise InvalidRequest(f"port: got {port}; must be 0 to 65535")
-    try:
-        return listen(host, port)
-    except HostError as error:
-        raise InvalidRequest(str(error)) from None
-    except OSError as error:
-        raise InvalidRequest(
-            f"port: cannot listen on {host}:{port} ({error.strerror}); "
-            "choose another one with --port"
-        ) from None

@@ -9,7 +9,6 @@ from typing import Any
 
 from fastserve_client.gateway.answer import Answer
 from fastserve_client.gateway.schemas import CompletionRequest
-from fastserve_client.options import Prompt
 from fastserve_client.results import Chunk, Completion, TokenLogprob
 
 
@@ -20,13 +19,9 @@ class CompletionAnswer(Answer):
 
     def __init__(self, request: CompletionRequest) -> None:
         super().__init__(request)
-        self._prompts = request.prompts
         self._wants_logprobs = request.logprobs is not None
         self._offsets: defaultdict[int, _TextOffsets] = defaultdict(_TextOffsets)
         """By choice."""
-
-    def prompts(self) -> Sequence[Prompt]:
-        return self._prompts
 
     def field_names(self) -> Mapping[str, str]:
         return {}

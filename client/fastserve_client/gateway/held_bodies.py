@@ -34,7 +34,6 @@ class HeldBodies:
                     "the gateway holds as many bytes of unanswered requests as it may; "
                     "send it again later",
                     code="gateway_full",
-                    headers={"Connection": "close"},  # the rest of the body is not read
                 )
             self._num_bytes += num_bytes
             taken += num_bytes

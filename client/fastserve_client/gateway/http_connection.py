@@ -6,6 +6,8 @@ import asyncio
 import socket
 from collections import deque
 
+import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import (
     STATUS_LINE,
     HttpToolsProtocol,
@@ -14,7 +16,8 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from fastserve_client.gateway.errors import ApiError
 
-# The parser joins the pieces of a header as they come, in time that grows with their square.
+# Of those that have not ended too: the parser joins a header's pieces in time that grows with
+# their square.
 MAX_HEADER_BYTES = 1 << 16
 # For the headers of a request; also for the rest of a body that was answered before its end.
 HEADERS_TIMEOUT_S = 30.0
@@ -25,8 +28,9 @@ MAX_UNANSWERED = 16
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's own, which has none of these limits. (Its h11 has the one of headers, but a body
-    of small chunks holds up everybody for seconds.)"""
+    """uvicorn's own, which has none of these limits, and loses the body of a request that offers
+    an upgrade to another protocol. (Its h11 limits headers and loses nothing, but a body of small
+    chunks holds up everybody for seconds.)"""
 
     _num_unparsed_bytes = 0
     """Since the last headers or part of a body was whole."""
@@ -52,24 +56,45 @@ class HttpConnection(HttpToolsProtocol):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
         self._num_unparsed_bytes += len(data)
-        super().data_received(data)
-        if self._num_unparsed_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
-            self._refuse(431, f"headers: they do not end within {MAX_HEADER_BYTES} bytes")
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            reason = "Invalid HTTP request received."
+            self.logger.warning(reason)
+            self._refuse(400, reason)
+        if self._num_unparsed_bytes > MAX_HEADER_BYTES:
+            self._refuse_headers()
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # they come again, see below
         self._num_unparsed_bytes = 0
         self._deadline.cancel()
+        lengths = (len(name) + len(value) + len(b": \r\n") for name, value in self.headers)
+        if len(self.url) + sum(lengths) > MAX_HEADER_BYTES:
+            self._refuse_headers()
+            raise ConnectionAbortedError  # ends the parser's work on this data, as an error
         if len(self._unanswered) >= MAX_UNANSWERED:
-            raise ConnectionAbortedError  # ends the parser's work on this data, see below
+            raise ConnectionAbortedError
         super().on_headers_complete()
+        # uvicorn pauses for one that is sent ahead, and would not see that the client goes.
+        self.flow.resume_reading()
         self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed_bytes = 0
         super().on_body(body)
+        # Bytes that HeldBodies does not count yet; uvicorn has paused for them too.
+        if len(self._unanswered) > 1 and len(self.cycle.body) > HIGH_WATER_LIMIT:
+            raise ConnectionAbortedError
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._num_unparsed_bytes = 0
         super().on_message_complete()
 
@@ -79,14 +104,30 @@ class HttpConnection(HttpToolsProtocol):
         if not self._unanswered:
             self._await_headers()
 
-    def send_400_response(self, msg: str) -> None:
-        """Called by uvicorn where the parser failed."""
-        self._refuse(400, msg)
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """A server may ignore the offer (RFC 9110, 7.8), but this parser ends with its headers.
+        Another gets them without it, and then ``rest``, what came after them."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(400, "CONNECT: the gateway is no proxy")
+            return
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self._num_unparsed_bytes = 0
+        self.data_received(b"\r\n".join((*lines, b"", rest)))
 
     def _await_headers(self) -> None:
         self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.close)
 
+    def _refuse_headers(self) -> None:
+        self._refuse(431, f"headers: longer than {MAX_HEADER_BYTES} bytes")
+
     def _refuse(self, status: int, reason: str) -> None:
+        if self.transport.is_closing():
+            return
         if self._unanswered:  # the refusal could come in the middle of an answer
             self.transport.abort()
             return

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from typing_extensions import TypedDict  # pydantic takes typing's only since Python 3.12
 
-from fastserve_client.options import Message, SamplingOptions
+from fastserve_client.options import Prompt, SamplingOptions
 from fastserve_client.protocol import MAX_INT32, MAX_SEED
 
 MAX_CHOICES = 128
@@ -131,6 +132,10 @@ class _GenerationRequest(_Fields):
         return 1 if self.n is None else self.n
 
     @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
@@ -175,13 +180,15 @@ class CompletionRequest(_GenerationRequest):
         return self
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> Sequence[Prompt]:
         """One or more."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
 
     def options(self) -> SamplingOptions:
         """All but the seed. ``max_tokens`` is the server's default, 16, as OpenAI's."""
@@ -215,8 +222,9 @@ class ChatRequest(_GenerationRequest):
         return self
 
     @property
-    def conversation(self) -> list[Message]:
-        return [{"role": one["role"], "content": one["content"]} for one in self.messages]
+    def prompts(self) -> Sequence[Prompt]:
+        """One conversation, copied without fields that nothing here reads."""
+        return [[{"role": one["role"], "content": one["content"]} for one in self.messages]]
 
     def unknown_fields(self) -> list[str]:
         known = ChatMessage.__annotations__.keys()

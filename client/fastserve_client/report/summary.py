@@ -25,9 +25,9 @@ class Distribution:
     p99: float
 
     @classmethod
-    def of(cls, values: NDArray[np.float64]) -> Distribution:
+    def of(cls, values: Sequence[float]) -> Distribution:
         p50, p95, p99 = np.percentile(values, (50, 95, 99)).tolist()
-        return cls(float(values.mean()), p50, p95, p99)
+        return cls(float(np.mean(values)), p50, p95, p99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,23 +67,24 @@ def summarize(records: Sequence[JobRecord], duration_s: float | None = None) -> 
     Raises:
         WorkloadError: no job finished.
     """
-    columns = _Columns(records)
-    latency_s = columns.last_token_s - columns.arrival_s
+    if not records:
+        raise WorkloadError("records: got none; a report needs at least one finished job")
     if duration_s is None:
-        duration_s = float(columns.last_token_s.max() - columns.arrival_s.min())
-    tpot_s = columns.tpot_s()
+        last_s = max(job.last_token_s for job in records)
+        duration_s = last_s - min(job.arrival_s for job in records)
+    tpots_s = [job.tpot_s for job in records if job.tpot_s is not None]
     return Summary(
         num_jobs=len(records),
         duration_s=duration_s,
         jobs_per_s=len(records) / duration_s,
-        output_tokens_per_s=float(columns.output_tokens.sum()) / duration_s,
-        normalized_latency_s=Distribution.of(latency_s / columns.output_tokens),
-        ttft_s=Distribution.of(columns.first_token_s - columns.arrival_s),
-        tpot_s=Distribution.of(tpot_s) if tpot_s.size else None,
-        latency_s=Distribution.of(latency_s),
-        queueing_share=_queueing_share(latency_s, columns.executed_s),
-        longest_tenth_slowdown=_longest_tenth_slowdown(latency_s, columns.alone_s),
-        preemptions_per_job=_known(float(columns.num_preemptions.mean())),
+        output_tokens_per_s=sum(job.output_tokens for job in records) / duration_s,
+        normalized_latency_s=Distribution.of([job.normalized_latency_s for job in records]),
+        ttft_s=Distribution.of([job.ttft_s for job in records]),
+        tpot_s=Distribution.of(tpots_s) if tpots_s else None,
+        latency_s=Distribution.of([job.latency_s for job in records]),
+        queueing_share=_queueing_share(records),
+        longest_tenth_slowdown=_longest_tenth_slowdown(records),
+        preemptions_per_job=_known(_column([job.num_preemptions for job in records]).mean()),
     )
 
 
@@ -111,65 +112,24 @@ def _median(values: Sequence[Any]) -> Any:
     return type(first)(**parts)
 
 
-class _Columns:
-    """The fields of all records as arrays of ``[jobs]`` doubles."""
-
-    def __init__(self, records: Sequence[JobRecord]) -> None:
-        if not records:
-            raise WorkloadError("records: got none; a report needs at least one finished job")
-        rows = np.array(
-            [
-                (
-                    record.arrival_s,
-                    record.first_token_s,
-                    record.last_token_s,
-                    record.output_tokens,
-                    _or_nan(record.num_preemptions),
-                    _or_nan(record.executed_s),
-                    _or_nan(record.alone_s),
-                )
-                for record in records
-            ],
-            dtype=np.float64,
-        )
-        (
-            self.arrival_s,
-            self.first_token_s,
-            self.last_token_s,
-            self.output_tokens,
-            self.num_preemptions,
-            self.executed_s,
-            self.alone_s,
-        ) = rows.T
-
-    def tpot_s(self) -> NDArray[np.float64]:
-        """Of the jobs that have more than one token."""
-        several = self.output_tokens > 1
-        decode_s = (self.last_token_s - self.first_token_s)[several]
-        times: NDArray[np.float64] = decode_s / (self.output_tokens[several] - 1)
-        return times
-
-
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
+def _column(values: Sequence[float | None]) -> NDArray[np.float64]:
+    """One value a job; an unknown one is NaN, and so are then their mean and their sum."""
+    return np.array(values, dtype=np.float64)
 
 
 def _known(value: float) -> float | None:
-    """``None`` for NaN, which any unknown value makes of a mean or a sum."""
-    return None if math.isnan(value) else value
+    return None if math.isnan(value) else float(value)
 
 
-def _queueing_share(
-    latency_s: NDArray[np.float64], executed_s: NDArray[np.float64]
-) -> float | None:
-    queueing_s = np.clip(latency_s - executed_s, 0, latency_s)
-    return _known(float(queueing_s.sum() / latency_s.sum()))
+def _queueing_share(records: Sequence[JobRecord]) -> float | None:
+    queueing_s = _column([job.queueing_s for job in records])
+    return _known(queueing_s.sum() / _column([job.latency_s for job in records]).sum())
 
 
-def _longest_tenth_slowdown(
-    latency_s: NDArray[np.float64], alone_s: NDArray[np.float64]
-) -> float | None:
+def _longest_tenth_slowdown(records: Sequence[JobRecord]) -> float | None:
+    alone_s = _column([job.alone_s for job in records])
     if np.isnan(alone_s).any():
         return None
-    longest = np.argsort(alone_s, kind="stable")[-math.ceil(len(alone_s) / 10) :]
+    longest = np.argsort(alone_s, kind="stable")[-math.ceil(len(records) / 10) :]
+    latency_s = _column([job.latency_s for job in records])
     return float((latency_s[longest] / alone_s[longest]).mean())

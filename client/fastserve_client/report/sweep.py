@@ -21,21 +21,16 @@ class SweepPoint:
     summary: Summary
 
 
-def sweep_to_dict(points: Sequence[SweepPoint], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The sweep as JSON types: ``{"settings": …, "points": [{"label", "rate", "summary"}, …]}``.
+def sweep_to_json(points: Sequence[SweepPoint], settings: Mapping[str, Any]) -> str:
+    """``{"settings": …, "points": [{"label", "rate", "summary"}, …]}``, indented.
 
-    A summary's keys are the fields of :class:`Summary`.
+    A summary's keys are the fields of :class:`Summary`. The order is always the same.
 
     Args:
         settings: Whatever produced the points (data set, seed, model, …), in JSON types.
-    """
-    return {"settings": dict(settings), "points": [asdict(point) for point in points]}
-
-
-def sweep_to_json(points: Sequence[SweepPoint], settings: Mapping[str, Any]) -> str:
-    """:func:`sweep_to_dict` as indented text, always in the same order.
 
     Raises:
         TypeError, ValueError: a setting that JSON cannot hold.
     """
-    return json.dumps(sweep_to_dict(points, settings), indent=2, allow_nan=False) + "\n"
+    report = {"settings": dict(settings), "points": [asdict(point) for point in points]}
+    return json.dumps(report, indent=2, allow_nan=False) + "\n"

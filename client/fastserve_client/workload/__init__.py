@@ -1,15 +1,15 @@
 """Workloads of a load test: how long the jobs are, and when they arrive.
 
-    from fastserve_client.workload import build_trace
+    from fastserve_client.workload import Workload
 
-    trace = build_trace("sharegpt", rate=2.0, num_jobs=500, seed=0)
+    trace = Workload("sharegpt", num_jobs=500, seed=0).trace(rate=2.0)
 
 The same trace drives a simulation and a real server.
 """
 
 from __future__ import annotations
 
-from fastserve_client.workload.datasets import build_trace, load_lengths
+from fastserve_client.workload.datasets import load_lengths
 from fastserve_client.workload.lengths import (
     AUTHORS_LIMITS,
     NO_LIMITS,
@@ -39,7 +39,6 @@ __all__ = [
     "load_lengths",
     "scale_lengths",
     "scale_ratio",
-    "build_trace",
     "poisson_trace",
     "timestamp_trace",
     "check_trace_fits",

@@ -46,7 +46,7 @@ def poisson_trace(
         WorkloadError: no lengths, or a number out of its range.
     """
     _check_rate(rate)
-    check_num_jobs(num_jobs)
+    _check_num_jobs(num_jobs)
     if seed < 0:
         raise WorkloadError(f"seed: got {seed}; must be at least 0")
     if not lengths:
@@ -63,19 +63,21 @@ def poisson_trace(
 
 
 def timestamp_trace(
-    timestamps_s: Sequence[float], lengths: Lengths, rate: float | None = None
+    timestamps_s: Sequence[float], lengths: Lengths, rate: float | None, num_jobs: int
 ) -> list[TraceJob]:
     """Jobs that arrive as they once did: the first at 0, the gaps as recorded.
 
     Args:
         timestamps_s: One a job, seconds of any clock, in any order.
         lengths: At least one.
-        rate: Scales all gaps so that the mean one is ``1 / rate`` seconds.
+        rate: Scales all gaps so that the mean one is ``1 / rate`` seconds; ``None``: as they were.
+        num_jobs: Of those that came first.
 
     Raises:
-        WorkloadError: a rate out of its range, or one for timestamps that have no mean gap.
+        WorkloadError: a number out of its range, or a rate for timestamps that have no mean gap.
     """
-    order = sorted(range(len(lengths)), key=timestamps_s.__getitem__)
+    _check_num_jobs(num_jobs)
+    order = sorted(range(len(lengths)), key=timestamps_s.__getitem__)[:num_jobs]
     first_s, last_s = timestamps_s[order[0]], timestamps_s[order[-1]]
     scale = 1.0
     if rate is not None:
@@ -85,7 +87,7 @@ def timestamp_trace(
                 f"rate: got {rate:g} for jobs that all arrive at once; "
                 "needs two timestamps that differ"
             )
-        scale = (len(lengths) - 1) / (last_s - first_s) / rate
+        scale = (len(order) - 1) / (last_s - first_s) / rate
     return [TraceJob((timestamps_s[i] - first_s) * scale, *lengths[i]) for i in order]
 
 
@@ -109,7 +111,7 @@ def check_trace_fits(trace: Sequence[TraceJob], max_model_len: int) -> None:
             )
 
 
-def check_num_jobs(num_jobs: int) -> None:
+def _check_num_jobs(num_jobs: int) -> None:
     if num_jobs < 1:
         raise WorkloadError(f"num_jobs: got {num_jobs}; must be at least 1")
 

@@ -1,0 +1,87 @@
+"""What a model looks like: its shape and number format, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
+
+from fastserve_backend.models.hf_config import HFConfig
+
+LoadFormat = Literal["auto", "dummy"]
+DType = Literal["float32", "bfloat16", "float16"]
+
+DTYPE_BYTES: Mapping[DType, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+
+
+class CommonFields(TypedDict):
+    """The fields of a `ModelConfig` that do not come from its config.json."""
+
+    name: str
+    directory: str | None
+    load_format: LoadFormat
+    dtype: DType
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape and number format of one model; each architecture adds its own fields in a subclass.
+
+    `name` is what the user asked for; `directory` is the local directory with its files, None for a
+    built-in configuration. Sizes count elements, `max_model_len` counts tokens (prompt plus
+    output).
+    """
+
+    name: str
+    directory: str | None
+    load_format: LoadFormat
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_model_len: int
+    dtype: DType
+    eos_token_ids: tuple[int, ...]
+
+    # Built-in configurations: name -> the fields of a config.json.
+    builtin: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
+
+    @classmethod
+    def from_hf(cls, raw: HFConfig, **common: Unpack[CommonFields]) -> ModelConfig:
+        """Build from the fields of a config.json, with all positions that the model has.
+
+        Raises ModelError where a field is wrong.
+        """
+        raise NotImplementedError
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all weights, a tied LM head counted once."""
+        raise NotImplementedError
+
+    @property
+    def num_layer_parameters(self) -> int:
+        """Elements of one layer's weights; all layers have as many."""
+        raise NotImplementedError
+
+    @property
+    def num_head_parameters(self) -> int:
+        """Elements of the LM head's matrix, its own or that of the embedding it is tied to."""
+        return self.vocab_size * self.hidden_size
+
+    def kv_bytes_per_block(self, block_size: int) -> int:
+        """Bytes of one KV block of `block_size` tokens: keys and values of every layer."""
+        elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim * block_size
+        return elements * DTYPE_BYTES[self.dtype]
+
+    def host_kv_bytes_per_block(self, block_size: int, host_dtype: Literal["same", "int8"]) -> int:
+        """The same on the host; int8 has a scale and an offset, 4 bytes, for each channel."""
+        if host_dtype == "same":
+            return self.kv_bytes_per_block(block_size)
+        channels = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return channels * (block_size + 4)

@@ -1,0 +1,42 @@
+"""What one job's client sees."""
+
+from __future__ import annotations
+
+import threading
+
+from fastserve_backend.job import JobOutput
+
+DEADLINE_S = 20.0
+
+
+class Collector:
+    """A sink that keeps outputs and knows when the job has ended."""
+
+    def __init__(self) -> None:
+        self.outputs: list[JobOutput] = []
+        self.started = threading.Event()
+        self._ended = threading.Event()
+
+    def __call__(self, output: JobOutput) -> None:
+        assert self.end is None, "output after the end"
+        self.outputs.append(output)
+        self.started.set()
+        if output.finish_reason is not None:
+            self._ended.set()
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for output in self.outputs for token in output.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(output.text for output in self.outputs)
+
+    @property
+    def end(self) -> JobOutput | None:
+        return self.outputs[-1] if self._ended.is_set() else None
+
+    def wait(self) -> JobOutput:
+        """Returns the last output."""
+        assert self._ended.wait(DEADLINE_S)
+        return self.outputs[-1]

@@ -183,7 +183,7 @@ def test_promotion_comes_exactly_at_the_threshold(make: Make) -> None:
     select(policy, 10.9)
     assert (job.queue_level, policy.num_promotions) == (1, 0)
     policy.add(make_job(2, 1), 11.0)
-    assert [scheduled.job.number for scheduled in select(policy, 11.0, [1])] == [2]
+    assert [scheduled.job.number for scheduled in select(policy, 11.0, [1])] == [0]
     assert (job.queue_level, policy.num_promotions) == (0, 1)
 
 
@@ -201,28 +201,70 @@ def test_a_job_that_never_ran_counts_its_waiting_from_arrival() -> None:
     assert policy.num_promotions == 1
 
 
-def test_a_promoted_job_waits_behind_those_in_q1_and_runs_once_before_it_sinks_again() -> None:
-    policy = skip_join(starvation_s=3.0)
-    long, stream, late = make_job(0, 32), make_job(1, 1), make_job(2, 1)
+def test_a_promoted_job_comes_before_those_in_q1_for_a_tenth_of_the_threshold() -> None:
+    policy = skip_join(starvation_s=30.0)
+    long, stream = make_job(0, 8), make_job(1, 1)
     policy.add(long, 0.0)
-    policy.add(stream, 0.0)
-    for now in range(3):
-        assert iterate(policy, float(now)) == [stream]
-    policy.add(late, 2.5)
-    assert iterate(policy, 3.0) == [late]  # was in Q1 before the promotion
-    assert iterate(policy, 4.0, elapsed_s=32.0) == [long]
-    assert long.queue_level == 1  # its next token fits Q2
-    assert policy.num_promotions == 1
+    policy.add(stream, 29.0)
+    assert iterate(policy, 29.0) == [stream]
+    assert iterate(policy, 30.0) == [long]  # for 3 s, however short the quantum of Q1
+    policy.add(make_job(2, 1), 30.5)
+    assert iterate(policy, 31.0) == [long]
+    assert long.queue_level == 0
+    assert by_priority(policy, [stream, long])[0] is long
+    policy.overran([long], 1.0, in_flight=[0])  # its turn is over, but it is in flight
+    assert iterate(policy, 32.0) == [long]
+    assert long.queue_level == 1
+    assert iterate(policy, 33.0) != [long]
 
 
-def test_a_job_in_q1_is_not_promoted_but_keeps_its_turn() -> None:
-    policy = skip_join(starvation_s=3.0)
+def test_a_turn_lasts_until_there_is_a_token() -> None:
+    limits = BatchLimits(max_seqs=1, max_tokens=100, prefill_chunk_tokens=8)
+    policy = skip_join(limits, starvation_s=30.0)
+    long = make_job(0, 32)
+    policy.add(long, 0.0)
+    for now in (30.0, 40.0, 50.0, 60.0):
+        policy.add(make_job(int(now), 1), now)
+        assert iterate(policy, now, elapsed_s=10.0) == [long]
+    assert long.num_outputs == 1
+    assert iterate(policy, 70.0) != [long]
+
+
+def test_starved_jobs_have_their_turns_one_after_the_other() -> None:
+    policy = skip_join(starvation_s=30.0)
+    first, second = make_job(0, 8), make_job(1, 8)
+    policy.add(first, 0.0)
+    policy.add(second, 0.0)
+    key = policy.urgency(25.0)
+    assert (key(first)[0], key(second)[0]) == (0.0, 0.0)  # nobody is before them
+    policy.add(make_job(2, 1), 29.5)
+    assert [iterate(policy, float(now))[0] for now in range(30, 36)] == 3 * [first] + 3 * [second]
+    assert policy.num_promotions == 2
+
+
+def test_only_the_next_turn_counts_for_when_a_job_runs() -> None:
+    policy = skip_join(starvation_s=30.0)
+    first, second = make_job(0, 32), make_job(1, 32)
+    policy.add(first, 0.0)
+    policy.add(second, 0.0)
+    for number in range(2, 12):  # each has a quantum of 1 s, 2 s, … to run before those two
+        policy.add(make_job(number, 1), 25.0)
+    key = policy.urgency(28.0)
+    assert key(first)[0] == 2.0
+    assert key(second)[0] > 100.0
+    iterate(policy, 30.0)  # the first has its turn, for 2 s still
+    assert policy.urgency(31.0)(first)[0] == 0.0
+    assert policy.urgency(31.0)(second)[0] == 2.0
+
+
+def test_a_job_that_starves_in_q1_has_a_turn_too() -> None:
+    policy = skip_join(starvation_s=30.0)
     first, second = make_job(0, 1), make_job(1, 1)
     policy.add(first, 0.0)
     policy.add(second, 0.0)
-    assert [scheduled.job for scheduled in select(policy, 100.0)] == [first]
-    assert by_priority(policy, [second, first]) == [first, second]
-    assert policy.num_promotions == 0
+    assert [iterate(policy, float(now))[0] for now in range(100, 103)] == 3 * [first]
+    assert iterate(policy, 103.0) == [second]
+    assert policy.num_promotions == 2
 
 
 def test_a_job_in_flight_is_not_promoted() -> None:
@@ -236,9 +278,10 @@ def test_a_job_in_flight_is_not_promoted() -> None:
     run_iteration(long)
     policy.iteration_done([long], 95.0, 95.0)
     assert (long.queue_level, policy.num_promotions) == (4, 0)
-    select(policy, 97.9, [1])
+    policy.remove(other)
+    select(policy, 97.9)
     assert long.queue_level == 4  # it waits since 95 s
-    select(policy, 98.0, [1])
+    select(policy, 98.0)
     assert (long.queue_level, policy.num_promotions) == (0, 1)
 
 

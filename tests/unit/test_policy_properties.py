@@ -182,25 +182,24 @@ class History:
         self.check_work_conserved(batch, waiting)
 
     def check_work_conserved(self, batch: list[Scheduled], waiting: list[Job]) -> None:
-        """A job is left out only if it does not fit beside those that are more urgent, or if
-        ``max_seqs`` others stand between it and the first one that did not fit."""
+        """A job is left out only if it does not fit beside those that are more urgent, or is a
+        prompt behind one that did not."""
         tokens_left, chunk_left = self.limits.max_tokens, self.limits.prefill_chunk_tokens
-        slots_left, first_left_out = self.limits.max_seqs, None
+        slots_left, prompts_wait = self.limits.max_seqs, False
         taken = {job.number: num_tokens for job, num_tokens in batch}
-        for place, job in enumerate(waiting):
+        for job in waiting:
             if job.number in taken:
                 tokens_left -= taken[job.number]
                 slots_left -= 1
                 if chunk_left is not None and job.num_uncomputed > 1:
                     chunk_left -= taken[job.number]
                 continue
-            if first_left_out is None:
-                first_left_out = place
             is_prefill = job.num_uncomputed > 1
             needed = 1 if chunk_left is not None else job.num_uncomputed
             no_room = slots_left == 0 or needed > tokens_left
             no_chunk = is_prefill and chunk_left == 0
-            assert no_room or no_chunk or place - first_left_out > self.limits.max_seqs
+            assert no_room or no_chunk or (is_prefill and prompts_wait)
+            prompts_wait = True
 
     def check_level_fits(self, policy: SkipJoinMLFQ, job: Job, highest: int) -> None:
         """The queue is the first, from ``highest`` down, whose quantum covers the next token."""
@@ -211,9 +210,9 @@ class History:
 
     @contextmanager
     def order_kept(self, changed: list[Job] | None = None) -> Iterator[None]:
-        """Jobs of one queue stay in order, and those that join it stand behind them; a policy
-        without queues moves only the ``changed`` jobs. So does ``speculative`` with predictions;
-        its other jobs are in queues of a real MLFQ."""
+        """Jobs of one queue stay in order, and those that join it stand behind them, but for a
+        promoted job; a policy without queues moves only the ``changed`` jobs. So does
+        ``speculative`` with predictions; its other jobs are in queues of a real MLFQ."""
         before = self.by_urgency()
         levels = {job.number: job.queue_level for job in before}
         yield
@@ -223,6 +222,9 @@ class History:
             for level in range(len(self.policy.quanta_s)):
                 queue = [job for job in after if job.queue_level == level]
                 stayed = [job for job in before if job in queue and levels[job.number] == level]
+                if level == 0 and queue[:1] != stayed[:1]:
+                    promoted = queue.pop(0)
+                    stayed = [job for job in stayed if job is not promoted]
                 assert queue[: len(stayed)] == stayed
         elif not isinstance(self.policy, Gittins):  # any job may move when it learns or promotes
             moved = changed or []
@@ -256,13 +258,10 @@ class History:
         An event (the end of an iteration, and then a selection) comes at least every
         ``LONGEST_S``. A job is promoted at the first event at which it has waited for the
         threshold, or one event later: an arrival during an iteration stands in the list of waiting
-        jobs behind those that ran in it, whose waiting began later by up to one event. It then
-        stands in Q1 behind the others that were there, at most ``most_known - 1``, and nobody gets
-        in front of it any more. Each selection without it takes the first of those, with all the
-        tokens of an iteration if it needs them (else the job would be first itself). That one is
-        gone when it has a token and has used its quantum of 1 s, at least ``SHORTEST_S`` an
-        iteration: after two iterations, or the chunks of its prefill. Under ``gittins`` it is gone
-        when it has a token and had its turn; nobody else is promoted before, in all stages.
+        jobs behind those that ran in it, whose waiting began later by up to one event. Then it
+        comes before all others, after at most ``most_known - 1`` others that were promoted before
+        it, one after the other. Each of those is gone when it has a token and has run for its turn,
+        at least ``SHORTEST_S`` an iteration; in MLFQ also when it has used its quantum of 1 s.
         """
         if self.refuses:
             return
@@ -270,9 +269,8 @@ class History:
             self.limits.prefill_chunk_tokens or LONGEST_PROMPT, self.limits.max_tokens
         )
         iterations = max(2, -(-LONGEST_PROMPT // chunk_tokens))
-        if self.name == "gittins":
-            turn_s = self.starvation_s / 10
-            iterations = self.num_stages * max(iterations, math.ceil(turn_s / SHORTEST_S))
+        turn_s = max(1.0, self.starvation_s / 10)
+        iterations = self.num_stages * max(iterations, math.ceil(turn_s / SHORTEST_S))
         passed_by = (self.most_known - 1) * iterations
         bound_s = self.starvation_s + (2 + passed_by + 1) * LONGEST_S
         assert all(self.now - since <= bound_s for since in self.waiting_since.values())

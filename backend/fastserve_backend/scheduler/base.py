@@ -165,8 +165,9 @@ class Policy(Protocol):
         ...
 
 
-# Of a burst of prompts that wait for tokens, so many may be between a decode and its seat.
-_LOOKS_BEYOND = 4
+# Of prompts that wait for tokens, so many are passed over for the decodes behind them: they take
+# about a millisecond.
+_MOST_PASSED_OVER = 4096
 
 
 def fill_batch(
@@ -174,38 +175,37 @@ def fill_batch(
 ) -> list[Scheduled]:
     """Take jobs in order while they fit, but for those in flight: with pipeline stages the next
     batch is chosen from the waiting jobs while others run (FastServe §4.3). Empty only if all are
-    in flight, or have no memory. Costs O(batch + jobs in flight) and, where memory is short, O(jobs
-    passed over), however many jobs wait.
+    in flight, or have no memory.
 
-    A job that exceeds the token limit is passed over, so that decodes (one token) behind a long
-    prefill still run; in the next iteration, behind decodes alone, it fits. After the first such
-    job a few times ``max_seqs`` more are looked at. Jobs without memory are passed over too, until
-    no other can have any.
+    A prompt that exceeds the token limit waits, and so do all prompts behind it, but decodes (one
+    token) behind it still run; in the next iteration, behind decodes alone, it fits. Jobs without
+    memory are passed over, until no other can have any. Costs O(batch + jobs in flight + jobs
+    passed over).
     """
     batch: list[Scheduled] = []
     tokens_left = limits.max_tokens
     chunk_left = limits.prefill_chunk_tokens
-    looks_left: int | None = None
+    prompts_passed_over = 0
     for job in jobs:
         if len(batch) == limits.max_seqs or tokens_left == 0:
             break
+        is_prompt = job.num_uncomputed > 1
+        if is_prompt and prompts_passed_over:
+            prompts_passed_over += 1
+            if prompts_passed_over == _MOST_PASSED_OVER:
+                break
+            continue
         if job.number in in_flight:
             continue
-        if looks_left is not None:
-            if looks_left == 0:
-                break
-            looks_left -= 1
         seats_left = limits.max_seqs - len(batch) - 1
         needed = limits.tokens_of(job.num_uncomputed, tokens_left, chunk_left, seats_left)
-        if needed > 0:
-            if not memory.take(job, needed):
-                if memory.is_exhausted:
-                    break
-                continue
+        if needed <= 0:
+            prompts_passed_over = 1
+        elif memory.take(job, needed):
             batch.append(Scheduled(job, needed))
             tokens_left -= needed
-            if chunk_left is not None and job.num_uncomputed > 1:
+            if chunk_left is not None and is_prompt:
                 chunk_left -= needed
-        elif looks_left is None:
-            looks_left = _LOOKS_BEYOND * limits.max_seqs
+        elif memory.is_exhausted:
+            break
     return batch

@@ -20,7 +20,7 @@ from fastserve_backend.scheduler.length_distribution import (
     DistributionOfPredicted,
     LengthDistribution,
 )
-from fastserve_backend.scheduler.waiting_jobs import WaitingJobs
+from fastserve_backend.scheduler.promotion import Promotion
 
 # The index is computed anew when this share of what was learned is new; however much was learned,
 # when so many jobs have ended.
@@ -29,9 +29,6 @@ _MOST_NEWS = 200
 # Jobs that are put in order by a new index at each selection. All at once would hold up a step by
 # tens of milliseconds with 10,000 of them.
 _PLACED_AT_ONCE = 8
-# Turns of promoted jobs within the starvation threshold. Many short turns swap KV in and out and
-# run the prefills of all waiting jobs early, which holds up those that are nearly done.
-_TURNS = 10
 _PROMOTED_KEY = -2.0  # the others have their indices, from 0 to 1, with a minus
 
 
@@ -59,10 +56,7 @@ class _Entry:
 class Gittins(KeyedPolicy):
     """The job of the largest index runs first, at every token; of equal ones the first to arrive.
 
-    Jobs that have waited for ``starvation_s`` come before all others, one at a time, the longest
-    waiting first, each until it has run for a tenth of that time: with a single token it would only
-    have been swapped in and out. So a job waits for ``starvation_s`` and the turns of those that
-    starved before it.
+    Jobs that starve come before all others, see ``Promotion``.
     """
 
     name = "gittins"
@@ -86,11 +80,11 @@ class Gittins(KeyedPolicy):
         self._outdated: list[_Learned] = []
         self._num_to_place = 0  # jobs, from the first of the entries on, with keys of old indices
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        self._waiting = WaitingJobs(starvation_s)
-        self._promoted: Job | None = None
-        self._turn_s = 0.0  # that it may still run
-        self._turn_tokens = 0  # that it had when its turn began
-        self.num_promotions = 0
+        self._promotion = Promotion(starvation_s)
+
+    @property
+    def num_promotions(self) -> int:
+        return self._promotion.num_promotions
 
     @property
     def num_learned(self) -> int:
@@ -98,7 +92,7 @@ class Gittins(KeyedPolicy):
         return self._of_all.lengths.num_ended
 
     def key(self, job: Job) -> float:
-        if job is self._promoted:
+        if self._promotion.has_turn(job):
             return _PROMOTED_KEY
         extra = 0.0
         if job.num_uncomputed > 1:
@@ -112,13 +106,11 @@ class Gittins(KeyedPolicy):
     def add(self, job: Job, now: float) -> None:
         self._entries[job.number] = _Entry(job, self._learned_of(job))
         super().add(job, now)
-        self._waiting.begin(job, now)
+        self._promotion.begin(job, now)
 
     def remove(self, job: Job) -> None:
         super().remove(job)
-        self._waiting.remove(job)
-        if job is self._promoted:
-            self._promoted = None
+        self._promotion.remove(job)
         entry = self._entries.pop(job.number)
         if job.output_ids:
             self._pass(entry, job)
@@ -129,28 +121,23 @@ class Gittins(KeyedPolicy):
 
     def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
         self._place_some()
-        if self._promoted is None:
-            starved = next(self._waiting.starved(now, in_flight), None)
-            if starved is not None:
-                self._promote(starved)
+        promoted = self._promotion.promote(now, in_flight)
+        if promoted is not None:
+            self._jobs.move(promoted, self.key(promoted))
         return super().walk(now, in_flight)
 
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
+        self._promotion.ran(jobs, elapsed_s)
         for job in jobs:
-            self._waiting.begin(job, now)
+            self._promotion.begin(job, now)
             if job.output_ids:
                 self._pass(self._entries[job.number], job)
-            if job is self._promoted:
-                self._turn_s -= elapsed_s
-                # Never without a token: when KV memory is short, jobs whose turns end within their
-                # prefills could take each other's KV for ever.
-                if self._turn_s <= 0 and job.num_outputs > self._turn_tokens:
-                    self._promoted = None
             self._jobs.move(job, self.key(job))
 
     def overran(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
-        if self._promoted in jobs:
-            self._turn_s -= seconds
+        its_turn_is_over = self._promotion.ran(jobs, seconds, in_flight)
+        if its_turn_is_over is not None:
+            self._jobs.move(its_turn_is_over, self.key(its_turn_is_over))
 
     def predicted(self, job: Job) -> None:
         entry = self._entries[job.number]
@@ -163,7 +150,7 @@ class Gittins(KeyedPolicy):
     def describe(self) -> str:
         return (
             f"{self.name}: objective {self._objective}, promotion after "
-            f"{self._waiting.starvation_s * 1e3:.0f} ms, {self.limits.describe()}"
+            f"{self._promotion.starvation_s * 1e3:.0f} ms, {self.limits.describe()}"
         )
 
     def _learned_of(self, job: Job) -> tuple[_Learned, ...]:
@@ -176,14 +163,6 @@ class Gittins(KeyedPolicy):
             lengths = DistributionOfPredicted(self._of_all.lengths, shortest, 2 * shortest)
             self._of_class[name] = _Learned(lengths, self._objective)
         return self._of_all, self._of_class[name]
-
-    def _promote(self, job: Job) -> None:
-        self._waiting.remove(job)
-        self._promoted = job
-        self._turn_s = self._waiting.starvation_s / _TURNS
-        self._turn_tokens = job.num_outputs
-        self._jobs.move(job, _PROMOTED_KEY)
-        self.num_promotions += 1
 
     def _most_tokens(self, job: Job) -> int:
         """Jobs whose length is forced stand for jobs whose length nobody knows: with them

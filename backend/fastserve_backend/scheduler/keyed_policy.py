@@ -18,12 +18,15 @@ class KeyedPolicy:
 
     name: str
     num_demotions = 0
-    num_promotions = 0
     quanta_s = (None,)
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
         self._jobs = OrderedJobs()
+
+    @property
+    def num_promotions(self) -> int:
+        return 0
 
     def key(self, job: Job) -> float:
         """By what the job is to be sorted now."""

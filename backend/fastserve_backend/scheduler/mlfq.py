@@ -2,7 +2,8 @@
 
 Queues Q1 (level 0) to Qn with quanta ``base · ratio^level``. A job sinks as it uses up quanta, so
 that short jobs overtake long ones at every token although nobody knows which are short. A job that
-has waited too long is promoted to Q1 (FastServe §4.1, Algorithm 1).
+has waited too long is promoted to Q1 (FastServe §4.1, Algorithm 1), where it has its turn before
+all others, see ``Promotion``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from itertools import chain, count
 
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, Urgency
-from fastserve_backend.scheduler.waiting_jobs import WaitingJobs
+from fastserve_backend.scheduler.promotion import Promotion
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class Quanta:
     """The last queue's quantum covers it: the longest prefill, so that every job has a queue to
     join, and all the decodes after it, because jobs in the last queue run to completion."""
     starvation_s: float
-    """A job that has not run for this long (since its arrival, if it never ran) is promoted to Q1:
-    the bound on waiting that the operator trades for mean latency."""
+    """A job that has not run for this long (since its arrival, if it never ran) starves: the bound
+    on waiting that the operator trades for mean latency."""
 
 
 @dataclass(slots=True)
@@ -61,12 +62,15 @@ class MLFQ:
         # FIFOs with O(1) removal from anywhere; a plain dict walks over what was removed in front.
         self._queues: list[OrderedDict[int, Job]] = [OrderedDict() for _ in range(num_queues)]
         self._entries: dict[int, _Entry] = {}
-        self._waiting = WaitingJobs(quanta.starvation_s)
+        self._promotion = Promotion(quanta.starvation_s)
         self._tickets = count()
         self.num_demotions = 0
-        self.num_promotions = 0
         self.quanta_s: tuple[float, ...] = ()
         self.recalibrate()
+
+    @property
+    def num_promotions(self) -> int:
+        return self._promotion.num_promotions
 
     def join_level(self, job: Job) -> int:
         """The queue that a new job enters."""
@@ -81,25 +85,26 @@ class MLFQ:
         job.queue_level = self.join_level(job)
         self._entries[job.number] = _Entry(job.num_tokens, next(self._tickets))
         self._queues[job.queue_level][job.number] = job
-        self._waiting.begin(job, now)
+        self._promotion.begin(job, now)
 
     def remove(self, job: Job) -> None:
         del self._entries[job.number]
         del self._queues[job.queue_level][job.number]
-        self._waiting.remove(job)
+        self._promotion.remove(job)
 
     def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
-        for job in list(self._waiting.starved(now, in_flight)):
-            self._waiting.remove(job)
-            if job.queue_level > 0:
-                self._move(job, self._entries[job.number], 0)
-                self.num_promotions += 1
+        promoted = self._promotion.promote(now, in_flight)
+        if promoted is not None:
+            entry = self._entries[promoted.number]
+            self._move(promoted, entry, 0)
+            self._queues[0].move_to_end(promoted.number, last=False)
+            entry.ticket = -entry.ticket
         return chain.from_iterable(queue.values() for queue in self._queues)
 
     def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
         self._charge(jobs, elapsed_s, in_flight=())
         for job in jobs:
-            self._waiting.begin(job, now)
+            self._promotion.begin(job, now)
 
     def overran(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
         self._charge(jobs, seconds, in_flight)
@@ -134,11 +139,11 @@ class MLFQ:
         return execute_s
 
     def enst(self, job: Job, execute_s: float, now: float) -> tuple[float, float]:
-        """``min(T_promote, T_execute)``, seconds: until the job starves, or those before it have
-        run; then FIFO in a queue."""
-        promotion_s = self._waiting.starves_in(job, now)
-        if promotion_s is not None:
-            execute_s = min(execute_s, promotion_s)
+        """``min(T_promote, T_execute)``, seconds: until the job's turn, if it is the next to be
+        promoted, or until those before it have run; then FIFO in a queue."""
+        turn_in_s = self._promotion.turn_in(job, now)
+        if turn_in_s is not None:
+            execute_s = min(execute_s, turn_in_s)
         return execute_s, self._entries[job.number].ticket
 
     def level_sizes(self) -> Sequence[int]:
@@ -152,10 +157,14 @@ class MLFQ:
         )
 
     def _charge(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
-        """The jobs ran for so long; who used a quantum up by that sinks, but not while it runs."""
+        """The jobs ran for so long; who used a quantum up by that sinks, but not while it runs or
+        has its turn."""
+        self._promotion.ran(jobs, seconds, in_flight)
         for job in jobs:
             entry = self._entries[job.number]
             entry.used_s += seconds
+            if self._promotion.has_turn(job):
+                continue
             used_up = entry.used_s >= self.quanta_s[job.queue_level]
             # Never within a prefill in chunks: when KV memory is short, jobs that sink before they
             # have a token could take each other's KV for ever.

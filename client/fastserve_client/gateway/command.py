@@ -78,7 +78,7 @@ class GatewayServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=HttpConnection,
-                ws="none",  # HttpConnection counts on it
+                ws="none",
                 log_config=None,
                 log_level="warning",
                 access_log=False,  # /metrics counts requests, and a log of them would cost and tell

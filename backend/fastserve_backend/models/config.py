@@ -230,7 +230,10 @@ def load_model_config(
         raise ModelError(f"device is {device!r}, expected cpu or cuda")
     if dtype != "auto" and dtype not in DTYPE_BYTES:
         raise ModelError(f"dtype is {dtype!r}, expected one of auto, {', '.join(DTYPE_BYTES)}")
-    raw, directory = _read(model, load_format)
+    try:
+        raw, directory = _read(model, load_format)
+    except OSError as error:  # such as a directory on the way that may not be searched
+        raise ModelError(f"model {model!r} cannot be read: {error.strerror}") from None
     model_type = raw.choice("model_type", None, tuple(ARCHITECTURES))
     if "quantization_config" in raw:
         raise ModelError(

@@ -85,7 +85,10 @@ def build_trace(
     timestamps_s = jobs.timestamps_s
     if timestamps_s is None:
         if rate is None:
-            raise WorkloadError(f"rate: got none; {dataset} has no timestamps of its own")
+            raise WorkloadError(
+                f"rate: got none; {dataset} has no timestamps of its own, give --rates, or to "
+                "bench --concurrency"
+            )
         if num_jobs is None:
             raise WorkloadError(f"num_jobs: got none; {dataset} has no end of its own")
         return poisson_trace(jobs.lengths, rate, num_jobs, seed, jobs.prompts)

@@ -128,7 +128,8 @@ class TritonServer:
             ModelError: there is no such model, or it cannot be fetched or read.
             PortInUseError: another process has one of the ports.
             ModelLoadError: the model refused its configuration or checkpoint.
-            LaunchError: no tritonserver, or it did not become ready within ``timeout_s``.
+            LaunchError: no tritonserver, no room for its files, or it did not become ready within
+                ``timeout_s``.
         """
         self._warn_if_public()
         self._timeout_s = timeout_s
@@ -146,10 +147,8 @@ class TritonServer:
         commit = at_commit(model.model, described.directory)
         self._config = self._config.with_keys(model=commit)
         self._endpoints = self._wanted.claim()
-        self._runtime = RuntimeDirectory.create()
         try:
-            write_repository(self._runtime.repository, self._config)
-            self._backend_flags = self._installation.prepare_backends(self._runtime.backends)
+            self._prepare(self._installation)
             self._launch()
         except BaseException:
             self._clean_up()
@@ -193,6 +192,20 @@ class TritonServer:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
+
+    def _prepare(self, installation: TritonInstallation) -> None:
+        try:
+            self._runtime = RuntimeDirectory.create()
+            write_repository(self._runtime.repository, self._config)
+            self._backend_flags = installation.prepare_backends(self._runtime.backends)
+        except OSError as error:
+            made = error.filename if self._runtime is None else self._runtime.path
+            where = "any directory for temporary files" if made is None else Path(made).parent
+            reason = f" ({error.strerror})" if error.strerror else ""  # of several files none
+            raise LaunchError(
+                f"cannot write to {where}{reason}; free some space there, or set TMPDIR to another "
+                "directory"
+            ) from None
 
     def _launch(self) -> None:
         assert self._installation is not None

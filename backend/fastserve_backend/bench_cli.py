@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 from fastserve_client.endpoint import DEFAULT_URL
 
 from fastserve_backend import workload_flags
+from fastserve_backend.config import PolicyName
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.workload_flags import listed, parse_rates
 
@@ -141,7 +142,7 @@ def bench(
     if serve is None:
         servers = [Target.parse(one, model) for one in url or [DEFAULT_URL]]
     else:
-        servers = [OwnServer.parse(serve, policy) for policy in listed(compare)]
+        servers = [OwnServer.parse(serve, policy) for policy in _policies(compare)]
     code = bench_command(
         servers,
         plan,
@@ -149,6 +150,15 @@ def bench(
         Output(output, plot),
     )
     raise typer.Exit(int(code))
+
+
+def _policies(text: str | None) -> list[str]:
+    """Refused here: a server refuses only when those of the policies before it are measured."""
+    policies, known = listed(text), get_args(PolicyName)
+    for policy in policies:
+        if policy not in known:
+            raise ConfigError(f"compare: got {policy!r}; policies are {', '.join(known)}")
+    return policies
 
 
 def _whole_numbers(text: str | None) -> list[int]:

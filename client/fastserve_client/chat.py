@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _FORGET = "/clear"
 _HELP = f"Ctrl-C stops an answer, Ctrl-D ends, {_FORGET} forgets the conversation."
+_NO_MORE_ROOM = f"(cut off where the model takes no more; {_FORGET} forgets the conversation)"
+_MAKE_ROOM = f"{_FORGET} forgets the conversation, which is sent with each message."
 
 
 def chat_in_terminal(
@@ -35,7 +37,8 @@ def chat_in_terminal(
 
     The whole conversation goes to the server each time. Ctrl-C cancels the answer that is being
     written; what there is of it stays in the conversation. A message that got no answer does not,
-    so that it can be sent again.
+    so that it can be sent again. Where ``max_tokens`` do not fit behind the conversation, an answer
+    may have fewer.
 
     Args:
         system: what the model is told before the first message.
@@ -46,6 +49,7 @@ def chat_in_terminal(
     """
     beginning: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages = list(beginning)
+    sampling["clip_max_tokens"] = True
     code = ExitCode.OK
     try:
         client = FastServeClient(url)
@@ -62,6 +66,9 @@ def chat_in_terminal(
                 code, answer = _answer(client, messages, timeout_s, sampling)
             except OSError as error:
                 return cannot_write(error, sys.stdout, sys.stderr)
+            if code == ExitCode.USAGE and len(messages) > len(beginning) + 1:
+                # The same options were right for the turns before.
+                print(_MAKE_ROOM, file=sys.stderr)
             if answer:
                 messages.append({"role": "assistant", "content": answer})
             else:
@@ -96,15 +103,17 @@ def _answer(
     sampling: SamplingOptions,
 ) -> tuple[ExitCode, str]:
     writer = TextWriter(sys.stdout)
-    answer = ""
+    answer, num_tokens = "", 0
     code, closing_line = ExitCode.OK, None
     try:
         with client.stream(messages, timeout_s=timeout_s, **sampling) as stream:
             for chunk in _read_by_thread(stream):
                 answer += chunk.text
+                num_tokens += len(chunk.token_ids)
                 writer.write(chunk.text)
                 if chunk.finish_reason == "length":
-                    closing_line = "(cut off at max_tokens)"
+                    is_clipped = num_tokens < (sampling.get("max_tokens") or 0)
+                    closing_line = _NO_MORE_ROOM if is_clipped else "(cut off at max_tokens)"
     except KeyboardInterrupt:
         code, closing_line = ExitCode.INTERRUPTED, "(stopped)"
     except ClientError as error:

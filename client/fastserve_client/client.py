@@ -69,7 +69,7 @@ class FastServeClient:
         Args:
             prompt: text, token ids, or a conversation (a list of ``{"role": …, "content": …}``)
                 for the model's chat template.
-            timeout_s: seconds for the whole request; ``None`` waits as long as it takes.
+            timeout_s: seconds for the whole request, above 0; ``None`` waits as long as it takes.
             perf_metrics: the last chunk carries the server's ``PerfMetrics``.
             request_id: appears in the server's logs; by default the server makes one up.
             **sampling: see ``SamplingOptions``.

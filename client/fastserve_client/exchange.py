@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from fastserve_client.errors import ClientError, ServerError, ServerUnavailable
+from fastserve_client.errors import ClientError, InvalidRequest, ServerError, ServerUnavailable
 from fastserve_client.request import InferRequest
 from fastserve_client.response import Outputs, read_chunk
 from fastserve_client.results import Chunk
@@ -20,6 +20,9 @@ class Exchange:
     Args:
         url: for messages.
         timeout_s: of the whole exchange, which starts now.
+
+    Raises:
+        InvalidRequest: ``timeout_s`` is not above 0.
     """
 
     def __init__(
@@ -27,6 +30,10 @@ class Exchange:
     ) -> None:
         self.request = request
         self._url = url
+        if timeout_s is not None and not timeout_s > 0:  # so that NaN is refused
+            raise InvalidRequest(
+                f"timeout_s: got {timeout_s:g}; must be a number of seconds above 0"
+            )
         self._deadline_s = None
         if timeout_s is not None and timeout_s < ENDLESS_S:
             self._deadline_s = time.monotonic() + timeout_s

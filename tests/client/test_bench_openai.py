@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from fastserve_client.bench.connection import Request
 from fastserve_client.bench.openai_connection import OpenAIConnection
-from fastserve_client.errors import ConnectionFailed, ServerError
+from fastserve_client.errors import ConnectionFailed, InvalidRequest, ServerError
 
 DEADLINE_S = 20.0
 
@@ -31,6 +31,9 @@ def prefix() -> str:
 @pytest.fixture
 def url(usage: dict[str, Any], prefix: str) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(200)
@@ -69,6 +72,17 @@ async def test_an_answer_without_counted_tokens_is_an_error(
     usage[name] = count
     with pytest.raises(ServerError, match=r"^usage: got "):
         await send(url)
+
+
+async def test_a_server_without_the_api_is_named_with_what_else_the_url_may_be(url: str) -> None:
+    connection = OpenAIConnection(url, "fastserve", None)
+    try:
+        with pytest.raises(InvalidRequest) as refused:
+            await connection.check()
+    finally:
+        await connection.close()
+    assert str(refused.value).startswith(f"url: got {url}, where no OpenAI API is (HTTP 404); give")
+    assert "grpc://HOST:8001" in str(refused.value)
 
 
 async def test_messages_hold_no_password() -> None:

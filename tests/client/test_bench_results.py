@@ -250,6 +250,10 @@ def test_mistakes_are_found_before_anything_runs(tmp_path: Path) -> None:
     for output in (Output(tmp_path, None), Output(None, tmp_path)):
         with pytest.raises(WorkloadError, match=r"^(output|plot): got .*; it is a directory"):
             output.check()
+    too_long = tmp_path / ("n" * 300) / "o.json"
+    for output in (Output(too_long, None), Output(None, too_long)):
+        with pytest.raises(WorkloadError, match=r"^(output|plot): got .*; it cannot be written \("):
+            output.check()
     with pytest.raises(WorkloadError, match=r"must end in \.png or \.svg"):
         Output(None, tmp_path / "figure.pdf").check()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fastserve_client import InvalidRequest, protocol
+from fastserve_client import AsyncFastServeClient, FastServeClient, InvalidRequest, protocol
 from fastserve_client.options import OPTION_NAMES
 from fastserve_client.request import InferRequest, build_request, build_watch_request
 
@@ -123,3 +123,14 @@ def test_an_unknown_option_is_a_programming_error_that_lists_the_options() -> No
 def test_an_interval_of_too_many_digits() -> None:
     with pytest.raises(InvalidRequest, match=r"^interval_s: got a number of too many digits"):
         build_watch_request("fastserve", 10**5000)
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), 0.0, -1.0])
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+async def test_a_timeout_is_above_0(scheme: str, timeout_s: float) -> None:
+    url, message = f"{scheme}://127.0.0.1:1", r"^timeout_s: got .*; must be a number of seconds"
+    with FastServeClient(url) as client, pytest.raises(InvalidRequest, match=message):
+        client.stream("Hello", timeout_s=timeout_s)
+    async with AsyncFastServeClient(url) as client:
+        with pytest.raises(InvalidRequest, match=message):
+            client.stream("Hello", timeout_s=timeout_s)

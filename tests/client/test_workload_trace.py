@@ -122,9 +122,9 @@ def test_negative_seed_and_no_lengths() -> None:
 
 def test_a_job_over_the_models_limit_is_named() -> None:
     trace = [TraceJob(0.0, 1500, 548), TraceJob(0.1, 1500, 549), TraceJob(0.2, 9000, 1)]
-    check_trace_fits(trace[:1], max_model_len=2048)
+    check_trace_fits(trace[:1], 2048)
     with pytest.raises(WorkloadError) as error:
-        check_trace_fits(trace, max_model_len=2048)
+        check_trace_fits(trace, 2048)
     assert str(error.value) == (
         "trace: got job 2 with 1500 prompt + 549 output tokens; "
         "must be at most 2048 together (max_model_len)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
@@ -137,6 +138,15 @@ def test_ranks_end_when_the_engines_process_is_killed(checkpoint: Path, tokenize
         (rank,) = psutil.Process(host.pid).children()
         os.kill(host.pid, signal.SIGKILL)
     wait_for(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, 5)
+
+
+def test_weights_beyond_the_memory_are_refused(tmp_path: Path) -> None:
+    fields = {"model_type": "opt", "hidden_size": 8192, "num_hidden_layers": 20000}
+    fields |= {"ffn_dim": 32768, "num_attention_heads": 64, "word_embed_proj_dim": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    message = r"model\.model: the weights are \d+\.\d GiB on this host .* GiB of free memory; take"
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(tmp_path), load_format="dummy", device="cpu")
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,17 @@ def test_the_command_writes_what_the_engine_then_uses(
         assert llm.engine.profile.model == profile
 
 
+def test_a_named_output_is_written_in_place(checkpoint: Path, tmp_path: Path) -> None:
+    written, link = tmp_path / "written.json", tmp_path / "link.json"
+    link.symlink_to(written)
+    done = run_profile(
+        str(checkpoint), "--device-blocks", "60", "--max-num-seqs", "2", "--output", str(link)
+    )
+    assert done.returncode == 0, done.stderr
+    assert link.is_symlink()
+    assert LatencyProfile.load(written).num_blocks == 60
+
+
 def test_sigterm_leaves_nothing_of_the_ranks(checkpoint: Path) -> None:
     # Of a short name, as sockets in it need.
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
@@ -100,6 +111,7 @@ def test_bad_input_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "missing" / "profile.json"
     for arguments, expected in (
         ((str(checkpoint), "--output", str(output)), "output: "),
+        ((str(checkpoint), "--output", str(tmp_path)), "it is a directory; name a file"),
         ((str(checkpoint), "--dtype", "int3"), "dtype"),
         (("no-such-model", "--load-format", "dummy"), "no-such-model"),
         ((str(checkpoint), "--device-blocks", "0"), "device_blocks"),

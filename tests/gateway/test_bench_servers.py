@@ -167,6 +167,7 @@ def test_ctrl_c_cancels_what_runs_and_reports_what_has_finished(
         (["--chat", "--rates", "1"], "chat: needs --natural-lengths"),
         (["--compare", "fcfs", "--rates", "1"], "compare: takes policies for --serve"),
         (["--serve", "x", "--compare", "mlfq,mlfq", "--rates", "1"], "compare: got mlfq, mlfq"),
+        (["--serve", "x", "--compare", "mlfq,fsfc", "--rates", "1"], "compare: got 'fsfc'; polic"),
         (["--url", "http://h", "--url", "http://h", "--rates", "1"], "url: got http://h/v1, http"),
         (["--dataset", "[/x].csv", "--rates", "1"], "dataset: got '[/x].csv' (No such file"),
         (["--rates", "1", "--timeout", "inf"], "timeout: got inf; must be a number above 0"),
@@ -176,7 +177,7 @@ def test_ctrl_c_cancels_what_runs_and_reports_what_has_finished(
         (["--rates", "1", "--ttft-slo-ms", "-5"], "ttft_slo_ms: got -5; must be a number above 0"),
         (["--rates", "1", "--tpot-slo-ms", "nan"], "tpot_slo_ms: got nan; must be a number above"),
         (["--rates", "1", "--output", "/"], "output: got '/'; it is a directory; name a file"),
-        ([], "rate: got none; sharegpt has no timestamps of its own"),
+        ([], "rate: got none; sharegpt has no timestamps of its own, give --rates, or to bench --"),
     ],
     ids=str,
 )

@@ -71,6 +71,12 @@ def test_named_tokenizer_that_is_not_there(tmp_path: Path) -> None:
         load_tokenizer("m", str(tmp_path), config(None, "dummy"))
 
 
+def test_a_name_that_the_system_refuses() -> None:
+    """As it refuses one in a directory that may not be searched, though not to root."""
+    with pytest.raises(ModelError, match=r"^tokenizer '\./n{300}'"):
+        load_tokenizer("m", "./" + "n" * 300, config(None, "dummy"))
+
+
 def test_more_ids_than_the_model(tmp_path: Path) -> None:
     write_opt_files(tmp_path)
     with pytest.raises(ModelError, match=r"token id \d+, but the model's vocab_size is 300"):

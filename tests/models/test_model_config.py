@@ -163,6 +163,13 @@ def test_unknown_name_lists_the_known(model: str) -> None:
         load(model)
 
 
+@pytest.mark.parametrize("ending", ["", ".gguf"])
+def test_a_name_that_the_system_refuses(ending: str) -> None:
+    """As it refuses one in a directory that may not be searched, though not to root."""
+    with pytest.raises(ModelError, match=r"^model '\./n{300}"):
+        load_model_config(f"./{'n' * 300}{ending}", load_format="auto")
+
+
 def test_directory_without_config(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json does not exist"):
         load(str(tmp_path))

@@ -85,6 +85,19 @@ def test_buffers_of_older_checkpoints_are_ignored(tmp_path: Path) -> None:
         load(directory)
 
 
+@pytest.mark.parametrize("name", ["neox", "neox_tied"])
+def test_the_head_of_gpt_neox_may_have_the_name_of_transformers_5(
+    name: str, tmp_path: Path
+) -> None:
+    theirs = random_model(VARIANTS[name])
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
+    executor = PagedExecutor(load(tmp_path), theirs.config, prompts(20), seed=5)
+    executor.step([(0, 20)])
+    check(theirs, executor)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

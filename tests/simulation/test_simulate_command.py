@@ -97,6 +97,8 @@ def test_a_pipeline_of_sharded_stages_and_a_length_ratio() -> None:
         (["--num-jobs", "0"], "num_jobs: got 0"),
         (["--dataset", "equal:2000:100", "--max-prompt-tokens", "2048",
           "--max-total-tokens", "4096"], "2000 prompt + 100 output tokens; must be at most 2048"),
+        (["--device-blocks", "2"], "must be at most 32 together (device_blocks)"),
+        (["--dtype", "float32"], "those of float16 and bfloat16, give --dtype bfloat16"),
         (["--dataset", "missing.csv"], "dataset: got 'missing.csv'"),
         (["--profile", "missing.json"], "profile: cannot read missing.json"),
         (["--hardware", "tpu"], "hardware: got 'tpu'"),

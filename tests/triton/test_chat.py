@@ -222,6 +222,25 @@ def test_a_message_that_is_refused_is_not_kept(chat_endpoints: Endpoints) -> Non
     assert done.returncode == ExitCode.OK
 
 
+def test_answers_are_as_long_as_the_conversation_leaves_room_for(
+    chat_endpoints: Endpoints,
+) -> None:
+    nearly_all = "many words " * 1000  # of the 2048 tokens
+    done = subprocess.run(
+        chat_command(chat_endpoints, "--max-tokens", "2048"),
+        input=f"{CAPITAL}\n/clear\n{nearly_all}\n{CAPITAL}\n/clear\n{CAPITAL}\n",
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    answers, notes = done.stdout.splitlines(), done.stderr.splitlines()
+    assert answers[0] == answers[-1] == "The capital of France is Paris."
+    assert notes[0].startswith("(cut off where the model takes no more; /clear ")
+    assert ": got " in notes[1]
+    assert notes[2:] == ["/clear forgets the conversation, which is sent with each message."]
+    assert done.returncode == ExitCode.OK
+
+
 def test_chat_that_cannot_write_says_so(chat_endpoints: Endpoints) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(

@@ -49,6 +49,13 @@ def test_model_directory_may_have_any_name(tmp_path: Path) -> None:
     assert written.model.tokenizer == "someone/else"
 
 
+def test_a_name_that_the_system_refuses_is_left_to_who_loads_it(tmp_path: Path) -> None:
+    """As it refuses one in a directory that may not be searched, though not to root."""
+    config = EngineConfig().with_keys(tokenizer="Größe" * 100)
+    model = write_repository(tmp_path, config) / protocol.MODEL_NAME
+    assert EngineConfig.from_yaml(model / ENGINE_FILE) == config
+
+
 def test_a_gguf_file_may_have_any_name(tmp_path: Path) -> None:
     file = tmp_path / "modèle.gguf"
     file.touch()

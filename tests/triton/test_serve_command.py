@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import pytest
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.errors import LaunchError
+from fastserve_backend.serving.launch import TritonServer
 from waiting import wait_for_log
 
 DEADLINE_S = 120.0
@@ -34,3 +39,38 @@ def test_the_command_that_it_recommends_reaches_it(
             server.kill()
     assert done.returncode == 0, done.stderr
     assert "2 tokens" in done.stderr
+
+
+def test_a_full_directory_for_temporary_files_is_one_line(
+    tiny_config: EngineConfig, tmp_path: Path
+) -> None:
+    config = tmp_path / "engine.yaml"
+    config.write_text(tiny_config.to_yaml(), encoding="utf-8")
+    serve = [*FASTSERVE, "serve", "--config", str(config), "--http-port", "0"]
+    ports = ["--grpc-port", "0", "--metrics-port", "0"]
+    # Of a short name, as sockets in it need.
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        done = subprocess.run(
+            # No file of more than 512 bytes can be written, as on a disk with no more room.
+            ["/bin/sh", "-c", 'ulimit -f 1; exec "$@"', "sh", *serve, *ports],
+            env=os.environ | {"TMPDIR": temporary},
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"error: cannot write to {temporary}")
+        assert done.stderr.endswith("free some space there, or set TMPDIR to another directory\n")
+        assert list(Path(temporary).iterdir()) == []
+
+
+def test_no_directory_for_temporary_files_is_an_error_too(
+    tiny_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/fastserve/none")
+    server = TritonServer(tiny_config, http_port=0, grpc_port=0, metrics_port=0)
+    with pytest.raises(
+        LaunchError, match=r"^cannot write to /tmp/fastserve/none \(No such file or directory\); "
+    ):
+        server.start()
+    server.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import signal
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -196,4 +197,7 @@ def rank_environment() -> dict[str, str]:
 
 
 def _death(rank: int, exit_code: int) -> str:
-    return f"rank {rank} died with exit code {exit_code}"
+    death = f"rank {rank} died with exit code {exit_code}"
+    if exit_code == -signal.SIGKILL:
+        death += " (SIGKILL: probably out of memory, see the kernel's log)"
+    return death

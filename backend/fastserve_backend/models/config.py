@@ -51,7 +51,10 @@ def load_model_config(
 
     Raises ModelError naming what is wrong and the remedy.
     """
-    raw, directory = _read(model, load_format)
+    try:
+        raw, directory = _read(model, load_format)
+    except OSError as error:  # such as a directory on the way that may not be searched
+        raise ModelError(f"model {model!r} cannot be read: {error.strerror}") from None
     model_type = raw.choice("model_type", None, tuple(ARCHITECTURES))
     if "quantization_config" in raw:
         raise ModelError(

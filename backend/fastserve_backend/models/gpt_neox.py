@@ -1,11 +1,11 @@
 """GPT-NeoX (Black et al. 2022) and Pythia: parallel residual, partly rotated heads.
 
-Checkpoint names are those of `transformers.GPTNeoXForCausalLM` without "gpt_neox.".
+Checkpoint names are those that `transformers.GPTNeoXForCausalLM` writes, without "gpt_neox.".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -26,7 +26,7 @@ from fastserve_backend.models.lm_head import LMHead
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.rotary import RotaryEmbedding
 from fastserve_backend.models.rotary_lm import RotaryLM
-from fastserve_backend.models.weights import Parameter
+from fastserve_backend.models.weights import Parameter, StoredTensor, WeightSource
 
 _TANH_GELU = partial(torch.nn.functional.gelu, approximate="tanh")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -114,3 +114,9 @@ class GPTNeoXModel(RotaryLM):
             final_norm=("final_layer_norm", norm),
             head=LMHead("embed_out", hidden, vocab, tied_to=tied_to, part=part),
         )
+
+    def _canonical(self, source: WeightSource) -> Iterator[StoredTensor]:
+        for stored in super()._canonical(source):
+            # transformers 5 calls it so in memory, and where it is not told to write older names.
+            is_head = stored.name == "lm_head.weight"
+            yield replace(stored, name="embed_out.weight") if is_head else stored

@@ -153,6 +153,14 @@ def load_tokenizer(model: str, tokenizer: str | None, config: ModelConfig) -> To
     Random weights without tokenizer files get the built-in one. Raises ModelError where there is no
     usable tokenizer or where it has ids that the model's vocabulary lacks.
     """
+    try:
+        return _load(model, tokenizer, config)
+    except OSError as error:  # such as a directory on the way that may not be searched
+        given = config.directory if tokenizer is None else tokenizer
+        raise ModelError(f"tokenizer {given!r} cannot be read: {error.strerror}") from None
+
+
+def _load(model: str, tokenizer: str | None, config: ModelConfig) -> Tokenizer:
     from fastserve_backend.models.hf_tokenizer import HFTokenizer, has_tokenizer_files
 
     if tokenizer is not None:

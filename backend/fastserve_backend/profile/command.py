@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 
+from fastserve_client.report.output import check_writable, write_json
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -33,22 +34,32 @@ def profile_command(config: EngineConfig, output: Path | None) -> None:
     process from now on as ``sys.exit`` does, so that nothing is left of the ranks.
 
     Raises:
-        ConfigError, ModelError: the configuration, the model or ``output`` cannot be used.
+        ConfigError, ModelError: the configuration, the model or the cache cannot be used.
+        WorkloadError: ``output`` cannot be written.
         EngineError: a rank died or was not ready in time.
     """
-    if output is not None and not output.parent.is_dir():
-        raise ConfigError(f"output: got {str(output)!r}; its directory does not exist")
+    if output is not None:
+        check_writable("output", output)
     signal.signal(signal.SIGTERM, _exit)
     measurement = _measure(config)
     profile = measurement.profile
-    path = output or cache_path(profile.identity)
+    if output is not None:
+        write_json(output, profile.to_json())
+    else:
+        _keep(profile)
+    console = Console(highlight=False, soft_wrap=True)
+    _print(console, profile, measurement.held_out)
+    console.print(f"written to {output or cache_path(profile.identity)}", markup=False)
+
+
+def _keep(profile: LatencyProfile) -> None:
+    path = cache_path(profile.identity)
     try:
         profile.save(path)
     except OSError as error:
-        raise ConfigError(f"output: cannot write {path}: {error.strerror}") from None
-    console = Console(highlight=False, soft_wrap=True)
-    _print(console, profile, measurement.held_out)
-    console.print(f"written to {path}", markup=False)
+        raise ConfigError(
+            f"output: got none, and cannot write {path}: {error.strerror}; give --output"
+        ) from None
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

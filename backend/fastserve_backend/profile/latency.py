@@ -188,11 +188,14 @@ class LatencyProfile(LatencyModel):
                 f"{block_size}; set kv_cache.block_size to that"
             )
 
+    def to_json(self) -> str:
+        """What ``load`` reads."""
+        return f"{json.dumps({'format': _FORMAT} | asdict(self), indent=2)}\n"
+
     def save(self, path: Path) -> None:
         """Atomically, so that a reader never sees half a file. Raises OSError."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        document = {"format": _FORMAT} | asdict(self)
-        write_atomically(path, f"{json.dumps(document, indent=2)}\n".encode())
+        write_atomically(path, self.to_json().encode())
 
     @classmethod
     def load(cls, path: Path) -> LatencyProfile:

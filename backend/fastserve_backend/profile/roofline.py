@@ -165,7 +165,8 @@ class Roofline(LatencyModel):
 def _check_sharding(model: ModelConfig, tensor_parallel: int, pipeline_parallel: int) -> None:
     if DTYPE_BYTES[model.dtype] != 2:
         raise ConfigError(
-            f"dtype: got {model.dtype!r}; the tensor cores' rates are those of float16 and bfloat16"
+            f"dtype: got {model.dtype!r}; the tensor cores' rates are those of float16 and "
+            "bfloat16, give --dtype bfloat16"
         )
     if not 1 <= tensor_parallel <= GPUS_PER_NODE:
         raise ConfigError(

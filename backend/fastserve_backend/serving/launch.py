@@ -131,7 +131,8 @@ class TritonServer:
             ModelError: there is no such model, or it cannot be fetched or read.
             PortInUseError: another process has one of the ports.
             ModelLoadError: the model refused its configuration or checkpoint.
-            LaunchError: no tritonserver, or it did not become ready within ``timeout_s``.
+            LaunchError: no tritonserver, no room for its files, or it did not become ready within
+                ``timeout_s``.
         """
         self._warn_if_public()
         self._timeout_s = timeout_s
@@ -148,14 +149,9 @@ class TritonServer:
         # What is restarted has the weights that it had, whatever was pushed meanwhile.
         commit = at_commit(model.model, described.directory)
         self._config = self._config.with_keys(model=commit)
-        self._endpoints = self._wanted.claim()
-        self._runtime = RuntimeDirectory.create()
+        self._endpoints = endpoints = self._wanted.claim()
         try:
-            write_repository(self._runtime.repository, self._config)
-            flags = installation.prepare_backends(self._runtime.backends)
-            self._new_server = partial(
-                ServerProcess, installation, self._runtime, flags, self._endpoints, self._log_path
-            )
+            self._prepare(installation, endpoints)
             self._launch()
         except BaseException:
             self._clean_up()
@@ -199,6 +195,23 @@ class TritonServer:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
+
+    def _prepare(self, installation: TritonInstallation, endpoints: Endpoints) -> None:
+        try:
+            self._runtime = RuntimeDirectory.create()
+            write_repository(self._runtime.repository, self._config)
+            flags = installation.prepare_backends(self._runtime.backends)
+        except OSError as error:
+            made = error.filename if self._runtime is None else self._runtime.path
+            where = "any directory for temporary files" if made is None else Path(made).parent
+            reason = f" ({error.strerror})" if error.strerror else ""  # of several files none
+            raise LaunchError(
+                f"cannot write to {where}{reason}; free some space there, or set TMPDIR to another "
+                "directory"
+            ) from None
+        self._new_server = partial(
+            ServerProcess, installation, self._runtime, flags, endpoints, self._log_path
+        )
 
     def _launch(self) -> None:
         assert self._new_server is not None

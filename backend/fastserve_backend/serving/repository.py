@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from importlib import resources
 from pathlib import Path
@@ -49,7 +50,7 @@ def write_repository(directory: Path, config: EngineConfig) -> Path:
 
 def _ascii_path(path: str | None, link: Path) -> str | None:
     # The stub's Python takes file names for ASCII and cannot be told otherwise.
-    if path is None or path.isascii() or not Path(path).exists():
+    if path is None or path.isascii() or not os.path.exists(path):
         return path
     if Path(path).is_file():
         link = link.with_suffix(Path(path).suffix)  # by which a GGUF file is known

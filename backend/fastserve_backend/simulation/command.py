@@ -86,7 +86,8 @@ def simulate_command(
     loads = []
     for rate in rates or (None,):
         loads.append(_Load.of(workload, rate, prediction_error))
-        check_trace_fits(loads[-1].trace, min(model.max_model_len, memory.num_blocks * block_size))
+        check_trace_fits(loads[-1].trace, model.max_model_len)
+        check_trace_fits(loads[-1].trace, memory.num_blocks * block_size, "device_blocks")
     points = _sweep(modelled, config.kv_cache, schedulers, loads, console)
     try:
         if output.json is not None:

@@ -85,9 +85,10 @@ def join_process_group(device: torch.device, rendezvous: Path | None, start_id: 
     return store
 
 
-def wait_for_all(store: Store) -> None:
-    """Until every rank has called this, once. A barrier of NCCL's would take memory of the GPU."""
-    barrier(store, dist.get_world_size(), "all", COLLECTIVE_TIMEOUT.total_seconds())
+def wait_for_all(store: Store, point: str) -> None:
+    """Until every rank is at this point, of a name that no other has. A barrier of NCCL's would
+    take memory of the GPU."""
+    barrier(store, dist.get_world_size(), point, COLLECTIVE_TIMEOUT.total_seconds())
 
 
 def _interface_to(host: str, port: int) -> str:

@@ -46,6 +46,7 @@ from fastserve_backend.worker.model_runner import Answer, ModelRunner
 from fastserve_backend.worker.step_inputs import StepLimits
 from fastserve_backend.worker.step_memory import step_bytes
 from fastserve_backend.worker.swap_engine import SwapEngine, measure_link
+from fastserve_backend.worker.weight_memory import check_weights_fit
 
 HEARTBEAT_S = 1.0
 _log = logging.getLogger(__name__)
@@ -130,6 +131,9 @@ def _set_up(
         config, num_layers=len(layers), num_kv_heads=config.num_kv_heads // place.tensor_size
     )
     limits = StepLimits(setup.max_num_seqs, setup.max_num_batched_tokens, config.max_model_len)
+    if device.type == "cpu":
+        check_weights_fit(config, place.tensor_size * place.num_stages, num_local_ranks)
+        wait_for_all(meeting, "weights checked")
     try:
         tensor = make_tensor_group(place)
         model = load_model(config, device, layers=layers, tensor=tensor)
@@ -151,7 +155,7 @@ def _set_up(
     try:
         runner = ModelRunner(model, config, kv, device, limits, place, tensor)
         check_swap_space(setup.swap_space_gib, device, num_local_ranks)
-        wait_for_all(meeting)
+        wait_for_all(meeting, "swap space checked")
         store = make_host_store(kv_config, kv, setup.swap_space_gib, setup.host_dtype)
     except torch.OutOfMemoryError:
         raise ConfigError(

@@ -20,11 +20,16 @@ from fastserve_client.errors import (
     ServerOverloaded,
     ServerUnavailable,
 )
+from fastserve_client.protocol import DEFAULT_GRPC_PORT
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 _CHECK_TIMEOUT_S = 10.0
 # A message for a person; some servers answer errors with pages.
 _MAX_REASON_CHARS = 200
+_OTHER_URLS = (
+    "give the base of an OpenAI API, such as http://HOST:PORT/v1, or for a tritonserver its gRPC "
+    f"port, grpc://HOST:{DEFAULT_GRPC_PORT}"
+)
 _DATA = b"data:"
 _DONE = b"[DONE]"
 
@@ -50,6 +55,10 @@ class OpenAIConnection:
         timeout = aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)
         try:
             async with self._session.get(f"{self._base}/models", timeout=timeout) as response:
+                if response.status == 404:
+                    raise InvalidRequest(
+                        f"url: got {self._url}, where no OpenAI API is (HTTP 404); {_OTHER_URLS}"
+                    )
                 if response.status != 200:
                     raise await _refusal(response)
                 models = [model["id"] for model in (await response.json(content_type=None))["data"]]
@@ -57,8 +66,7 @@ class OpenAIConnection:
             raise self._not_there(error) from None
         except (ValueError, KeyError, TypeError):
             raise ServerError(
-                f"{self._url}/models did not answer with a list of models; is the URL the base "
-                "of an OpenAI API, such as http://HOST:PORT/v1?"
+                f"{self._url}/models did not answer with a list of models; {_OTHER_URLS}"
             ) from None
         if self._model is None and models:
             self._model = models[0]

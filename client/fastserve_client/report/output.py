@@ -21,25 +21,34 @@ class Output:
         """Before hours of measuring. Raises WorkloadError: a file that cannot be written."""
         for name, path in (("output", self.json), ("plot", self.plot)):
             if path is not None:
-                _check_writable(name, path)
+                check_writable(name, path)
         if self.plot is not None:
             check_path(self.plot)
 
 
-def _check_writable(name: str, path: Path) -> None:
+def check_writable(name: str, path: Path) -> None:
+    """Raises WorkloadError: no file can be written there. ``name`` is the option's."""
+    try:
+        reason = _obstacle(path)
+    except OSError as error:  # such as a directory on the way that may not be searched
+        reason = f"it cannot be written ({error.strerror})"
+    if reason is not None:
+        raise WorkloadError(f"{name}: got {str(path)!r}; {reason}")
+
+
+def _obstacle(path: Path) -> str | None:
     if not path.parent.is_dir():
-        reason = "its directory does not exist"
-    elif path.is_dir():
-        reason = "it is a directory; name a file"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = "it cannot be written"
-    else:
-        return
-    raise WorkloadError(f"{name}: got {str(path)!r}; {reason}")
+        return "its directory does not exist"
+    if path.is_dir():
+        return "it is a directory; name a file"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return "it cannot be written"
+    return None
 
 
 def write_json(path: Path, text: str) -> None:
-    """Raises WorkloadError: the file cannot be written."""
+    """In place: a link stays one, and so does a device. Raises WorkloadError: the file cannot be
+    written."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -42,7 +42,10 @@ class Workload:
             jobs = Jobs(scale_ratio(jobs.lengths, self.length_ratio, self.limits))
         if jobs.timestamps_s is None:
             if rate is None:
-                raise WorkloadError(f"rate: got none; {self.dataset} has no timestamps of its own")
+                raise WorkloadError(
+                    f"rate: got none; {self.dataset} has no timestamps of its own, give --rates, "
+                    "or to bench --concurrency"
+                )
             return poisson_trace(jobs.lengths, rate, self.num_jobs, self.seed, jobs.prompts)
         if self.num_jobs > len(jobs.lengths):
             raise WorkloadError(

@@ -97,17 +97,19 @@ def mean_rate(trace: Sequence[TraceJob]) -> float:
     return (len(trace) - 1) / span_s if span_s > 0 else 0.0
 
 
-def check_trace_fits(trace: Sequence[TraceJob], max_model_len: int) -> None:
-    """Refuses a trace with a job that the model cannot hold.
+def check_trace_fits(
+    trace: Sequence[TraceJob], max_tokens: int, limited_by: str = "max_model_len"
+) -> None:
+    """Refuses a trace with a job of more than ``max_tokens``, which is what ``limited_by`` allows.
 
     Raises:
         WorkloadError: names the first such job, its lengths and the limit.
     """
     for number, job in enumerate(trace, start=1):
-        if job.prompt_tokens + job.output_tokens > max_model_len:
+        if job.prompt_tokens + job.output_tokens > max_tokens:
             raise WorkloadError(
                 f"trace: got job {number} with {job.prompt_tokens} prompt + {job.output_tokens} "
-                f"output tokens; must be at most {max_model_len} together (max_model_len)"
+                f"output tokens; must be at most {max_tokens} together ({limited_by})"
             )
 
 

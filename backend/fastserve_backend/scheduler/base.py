@@ -108,7 +108,7 @@ class Policy(Protocol):
 
     @property
     def num_promotions(self) -> int:
-        """How often a starving job rose to the highest queue, or ahead of all, since the start."""
+        """How often a starving job came before all others, since the start."""
         ...
 
     @property

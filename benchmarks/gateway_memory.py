@@ -43,7 +43,7 @@ KINDS = (
 
 @contextmanager
 def gateway() -> Iterator[tuple[str, psutil.Process]]:
-    command = [sys.executable, "-c", "from fastserve_backend.cli import main; main()", "gateway"]
+    command = [sys.executable, "-m", "fastserve_backend", "gateway"]
     command += ["--port", "0", "--url", "grpc://127.0.0.1:9"]
     command += [f"--max-body-bytes={MAX_BODY_BYTES}", f"--max-held-bytes={MAX_HELD_BYTES}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

@@ -96,9 +96,8 @@ async def measure(
 
 
 def start_gateway(grpc_url: str) -> tuple[subprocess.Popen[str], str]:
-    program = "from fastserve_backend.cli import main; main()"
     process = subprocess.Popen(
-        [sys.executable, "-c", program, "gateway", "--port", "0", "--url", grpc_url],
+        [sys.executable, "-m", "fastserve_backend", "gateway", "--port", "0", "--url", grpc_url],
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -279,6 +279,15 @@ def test_who_sends_too_much_is_told(gateway: Gateway, in_chunks: bool) -> None:
     connection.close()
 
 
+def test_who_asks_before_sending_too_much_is_told_and_the_connection_closed(
+    gateway: Gateway,
+) -> None:
+    with gateway.connect() as connection:
+        length = b"Content-Length: %d\r\n\r\n" % (2 * MAX_BODY_BYTES)
+        connection.sendall(POST + b"Expect: 100-continue\r\n" + length)
+        assert statuses(rest(connection)) == [413]
+
+
 def test_who_sends_too_slowly_may_go_on(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastserve_client.gateway.body.READ_TIMEOUT_S", SHORT_S)
     with gateway.connect() as connection:

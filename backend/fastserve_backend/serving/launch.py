@@ -204,10 +204,9 @@ class TritonServer:
         except OSError as error:
             made = error.filename if self._runtime is None else self._runtime.path
             where = "any directory for temporary files" if made is None else Path(made).parent
-            reason = f" ({error.strerror})" if error.strerror else ""  # of several files none
             raise LaunchError(
-                f"cannot write to {where}{reason}; free some space there, or set TMPDIR to another "
-                "directory"
+                f"cannot write the server's files to {where}: {error}; where that is full, free "
+                "some space, or set TMPDIR to another directory with a short path"
             ) from None
         self._new_server = partial(
             ServerProcess, installation, self._runtime, flags, endpoints, self._log_path

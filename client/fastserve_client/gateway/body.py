@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -40,7 +41,9 @@ async def read_body(
         raise ApiError(415, "Content-Type must be application/json")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:
-        raise _too_large(max_bytes)
+        # Who waits for leave to send it (RFC 9110, 10.1.1) may send the next request in its place.
+        waits = "expect" in request.headers
+        raise _too_large(max_bytes, {"Connection": "close"} if waits else {})
     body = bytearray()
     try:
         async with asyncio.timeout(READ_TIMEOUT_S):
@@ -98,5 +101,5 @@ def check_fields(
     return {IGNORED_FIELDS_HEADER: ", ".join(names)}
 
 
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {max_bytes} bytes")
+def _too_large(max_bytes: int, headers: Mapping[str, str] | None = None) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_bytes} bytes", headers=headers)

@@ -257,6 +257,16 @@ def test_only_the_next_turn_counts_for_when_a_job_runs() -> None:
     assert policy.urgency(31.0)(second)[0] == 2.0
 
 
+def test_after_its_turn_a_job_that_cannot_sink_goes_behind_the_others() -> None:
+    policy = skip_join(starvation_s=30.0, longest=1.0)
+    assert len(policy.quanta_s) == 1
+    jobs = [make_job(number, 1) for number in range(4)]
+    for job in jobs:
+        policy.add(job, 0.0)
+    ran = [iterate(policy, float(now))[0].number for now in range(42)]
+    assert ran == 30 * [0] + 3 * [1] + 3 * [2] + 3 * [3] + 3 * [0]
+
+
 def test_a_job_that_starves_in_q1_has_a_turn_too() -> None:
     policy = skip_join(starvation_s=30.0)
     first, second = make_job(0, 1), make_job(1, 1)

@@ -160,6 +160,11 @@ class History:
     def by_urgency(self) -> list[Job]:
         return by_priority(self.policy, self.known.values())
 
+    def promoted(self) -> list[Job]:
+        if not isinstance(self.policy, MLFQ):
+            return []
+        return [job for job in self.known.values() if self.policy.has_turn(job)]
+
     def check_batch(self, batch: list[Scheduled]) -> None:
         limits = self.limits
         flying = {job.number for flight in self.flights for job, _ in flight.batch}
@@ -210,21 +215,24 @@ class History:
 
     @contextmanager
     def order_kept(self, changed: list[Job] | None = None) -> Iterator[None]:
-        """Jobs of one queue stay in order, and those that join it stand behind them, but for a
-        promoted job; a policy without queues moves only the ``changed`` jobs. So does
-        ``speculative`` with predictions; its other jobs are in queues of a real MLFQ."""
+        """Jobs of one queue stay in order, and those that join it stand behind them, but for the
+        promoted job, which comes first, and goes when its turn is over; a policy without queues
+        moves only the ``changed`` jobs. So does ``speculative`` with predictions; its other jobs
+        are in queues of a real MLFQ."""
         before = self.by_urgency()
         levels = {job.number: job.queue_level for job in before}
+        promoted = self.promoted()
         yield
+        promoted += self.promoted()
         after = self.by_urgency()
         if isinstance(self.policy, MLFQ):
             assert [job.queue_level for job in after] == sorted(job.queue_level for job in after)
             for level in range(len(self.policy.quanta_s)):
                 queue = [job for job in after if job.queue_level == level]
                 stayed = [job for job in before if job in queue and levels[job.number] == level]
-                if level == 0 and queue[:1] != stayed[:1]:
-                    promoted = queue.pop(0)
-                    stayed = [job for job in stayed if job is not promoted]
+                queue, stayed = (
+                    [job for job in jobs if job not in promoted] for jobs in (queue, stayed)
+                )
                 assert queue[: len(stayed)] == stayed
         elif not isinstance(self.policy, Gittins):  # any job may move when it learns or promotes
             moved = changed or []

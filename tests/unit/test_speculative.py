@@ -260,6 +260,18 @@ def some_limits(seed: int) -> BatchLimits:
     return rng.choice([BatchLimits(rng.randint(1, 5), 100), BatchLimits(3, 20, 10)])
 
 
+def test_a_promoted_job_comes_before_those_with_a_prediction() -> None:
+    policy = Speculative(one_job(), quanta(starvation_s=30.0), TIMES, HARDLY)
+    unknown, known = make_job(0, 8), make_job(1, 1, predicted_tokens=3)
+    policy.add(unknown, 0.0)
+    policy.add(known, 29.0)
+    assert iterate(policy, 29.0) == [known]
+    assert iterate(policy, 30.0) == [unknown]
+    assert policy.urgency(31.0)(unknown)[0] == 0.0
+    assert [iterate(policy, now) for now in (31.0, 32.0, 33.0)] == [[unknown], [unknown], [known]]
+    assert policy.num_promotions == 1
+
+
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32))
 def test_without_predictions_the_schedule_is_that_of_skip_join(seed: int) -> None:

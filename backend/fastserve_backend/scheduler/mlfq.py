@@ -72,6 +72,10 @@ class MLFQ:
     def num_promotions(self) -> int:
         return self._promotion.num_promotions
 
+    def has_turn(self, job: Job) -> bool:
+        """Whether the job is promoted, and so comes before all others."""
+        return self._promotion.has_turn(job)
+
     def join_level(self, job: Job) -> int:
         """The queue that a new job enters."""
         return 0
@@ -159,11 +163,11 @@ class MLFQ:
     def _charge(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
         """The jobs ran for so long; who used a quantum up by that sinks, but not while it runs or
         has its turn."""
-        self._promotion.ran(jobs, seconds, in_flight)
+        its_turn_is_over = self._promotion.ran(jobs, seconds, in_flight)
         for job in jobs:
             entry = self._entries[job.number]
             entry.used_s += seconds
-            if self._promotion.has_turn(job):
+            if self.has_turn(job):
                 continue
             used_up = entry.used_s >= self.quanta_s[job.queue_level]
             # Never within a prefill in chunks: when KV memory is short, jobs that sink before they
@@ -171,6 +175,8 @@ class MLFQ:
             has_token = job.num_tokens > entry.num_tokens
             if used_up and has_token and job.number not in in_flight:
                 self._demote(job, entry)
+        if its_turn_is_over is not None and its_turn_is_over.queue_level == 0:
+            self._move(its_turn_is_over, self._entries[its_turn_is_over.number], 0)
 
     def _demote(self, job: Job, entry: _Entry) -> None:
         if job.queue_level == len(self._queues) - 1:

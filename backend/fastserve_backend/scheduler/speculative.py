@@ -95,6 +95,9 @@ class Speculative:
     def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
         queued = iter(self._queues.walk(now, in_flight))
         first = next(queued, None)
+        if first is not None and self._queues.has_turn(first):
+            yield first
+            first = next(queued, None)
         for key, job in self._order.items():
             while first is not None and self._queued_key(first) < key:
                 yield first
@@ -148,7 +151,8 @@ class Speculative:
 
         def ewt(job: Job) -> tuple[float, float]:
             if self._entries[job.number].num_tokens is None:
-                before_s = predicted_s(self._queued_key(job), job.number)
+                key = self._queued_key(job)
+                before_s = 0.0 if self._queues.has_turn(job) else predicted_s(key, job.number)
                 return self._queues.enst(job, execute_s[job.queue_level] + before_s, now)
             key = self._order.key(job)
             virtual_s = key - self._aging * now

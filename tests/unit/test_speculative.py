@@ -262,7 +262,7 @@ def some_limits(seed: int) -> BatchLimits:
 
 def test_a_promoted_job_comes_before_those_with_a_prediction() -> None:
     policy = Speculative(one_job(), quanta(starvation_s=30.0), TIMES, HARDLY)
-    unknown, known = make_job(0, 8), make_job(1, 1, predicted_tokens=3)
+    unknown, known = make_job(0, 8), make_job(1, 1, predicted_tokens=2)
     policy.add(unknown, 0.0)
     policy.add(known, 29.0)
     assert iterate(policy, 29.0) == [known]

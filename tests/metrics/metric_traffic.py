@@ -145,6 +145,8 @@ def idle(metrics_url: str, *, ended: int, rejected: int) -> Scrape:
             and now.total("fastserve_requests_rejected_total") == rejected
             and now.total("fastserve_jobs") == 0
             and now.total("fastserve_queue_jobs") == 0
+            # Those of the last step are free a moment after the job's end.
+            and now.total("fastserve_kv_blocks", state="used") == 0
             # Published last of all.
             and now.total("fastserve_normalized_latency_seconds_count") == completed
         )

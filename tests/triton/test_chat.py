@@ -99,6 +99,18 @@ def chat_command(endpoints: Endpoints, *flags: str) -> list[str]:
     return [sys.executable, "-m", "fastserve_backend", "chat", *url, "--temperature", "0", *flags]
 
 
+def chat_through_pipes(
+    endpoints: Endpoints, text: str, max_tokens: int
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        chat_command(endpoints, "--max-tokens", str(max_tokens)),
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+
+
 class Terminal:
     """``fastserve chat`` on a terminal of its own."""
 
@@ -195,13 +207,7 @@ def test_chat_remembers_and_ctrl_c_stops_only_the_answer(
 
 
 def test_chat_takes_messages_from_a_pipe(chat_endpoints: Endpoints) -> None:
-    done = subprocess.run(
-        chat_command(chat_endpoints, "--max-tokens", "24"),
-        input=f"{CAPITAL}\n\nAnd of Italy?\n",
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    done = chat_through_pipes(chat_endpoints, f"{CAPITAL}\n\nAnd of Italy?\n", max_tokens=24)
     assert done.returncode == ExitCode.OK
     first, second = done.stdout.splitlines()[:2]
     assert first == "The capital of France is Paris."
@@ -210,13 +216,7 @@ def test_chat_takes_messages_from_a_pipe(chat_endpoints: Endpoints) -> None:
 
 
 def test_a_message_that_is_refused_is_not_kept(chat_endpoints: Endpoints) -> None:
-    done = subprocess.run(
-        chat_command(chat_endpoints, "--max-tokens", "24"),
-        input=f"{'many words ' * 1500}\n{CAPITAL}\n",
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-    )
+    done = chat_through_pipes(chat_endpoints, f"{'many words ' * 1500}\n{CAPITAL}\n", max_tokens=24)
     assert done.stderr.startswith("error: messages: got")
     assert done.stdout == "The capital of France is Paris.\n"
     assert done.returncode == ExitCode.OK
@@ -226,12 +226,10 @@ def test_answers_are_as_long_as_the_conversation_leaves_room_for(
     chat_endpoints: Endpoints,
 ) -> None:
     nearly_all = "many words " * 1000  # of the 2048 tokens
-    done = subprocess.run(
-        chat_command(chat_endpoints, "--max-tokens", "2048"),
-        input=f"{CAPITAL}\n/clear\n{nearly_all}\n{CAPITAL}\n/clear\n{CAPITAL}\n",
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
+    done = chat_through_pipes(
+        chat_endpoints,
+        f"{CAPITAL}\n/clear\n{nearly_all}\n{CAPITAL}\n/clear\n{CAPITAL}\n",
+        max_tokens=2048,
     )
     answers, notes = done.stdout.splitlines(), done.stderr.splitlines()
     assert answers[0] == answers[-1] == "The capital of France is Paris."

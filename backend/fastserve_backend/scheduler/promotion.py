@@ -41,7 +41,7 @@ class Promotion:
         self._waiting[job.number] = (now, job)
 
     def remove(self, job: Job) -> None:
-        """The job ended."""
+        """The job ended, or its order is another's from now on."""
         self._waiting.pop(job.number, None)
         if job is self._promoted:
             self._promoted = None

@@ -96,7 +96,7 @@ class Speculative:
         queued = iter(self._queues.walk(now, in_flight))
         first = next(queued, None)
         if first is not None and self._queues.has_turn(first):
-            yield first
+            yield first  # before those with a prediction too
             first = next(queued, None)
         for key, job in self._order.items():
             while first is not None and self._queued_key(first) < key:

@@ -23,26 +23,29 @@ def _note(what: str) -> None:
         notes.write(f"{what}\n")
 
 
-def _look_and_note() -> Any:
-    _note("looks")
-    return psutil.virtual_memory()
+def _looking_for(what: str) -> Any:
+    """psutil, as far as a module uses it that looks whether there is memory for this."""
+
+    def virtual_memory() -> Any:
+        _note(f"looks-for-{what}")
+        return psutil.virtual_memory()
+
+    return SimpleNamespace(virtual_memory=virtual_memory, swap_memory=psutil.swap_memory)
 
 
 def _load_and_note(*arguments: Any, **options: Any) -> Any:
-    _note("loads")
+    _note("takes-for-weights")
     return _load(*arguments, **options)
 
 
 def _take_and_note(*arguments: Any) -> Any:
-    _note("takes")
+    _note("takes-for-blocks")
     return _take(*arguments)
 
 
 if __name__ == "__main__":
-    for module in (host_store, weight_memory):
-        module.psutil = SimpleNamespace(  # type: ignore[attr-defined]
-            virtual_memory=_look_and_note, swap_memory=psutil.swap_memory
-        )
+    weight_memory.psutil = _looking_for("weights")
+    host_store.psutil = _looking_for("blocks")
     worker.load_model = _load_and_note
     host_store._host_memory = _take_and_note
     sys.exit(main())

@@ -74,5 +74,9 @@ def test_no_rank_takes_memory_before_all_have_seen_what_is_free(
     monkeypatch.setenv(noting_rank.NOTES, str(notes))
     run_ranks_by(noting_rank, tmp_path, monkeypatch)
     with started_ranks(small_opt, pipeline_parallel_size=3, device_blocks=8, swap_space_gib=0.001):
-        at_weights, at_blocks = ["looks"] * 3 + ["loads"] * 3, ["looks"] * 3 + ["takes"] * 3
-        assert notes.read_text().split() == at_weights + at_blocks
+        noted = notes.read_text().split()
+    # One rank may be at its blocks while another still loads.
+    for what in ("weights", "blocks"):
+        of_this = [note for note in noted if note.endswith(what)]
+        assert of_this == [f"looks-for-{what}"] * 3 + [f"takes-for-{what}"] * 3
+    assert len(noted) == 12

@@ -195,6 +195,7 @@ def test_stop_cancels_the_job_on_the_server(
 
     def is_stopped() -> bool:
         """Not if the answer has ended by itself a moment before."""
+        page.driver.execute_script("document.getElementById('chat-clear').click()")
         page.say("<b>Hello</b>", 3000)
         page.until(lambda: page.answers() and len(page.answers()[-1]) > 20)
         assert "no chat template" in page.text("chat-note")

@@ -136,10 +136,6 @@ def idle(metrics_url: str, *, ended: int, rejected: int) -> Scrape:
     published."""
 
     def at_rest(now: Scrape) -> bool:
-        completed = sum(
-            now.total("fastserve_requests_total", finish_reason=reason)
-            for reason in ("stop", "length")
-        )
         return (
             now.total("fastserve_requests_total") == ended
             and now.total("fastserve_requests_rejected_total") == rejected
@@ -147,8 +143,6 @@ def idle(metrics_url: str, *, ended: int, rejected: int) -> Scrape:
             and now.total("fastserve_queue_jobs") == 0
             # Those of the last step are free a moment after the job's end.
             and now.total("fastserve_kv_blocks", state="used") == 0
-            # Published last of all.
-            and now.total("fastserve_normalized_latency_seconds_count") == completed
         )
 
     return scrape_when(metrics_url, at_rest)

@@ -164,6 +164,13 @@ class MetricsPublisher:
     def _publish(self) -> float:
         """How long it need not be done again, beside the least interval, if nothing is noticed."""
         snapshot = self._engine.snapshot()
+        busy = snapshot.running + snapshot.waiting > 0
+        now = time.monotonic()
+        if not busy or now >= self._histograms_due_s:
+            self._histograms_due_s = now + _INTERVAL_S
+            for histogram, published in self._histograms:
+                for call in published.changes(histogram.take()):
+                    self._send(call)
         for name, labels, value in self._samples(snapshot):
             key = (name, *labels.values())
             old = self._published.get(key)
@@ -178,13 +185,6 @@ class MetricsPublisher:
             else:
                 self._send(partial(metric.set, value))
             self._published[key] = value
-        busy = snapshot.running + snapshot.waiting > 0
-        now = time.monotonic()
-        if not busy or now >= self._histograms_due_s:
-            self._histograms_due_s = now + _INTERVAL_S
-            for histogram, published in self._histograms:
-                for call in published.changes(histogram.take()):
-                    self._send(call)
         if busy:
             return _INTERVAL_S
         # The last steps of jobs that ended while those ran keep their blocks a moment longer.
@@ -195,7 +195,24 @@ class MetricsPublisher:
         self._closed.wait(_PAUSE_S)
 
     def _samples(self, snapshot: EngineSnapshot) -> Iterator[_Sample]:
+        """The state comes after what is counted: a scrape of an idle server counts all it has done."""
         counters = self._engine.counters
+        yield "fastserve_prompt_tokens_total", {}, counters.prompt_tokens
+        yield "fastserve_generation_tokens_total", {}, counters.generation_tokens
+        yield "fastserve_iterations_total", {}, counters.iterations
+        yield "fastserve_preemptions_total", {}, counters.preemptions
+        yield "fastserve_demotions_total", {}, snapshot.num_demotions
+        yield "fastserve_promotions_total", {}, snapshot.num_promotions
+        yield "fastserve_swap_bytes_total", {"direction": "out"}, counters.swap_out_bytes
+        yield "fastserve_swap_bytes_total", {"direction": "in"}, counters.swap_in_bytes
+        yield "fastserve_swap_bytes_avoided_total", {}, counters.swap_avoided_bytes
+        yield "fastserve_swap_stall_seconds_total", {}, counters.swap_stall_s
+        yield "fastserve_worker_restarts_total", {}, counters.worker_restarts
+        if self._engine.predictions is not None:
+            yield from prediction_metrics.samples(self._engine.predictions)
+        for reason in FinishReason:
+            number = counters.finished[reason.value]
+            yield "fastserve_requests_total", {"finish_reason": reason.value}, number
         yield "fastserve_jobs", {"state": "running"}, snapshot.running
         yield "fastserve_jobs", {"state": "waiting"}, max(0, snapshot.waiting - snapshot.swapped)
         yield "fastserve_jobs", {"state": "swapped"}, snapshot.swapped
@@ -207,23 +224,7 @@ class MetricsPublisher:
         used = snapshot.num_host_blocks - snapshot.free_host_blocks
         yield "fastserve_kv_blocks", {"tier": "host", "state": "used"}, used
         yield "fastserve_kv_blocks", {"tier": "host", "state": "free"}, snapshot.free_host_blocks
-        yield "fastserve_prompt_tokens_total", {}, counters.prompt_tokens
-        yield "fastserve_generation_tokens_total", {}, counters.generation_tokens
-        yield "fastserve_iterations_total", {}, counters.iterations
-        yield "fastserve_preemptions_total", {}, counters.preemptions
-        yield "fastserve_demotions_total", {}, snapshot.num_demotions
-        yield "fastserve_promotions_total", {}, snapshot.num_promotions
-        yield "fastserve_swap_bytes_total", {"direction": "out"}, counters.swap_out_bytes
-        yield "fastserve_swap_bytes_total", {"direction": "in"}, counters.swap_in_bytes
-        yield "fastserve_swap_bytes_avoided_total", {}, counters.swap_avoided_bytes
-        yield "fastserve_swap_stall_seconds_total", {}, counters.swap_stall_s
-        for reason in FinishReason:
-            number = counters.finished[reason.value]
-            yield "fastserve_requests_total", {"finish_reason": reason.value}, number
         yield "fastserve_requests_rejected_total", {}, self._num_rejected()
-        yield "fastserve_worker_restarts_total", {}, counters.worker_restarts
-        if self._engine.predictions is not None:
-            yield from prediction_metrics.samples(self._engine.predictions)
 
 
 def _family(name: str, description: str) -> Any:

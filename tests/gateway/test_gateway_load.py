@@ -17,9 +17,11 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
-from fastserve_client.gateway.app import GatewaySettings, create_app
-from fastserve_client.gateway.auth import ApiKeys
+from fastserve_client.gateway import command
+from fastserve_client.gateway.app import create_app
 from fastserve_client.gateway.command import GatewayServer
+from fastserve_client.gateway.http_connection import HttpConnection
+from lone_gateway import settings
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
 from running_server import running_server
@@ -30,6 +32,14 @@ DEADLINE_S = 60.0
 LONG = {
     "model": "fastserve", "prompt": "Hello", "max_tokens": 3000, "ignore_eos": True,
 }  # fmt: skip
+SHUTTING_DOWN = {
+    "error": {
+        "message": "the gateway is shutting down and could not finish the request",
+        "type": "server_error",
+        "param": None,
+        "code": None,
+    }
+}
 
 
 @pytest.fixture(scope="module")
@@ -224,16 +234,8 @@ def test_an_answer_outlives_the_signal_to_the_gateway(
 def test_what_is_unfinished_at_the_deadline_ends_with_an_error(
     endpoints: Endpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = GatewaySettings(
-        url=f"grpc://{endpoints.grpc_url}",
-        model="fastserve",
-        keys=ApiKeys([]),
-        strict=False,
-        max_body_bytes=1 << 20,
-        max_held_bytes=4 << 20,
-        max_jobs=8,
-    )
-    gateway = GatewayServer(create_app(settings), drain_timeout_s=0.2)
+    app = create_app(settings(url=f"grpc://{endpoints.grpc_url}"))
+    gateway = GatewayServer(app, drain_timeout_s=0.2)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as pool:
         running = pool.submit(gateway.run, [listener])
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
@@ -249,13 +251,72 @@ def test_what_is_unfinished_at_the_deadline_ends_with_an_error(
         finally:
             gateway.should_exit = True
         running.result(DEADLINE_S)
-    error = {
-        "message": "the gateway is shutting down and could not finish the request",
-        "type": "server_error",
-        "param": None,
-        "code": None,
-    }
-    assert json.loads(rest[-1].removeprefix("data: ")) == {"error": error}
-    assert (whole.result().status_code, whole.result().json()) == (503, {"error": error})
+    assert json.loads(rest[-1].removeprefix("data: ")) == SHUTTING_DOWN
+    assert (whole.result().status_code, whole.result().json()) == (503, SHUTTING_DOWN)
     assert not caplog.records
+    wait_until_idle(endpoints)
+
+
+def test_who_does_not_read_is_cut_off_after_the_deadline(
+    endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(command, "_ERRORS_TIMEOUT_S", 0.2)
+    app = create_app(settings(url=f"grpc://{endpoints.grpc_url}"))
+    gateway = GatewayServer(app, drain_timeout_s=0.2)
+
+    def is_stuck() -> bool:
+        connections = tuple(gateway.server_state.connections)
+        return any(one.flow.write_paused for one in connections if isinstance(one, HttpConnection))
+
+    body = {**LONG, "stream": True, "n": 6, "logprobs": 20}
+    small_buffer = httpx.HTTPTransport(
+        socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)]
+    )
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        ThreadPoolExecutor(1) as pool,
+        httpx.Client(transport=small_buffer, timeout=DEADLINE_S) as http,
+    ):
+        running = pool.submit(gateway.run, [listener])
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+        try:
+            with http.stream("POST", url, json=body):
+                wait_for(is_stuck, DEADLINE_S)
+                gateway.should_exit = True
+                running.result(DEADLINE_S)
+        finally:
+            gateway.should_exit = True
+    assert not caplog.records
+    wait_until_idle(endpoints)
+
+
+def test_a_second_ctrl_c_ends_answers_at_once(
+    endpoints: Endpoints, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    log_path = tmp_path_factory.mktemp("hurried") / "gateway.log"
+    with (
+        running_gateway(endpoints.grpc_url, log_path) as gateway,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        log = gateway.log()
+        url = httpx.URL(f"{gateway.api_url}/completions")
+
+        def listens() -> bool:
+            with socket.socket() as probe:
+                return probe.connect_ex((url.host, url.port)) == 0
+
+        whole = pool.submit(httpx.post, url, json=LONG, timeout=DEADLINE_S)
+        body = {**LONG, "stream": True}
+        with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as response:
+            lines = response.iter_lines()
+            next(lines)
+            wait_until_busy(endpoints, jobs=2)
+            gateway.process.send_signal(signal.SIGINT)
+            wait_for(lambda: not listens(), DEADLINE_S)
+            gateway.process.send_signal(signal.SIGINT)
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-1].removeprefix("data: ")) == SHUTTING_DOWN
+        assert (whole.result().status_code, whole.result().json()) == (503, SHUTTING_DOWN)
+        assert gateway.process.wait(DEADLINE_S) == 0
+        assert gateway.log() == log
     wait_until_idle(endpoints)

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from math import ceil
+from contextlib import suppress
 from types import FrameType
 
 import uvicorn
@@ -29,14 +29,14 @@ _DRAIN_TIMEOUT_S = 30.0
 # For viewers of the live view to read its end.
 _VIEWERS_TIMEOUT_S = 1.0
 # For those errors to be read, before connections are cut off.
-_ERRORS_TIMEOUT_S = 5
+_ERRORS_TIMEOUT_S = 5.0
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def run_gateway(
     settings: GatewaySettings, host: str, port: int, on_listening: Callable[[str], None]
 ) -> None:
-    """Serves until SIGTERM or Ctrl-C; then what runs may end within 30 s.
+    """Serves until SIGTERM or Ctrl-C; then what runs may end within 30 s, or until a second Ctrl-C.
 
     Args:
         host: an address other than loopback needs API keys.
@@ -70,8 +70,8 @@ def run_gateway(
 
 
 class GatewayServer(uvicorn.Server):
-    """Lets answers end for ``drain_timeout_s`` once it is to stop, but not the live view, whose
-    events end only with their reader."""
+    """Lets answers end for ``drain_timeout_s`` once it is to stop, or until Ctrl-C, but not the
+    live view, whose events end only with their reader."""
 
     def __init__(self, app: FastAPI, drain_timeout_s: float) -> None:
         super().__init__(
@@ -83,11 +83,18 @@ class GatewayServer(uvicorn.Server):
                 log_level="warning",
                 access_log=False,  # /metrics counts requests, and a log of them would cost and tell
                 server_header=False,
-                timeout_graceful_shutdown=ceil(drain_timeout_s) + _ERRORS_TIMEOUT_S,
             )
         )
         self._app = app
         self._drain_timeout_s = drain_timeout_s
+        self._hurry = asyncio.Event()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            # uvicorn would cancel the requests, which answers nobody and logs each as a failure.
+            asyncio.get_running_loop().call_soon_threadsafe(self._hurry.set)
+        else:
+            super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         end_live_view(self._app)
@@ -108,8 +115,12 @@ class GatewayServer(uvicorn.Server):
                 connection.transport.abort()
 
     async def _end_answers(self) -> None:
-        await asyncio.sleep(self._drain_timeout_s)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), self._drain_timeout_s)
         await end_answers(self._app)
+        await asyncio.sleep(_ERRORS_TIMEOUT_S)
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -121,3 +121,16 @@ def test_bad_input_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
         assert expected in done.stderr
         assert "Traceback" not in done.stderr
     assert not output.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_known_before_the_measurement(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fastserve").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done = run_profile(str(checkpoint))
+    assert done.returncode == 1
+    # One line: no bar was shown.
+    reason = f"cannot write to {tmp_path}/fastserve/profiles: Not a directory; give --output"
+    assert done.stderr.startswith(f"error: output: got none, and {reason}"), done.stderr
+    assert "\n" not in done.stderr.rstrip("\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import FrameType
 
 from fastserve_client.report.output import check_writable, write_json
@@ -20,7 +21,13 @@ from fastserve_backend.executor.cluster import Cluster
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.profile.fit import Sample
 from fastserve_backend.profile.latency import LatencyProfile
-from fastserve_backend.profile.measure import Measurement, ReadyRanks, cache_path, measure_fully
+from fastserve_backend.profile.measure import (
+    Measurement,
+    ReadyRanks,
+    cache_path,
+    measure_fully,
+    profiles_directory,
+)
 from fastserve_backend.worker.messages import Setup
 
 # Of the held-out iterations, from the smallest to the largest.
@@ -40,6 +47,8 @@ def profile_command(config: EngineConfig, output: Path | None) -> None:
     """
     if output is not None:
         check_writable("output", output)
+    else:
+        _check_cache()
     signal.signal(signal.SIGTERM, _exit)
     measurement = _measure(config)
     profile = measurement.profile
@@ -52,14 +61,29 @@ def profile_command(config: EngineConfig, output: Path | None) -> None:
     console.print(f"written to {output or cache_path(profile.identity)}", markup=False)
 
 
+def _check_cache() -> None:
+    directory = profiles_directory()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with TemporaryFile(dir=directory):
+            pass  # it can hold files
+    except OSError as error:
+        raise _unwritable(directory, error) from None
+
+
 def _keep(profile: LatencyProfile) -> None:
     path = cache_path(profile.identity)
     try:
         profile.save(path)
-    except OSError as error:
-        raise ConfigError(
-            f"output: got none, and cannot write {path}: {error.strerror}; give --output"
-        ) from None
+    except OSError as error:  # such as a disk that is full by now
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"output: got none, and cannot write to {path}: {error.strerror}; give --output FILE, or "
+        "set XDG_CACHE_HOME to a directory that can be written to"
+    )
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

@@ -84,9 +84,14 @@ class Measurement:
     """Iterations that the fit has not seen."""
 
 
+def profiles_directory() -> Path:
+    """In the user's cache; it need not exist."""
+    return cache_directory("profiles")
+
+
 def cache_path(identity: Identity) -> Path:
     """Where the engine looks for the profile at its start."""
-    return cache_directory("profiles") / f"{identity.key}.json"
+    return profiles_directory() / f"{identity.key}.json"
 
 
 def link_of(ready: Ready) -> Link:

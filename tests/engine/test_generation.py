@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from collector import Collector
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.job import FinishReason
+from live_engine import small_engine
+from safetensors.torch import load_file, save_file
 from small_model import EOS_TOKEN_IDS
 from transformers import OPTForCausalLM
 
@@ -82,6 +88,32 @@ def test_end_of_sequence(llm: LLM) -> None:
     assert len(later.token_ids) >= length + 2
     assert not ends & set(later.token_ids[: length + 1])
     assert exact.finish_reason is FinishReason.STOP
+
+
+def test_a_job_whose_logits_are_nan_ends_alone_with_an_error(
+    llm: LLM, checkpoint: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    damaged, position = tmp_path / "damaged", 50
+    shutil.copytree(checkpoint, damaged)
+    weights = load_file(damaged / "model.safetensors")
+    # OPT's positions begin at row 2.
+    weights["model.decoder.embed_positions.weight"][2 + position] = float("nan")
+    save_file(weights, damaged / "model.safetensors", {"format": "pt"})
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    prompts = [[5], [6] * 40]
+    short, long = llm.generate(prompts, params, progress=False)
+    with small_engine(damaged, tokenizer, device_blocks=8) as other:
+        for _ in range(3):  # in blocks that hold NaN
+            sinks = [Collector(), Collector()]
+            for prompt, sink in zip(prompts, sinks, strict=True):
+                other.engine.submit("j", prompt, params, sink)
+            assert sinks[0].wait().finish_reason is FinishReason.LENGTH
+            assert sinks[0].token_ids == short.token_ids
+            end = sinks[1].wait()
+            assert end.finish_reason is FinishReason.ERROR
+            assert end.error is not None
+            assert "the checkpoint is damaged" in end.error
+            assert sinks[1].token_ids == long.token_ids[: position - 40 + 1]
 
 
 def test_stop_words_end_the_text_and_free_the_job(llm: LLM) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from emulated_gpu import DEVICE, emulated_gpu
-from fastserve_backend.worker.messages import Penalties, Sampling
+from fastserve_backend.worker.messages import NO_TOKEN, Penalties, Sampling
 from fastserve_backend.worker.sampler import ChosenTokens, _penalise
 from fastserve_backend.worker.sampler import sample as begin_to_sample
 from fastserve_backend.worker.staging import Uploads
@@ -111,6 +111,27 @@ def test_which_of_equal_tokens_are_the_first_depends_on_no_other_row(other: dict
 @pytest.mark.parametrize("top_p", [1e-30, 1e-40, 1e-46])
 def test_a_top_p_too_small_for_its_type_leaves_the_likeliest(top_p: float) -> None:
     assert choose(LOGITS, sampling(1, top_p=top_p, uniform=0.99)) == [3]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        None,
+        sampling(2, temperature=0.0, no_eos=True),
+        sampling(2),
+        sampling(2, top_k=[2, 0], top_p=0.9),
+        sampling(2, num_logprobs=1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_nan_has_no_token(how: Sampling | None, dtype: torch.dtype) -> None:
+    logits = torch.cat([torch.full((1, 4), float("nan")), LOGITS]).to(dtype)
+    tokens = begin_to_sample(logits, how, EOS)
+    missing, chosen = tokens.on_host().token_ids.tolist()
+    assert missing == NO_TOKEN
+    assert 0 <= chosen < 4
+    # What a next step runs must be of the vocabulary.
+    assert tokens.token_ids.min() >= 0
 
 
 def test_extreme_uniform_numbers_stay_in_the_vocabulary() -> None:

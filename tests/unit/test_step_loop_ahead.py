@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 from fastserve_backend.engine.step_loop import _LEAD_S, _LEAD_SHARE
 from fastserve_backend.job import FinishReason, Job, JobState
+from fastserve_backend.kv_cache.swap_costs import Link
+from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
-from fastserve_backend.worker.messages import Step
+from fastserve_backend.worker.messages import NO_TOKEN, CopyResult, Step, StepResult
 from jobs import make_job
-from loop_driver import Rig
+from loop_driver import Rig, WatchedExecutor
 from policies import TIMES, make, one_job, quanta, skip_join
 
 # An iteration of 1 s decides the next one so long before its end.
@@ -275,6 +278,35 @@ def test_a_job_cancelled_with_two_steps_under_way_keeps_its_blocks_until_both_en
     turn_until(rig, 5.0)
     assert (rig.pool.num_used, len(job.output_ids), sum(rig.loop.policy.level_sizes())) == (0, 0, 0)
     assert rig.loop.is_idle
+
+
+class NaNRanks(WatchedExecutor):
+    """Whose second step has no token."""
+
+    def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
+        result = super().collect(timeout_s)
+        if isinstance(result, StepResult) and result.step_id == 1:
+            result.token_ids = array("i", [NO_TOKEN]).tobytes()
+        return result
+
+
+class NaNRig(Rig):
+    def make_executor(self, model: LatencyModel, link: Link) -> WatchedExecutor:
+        return NaNRanks(model, self.clock, link, self.ahead)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_job_without_a_token_fails_and_frees_its_blocks(ahead: bool) -> None:
+    rig = NaNRig(make("fcfs", one_job()), ahead=ahead)
+    broken, later = make_job(0, 4, max_tokens=9), make_job(1, 4, max_tokens=2)
+    rig.run([broken, later])
+    assert rig.ends == [(0, FinishReason.ERROR), (1, FinishReason.LENGTH)]
+    assert rig.delivery.num_tokens == {0: 1, 1: 2}
+    ((number, _, error),) = rig.delivery.closed
+    assert number == 0
+    assert error is not None
+    assert "NaN" in error
+    assert rig.pool.num_used == 0
 
 
 def test_when_the_ranks_are_lost_both_steps_are() -> None:

@@ -29,12 +29,16 @@ from fastserve_backend.job import FinishReason, Job, JobState
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.tiers import Transfer
 from fastserve_backend.scheduler.base import Policy, Scheduled, fill_batch
-from fastserve_backend.worker.messages import CopyResult, Step, StepResult
+from fastserve_backend.worker.messages import NO_TOKEN, CopyResult, Step, StepResult
 
 # The next step is chosen so long before the predicted end of the running one: for choosing, sending
 # and waking up, and a share of its predicted time, since predictions err.
 _LEAD_S = 0.002
 _LEAD_SHARE = 0.1
+_NO_TOKEN = (
+    "the model computed NaN instead of a token: the checkpoint is damaged, or its values are too "
+    "large for dtype; check its files, or serve it with dtype: float32"
+)
 _log = logging.getLogger(__name__)
 
 
@@ -406,6 +410,9 @@ class StepLoop:
         for job, token in zip(sampling, NewToken.from_result(result), strict=True):
             if job.state is JobState.FINISHED:
                 continue  # while this iteration ran
+            if token.token_id == NO_TOKEN:
+                self._close(job, FinishReason.ERROR, _NO_TOKEN)
+                continue
             job.num_pending -= 1
             job.output_ids.append(token.token_id)
             job.cumulative_logprob += token.logprob

@@ -179,9 +179,12 @@ class StageDone(msgspec.Struct, tag="stage", array_like=True):
     """Until its activations were on their way; from when ``StepResult.compute_s`` counts too."""
 
 
+NO_TOKEN = -1
+
+
 class StepResult(msgspec.Struct, tag="result", array_like=True):
     step_id: int
-    token_ids: bytes  # int32 [R]
+    token_ids: bytes  # int32 [R]; NO_TOKEN where the logits are NaN
     compute_s: float
     """To its tokens, from when the rank had made its inputs, its activations had arrived and the
     device had ended the step before: of all steps together no more than the time that passed."""

@@ -21,7 +21,7 @@ import torch
 from fastserve_kernels import ops
 from torch import Tensor
 
-from fastserve_backend.worker.messages import Penalties, Sampling, TopLogprobs
+from fastserve_backend.worker.messages import NO_TOKEN, Penalties, Sampling, TopLogprobs
 from fastserve_backend.worker.staging import Uploads, to_host
 
 Array = npt.NDArray[Any]
@@ -30,7 +30,7 @@ _NO_ROWS: Array = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class ChosenTokens:
-    """``token_ids`` int64 [R] on the CPU, and what ``StepResult`` says of log-probabilities."""
+    """``token_ids`` int64 [R] on the CPU, and they and log-probabilities as in ``StepResult``."""
 
     token_ids: Tensor
     logprobs: bytes
@@ -44,6 +44,7 @@ class SampledTokens:
     def __init__(
         self,
         token_ids: Tensor,
+        logits: Tensor,
         logprob_rows: Array = _NO_ROWS,
         logprobs: Sequence[Tensor] = (),
         groups: Sequence[Array] = (),
@@ -51,6 +52,8 @@ class SampledTokens:
     ) -> None:
         """
         Args:
+            logits: that they were chosen from. Where the model has computed NaN on the way to
+                them, all of a row are, so that the chosen token's tells.
             logprob_rows: those of which log-probabilities are wanted.
             logprobs: of their tokens, float32; then for each of the groups the most likely tokens,
                 int32 [rows of the group, n], with theirs, float32.
@@ -58,11 +61,12 @@ class SampledTokens:
             uploads: that the choice is made from.
         """
         self.token_ids = token_ids
-        """int64 [R], on the device."""
+        """int64 [R], on the device; a next step may run them, so each is one of the vocabulary."""
         self._logprob_rows = logprob_rows
         self._groups = groups
         self._uploads = uploads
-        self._on_host = _begin_copy([token_ids, *logprobs])
+        is_nan = logits.gather(1, token_ids[:, None])[:, 0].isnan()
+        self._on_host = _begin_copy([torch.where(is_nan, NO_TOKEN, token_ids), *logprobs])
 
     def on_host(self) -> ChosenTokens:
         """To be called when the device has done what it was given until this was made."""
@@ -95,7 +99,7 @@ def sample(
             penalties with ``is_pending`` need them.
     """
     if sampling is None:
-        return SampledTokens(ops.argmax_rows(logits))
+        return SampledTokens(ops.argmax_rows(logits), logits)
     raw = logits.float()
     uploads = Uploads(raw.device)
     without_eos = np.flatnonzero(np.frombuffer(sampling.no_eos, dtype=np.bool_))
@@ -112,7 +116,7 @@ def sample(
     num_logprobs = np.frombuffer(sampling.num_logprobs, dtype=np.int32)
     if (num_logprobs >= 0).any():
         return _with_logprobs(token_ids, raw, num_logprobs, uploads)
-    return SampledTokens(token_ids, uploads=uploads)
+    return SampledTokens(token_ids, raw, uploads=uploads)
 
 
 def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> Tensor:
@@ -255,7 +259,7 @@ def _with_logprobs(
     for group in groups:
         values, ids = torch.topk(logprobs[uploads.bring(group)], int(wanted[group[0]]))
         results += [ids.int(), values]
-    return SampledTokens(token_ids, rows, results, groups, uploads)
+    return SampledTokens(token_ids, raw, rows, results, groups, uploads)
 
 
 def _begin_copy(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -103,6 +103,24 @@ def test_a_copy_that_one_rank_cannot_make_has_failed(two_stages: DistributedExec
             )
 
 
+def test_a_rank_gets_every_copy_however_far_behind_it_is(two_stages: DistributedExecutor) -> None:
+    executor, num_copies = two_stages, 10_000
+    first, _ = ranks_of(executor)
+    first.send_signal(signal.SIGSTOP)
+    try:
+        for transfer_id in range(num_copies):
+            executor.copy(copy_out(transfer_id, 0))
+    finally:
+        first.send_signal(signal.SIGCONT)
+    ended = []
+    while len(ended) < num_copies:
+        if (result := executor.collect()) is not None:
+            assert isinstance(result, CopyResult)
+            assert result.error is None
+            ended.append(result.transfer_id)
+    assert ended == list(range(num_copies))
+
+
 @pytest.mark.parametrize("num_stages", [2, 3])
 def test_the_engine_keeps_all_stages_at_work(
     num_stages: int, small_opt: Path, tokenizer: Path

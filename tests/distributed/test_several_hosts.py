@@ -10,19 +10,23 @@ import signal
 import socket
 import subprocess
 import sys
+from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import hosts
 import psutil
 import pytest
+import zmq
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.errors import ConfigError
+from fastserve_backend.executor.cluster import Cluster
 from fastserve_backend.job import JobOutput
+from fastserve_backend.worker.messages import CopyBlocks, Stop, encoder
 from hosts import SECRET, OtherHost, family, free_ports, listening, running, torchrun
 from parallel_models import VOCAB_SIZE, ParallelLLM
 from waiting import wait_for
@@ -51,6 +55,23 @@ print("ready", flush=True)
 while True:
     executor.check()
     sys.stdin.readline()
+"""
+
+# A rank that is in a step until it is told to go on, and whose pings are frequent.
+BUSY_RANK = """
+import sys
+from fastserve_backend.worker import cluster_keys
+from fastserve_backend.worker.engine_link import EngineLink, sender
+from fastserve_backend.worker.messages import Heartbeat, Stop
+cluster_keys.PING_MS, cluster_keys.PONG_TIMEOUT_MS = 100, 300
+link = EngineLink(sys.argv[1], 1)
+sender(link.main)(Heartbeat())
+sys.stdin.readline()
+num_taken = 0
+while not isinstance(link.receive(), Stop):
+    num_taken += 1
+link.stopped.set()
+print(num_taken)
 """
 
 
@@ -204,6 +225,40 @@ def test_ranks_end_when_the_engine_is_gone_or_does_not_answer(
         wait_for(lambda: not any(one.is_running() for one in others), END_TIMEOUT_S)
         assert remote.wait(TORCHRUN_TIMEOUT_S) == 1
     assert f"the engine at tcp://127.0.0.1:{config.parallel.engine_port} is gone" in log.read_text()
+
+
+def test_a_rank_that_is_far_behind_keeps_its_connection(
+    small_opt: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FASTSERVE_CLUSTER_SECRET", SECRET)
+    config = config_of(small_opt, tokenizer, "127.0.0.1", tensor_parallel_size=2)
+    blocks = array("i", [0]).tobytes()
+    with closing(Cluster(config.parallel)) as cluster, zmq.Context() as context:
+        engine = context.socket(zmq.ROUTER)
+        engine.set_hwm(0)
+        authenticator = cluster.bind(engine)
+        rank = subprocess.Popen(
+            [sys.executable, "-c", BUSY_RANK, cluster.engine_address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert engine.poll(REFUSED_TIMEOUT_S * 1000)
+            identity, _ = engine.recv_multipart()
+            for number in range(5000):
+                copy = CopyBlocks(number, True, blocks, blocks, 16)
+                engine.send_multipart([identity, encoder.encode(copy)])
+            engine.send_multipart([identity, encoder.encode(Stop())])
+            with pytest.raises(subprocess.TimeoutExpired):  # it ends 2 s after its last pong
+                rank.wait(3)
+            output, _ = rank.communicate("go on\n", timeout=REFUSED_TIMEOUT_S)
+            assert (rank.returncode, output) == (0, "5000\n")
+        finally:
+            rank.kill()
+            rank.wait()
+            engine.close()
+            authenticator.stop()
 
 
 def test_nothing_starts_without_a_secret(

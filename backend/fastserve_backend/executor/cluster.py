@@ -161,11 +161,7 @@ class LostRanks:
             if rank < self._num_local_ranks:
                 continue
             try:
-                self._socket.send_multipart([identity, b""], zmq.NOBLOCK)
-            except (
-                zmq.Again
-            ):  # it does not take what is sent: its own heartbeats tell whether it lives
-                continue
+                self._socket.send_multipart([identity, b""])
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise

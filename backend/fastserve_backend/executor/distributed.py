@@ -70,6 +70,9 @@ class DistributedExecutor:
         self._cluster = cluster
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
+        # By default, what is sent to a rank that is a thousand messages behind is dropped without a
+        # word. Memory bounds the queue: each copy has blocks of its own, and steps are few.
+        self._socket.set_hwm(0)
         self._identities: dict[int, bytes] = {}  # rank → of its main socket
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._authenticator: ThreadAuthenticator | None = None

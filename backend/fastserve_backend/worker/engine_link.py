@@ -79,6 +79,9 @@ class EngineLink:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, (name + self._suffix).encode())
         socket.setsockopt(zmq.LINGER, LINGER_MS)
+        # A socket that takes no more while its thread is in a step reads no answer to its pings
+        # either, so its connection would count as lost. What is queued is bounded as the engine's.
+        socket.set_hwm(0)
         if self._keys is not None:
             self._keys.secure_rank(socket)
         return socket

@@ -52,8 +52,8 @@ class CompiledKernel:
     ``registers`` are of a thread; ``stack_bytes`` too: it holds spilled registers as well.
     ``shared_bytes`` are of a program. ``instructions`` counts those in the code, memory accesses
     with their width in bits: "LDG.128", "STG.64", "LDGSTS.128", "LDL.32" and "STL.32" (the stack),
-    "HMMA", "HGMMA". ``copies_ahead``: the most groups of LDGSTS, each of one load of a loop's
-    iteration, that a wait leaves under way.
+    "HMMA", "HGMMA", and "FCHK", with which a division as IEEE's begins. ``copies_ahead``: the most
+    groups of LDGSTS, each of one load of a loop's iteration, that a wait leaves under way.
     """
 
     name: str
@@ -224,9 +224,9 @@ def _run(program: str, *arguments: str | Path, cwd: Path | None = None) -> str:
 
 
 def _instructions(code: str) -> Iterator[str]:
-    pattern = r"\b(LDG|STG|LDGSTS|LDL|STL|HMMA|HGMMA)((?:\.\w+)*)\s"
+    pattern = r"\b(LDG|STG|LDGSTS|LDL|STL|HMMA|HGMMA|FCHK)((?:\.\w+)*)\s"
     for operation, modifiers in re.findall(pattern, code):
-        if operation.endswith("MMA"):
+        if operation in ("HMMA", "HGMMA", "FCHK"):
             yield operation
             continue
         widths = {"128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}

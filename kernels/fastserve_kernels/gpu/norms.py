@@ -81,7 +81,9 @@ def _add_layer_norm(
         shift = tl.load(bias + columns, inside)
     values = _add(x, residual, total, x_stride, residual_stride, size, columns, inside)
     # The mean is taken off before squaring: a difference of large sums would cancel.
-    centred = tl.where(inside, values - tl.sum(values, 0) / size, 0.0)
+    # "/" is an approximation that is merged with the subtraction: equal values would leave a rest.
+    mean = tl.div_rn(tl.sum(values, 0), size * 1.0)
+    centred = tl.where(inside, values - mean, 0.0)
     result = centred * tl.rsqrt(tl.sum(centred * centred, 0) / size + eps)
     if HAS_WEIGHT:
         result *= scale.to(tl.float32)

@@ -21,6 +21,8 @@ class Expected:
     narrow_loads: int = 0
     narrow_stores: int = 0
     has_wide: bool = True
+    divides_exactly: bool = False
+    """As its results need: equal values have their mean, and INT8 the codes of a CPU."""
 
 
 def rowwise() -> list[Expected]:
@@ -37,7 +39,7 @@ def rowwise() -> list[Expected]:
         # With 1024 threads, the widest rows', there are 64.
         arguments: Arguments = {"dtype": dtype, "size": size}
         rows += [
-            Expected("add_layer_norm", arguments, 56),
+            Expected("add_layer_norm", arguments, 56, divides_exactly=True),
             Expected("add_rms_norm", arguments, 48),
         ]
     return rows
@@ -53,7 +55,14 @@ def cache() -> list[Expected]:
         # Narrow: the slot; the block's number, and what holds for a channel in all its tokens.
         rows += [
             Expected("kv_write", arguments, 32, narrow_loads=1),
-            Expected("quantize_blocks", arguments, 128, narrow_loads=1, narrow_stores=2),
+            Expected(
+                "quantize_blocks",
+                arguments,
+                128,
+                narrow_loads=1,
+                narrow_stores=2,
+                divides_exactly=True,
+            ),
             Expected("dequantize_blocks", arguments, 96, narrow_loads=3),
         ]
     for dtype, heads, kv_heads, head_dim, rotary_dim in [
@@ -111,3 +120,4 @@ def test_machine_code(
         assert (wide_stores > 0) == expected.has_wide, what
         assert kernel.count("LDG") - wide_loads <= expected.narrow_loads, what
         assert kernel.count("STG") - wide_stores <= expected.narrow_stores, what
+        assert (kernel.count("FCHK") > 0) == expected.divides_exactly, what

@@ -37,6 +37,9 @@ APART = ROOT / "build" / "gpu-check"
 """Of runs that are not whole."""
 PACKAGES = ("torch", "triton", "numpy", "transformers", "msgspec", "pyzmq", "pydantic")
 NO_DEVICE = 3  # exit code of run_phase.py
+# NVIDIA's container images have torch multiply float32 as TF32, but our limits are float32's. The
+# first variable is torch's, the second that of NVIDIA's libraries.
+WITHOUT_TF32 = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -215,7 +218,8 @@ class _Run:
         here = Path(__file__).resolve().parent
         folders = [here, here.parent, *(ROOT / name for name in ("backend", "kernels", "client"))]
         paths = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+        environment = os.environ | WITHOUT_TF32
+        environment |= {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
         if self._arguments.tiny:
             return environment | {"TRITON_INTERPRET": "1"}
         return environment | {"XDG_CACHE_HOME": str(self._scratch / "cache")}

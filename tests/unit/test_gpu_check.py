@@ -259,6 +259,29 @@ def test_what_was_measured_outlives_the_device(
     assert found == [("passed", None, 1), ("failed", lost, 0), ("skipped", lost, 0)]
 
 
+def test_phases_multiply_by_float32_whatever_a_container_sets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "phase_precision.py").write_text(
+        "import os, torch\n"
+        "def run(context):\n"
+        "    figures = {\n"
+        "        'torch': torch.get_float32_matmul_precision(),\n"
+        "        'libraries': os.environ['NVIDIA_TF32_OVERRIDE'],\n"
+        "    }\n"
+        "    context.recorder.row('precision', {}, figures)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    for variable in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):
+        monkeypatch.setenv(variable, "1")
+    alone = "import phase_list; phase_list.PHASES = (phase_list.Phase('precision', 60, ()),)"
+    done = run("--tiny", "--output", str(tmp_path / "output"), first=alone)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (tmp_path / "output").iterdir()
+    (row,) = rows_of(json.loads(path.read_text()), "precision")
+    assert row["figures"] == {"torch": "highest", "libraries": "0"}
+
+
 HANGS, DIES = 3, 5
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from fastserve_backend import SamplingParams
+from fastserve_backend.errors import EngineError
+from fastserve_backend.executor import distributed
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step, StepResult
 from parallel_models import ParallelLLM, ranks_of, started_ranks
@@ -119,6 +121,29 @@ def test_a_rank_gets_every_copy_however_far_behind_it_is(two_stages: Distributed
             assert result.error is None
             ended.append(result.transfer_id)
     assert ended == list(range(num_copies))
+
+
+def test_a_copy_is_overdue_only_when_the_steps_before_it_have_ended(
+    small_opt: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "COPY_TIMEOUT_S", 1.0)
+    keys = {"device_blocks": 8, "swap_space_gib": 0.001}
+    with started_ranks(small_opt, **keys) as (executor, _):
+        (rank,) = ranks_of(executor)
+        rank.send_signal(signal.SIGSTOP)
+        executor.submit(prefill(0, 0))
+        executor.submit(prefill(1, 1))
+        executor.copy(copy_out(0, 0))
+        assert executor.collect(2.5) is None  # the rank looks as if in a long step
+        rank.send_signal(signal.SIGCONT)
+        ended = [executor.collect() for _ in range(3)]
+        assert [type(one) for one in ended] == [StepResult, StepResult, CopyResult]
+        rank.send_signal(signal.SIGSTOP)
+        executor.copy(copy_out(1, 0))
+        executor.submit(prefill(2, 0))
+        with pytest.raises(EngineError, match="a copy of KV blocks has not ended"):
+            executor.collect()
+        rank.send_signal(signal.SIGCONT)  # so that it can end by itself
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])

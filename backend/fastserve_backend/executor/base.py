@@ -26,7 +26,8 @@ class Executor(Protocol):
         ...
 
     def copy(self, blocks: CopyBlocks) -> None:
-        """Begin a copy of KV blocks, at any time; it goes on while steps run."""
+        """Begin a copy of KV blocks, at any time; it goes on while steps run. Ranks on a CPU may
+        begin it only when they have done the steps that were submitted before it."""
         ...
 
     def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
@@ -37,8 +38,8 @@ class Executor(Protocol):
         submitting another step.
 
         Raises:
-            EngineError: a rank died or stopped answering, or a copy does not end; the executor is
-                of no further use.
+            EngineError: a rank died or stopped answering, or a step or a copy does not end; the
+                executor is of no further use.
         """
         ...
 

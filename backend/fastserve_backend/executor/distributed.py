@@ -37,8 +37,8 @@ from fastserve_backend.worker.messages import (
     from_rank_decoder,
 )
 
-# Copies take milliseconds. One that takes so long has lost its device or its thread, and its blocks
-# with it.
+# Copies take milliseconds. One that takes so long, from the end of the steps that were sent before
+# it, has lost its device or its thread, and its blocks with it.
 COPY_TIMEOUT_S = 60.0
 # A step that takes so long hangs on its device, while the rank's heartbeats go on.
 STEP_TIMEOUT_S = 600.0
@@ -187,7 +187,8 @@ class DistributedExecutor:
 
     def copy(self, blocks: CopyBlocks) -> None:
         self._send(blocks)
-        self._copies[blocks.transfer_id] = _Copy(self._ranks.listened_s, len(self._ranks))
+        behind = next(reversed(self._flights.values()), None)
+        self._copies[blocks.transfer_id] = _Copy(self._ranks.listened_s, behind, len(self._ranks))
 
     def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
         return_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -259,7 +260,7 @@ class DistributedExecutor:
         batch = self._flights.pop(result.step_id)
         self._left(len(self.busy_s) - 1, batch, result.compute_s)
         result.compute_s, result.waited_s = batch.compute_s, batch.waited_s
-        self._oldest_since_s = self._ranks.listened_s
+        self._oldest_since_s = batch.ended_s = self._ranks.listened_s
         if result.step_id == self._in_first_stage:
             self._in_first_stage = None
         return result
@@ -347,7 +348,7 @@ class DistributedExecutor:
         if self._flights and now_s - self._oldest_since_s > STEP_TIMEOUT_S:
             raise EngineError(f"a step has not ended in {STEP_TIMEOUT_S:.0f} s")
         copy = next(iter(self._copies.values()), None)
-        if copy is not None and now_s - copy.sent_s > COPY_TIMEOUT_S:
+        if copy is not None and now_s - copy.since_s > COPY_TIMEOUT_S:
             raise EngineError(f"a copy of KV blocks has not ended in {COPY_TIMEOUT_S:.0f} s")
 
     def _fail(self, failed: Failed) -> NoReturn:
@@ -375,6 +376,8 @@ class _Batch:
     """Of the stages that it has left."""
     waited_s: float = 0.0
     """Between stages, for those that still ran the step before."""
+    ended_s: float = math.inf
+    """By ``RankProcesses.listened_s``."""
 
 
 @dataclass(slots=True)
@@ -383,7 +386,14 @@ class _Copy:
 
     sent_s: float
     """By ``RankProcesses.listened_s``."""
+    behind: _Batch | None
+    """What was sent last before it, if that ran: a rank on a CPU takes it only after that."""
     num_waiting: int
     seconds: float = 0.0
     """The slowest rank's so far."""
     error: str | None = None
+
+    @property
+    def since_s(self) -> float:
+        """When every rank could begin it; infinite while one may not have."""
+        return self.sent_s if self.behind is None else self.behind.ended_s

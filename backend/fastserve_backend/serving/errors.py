@@ -15,4 +15,5 @@ class PortInUseError(LaunchError):
 
 
 class ModelLoadError(LaunchError):
-    """The server runs, but the model refused to load; starting again would change nothing."""
+    """The server runs, but the model refused to load, or to answer; starting again would change
+    nothing."""

@@ -130,7 +130,8 @@ class TritonServer:
         Raises:
             ModelError: there is no such model, or it cannot be fetched or read.
             PortInUseError: another process has one of the ports.
-            ModelLoadError: the model refused its configuration or checkpoint.
+            ModelLoadError: the model refused its configuration or checkpoint, or generates nothing
+                with it.
             LaunchError: no tritonserver, no room for its files, or it did not become ready within
                 ``timeout_s``.
         """

@@ -111,7 +111,8 @@ class ServerProcess:
             cancelled: asked while waiting; True ends the wait with a LaunchError.
 
         Raises:
-            ModelLoadError: the model refused to load; its message is the model's own.
+            ModelLoadError: the model refused to load, or answered with an error; the message is its
+                own.
             LaunchError: the server ended, or was not ready in time.
         """
         for path in ("/v2/health/ready", f"/v2/models/{MODEL_NAME}/ready"):
@@ -126,7 +127,7 @@ class ServerProcess:
             self._stub_handle = os.pidfd_open(pid)
         except ProcessLookupError:
             raise LaunchError(f"the model's process ended early{self._log_hint()}") from None
-        self._probe(deadline, cancelled, self._stub_handle)
+        self._probe(deadline, cancelled)
 
     def drain(self) -> None:
         """Returns when all requests are answered, if need be with an error, or the server or stub
@@ -186,6 +187,8 @@ class ServerProcess:
             raise LaunchError(
                 f"tritonserver ended with code {code} before it was ready{self._log_hint()}"
             )
+        if self._stub_handle is not None and wait_readable(0.0, self._stub_handle):
+            raise LaunchError(f"the model's process ended early{self._log_hint()}")
         if cancelled():
             raise LaunchError("stopped before the server was ready")
         if time.monotonic() > deadline:
@@ -197,30 +200,33 @@ class ServerProcess:
         except (OSError, http.client.HTTPException):
             return False
 
-    def _probe(self, deadline: float, cancelled: Callable[[], bool], stub_handle: int) -> None:
+    def _probe(self, deadline: float, cancelled: Callable[[], bool]) -> None:
         # In a thread: without its stub the server would never answer, nor hang up.
-        problems: list[str] = []
+        problems: list[LaunchError] = []
         timeout_s = max(deadline - time.monotonic(), 1.0)
         probe = threading.Thread(target=self._generate, args=(timeout_s, problems), daemon=True)
         probe.start()
         while probe.is_alive():
             self._check_waiting(deadline, cancelled)
-            if wait_readable(0.0, stub_handle):
-                raise LaunchError(f"the model's process ended early{self._log_hint()}")
             probe.join(_READY_POLL_S)
         if problems:
-            raise LaunchError(f"no token from the model: {problems[0]}{self._log_hint()}")
+            self._check_waiting(deadline, cancelled)  # the end of a process is a better reason
+            raise problems[0]
 
-    def _generate(self, timeout_s: float, problems: list[str]) -> None:
+    def _generate(self, timeout_s: float, problems: list[LaunchError]) -> None:
         body = json.dumps({TEXT_INPUT: _PROBE_PROMPT, MAX_TOKENS: 1, TEMPERATURE: 0.0})
         path = f"/v2/models/{MODEL_NAME}/generate"
         try:
             status, answer = self._request("POST", path, body, timeout_s)
-        except (OSError, http.client.HTTPException) as error:
-            problems.append(str(error))
-        else:
-            if status != 200:
-                problems.append(answer)
+            reason = None if status == http.HTTPStatus.OK else json.loads(answer)["error"]
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            problems.append(LaunchError(f"no token from the model: {error}{self._log_hint()}"))
+            return
+        if reason is not None:
+            # Clients may be quicker, and many: what is full now need not be after another start.
+            is_full = status == http.HTTPStatus.SERVICE_UNAVAILABLE
+            kind = LaunchError if is_full else ModelLoadError
+            problems.append(kind(f"no token from the model: {reason}"))
 
     def _request(
         self, method: str, path: str, body: str | None, timeout_s: float

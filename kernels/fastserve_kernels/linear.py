@@ -23,9 +23,8 @@ class PackedLinear:
 
     - "compiled": this package's kernel, float32 and bfloat16 on a CPU. Results do not depend on the
       number of rows in a call, bit for bit.
-    - "onednn": oneDNN's prepacked kernels. bfloat16 on CPUs with AMX, a matrix unit that
-      this package does not use; without a C++ compiler float32, and bfloat16 where the CPU has
-      instructions for it.
+    - "onednn": oneDNN's prepacked kernels. Without a C++ compiler float32, and bfloat16 where the
+      CPU has instructions for it.
     - "torch": `torch.nn.functional.linear`, for all else; on a GPU a ReLU is fused with the bias.
 
     The last two choose their method by the number of rows, on which the last bits may so depend.
@@ -49,9 +48,9 @@ def _choose(
     if uses_triton(weight.device):
         return "torch", _on_gpu(weight, bias) if relu else _plain(weight, bias, relu=False)
     kernels = compiled_for(weight)
-    if weight.is_cpu and _suits_onednn(weight.dtype, kernels is not None):
-        return "onednn", _onednn(weight, bias, relu)
     if kernels is None:
+        if weight.is_cpu and _suits_onednn(weight.dtype):
+            return "onednn", _onednn(weight, bias, relu)
         return "torch", _plain(weight, bias, relu)
     panels = kernels.pack_weight(weight if weight.stride(1) == 1 else weight.contiguous())
     out_features = weight.shape[0]
@@ -64,18 +63,12 @@ def _choose(
     return "compiled", apply
 
 
-def _suits_onednn(dtype: torch.dtype, has_compiled: bool) -> bool:
-    if not torch.backends.mkldnn.is_available():
-        return False
+def _suits_onednn(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
-        has_dot_products = _cpu_has("_is_avx512_bf16_supported")  # else oneDNN emulates them
-        return _cpu_has("_is_amx_tile_supported") or (has_dot_products and not has_compiled)
-    return dtype == torch.float32 and not has_compiled
-
-
-def _cpu_has(check: str) -> bool:
-    """By one of ``torch.cpu``'s checks, which are private and may be gone in another torch."""
-    return bool(getattr(torch.cpu, check, bool)())
+        # A private check, which may be gone in another torch. Else oneDNN emulates bfloat16.
+        has_dot_products = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
+        return torch.backends.mkldnn.is_available() and bool(has_dot_products)
+    return torch.backends.mkldnn.is_available() and dtype == torch.float32
 
 
 def _onednn(weight: Tensor, bias: Tensor | None, relu: bool) -> Callable[[Tensor], Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import fastserve_kernels
 import pytest
 import torch
-from fastserve_kernels import ops
+from fastserve_kernels import ops, reference
 from fastserve_kernels.cpu import builder
 from torch_threads import torch_threads
 
@@ -24,12 +24,12 @@ builder.SOURCE_DIR = Path(sys.argv[1])
 print(builder.build())
 """
 PRINT_BACKEND = """
-from fastserve_kernels import ops
+from fastserve_kernels import ops, reference
 print(ops.cpu_backend())
 """
 PRINT_OPENMP_LIBRARIES = """
 import torch
-from fastserve_kernels import ops
+from fastserve_kernels import ops, reference
 ops.set_cpu_backend("compiled")
 ops.argmax_rows(torch.randn(64, 1024))
 torch.randn(512, 512) @ torch.randn(512, 512)
@@ -95,6 +95,16 @@ def test_no_compiler_falls_back_with_a_reason(
     with pytest.raises(builder.BuildError):
         ops.set_cpu_backend("compiled")
     assert ops.PackedLinear(torch.ones(2, 2).half()).path == "torch"
+
+
+@pytest.mark.usefixtures("auto_again")
+def test_without_leave_to_use_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Linux refuses it; without AMX, as ever."""
+    monkeypatch.setattr(builder, "may_use_amx", lambda: False)
+    ops.set_cpu_backend("compiled")
+    weight, x = torch.randn(40, 48).bfloat16(), torch.randn(33, 48).bfloat16()
+    y = ops.PackedLinear(weight)(x)
+    torch.testing.assert_close(y, reference.linear(x, weight, None, False).bfloat16())
 
 
 @pytest.mark.usefixtures("auto_again")

@@ -195,7 +195,7 @@ class MetricsPublisher:
         self._closed.wait(_PAUSE_S)
 
     def _samples(self, snapshot: EngineSnapshot) -> Iterator[_Sample]:
-        """The state comes after what is counted: a scrape of an idle server counts all it has done."""
+        """The state comes last: a scrape of an idle server counts all that it has done."""
         counters = self._engine.counters
         yield "fastserve_prompt_tokens_total", {}, counters.prompt_tokens
         yield "fastserve_generation_tokens_total", {}, counters.generation_tokens

@@ -219,7 +219,7 @@ class ServerProcess:
         try:
             status, answer = self._request("POST", path, body, timeout_s)
             reason = None if status == http.HTTPStatus.OK else json.loads(answer)["error"]
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
             problems.append(LaunchError(f"no token from the model: {error}{self._log_hint()}"))
             return
         if reason is not None:

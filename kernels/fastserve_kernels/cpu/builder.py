@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -24,6 +25,9 @@ COMPILE_FLAGS = (
     # Results must be the same in every build: fuse multiply-adds everywhere, reorder nothing.
     "-ffp-contract=fast",
 )
+AMX_FLAG = "-DFASTSERVE_AMX"
+"""For AMX instructions, if the compiler knows them and the processor has them."""
+_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 COMPILE_TIMEOUT_S = 300
 """A build takes about 10 s on an idle core; this is for a machine that is badly overloaded."""
 
@@ -48,6 +52,18 @@ def torch_openmp() -> Path | None:
     """The libgomp that torch itself loads, so that kernels and torch share one thread pool."""
     libraries = Path(torch.__file__).parent / "lib"
     return next(iter(sorted(libraries.glob("libgomp*.so*"))), None)
+
+
+def may_use_amx() -> bool:
+    """Asks Linux to let this process use AMX's tile registers, which it must before any does.
+
+    False where the processor or Linux has none: before 5.16, or on another architecture than
+    x86-64. See "Dynamically enabled XSTATE features" in Linux's documentation.
+    """
+    if platform.system() != "Linux" or platform.machine() != "x86_64":
+        return False
+    request = (_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
+    return bool(ctypes.CDLL(None).syscall(*map(ctypes.c_long, request)) == 0)
 
 
 def cache_dir() -> Path:
@@ -78,13 +94,14 @@ def build() -> Path:
     """
     compiler = find_compiler()
     openmp = torch_openmp()
+    flags = (*COMPILE_FLAGS, AMX_FLAG) if may_use_amx() else COMPILE_FLAGS
     sources = sorted(SOURCE_DIR.glob("*.cpp"))
-    target = cache_dir() / f"fastserve_kernels-{_build_key(compiler, openmp)}.so"
+    target = cache_dir() / f"fastserve_kernels-{_build_key(compiler, flags, openmp)}.so"
     if target.exists():
         return target
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as work:
         objects = [str(Path(work) / f"{source.stem}.o") for source in sources]
-        compile_only = [compiler, *COMPILE_FLAGS, "-c", "-o"]
+        compile_only = [compiler, *flags, "-c", "-o"]
         commands = [
             [*compile_only, output, str(source)]
             for output, source in zip(objects, sources, strict=True)
@@ -111,7 +128,7 @@ def _compile(command: list[str]) -> None:
         raise BuildError(f"{' '.join(command)} failed:\n{done.stderr.strip()[-2000:]}")
 
 
-def _build_key(compiler: str, openmp: Path | None) -> str:
+def _build_key(compiler: str, flags: tuple[str, ...], openmp: Path | None) -> str:
     digest = hashlib.sha256()
     for path in sorted(SOURCE_DIR.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -121,7 +138,7 @@ def _build_key(compiler: str, openmp: Path | None) -> str:
         ).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{compiler} failed: {error}") from error
-    parts = (*COMPILE_FLAGS, compiler, str(openmp), platform.machine(), _cpu_model())
+    parts = (*flags, compiler, str(openmp), platform.machine(), _cpu_model())
     digest.update(version + "\0".join(parts).encode())
     return digest.hexdigest()[:24]
 

@@ -5,7 +5,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "panels.h"
+#include "aligned.h"
+#include "products.h"
 #include "shares.h"
 
 namespace fastserve {
@@ -18,26 +19,23 @@ constexpr int64_t BLOCK_BYTES = 512 << 10;
 constexpr int64_t BLOCK_BYTES = 256 << 10;
 #endif
 
-// Where the sums of some rows go.
+// Where the sums with one panel go: PAIR columns of y, or what is left of them.
 template <typename T>
 struct Output {
-    T* y;
-    int64_t out;    // elements of a row
-    const T* bias;  // [out], or nullptr
+    T* y;         // [rows, out], from the first of these columns on
+    int64_t out;  // elements of a row
+    int width;
+    Pair bias;
     bool relu;
 
-    void write(int64_t row, int64_t column, Pair sum) const {
-        const int width = (int)std::min<int64_t>(PAIR, out - column);
-        if (bias) {
-            const Pair b = load_pair_n(bias + column, width);
-            sum = {sum.a + b.a, sum.b + b.b};
-        }
+    void write(int64_t row, Pair sum) const {
+        sum = {sum.a + bias.a, sum.b + bias.b};
         if (relu) {
             // Written so that a NaN passes through.
             sum.a = sum.a < 0.f ? vf{} : sum.a;
             sum.b = sum.b < 0.f ? vf{} : sum.b;
         }
-        store_pair_n(y + row * out + column, sum, width);
+        store_pair_n(y + row * out, sum, width);
     }
 };
 
@@ -53,42 +51,51 @@ static void pack(const T* weight, T* panels, int64_t out, int64_t in, int64_t st
 template <typename T>
 static void linear(const T* x, const T* panels, const T* bias, T* y, int64_t rows, int64_t in,
                    int64_t out, int64_t x_stride, bool relu) {
-    using X = typename Dot<T>::X;
+    using P = Product<T>;
+    using X = typename P::X;
     // Kept between calls: a fresh large buffer would be page-faulted in every time.
-    static thread_local std::vector<X> packed;
+    static thread_local AlignedVector<X> packed;
     const int64_t steps = steps_of<T>(in), count = (out + PAIR - 1) / PAIR;
+    const int64_t tile_size = P::ROWS * steps;
     const int64_t most_tiles =
-        std::max<int64_t>(1, BLOCK_BYTES / (TILE_ROWS * steps * (int64_t)sizeof(X)));
-    const int64_t tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    // Tiles of nearly equal height: a thin last tile would waste the multipliers.
-    const auto first_row = [&](int64_t tile) { return tile * rows / tiles; };
-    packed.resize(std::min(tiles, most_tiles) * TILE_ROWS * steps);
+        std::max<int64_t>(1, BLOCK_BYTES / (tile_size * (int64_t)sizeof(X)));
+    const int64_t tiles = (rows + P::ROWS - 1) / P::ROWS;
+    const auto first_row = [&](int64_t tile) { return P::first_row(tile, tiles, rows); };
+    packed.resize(std::min(tiles, most_tiles) * tile_size);
     X* const buffer = packed.data();
+    const auto output_of = [&](int64_t panel) {
+        const int64_t column = panel * PAIR;
+        const int width = (int)std::min<int64_t>(PAIR, out - column);
+        return Output<T>{y + column, out, width,
+                         bias ? load_pair_n(bias + column, width) : Pair{}, relu};
+    };
     Shares shares(omp_get_max_threads());
 #pragma omp parallel
-    for (int64_t block = 0; block < tiles; block += most_tiles) {
-        const int64_t end_tile = std::min(tiles, block + most_tiles);
-        const int thread = omp_get_thread_num();
-        shares.deal(count, thread, omp_get_num_threads());
+    {
+        [[maybe_unused]] const typename P::Unit unit{};
+        alignas(64) float sums[P::ROWS * PAIR];
+        for (int64_t block = 0; block < tiles; block += most_tiles) {
+            const int64_t end_tile = std::min(tiles, block + most_tiles);
+            const int thread = omp_get_thread_num();
+            shares.deal(count, thread, omp_get_num_threads());
 #pragma omp for schedule(static)
-        for (int64_t tile = block; tile < end_tile; ++tile)
-            pack_tile<T>([&](int64_t m) { return x + (first_row(tile) + m) * x_stride; },
-                         first_row(tile + 1) - first_row(tile), in,
-                         buffer + (tile - block) * TILE_ROWS * steps);
-        for (int64_t p; (p = shares.take(thread)) >= 0;) {
-            const T* const panel = panels + p * steps * STEP_SIZE<T>;
             for (int64_t tile = block; tile < end_tile; ++tile)
-                with_rows<TILE_ROWS>(first_row(tile + 1) - first_row(tile), [&](auto height) {
-                    constexpr int M = decltype(height)::value;
-                    const X* packed_tile = buffer + (tile - block) * TILE_ROWS * steps;
-                    Pair sums[M] = {};
-                    add_products<T, M>(sums, packed_tile, panel, steps,
-                                       next_panel(panel, steps, tile - block, end_tile - block));
-                    const Output<T> output{y + first_row(tile) * out, out, bias, relu};
-                    for (int m = 0; m < M; ++m) output.write(m, p * PAIR, sums[m]);
-                });
-        }
+                P::pack([&](int64_t m) { return x + (first_row(tile) + m) * x_stride; },
+                        first_row(tile + 1) - first_row(tile), in,
+                        buffer + (tile - block) * tile_size);
+            for (int64_t p; (p = shares.take(thread)) >= 0;) {
+                const T* const panel = panels + p * steps * STEP_SIZE<T>;
+                const Output<T> output = output_of(p);
+                for (int64_t tile = block; tile < end_tile; ++tile) {
+                    const int64_t first = first_row(tile), height = first_row(tile + 1) - first;
+                    P::of_tile(sums, PAIR, buffer + (tile - block) * tile_size, height, panel,
+                               steps, next_panel(panel, steps, tile - block, end_tile - block));
+                    for (int64_t m = 0; m < height; ++m)
+                        output.write(first + m, load_pair(sums + m * PAIR));
+                }
+            }
 #pragma omp barrier
+        }
     }
 }
 

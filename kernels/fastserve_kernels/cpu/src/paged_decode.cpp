@@ -18,11 +18,11 @@ namespace fastserve {
 
 // Positions at a time: a few blocks, whose heads lie one after the other, so that the hardware sees
 // long streams. (64 at a time: 15% slower from memory; 16: 5 to 10%.)
-constexpr int PAGED_CHUNK = 32;
+constexpr int CHUNK = 32;
 // Query heads that one work item walks together; bounds its state to the second-level cache.
 constexpr int MAX_ITEM_HEADS = 32;
 
-struct CacheQuery : Query {
+struct CacheQuery : Query<CHUNK> {
     float* q;  // [pairs] of QueryPart
     int64_t kv_head;
 };
@@ -149,7 +149,7 @@ struct Attend {
 
     void score(CacheQuery& query, const T* const* k, int count, int64_t head_offset) const {
         for (int i = 0; i < count; i += W)
-            *(vf_mem*)(query.weights + i) = dots(query.q, k + i, head_offset) * scale;
+            *(vf_mem*)(query.weights + i) = dots(query.q, k + i, head_offset);
     }
 
     void add_values(CacheQuery& query, const T* const* v, int count, int64_t head_offset) const {
@@ -166,20 +166,20 @@ struct Attend {
     // order.
     void run(CacheQuery* queries, int count, int64_t context, const PagedCache<T>& cache,
              const int32_t* table) const {
-        const T *places[2][2][PAGED_CHUNK];  // of keys and values, of this chunk and the next
+        const T *places[2][2][CHUNK];  // of keys and values, of this chunk and the next
         const auto locate = [&](int64_t first) {
-            auto& [k, v] = places[first / PAGED_CHUNK % 2];
-            const int located = (int)std::clamp<int64_t>(context - first, 0, PAGED_CHUNK);
+            auto& [k, v] = places[first / CHUNK % 2];
+            const int located = (int)std::clamp<int64_t>(context - first, 0, CHUNK);
             cache.locate(table, first, located, k, v);
             for (int i = located; i % W; ++i) k[i] = k[located - 1];
             return located;
         };
         int located = locate(0);
-        for (int64_t first = 0; first < context; first += PAGED_CHUNK) {
-            const auto& [k, v] = places[first / PAGED_CHUNK % 2];
-            const int64_t next = first + PAGED_CHUNK;
+        for (int64_t first = 0; first < context; first += CHUNK) {
+            const auto& [k, v] = places[first / CHUNK % 2];
+            const int64_t next = first + CHUNK;
             const int next_located = locate(next);
-            const T* const* next_k = places[next / PAGED_CHUNK % 2][0];
+            const T* const* next_k = places[next / CHUNK % 2][0];
             const auto begins_head = [&](int i) {
                 return i == 0 || queries[i].kv_head != queries[i - 1].kv_head;
             };
@@ -188,7 +188,7 @@ struct Attend {
                 if (begins_head(i)) fetch(v, located, head_offset);
                 score(queries[i], k, located, head_offset);
             }
-            for (int i = 0; i < count; ++i) queries[i].softmax(located);
+            for (int i = 0; i < count; ++i) queries[i].template softmax<float>(located, scale);
             for (int i = 0; i < count; ++i) {
                 const int64_t head_offset = queries[i].kv_head * cache.head_stride;
                 if (begins_head(i)) fetch(next_k, next_located, head_offset);

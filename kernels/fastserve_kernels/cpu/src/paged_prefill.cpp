@@ -1,16 +1,21 @@
 // Causal attention of prompts, or chunks of them, over the paged cache, as matrix products: scores of a
-// tile of queries with panels of keys, then their weights with the rows of values. A query's result
-// depends on its own context only, never on what else is in the batch or how a prompt is cut.
+// tile of queries with panels of keys, then their weights, rounded to T, with panels of values. A query's
+// result depends on its own context only, never on what else is in the batch or how a prompt is cut.
 #include <algorithm>
 #include <vector>
 
+#include "aligned.h"
 #include "online_softmax.h"
 #include "paged_rows.h"
-#include "panels.h"
+#include "products.h"
 
 namespace fastserve {
 
+// Positions at a time. (64 at a time: up to a fifth slower.)
+constexpr int CHUNK = 256;
 static_assert(CHUNK % PAIR == 0);
+
+using PromptQuery = Query<CHUNK>;
 
 struct PrefillArgs {
     const void *query, *kv;
@@ -27,105 +32,90 @@ struct PrefillArgs {
     }
 };
 
-// Up to TILE_ROWS rows of a job.
+// Up to Product::ROWS rows of a job.
 struct Tile {
     int64_t job, first, end;
 };
 
-// Of the keys of up to PAIR positions of a job.
-struct Panel {
+// Up to CHUNK positions of a job.
+struct Chunk {
     int64_t job, first_position;
 };
 
-// Scores of M queries, which are packed in x, with `count` keys from a panel on.
-template <typename T, int M>
-static void score(Query* queries, const typename Dot<T>::X* x, const T* panel, int64_t steps,
-                  int count, float scale) {
-    for (int i = 0; i < count; i += PAIR, panel += steps * STEP_SIZE<T>) {
-        Pair sums[M] = {};
-        add_products<T, M>(sums, x, panel, steps, next_panel(panel, steps, 0, 1));
-        for (int m = 0; m < M; ++m)
-            store_in_order<T>(queries[m].weights + i, {sums[m].a * scale, sums[m].b * scale});
-    }
-}
-
-// Adds `count` rows of values, by the weights of M queries.
-template <typename T, int M>
-static void add_values(Query* queries, const T* const* values, int64_t head_offset, int count,
-                       int size) {
-    for (int c = 0; c < size; c += PAIR) {
-        const int width = std::min(PAIR, size - c);
-        Pair sums[M];
-        for (int m = 0; m < M; ++m) {
-            const Pair acc = load_pair(queries[m].acc + c);
-            sums[m] = {acc.a * queries[m].rescale, acc.b * queries[m].rescale};
-        }
-        for (int i = 0; i < count; ++i) {
-            const Pair v = load_pair_n(values[i] + head_offset + c, width);
-            for (int m = 0; m < M; ++m) {
-                sums[m].a += queries[m].weights[i] * v.a;
-                sums[m].b += queries[m].weights[i] * v.b;
-            }
-        }
-        for (int m = 0; m < M; ++m) store_pair(queries[m].acc + c, sums[m]);
-    }
-}
-
-// From the scores of a chunk's `count` positions to weights; `left` of its context are not before it.
-static void weigh(Query& query, int64_t left, int count) {
+// From the scores of a chunk's `count` positions to packed weights, and makes the output ready to add
+// to. `left` positions of the query's context are not before the chunk.
+template <typename T>
+static void weigh(PromptQuery& query, int64_t left, int count, float scale, int64_t acc_size) {
     const int seen = (int)std::clamp<int64_t>(left, 0, count);
     query.rescale = 1.f;
-    if (seen > 0) query.softmax(seen);
-    std::fill(query.weights + seen, query.weights + count, 0.f);
+    if (seen > 0) query.softmax<T>(seen, scale);
+    for (int i = 0; i < count; i += PAIR) {
+        const Pair weights = i < seen ? load_pair(query.weights + i) : Pair{};
+        Dot<T>::pack_pair((typename Dot<T>::X*)query.weights + i / Dot<T>::DEPTH, weights);
+    }
+    for (int64_t i = 0; i < acc_size; i += W)
+        *(vf_mem*)(query.acc + i) = *(const vf_mem*)(query.acc + i) * query.rescale;
 }
 
 template <typename T>
 static void prefill(const PrefillArgs& a) {
-    using X = typename Dot<T>::X;
-    // Kept between calls: a fresh large buffer would be page-faulted in every time.
-    static thread_local std::vector<T> packed_keys;
-    static thread_local std::vector<const T*> located_values;
+    using P = Product<T>;
+    using X = typename P::X;
+    constexpr int64_t QUERY_SIZE = sizeof(PromptQuery) / sizeof(float);
+    static_assert(sizeof(X) == sizeof(float), "packed weights take the place of scores");
+    // Kept between calls: fresh large buffers would be page-faulted in every time.
+    static thread_local AlignedVector<T> packed_keys, packed_values;
     const PagedCache<T> cache(a.kv, a.layers, a.layer, a.kv_heads, a.block_size, a.dim);
     const int64_t group = a.heads / a.kv_heads;
-    const int64_t steps = steps_of<T>(a.dim), panel_size = steps * STEP_SIZE<T>;
-    std::vector<Panel> panels;
-    std::vector<int64_t> first_panels;  // of each job
+    const int64_t steps = steps_of<T>(a.dim), pairs = (a.dim + PAIR - 1) / PAIR;
+    const int64_t acc_size = pairs * PAIR;
+    // Of a head: keys are [CHUNK / PAIR] panels, values [pairs].
+    const int64_t key_panel = steps * STEP_SIZE<T>, key_chunk = CHUNK / PAIR * key_panel;
+    const int64_t value_panel = CHUNK * PAIR, value_chunk = pairs * value_panel;
+    std::vector<Chunk> chunks;
+    std::vector<int64_t> first_chunks;  // of each job
     std::vector<Tile> tiles;
     for (int64_t job = 0; job < a.jobs; ++job) {
-        first_panels.push_back((int64_t)panels.size());
-        for (int64_t position = 0; position < a.context_lens[job]; position += PAIR)
-            panels.push_back({job, position});
+        first_chunks.push_back((int64_t)chunks.size());
+        for (int64_t position = 0; position < a.context_lens[job]; position += CHUNK)
+            chunks.push_back({job, position});
         const int64_t end = a.query_starts[job + 1];
-        for (int64_t row = a.query_starts[job]; row < end; row += TILE_ROWS)
-            tiles.push_back({job, row, std::min<int64_t>(row + TILE_ROWS, end)});
+        for (int64_t row = a.query_starts[job]; row < end; row += P::ROWS)
+            tiles.push_back({job, row, std::min<int64_t>(row + P::ROWS, end)});
     }
     const auto context_of = [&](const Tile& tile) { return a.context_of(tile.job, tile.end - 1); };
     // Those that take longest first, so that no thread is left with one at the end.
     std::stable_sort(tiles.begin(), tiles.end(), [&](const Tile& x, const Tile& y) {
         return context_of(x) > context_of(y);
     });
-    const int64_t num_panels = (int64_t)panels.size(), num_tiles = (int64_t)tiles.size();
-    packed_keys.resize(a.kv_heads * num_panels * panel_size);
-    T* const keys = packed_keys.data();
-    located_values.resize(num_panels * PAIR);
-    const T** const values = located_values.data();  // of the first head, as the panels
+    const int64_t num_chunks = (int64_t)chunks.size(), num_tiles = (int64_t)tiles.size();
+    packed_keys.resize(a.kv_heads * num_chunks * key_chunk);
+    packed_values.resize(a.kv_heads * num_chunks * value_chunk);
+    T *const keys = packed_keys.data(), *const values = packed_values.data();
 #pragma omp parallel
     {
+        [[maybe_unused]] const typename P::Unit unit{};
 #pragma omp for schedule(static)
-        for (int64_t item = 0; item < num_panels; ++item) {
-            const auto [job, first] = panels[item];
-            const int count = (int)std::min<int64_t>(PAIR, a.context_lens[job] - first);
-            const T* key_rows[PAIR];
-            cache.locate(a.block_tables + job * a.table_stride, first, count, key_rows,
-                         values + item * PAIR);
-            for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head)
-                pack_panel([&](int64_t n) { return key_rows[n] + kv_head * cache.head_stride; },
-                           count, a.dim, keys + (kv_head * num_panels + item) * panel_size);
+        for (int64_t item = 0; item < num_chunks; ++item) {
+            const auto [job, first] = chunks[item];
+            const int count = (int)std::min<int64_t>(CHUNK, a.context_lens[job] - first);
+            const T *key_rows[CHUNK], *value_rows[CHUNK];
+            cache.locate(a.block_tables + job * a.table_stride, first, count, key_rows, value_rows);
+            for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head) {
+                const int64_t offset = kv_head * cache.head_stride;
+                const int64_t place = kv_head * num_chunks + item;
+                for (int i = 0; i < count; i += PAIR)
+                    pack_panel([&](int64_t n) { return key_rows[i + n] + offset; }, count - i,
+                               a.dim, keys + place * key_chunk + i / PAIR * key_panel);
+                for (int64_t c = 0; c < pairs; ++c)
+                    pack_panel_by_rows(
+                        [&](int64_t k) { return value_rows[k] + offset + c * PAIR; },
+                        a.dim - c * PAIR, count, values + place * value_chunk + c * value_panel);
+            }
         }
-        const int64_t pairs = (a.dim + PAIR - 1) / PAIR;
-        std::vector<float> memory(TILE_ROWS * group * pairs * PAIR);
-        std::vector<Query> queries(TILE_ROWS * group);
-        std::vector<X> packed(TILE_ROWS * group * steps);
+        AlignedVector<float> memory(P::ROWS * group * acc_size);
+        std::vector<PromptQuery> queries(P::ROWS * group);
+        AlignedVector<X> packed(P::ROWS * group * steps);
         // Head by head, so that its keys and values stay in the second-level cache.
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < num_tiles * a.kv_heads; ++item) {
@@ -134,37 +124,40 @@ static void prefill(const PrefillArgs& a) {
             const int64_t count = (tile.end - tile.first) * group;  // of queries
             // f(the first of some queries, how many these are).
             const auto for_each_tile = [&](const auto& f) {
-                for (int64_t i = 0; i < count; i += TILE_ROWS)
-                    with_rows<TILE_ROWS>(std::min<int64_t>(TILE_ROWS, count - i),
-                                         [&](auto height) { f(i, height); });
+                for (int64_t i = 0; i < count; i += P::ROWS)
+                    f(i, std::min<int64_t>(P::ROWS, count - i));
             };
             for (int64_t i = 0; i < count; ++i)
-                queries[i].begin(memory.data() + i * pairs * PAIR, (int)pairs);
-            for_each_tile([&](int64_t first, auto height) {
+                queries[i].begin(memory.data() + i * acc_size, (int)pairs);
+            for_each_tile([&](int64_t first, int64_t height) {
                 const auto row_of = [&](int64_t m) {
                     const int64_t i = first + m;
                     return (const T*)a.query + (tile.first + i / group) * a.query_stride_t +
                            (kv_head * group + i % group) * a.query_stride_h;
                 };
-                pack_tile<T>(row_of, height, a.dim, packed.data() + first * steps);
+                P::pack(row_of, height, a.dim, packed.data() + first * steps);
             });
-            const int64_t first_panel = first_panels[tile.job];
-            const T* panel = keys + (kv_head * num_panels + first_panel) * panel_size;
             const int64_t context = context_of(tile);
-            for (int64_t position = 0; position < context; position += CHUNK) {
+            int64_t place = kv_head * num_chunks + first_chunks[tile.job];
+            for (int64_t position = 0; position < context; position += CHUNK, ++place) {
                 const int chunk = (int)std::min<int64_t>(CHUNK, context - position);
-                for_each_tile([&](int64_t first, auto height) {
-                    score<T, decltype(height)::value>(
-                        queries.data() + first, packed.data() + first * steps,
-                        panel + position / PAIR * panel_size, steps, chunk, a.scale * LOG2E);
+                for_each_tile([&](int64_t first, int64_t height) {
+                    const T* panel = keys + place * key_chunk;
+                    for (int i = 0; i < chunk; i += PAIR, panel += key_panel)
+                        P::of_tile(queries[first].weights + i, QUERY_SIZE,
+                                   packed.data() + first * steps, height, panel, steps,
+                                   next_panel(panel, steps, 0, 1));
                 });
                 for (int64_t i = 0; i < count; ++i)
-                    weigh(queries[i], a.context_of(tile.job, tile.first + i / group) - position,
-                          chunk);
-                for_each_tile([&](int64_t first, auto height) {
-                    add_values<T, decltype(height)::value>(
-                        queries.data() + first, values + first_panel * PAIR + position,
-                        kv_head * cache.head_stride, chunk, (int)a.dim);
+                    weigh<T>(queries[i], a.context_of(tile.job, tile.first + i / group) - position,
+                             chunk, a.scale * LOG2E, acc_size);
+                for_each_tile([&](int64_t first, int64_t height) {
+                    const T* panel = values + place * value_chunk;
+                    for (int64_t c = 0; c < pairs; ++c, panel += value_panel)
+                        P::template add_rows<QUERY_SIZE>(
+                            queries[first].acc + c * PAIR, acc_size, (const X*)queries[first].weights,
+                            height, panel, steps_of<T>(chunk),
+                            next_panel(panel, steps_of<T>(chunk), 0, 1));
                 });
             }
             for (int64_t i = 0; i < count; ++i)

@@ -7,6 +7,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
 namespace fastserve {
 
 // Names of storage types in the C interface; the Python side passes these numbers.
@@ -54,6 +58,19 @@ static inline Pair load_pair(const bf16* p) {
     return {(vf)(raw << 16), (vf)(raw & 0xffff0000u)};
 }
 
+static inline void store_pair(float* p, Pair x) {
+    *(vf_mem*)p = x.a;
+    *(vf_mem*)(p + W) = x.b;
+}
+#if defined(__AVX512BF16__)
+static inline void store_pair(bf16* p, Pair x) {
+    typedef uint16_t halves __attribute__((vector_size(64)));
+    const halves rounded = (halves)_mm512_cvtne2ps_pbh((__m512)x.b, (__m512)x.a);
+    halves order;
+    for (int i = 0; i < PAIR; ++i) order[i] = i / 2 + i % 2 * W;
+    _mm512_storeu_si512(p, (__m512i)__builtin_shuffle(rounded, order));
+}
+#else
 // fp32 -> bf16 in the upper half of each lane, round to nearest even; a NaN stays a NaN.
 static inline vu round_bf16(vf x) {
     vu u = (vu)x;
@@ -62,13 +79,10 @@ static inline vu round_bf16(vf x) {
     return (vu)(x == x ? (vi)rounded : (vi)quiet);
 }
 
-static inline void store_pair(float* p, Pair x) {
-    *(vf_mem*)p = x.a;
-    *(vf_mem*)(p + W) = x.b;
-}
 static inline void store_pair(bf16* p, Pair x) {
     *(vu_mem*)p = (round_bf16(x.a) >> 16) | (round_bf16(x.b) & 0xffff0000u);
 }
+#endif
 
 // The elements of a Pair of T in ascending order.
 template <typename T>
@@ -118,13 +132,14 @@ static inline float hsum(vf x) {
         for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
     return lanes[0];
 }
+// DISTANCE is a constant, or else the shuffle's indices would be made anew each time.
+template <int DISTANCE = W / 2>
 static inline float hmax(vf x) {
-    float lanes[W];
-    *(vf_mem*)lanes = x;
-    for (int width = W / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i)
-            lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-    return lanes[0];
+    vi other;
+    for (int i = 0; i < W; ++i) other[i] = i ^ DISTANCE;
+    x = vmax(x, __builtin_shuffle(x, other));
+    if constexpr (DISTANCE > 1) return hmax<DISTANCE / 2>(x);
+    return x[0];
 }
 
 // 2^x for x <= 0, relative error below 2e-7; anything under 2^-126 flushes to about 1e-38. A NaN

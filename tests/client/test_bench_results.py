@@ -91,6 +91,20 @@ def test_the_highest_rate_of_a_sweep_may_be_beyond_it() -> None:
     assert highest_rate([1, 2], [3.0, math.inf], limit=5.0) == 1
 
 
+def test_beyond_its_sweep_is_beyond_what_the_server_itself_got() -> None:
+    """Server b was gone before the second load."""
+    runs = [
+        Run(label, load, 0, outcome(2.0)) for label, load in (("a", SLOW), ("b", SLOW), ("a", FAST))
+    ]
+    points = gather_points(runs, plan(SLOW, FAST), SLO)
+    within = within_objectives(points, 1.0)
+    rows = [line.split() for line in printed(objectives_table(within, 1.0), 100).splitlines()]
+    assert ["a", *[">", "4"] * 3] in rows
+    assert ["b", *[">", "1"] * 3] in rows
+    rates = json.loads(report_json(points, {}, within))["within_objectives"]["b"]
+    assert rates == {"measured": 1.0, "mean": None, "p95": None, "goodput": None}
+
+
 def test_ratios_pair_runs_of_one_seed() -> None:
     ratios = {(one.label, one.offered): one.values for one in compare(sweep())}
     assert list(ratios) == [("b", 1.0), ("b", 4.0)]
@@ -105,7 +119,7 @@ def test_tables_fit_a_hundred_columns_and_show_the_unknown_as_a_dash() -> None:
     with console.capture() as capture:
         for table in result_tables(points, "jobs/s"):
             console.print(table)
-        console.print(objectives_table(within_objectives(points, 1.0), 1.0, 4.0))
+        console.print(objectives_table(within_objectives(points, 1.0), 1.0))
     text = capture.get()
     assert "…" not in text
     rows = [line.split() for line in text.splitlines() if line.split()[:1] == ["b"]]
@@ -123,7 +137,7 @@ def test_eighty_columns_cut_no_number_and_no_label(label: str) -> None:
     tables = [
         *result_tables(points, "jobs/s"),
         sweep_table(sweep_points(points)),
-        objectives_table(within_objectives(points, 1.0), 1.0, 4.0),
+        objectives_table(within_objectives(points, 1.0), 1.0),
         comparison_table(compare(points), label, "jobs/s"),
         comparison_table(compare(points[::-1]), "b", "jobs/s"),
     ]

@@ -112,6 +112,8 @@ class WithinObjectives:
     See ``highest_rate`` for 0 and infinity.
     """
 
+    measured: float
+    """The highest rate that this server got: not that of the sweep, if that ended early."""
     mean: float
     """Mean normalized latency within its objective (FastServe Fig. 11)."""
     p95: float
@@ -129,6 +131,7 @@ def within_objectives(
         line = sorted(group, key=lambda point: point.offered)
         rates = [point.offered for point in line]
         found[label] = WithinObjectives(
+            rates[-1],
             highest_rate(rates, [_mean(point) for point in line], normalized_latency_s),
             highest_rate(rates, [_p95(point) for point in line], normalized_latency_s),
             highest_rate(rates, [1 - point.attainment for point in line], 1 - GOODPUT_SHARE),

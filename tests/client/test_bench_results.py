@@ -105,6 +105,23 @@ def test_beyond_its_sweep_is_beyond_what_the_server_itself_got() -> None:
     assert rates == {"measured": 1.0, "mean": None, "p95": None, "goodput": None}
 
 
+def test_ctrl_c_is_no_failure_of_the_server() -> None:
+    cancelled = [Failure(0.0, FailureKind.CANCELLED, "the run was interrupted")]
+    interrupted = Outcome([measured(2.0)], cancelled, [0.001] * 2, interrupted=True)
+    whole = [Run(label, SLOW, 0, outcome(2.0)) for label in ("a", "b")]
+
+    points = gather_points([*whole, Run("b", SLOW, 1, interrupted)], plan(SLOW, FAST), SLO)
+    assert [point.runs for point in points] == [[run] for run in whole]
+
+    # Of the next load there is nothing else.
+    runs = [*whole, Run("a", FAST, 0, outcome(2.0)), Run("b", FAST, 0, interrupted)]
+    points = gather_points(runs, plan(SLOW, FAST), SLO)
+    assert [(point.num_jobs, point.num_failed) for point in points] == [(1, 0)] * 3 + [(2, 1)]
+    assert set(compare(points)[1].values.values()) == {None}
+    rates = within_objectives(points, 1.0)["b"]
+    assert (rates.measured, rates.mean) == (1.0, math.inf)
+
+
 def test_ratios_pair_runs_of_one_seed() -> None:
     ratios = {(one.label, one.offered): one.values for one in compare(sweep())}
     assert list(ratios) == [("b", 1.0), ("b", 4.0)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from fastserve_client.bench.points import Point
+from fastserve_client.bench.session import Run
 from fastserve_client.report.summary import Summary
 from fastserve_client.report.table import MISSING, labelled_table
 
@@ -60,11 +61,15 @@ def _ratios(point: Point, base: Point) -> dict[str, float | None]:
 
 def _pairs(point: Point, base: Point) -> Iterator[tuple[Summary, Summary]]:
     """Summaries of both by repeat, where both finished jobs."""
-    others = {run.repeat: run.summary for run in base.runs}
-    for run in point.runs:
+    others = {run.repeat: run.summary for run in _whole(base)}
+    for run in _whole(point):
         one, other = run.summary, others.get(run.repeat)
         if one is not None and other is not None:
             yield one, other
+
+
+def _whole(point: Point) -> Iterator[Run]:
+    return (run for run in point.runs if not run.outcome.interrupted)
 
 
 def comparison_table(ratios: Sequence[Ratios], base: str, load_header: str) -> Table:

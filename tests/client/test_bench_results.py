@@ -122,12 +122,13 @@ def test_ctrl_c_is_no_failure_of_the_server() -> None:
     assert (rates.measured, rates.mean) == (1.0, math.inf)
 
 
-def test_ratios_pair_runs_of_one_seed() -> None:
+def test_ratios_pair_runs_of_one_seed_in_which_every_job_finished() -> None:
     ratios = {(one.label, one.offered): one.values for one in compare(sweep())}
     assert list(ratios) == [("b", 1.0), ("b", 4.0)]
     # 1/2 in the first repeat, 3/2 in the second.
     assert ratios["b", 1.0]["JCT mean"] == pytest.approx(1.0)
-    assert ratios["b", 4.0]["JCT mean"] == pytest.approx(0.5)
+    # One job in 3 s and one refused is not faster than two in 6 s.
+    assert set(ratios["b", 4.0].values()) == {None}
 
 
 def test_tables_fit_a_hundred_columns_and_show_the_unknown_as_a_dash() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import queue
 import random
-import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -55,6 +54,9 @@ def on_the_engine(
 ) -> list[JobRecord]:
     """Submits each job at its time; what the engine says of each job.
 
+    Latencies count from the arrival in the trace, not from the submission: where this process lags,
+    they would be too short otherwise.
+
     Args:
         most_mean_s: of normalized latency; given up as soon as the mean is certain to be larger.
 
@@ -82,24 +84,23 @@ def on_the_engine(
             raise TooSlow(f"the mean normalized latency is more than {most_mean_s:.3g} s")
 
     answers = run_jobs(engine, jobs, deadline_s, [job.arrival_s for job in trace], check)
-    return [_record(answer.stats) for answer in answers]
+    return [_record(answer) for answer in answers]
 
 
-def _record(stats: JobStats) -> JobRecord:
+def _record(answer: Answer) -> JobRecord:
     """Of a job that has ended."""
+    stats = answer.stats
     assert stats.first_token_s is not None
     assert stats.last_token_s is not None
     return JobRecord(
-        arrival_s=stats.arrival_s,
+        arrival_s=answer.arrival_s,
         first_scheduled_s=stats.first_scheduled_s,
         first_token_s=stats.first_token_s,
         last_token_s=stats.last_token_s,
         prompt_tokens=stats.num_input_tokens,
         output_tokens=stats.num_output_tokens,
         num_preemptions=stats.num_preemptions,
-        executed_s=0.0,
         swap_stall_s=stats.swap_stall_s,
-        alone_s=None,
     )
 
 
@@ -107,6 +108,8 @@ def _record(stats: JobStats) -> JobRecord:
 class Answer:
     """What the engine made of one job."""
 
+    arrival_s: float
+    """When it was to be submitted, on the engine's clock."""
     token_ids: list[int] = field(default_factory=list)
     end: JobOutput | None = None
     """Its last output."""
@@ -137,11 +140,12 @@ def run_jobs(
         TooSlow: after ``deadline_s``. The jobs are cancelled.
         EngineError: a job failed.
     """
-    answers = [Answer() for _ in jobs]
+    started_s = engine.clock.now()
+    arrivals_s = arrivals_s or [0.0] * len(jobs)
+    answers = [Answer(started_s + arrival_s) for arrival_s in arrivals_s]
     numbers: list[int] = []
     ends: queue.SimpleQueue[int] = queue.SimpleQueue()
     ended: set[int] = set()
-    started_s = time.monotonic()
 
     def sink_of(index: int) -> Callable[[JobOutput], None]:
         def sink(output: JobOutput) -> None:
@@ -154,7 +158,7 @@ def run_jobs(
 
     try:
         while len(ended) < len(jobs):
-            elapsed_s = time.monotonic() - started_s
+            elapsed_s = engine.clock.now() - started_s
             if elapsed_s > deadline_s:
                 raise TooSlow(f"{len(jobs) - len(ended)} jobs had not ended in {deadline_s:.0f} s")
             if check is not None:
@@ -162,7 +166,7 @@ def run_jobs(
             wait_s = _CHECK_S
             while len(numbers) < len(jobs):
                 index = len(numbers)
-                if arrivals_s is not None and arrivals_s[index] > elapsed_s:
+                if arrivals_s[index] > elapsed_s:
                     wait_s = min(wait_s, arrivals_s[index] - elapsed_s)
                     break
                 numbers.append(engine.submit(str(index), *jobs[index], sink_of(index)))

@@ -110,7 +110,12 @@ def number(value: float | None) -> str:
 
 
 def save_json(args: argparse.Namespace, name: str, values: Any) -> None:
-    settings = {"jobs": args.jobs, "seed": args.seed, "quick": args.quick}
+    """With all options: what a figure is of shall be known from its numbers."""
+    settings = {
+        option: str(value) if isinstance(value, Path) else value
+        for option, value in vars(args).items()
+        if option != "plot_dir"
+    }
     document = {"settings": settings, "values": values}
     (args.plot_dir / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n", "utf-8")
 

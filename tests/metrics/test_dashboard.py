@@ -30,6 +30,14 @@ def test_rules_ask_for_metrics_that_exist(traffic: Traffic) -> None:
     assert names
 
 
+def test_a_share_of_time_is_that_of_one_server() -> None:
+    """As the alert takes it: the sum over servers passes 100%."""
+    (stalls,) = (query for query in dashboard.queries() if query.panel == "Stalls")
+    taken = "sum by (instance, model) (rate(fastserve_swap_stall_seconds_total"
+    assert stalls.expression.startswith(taken)
+    assert taken in RULES.read_text(encoding="utf-8")
+
+
 def test_panels_have_places_of_their_own() -> None:
     everything = dashboard.load()["panels"]
     assert len({panel["id"] for panel in everything}) == len(everything)

@@ -25,7 +25,8 @@ def test_a_sweep_prints_a_table_and_writes_json_and_a_plot(tmp_path: Path) -> No
     output, plot = tmp_path / "report.json", tmp_path / "sweep.png"
     done = simulate(
         "opt-13b", "--rates", "1,4", "--num-jobs", "40", "--policies", "fcfs,srpt,speculative",
-        "--prediction-error", "0.5", "--output", str(output), "--plot", str(plot),
+        "--prediction-error", "0.5", "--max-output-tokens", "500",
+        "--output", str(output), "--plot", str(plot),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("fcfs") == done.stdout.count("srpt") == 2
@@ -38,6 +39,7 @@ def test_a_sweep_prints_a_table_and_writes_json_and_a_plot(tmp_path: Path) -> No
     ]  # fmt: skip
     assert report["settings"]["prediction_error"] == 0.5
     assert report["settings"]["cluster"]["hardware"] == "a100-80g"
+    assert report["settings"]["workload"]["limits"]["max_output_tokens"] == 500
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 

@@ -15,7 +15,10 @@ def run_figure(name: str, plots: Path, monkeypatch: pytest.MonkeyPatch) -> list[
     """The cells of the figure's table, row by row."""
     monkeypatch.syspath_prepend(PAPER)
     table = importlib.import_module(name).main(["--quick", "--plot-dir", str(plots)])
-    assert json.loads((plots / f"{name}.json").read_text())["values"]
+    document = json.loads((plots / f"{name}.json").read_text())
+    assert document["values"]
+    assert document["settings"]["quick"]
+    assert document["settings"]["sharegpt"] == "sharegpt"
     assert list(plots.glob(f"{name}*.png"))
     return [list(row) for row in zip(*(column.cells for column in table.columns), strict=True)]
 

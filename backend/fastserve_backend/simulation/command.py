@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -211,12 +211,6 @@ def _settings(
             "num_blocks": modelled.memory.num_blocks,
             "num_host_blocks": modelled.memory.num_host_blocks,
         },
-        "workload": {
-            "dataset": workload.dataset,
-            "num_jobs": workload.num_jobs,
-            "seed": workload.seed,
-            "scale": workload.scale,
-            "length_ratio": workload.length_ratio,
-        },
+        "workload": asdict(workload),
         "prediction_error": prediction_error,
     }

@@ -166,7 +166,7 @@ def _tables(
         yield comparison_table(ratios, points[0].label, load_header)
     slo_s = objectives.normalized_latency_s
     if within and slo_s is not None:
-        yield objectives_table(within, slo_s, max(plan.offered(load) for load in plan.loads))
+        yield objectives_table(within, slo_s)
 
 
 def _print_troubles(points: Sequence[Point], console: Console) -> None:

@@ -34,7 +34,7 @@ class Ratios:
 
 
 def compare(points: Sequence[Point]) -> list[Ratios]:
-    """All labels but the first; loads at which one of both finished no job have ``None``."""
+    """All labels but the first; loads without two runs to compare have ``None``."""
     if not points:
         return []
     base = {point.load: point for point in points if point.label == points[0].label}
@@ -59,12 +59,22 @@ def _ratios(point: Point, base: Point) -> dict[str, float | None]:
 
 
 def _pairs(point: Point, base: Point) -> Iterator[tuple[Summary, Summary]]:
-    """Summaries of both by repeat, where both finished jobs."""
-    others = {run.repeat: run.summary for run in base.runs}
-    for run in point.runs:
-        one, other = run.summary, others.get(run.repeat)
-        if one is not None and other is not None:
-            yield one, other
+    """Summaries of both by repeat, where both finished all jobs.
+
+    A server that lost half of them would be faster with the others.
+    """
+    ours, others = _complete(point), _complete(base)
+    for repeat in ours.keys() & others.keys():
+        yield ours[repeat], others[repeat]
+
+
+def _complete(point: Point) -> dict[int, Summary]:
+    """By repeat, of runs in which every job finished."""
+    return {
+        run.repeat: run.summary
+        for run in point.runs
+        if run.summary is not None and not run.outcome.failures and not run.outcome.interrupted
+    }
 
 
 def comparison_table(ratios: Sequence[Ratios], base: str, load_header: str) -> Table:
@@ -77,4 +87,5 @@ def comparison_table(ratios: Sequence[Ratios], base: str, load_header: str) -> T
         [load_header, *(name.replace(" ", "\n") for name in _COMPARED)],
         rows,
         title=f"Ratios to {base}, same seed (below 1 is faster; tokens/s: above 1)",
+        caption="Only of runs without errors.",
     )

@@ -40,6 +40,11 @@ class Point:
         return [run.outcome for run in self.runs]
 
     @property
+    def interrupted(self) -> bool:
+        """There is no whole run."""
+        return any(outcome.interrupted for outcome in self.outcomes)
+
+    @property
     def num_jobs(self) -> int:
         return sum(outcome.num_jobs for outcome in self.outcomes)
 
@@ -66,7 +71,10 @@ class Point:
 
 
 def gather_points(runs: Iterable[Run], plan: Plan, objectives: Objectives) -> list[Point]:
-    """In the order of labels and loads; runs in which no job was sent are left out."""
+    """In the order of labels and loads.
+
+    Runs in which no job was sent are left out, and so is an interrupted one where a whole one is.
+    """
     sent = [run for run in runs if run.outcome.num_jobs]
     labels = list(dict.fromkeys(run.label for run in sent))
     loads = list(plan.loads)
@@ -75,9 +83,14 @@ def gather_points(runs: Iterable[Run], plan: Plan, objectives: Objectives) -> li
         return labels.index(run.label), loads.index(run.load)
 
     return [
-        _point(list(group), plan, objectives)
+        _point(_whole_if_any(list(group)), plan, objectives)
         for _, group in groupby(sorted(sent, key=place), key=place)
     ]
+
+
+def _whole_if_any(runs: Sequence[Run]) -> Sequence[Run]:
+    """What Ctrl-C cancelled would count as a failure of the server."""
+    return [run for run in runs if not run.outcome.interrupted] or runs
 
 
 def _point(runs: Sequence[Run], plan: Plan, objectives: Objectives) -> Point:
@@ -112,6 +125,8 @@ class WithinObjectives:
     See ``highest_rate`` for 0 and infinity.
     """
 
+    measured: float
+    """The highest rate that this server got: not that of the sweep, if that ended early."""
     mean: float
     """Mean normalized latency within its objective (FastServe Fig. 11)."""
     p95: float
@@ -123,12 +138,17 @@ class WithinObjectives:
 def within_objectives(
     points: Sequence[Point], normalized_latency_s: float
 ) -> Mapping[str, WithinObjectives]:
-    """By label, for an open-loop sweep. A failed job counts as one that takes for ever."""
+    """By label, for an open-loop sweep. A failed job counts as one that takes for ever.
+
+    Points of interrupted runs, whose jobs did not fail by themselves, are left out.
+    """
     found = {}
-    for label, group in groupby(points, key=lambda point: point.label):
+    whole = [point for point in points if not point.interrupted]
+    for label, group in groupby(whole, key=lambda point: point.label):
         line = sorted(group, key=lambda point: point.offered)
         rates = [point.offered for point in line]
         found[label] = WithinObjectives(
+            rates[-1],
             highest_rate(rates, [_mean(point) for point in line], normalized_latency_s),
             highest_rate(rates, [_p95(point) for point in line], normalized_latency_s),
             highest_rate(rates, [1 - point.attainment for point in line], 1 - GOODPUT_SHARE),

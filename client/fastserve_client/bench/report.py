@@ -87,5 +87,5 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _finite(rate: float) -> float | None:
-    """``None`` for infinity, which JSON has not: not passed at the highest rate of the sweep."""
+    """``None`` for infinity, which JSON has not: beyond what was measured."""
     return None if math.isinf(rate) else rate

@@ -71,17 +71,15 @@ def error_lines(points: Sequence[Point]) -> Iterator[str]:
             yield f"{point.label}, {point.load}: {count} {kind}: {example.message}"
 
 
-def objectives_table(within: Mapping[str, WithinObjectives], slo_s: float, highest: float) -> Table:
-    """The highest rates within the objectives.
-
-    Args:
-        slo_s: Of normalized latency.
-        highest: The highest rate of the sweep.
-    """
+def objectives_table(within: Mapping[str, WithinObjectives], slo_s: float) -> Table:
+    """The highest rates within the objectives, of which ``slo_s`` is that of normalized latency."""
     return labelled_table(
         ("mean within SLO", "P95 within SLO", "P95 goodput"),
         [
-            (label, [_highest(rate, highest) for rate in (rates.mean, rates.p95, rates.goodput)])
+            (
+                label,
+                [_highest(one, rates.measured) for one in (rates.mean, rates.p95, rates.goodput)],
+            )
             for label, rates in within.items()
         ],
         title=f"Highest rate within the objectives, jobs/s (SLO {slo_s:g} s/token)",
@@ -89,7 +87,7 @@ def objectives_table(within: Mapping[str, WithinObjectives], slo_s: float, highe
     )
 
 
-def _highest(rate: float, highest: float) -> str:
+def _highest(rate: float, measured: float) -> str:
     if math.isinf(rate):
-        return f"> {highest:g}"
+        return f"> {measured:g}"
     return "not even the lowest" if rate == 0 else format_number(rate)

@@ -80,14 +80,14 @@ def test_padding_decodes_are_zero(backend: str, close: Close, dtype: torch.dtype
 def test_a_score_that_is_no_number_is_not_hidden(backend: str, dtype: torch.dtype) -> None:
     """The second job's, whichever position of its context it has; the first has nothing of it."""
     shape = Shape(1, 1, 64)
-    for position in (0, 40, 69):
-        cache = Cache.filled([70, 70], shape, dtype)
+    for position in (0, 40, 299):
+        cache = Cache.filled([300, 300], shape, dtype)
         query = queries(2, shape, dtype)
         block = cache.block_tables[1, position // 16]
         cache.kv[block, LAYER, 0, 0, position % 16, 5] = NAN
         for out in (
-            decode(query, cache, [70, 70], SCALE),
-            prefill(query, cache, [(1, 70), (1, 70)], SCALE),
+            decode(query, cache, [300, 300], SCALE),
+            prefill(query, cache, [(1, 300), (1, 300)], SCALE),
         ):
             assert out[0].isfinite().all()
             assert out[1].isnan().all()
@@ -138,12 +138,12 @@ def test_compiled_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_prompts_depend_neither_on_the_batch_nor_on_chunks(dtype: torch.dtype) -> None:
     ops.set_cpu_backend("compiled")
-    lengths = [30, 140, 30]
+    lengths = [30, 600, 30]
     cache = Cache.filled(lengths, SHAPE, dtype)
-    query = queries(200, SHAPE, dtype)
+    query = queries(660, SHAPE, dtype)
     together = prefill(query, cache, [(length, length) for length in lengths], SCALE)
     second = Cache(cache.kv, cache.block_tables[1:2])
-    for first, end in ((0, 140), (0, 69), (69, 140), (5, 6), (139, 140)):
+    for first, end in ((0, 600), (0, 69), (69, 300), (257, 600), (5, 6), (520, 521), (599, 600)):
         rows = slice(30 + first, 30 + end)
         alone = prefill(query[rows], second, [(end - first, end)], SCALE)
         assert torch.equal(alone, together[rows])

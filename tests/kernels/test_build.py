@@ -10,7 +10,7 @@ from pathlib import Path
 import fastserve_kernels
 import pytest
 import torch
-from fastserve_kernels import ops, reference
+from fastserve_kernels import ops
 from fastserve_kernels.cpu import builder
 from torch_threads import torch_threads
 
@@ -23,13 +23,30 @@ from fastserve_kernels.cpu import builder
 builder.SOURCE_DIR = Path(sys.argv[1])
 print(builder.build())
 """
-PRINT_BACKEND = """
+MULTIPLY_WITHOUT_AMX = """
+import torch
 from fastserve_kernels import ops, reference
+from fastserve_kernels.cpu import builder
+builder.may_use_amx = lambda: False
+ops.set_cpu_backend("compiled")
+weight, x = torch.randn(40, 48).bfloat16(), torch.randn(33, 48).bfloat16()
+expected = reference.linear(x, weight, None, False).bfloat16()
+torch.testing.assert_close(ops.PackedLinear(weight)(x), expected)
+kv, table = torch.randn(3, 1, 2, 2, 16, 48).bfloat16(), torch.arange(3, dtype=torch.int32)[None]
+query, context = torch.randn(40, 2, 48).bfloat16(), torch.tensor([40], dtype=torch.int32)
+starts = torch.tensor([0, 40], dtype=torch.int32)
+out = ops.paged_prefill(query, kv, 0, table, context, starts, 0.1)
+lengths = torch.arange(1, 41)
+expected = reference.paged_attention(query, kv, 0, table, torch.zeros(40).int(), lengths, 0.1)
+torch.testing.assert_close(out, expected.bfloat16(), atol=0.02, rtol=0.02)
+"""
+PRINT_BACKEND = """
+from fastserve_kernels import ops
 print(ops.cpu_backend())
 """
 PRINT_OPENMP_LIBRARIES = """
 import torch
-from fastserve_kernels import ops, reference
+from fastserve_kernels import ops
 ops.set_cpu_backend("compiled")
 ops.argmax_rows(torch.randn(64, 1024))
 torch.randn(512, 512) @ torch.randn(512, 512)
@@ -97,14 +114,16 @@ def test_no_compiler_falls_back_with_a_reason(
     assert ops.PackedLinear(torch.ones(2, 2).half()).path == "torch"
 
 
-@pytest.mark.usefixtures("auto_again")
-def test_without_leave_to_use_amx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where Linux refuses it; without AMX, as ever."""
-    monkeypatch.setattr(builder, "may_use_amx", lambda: False)
-    ops.set_cpu_backend("compiled")
-    weight, x = torch.randn(40, 48).bfloat16(), torch.randn(33, 48).bfloat16()
-    y = ops.PackedLinear(weight)(x)
-    torch.testing.assert_close(y, reference.linear(x, weight, None, False).bfloat16())
+def test_without_leave_to_use_amx_nothing_does() -> None:
+    """An instruction of it would end the process by a signal."""
+    done = subprocess.run(
+        [sys.executable, "-c", MULTIPLY_WITHOUT_AMX],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, (done.returncode, done.stderr)
 
 
 @pytest.mark.usefixtures("auto_again")

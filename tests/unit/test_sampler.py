@@ -134,6 +134,16 @@ def test_a_row_of_nan_has_no_token(how: Sampling | None, dtype: torch.dtype) -> 
     assert tokens.token_ids.min() >= 0
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("values", [{}, {"top_k": 2}, {"top_p": 0.9}], ids=str)
+def test_one_bad_logit_spoils_all_probabilities(bad: float, values: dict[str, Any]) -> None:
+    logits = torch.cat([LOGITS, LOGITS])
+    logits[0, 1] = bad
+    missing, chosen = choose(logits, sampling(2, **values))
+    assert missing == NO_TOKEN
+    assert 0 <= chosen < 4
+
+
 def test_extreme_uniform_numbers_stay_in_the_vocabulary() -> None:
     logits = torch.zeros(2, 7)
     for value in (0.0, 1 - 2**-53):

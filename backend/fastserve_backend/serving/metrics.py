@@ -164,6 +164,7 @@ class MetricsPublisher:
     def _publish(self) -> float:
         """How long it need not be done again, beside the least interval, if nothing is noticed."""
         snapshot = self._engine.snapshot()
+        samples = list(self._samples(snapshot))
         busy = snapshot.running + snapshot.waiting > 0
         now = time.monotonic()
         if not busy or now >= self._histograms_due_s:
@@ -171,7 +172,7 @@ class MetricsPublisher:
             for histogram, published in self._histograms:
                 for call in published.changes(histogram.take()):
                     self._send(call)
-        for name, labels, value in self._samples(snapshot):
+        for name, labels, value in samples:
             key = (name, *labels.values())
             old = self._published.get(key)
             if value == old:

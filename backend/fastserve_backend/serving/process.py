@@ -218,11 +218,12 @@ class ServerProcess:
         path = f"/v2/models/{MODEL_NAME}/generate"
         try:
             status, answer = self._request("POST", path, body, timeout_s)
-            reason = None if status == http.HTTPStatus.OK else json.loads(answer)["error"]
-        except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-            problems.append(LaunchError(f"no token from the model: {error}{self._log_hint()}"))
+            reason = "" if status == http.HTTPStatus.OK else json.loads(answer)["error"]
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+            reason = f"{error!r}{self._log_hint()}"
+            problems.append(LaunchError(f"no token from the model: {reason}"))
             return
-        if reason is not None:
+        if status != http.HTTPStatus.OK:
             # Clients may be quicker, and many: what is full now need not be after another start.
             is_full = status == http.HTTPStatus.SERVICE_UNAVAILABLE
             kind = LaunchError if is_full else ModelLoadError

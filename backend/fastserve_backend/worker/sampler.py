@@ -44,7 +44,7 @@ class SampledTokens:
     def __init__(
         self,
         token_ids: Tensor,
-        logits: Tensor,
+        chosen: Tensor,
         logprob_rows: Array = _NO_ROWS,
         logprobs: Sequence[Tensor] = (),
         groups: Sequence[Array] = (),
@@ -52,8 +52,8 @@ class SampledTokens:
     ) -> None:
         """
         Args:
-            logits: that they were chosen from. Where the model has computed NaN on the way to
-                them, all of a row are, so that the chosen token's tells.
+            chosen: [R], the logit or the probability by which each was chosen, which is NaN where
+                there is none to choose.
             logprob_rows: those of which log-probabilities are wanted.
             logprobs: of their tokens, float32; then for each of the groups the most likely tokens,
                 int32 [rows of the group, n], with theirs, float32.
@@ -65,8 +65,7 @@ class SampledTokens:
         self._logprob_rows = logprob_rows
         self._groups = groups
         self._uploads = uploads
-        is_nan = logits.gather(1, token_ids[:, None])[:, 0].isnan()
-        self._on_host = _begin_copy([torch.where(is_nan, NO_TOKEN, token_ids), *logprobs])
+        self._on_host = _begin_copy([torch.where(chosen.isnan(), NO_TOKEN, token_ids), *logprobs])
 
     def on_host(self) -> ChosenTokens:
         """To be called when the device has done what it was given until this was made."""
@@ -99,7 +98,8 @@ def sample(
             penalties with ``is_pending`` need them.
     """
     if sampling is None:
-        return SampledTokens(ops.argmax_rows(logits), logits)
+        token_ids = ops.argmax_rows(logits)
+        return SampledTokens(token_ids, _of_tokens(logits, token_ids))
     raw = logits.float()
     uploads = Uploads(raw.device)
     without_eos = np.flatnonzero(np.frombuffer(sampling.no_eos, dtype=np.bool_))
@@ -112,14 +112,20 @@ def sample(
         scores.view(-1).index_fill_(0, uploads.bring(ends.ravel()), -math.inf)
     if sampling.penalties:
         _penalise(scores, sampling.penalties, input_ids, uploads)
-    token_ids = _choose(scores, sampling, uploads)
+    token_ids, chosen = _choose(scores, sampling, uploads)
     num_logprobs = np.frombuffer(sampling.num_logprobs, dtype=np.int32)
     if (num_logprobs >= 0).any():
-        return _with_logprobs(token_ids, raw, num_logprobs, uploads)
-    return SampledTokens(token_ids, raw, uploads=uploads)
+        return _with_logprobs(token_ids, chosen, raw, num_logprobs, uploads)
+    return SampledTokens(token_ids, chosen, uploads=uploads)
 
 
-def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> Tensor:
+def _of_tokens(rows: Tensor, token_ids: Tensor) -> Tensor:
+    """[R], each row's entry for its token."""
+    return rows.gather(1, token_ids[:, None])[:, 0]
+
+
+def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> tuple[Tensor, Tensor]:
+    """The tokens, and by what each was chosen."""
     temperature = np.frombuffer(sampling.temperature, dtype=np.float32)
     top_k = np.frombuffer(sampling.top_k, dtype=np.int32)
     top_p = np.frombuffer(sampling.top_p, dtype=np.float32)
@@ -128,8 +134,10 @@ def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> Tensor:
     filtered = random & ((top_k > 0) | (top_p < 1))
     if random.all():
         token_ids = torch.empty(len(scores), dtype=torch.int64, device=scores.device)
+        chosen = torch.empty(len(scores), device=scores.device)
     else:
         token_ids = ops.argmax_rows(scores)
+        chosen = _of_tokens(scores, token_ids)
     # Filtering sorts the vocabulary, so rows that need none are kept out of it.
     for is_filtered in (False, True):
         rows = np.flatnonzero(random & (filtered == is_filtered))
@@ -141,13 +149,14 @@ def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> Tensor:
         of_rows = scores if len(rows) == len(scores) else scores[index]
         probabilities = torch.softmax(of_rows / heat, dim=-1)
         if is_filtered:
-            chosen = _invert_filtered(
+            inverted = _invert_filtered(
                 probabilities, uniform[rows], top_k[rows], top_p[rows], uploads
             )
         else:
-            chosen = _invert(probabilities, uploads.bring(uniform[rows]))
-        token_ids[index] = chosen
-    return token_ids
+            inverted = _invert(probabilities, uploads.bring(uniform[rows]))
+        token_ids[index] = inverted
+        chosen[index] = _of_tokens(probabilities, inverted)
+    return token_ids, chosen
 
 
 def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
@@ -246,12 +255,12 @@ def _joined(token_ids: Sequence[bytes], offsets: Array) -> Array:
 
 
 def _with_logprobs(
-    token_ids: Tensor, raw: Tensor, num_logprobs: Array, uploads: Uploads
+    token_ids: Tensor, chosen: Tensor, raw: Tensor, num_logprobs: Array, uploads: Uploads
 ) -> SampledTokens:
     rows = np.flatnonzero(num_logprobs >= 0)
     index = uploads.bring(rows)
     logprobs = torch.log_softmax(raw[index], dim=-1)
-    own = logprobs.gather(1, token_ids[index][:, None])[:, 0]
+    own = _of_tokens(logprobs, token_ids[index])
     wanted = num_logprobs[rows]
     # Rows that want as many together.
     groups = [np.flatnonzero(wanted == count) for count in np.unique(wanted[wanted > 0])]
@@ -259,7 +268,7 @@ def _with_logprobs(
     for group in groups:
         values, ids = torch.topk(logprobs[uploads.bring(group)], int(wanted[group[0]]))
         results += [ids.int(), values]
-    return SampledTokens(token_ids, raw, rows, results, groups, uploads)
+    return SampledTokens(token_ids, chosen, rows, results, groups, uploads)
 
 
 def _begin_copy(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -13,7 +13,9 @@ namespace fastserve {
 
 // Packed rows that are multiplied with all panels before the next ones: half a typical second-level
 // cache.
-#if defined(__AVX512F__)
+#if defined(USES_AMX)
+constexpr int64_t BLOCK_BYTES = 1 << 20;
+#elif defined(__AVX512F__)
 constexpr int64_t BLOCK_BYTES = 512 << 10;
 #else
 constexpr int64_t BLOCK_BYTES = 256 << 10;
@@ -73,7 +75,8 @@ static void linear(const T* x, const T* panels, const T* bias, T* y, int64_t row
 #pragma omp parallel
     {
         [[maybe_unused]] const typename P::Unit unit{};
-        alignas(64) float sums[P::ROWS * PAIR];
+        static thread_local AlignedVector<float> sums_of_tiles;
+        sums_of_tiles.resize(std::min(tiles, most_tiles) * P::ROWS * PAIR);
         for (int64_t block = 0; block < tiles; block += most_tiles) {
             const int64_t end_tile = std::min(tiles, block + most_tiles);
             const int thread = omp_get_thread_num();
@@ -86,12 +89,17 @@ static void linear(const T* x, const T* panels, const T* bias, T* y, int64_t row
             for (int64_t p; (p = shares.take(thread)) >= 0;) {
                 const T* const panel = panels + p * steps * STEP_SIZE<T>;
                 const Output<T> output = output_of(p);
-                for (int64_t tile = block; tile < end_tile; ++tile) {
-                    const int64_t first = first_row(tile), height = first_row(tile + 1) - first;
-                    P::of_tile(sums, PAIR, buffer + (tile - block) * tile_size, height, panel,
-                               steps, next_panel(panel, steps, tile - block, end_tile - block));
-                    for (int64_t m = 0; m < height; ++m)
-                        output.write(first + m, load_pair(sums + m * PAIR));
+                for (int64_t begin = 0, end; begin < steps; begin = end) {
+                    end = begin + std::min(P::PASS_STEPS, steps - begin);
+                    for (int64_t tile = block; tile < end_tile; ++tile) {
+                        const int64_t first = first_row(tile), height = first_row(tile + 1) - first;
+                        float* const sums = sums_of_tiles.data() + (tile - block) * P::ROWS * PAIR;
+                        P::of_tile(sums, PAIR, buffer + (tile - block) * tile_size, height, panel,
+                                   begin, end,
+                                   next_panel(panel, steps, tile - block, end_tile - block));
+                        for (int64_t m = 0; m < height && end == steps; ++m)
+                            output.write(first + m, load_pair(sums + m * PAIR));
+                    }
                 }
             }
 #pragma omp barrier

@@ -1,6 +1,6 @@
 // Causal attention of prompts, or chunks of them, over the paged cache, as matrix products: scores of a
-// tile of queries with panels of keys, then their weights, rounded to T, with panels of values. A query's
-// result depends on its own context only, never on what else is in the batch or how a prompt is cut.
+// tile of queries with panels of keys, then their weights with panels of values. A query's result
+// depends on its own context only, never on what else is in the batch or how a prompt is cut.
 #include <algorithm>
 #include <vector>
 
@@ -40,6 +40,10 @@ struct Tile {
 // Up to CHUNK positions of a job.
 struct Chunk {
     int64_t job, first_position;
+    int64_t first_panel;  // of keys, of each head
+    int count;            // of positions
+
+    int64_t num_panels() const { return (count + PAIR - 1) / PAIR; }
 };
 
 // From the scores of a chunk's `count` positions to packed weights, and makes the output ready to add
@@ -69,16 +73,18 @@ static void prefill(const PrefillArgs& a) {
     const int64_t group = a.heads / a.kv_heads;
     const int64_t steps = steps_of<T>(a.dim), pairs = (a.dim + PAIR - 1) / PAIR;
     const int64_t acc_size = pairs * PAIR;
-    // Of a head: keys are [CHUNK / PAIR] panels, values [pairs].
-    const int64_t key_panel = steps * STEP_SIZE<T>, key_chunk = CHUNK / PAIR * key_panel;
-    const int64_t value_panel = CHUNK * PAIR, value_chunk = pairs * value_panel;
+    const int64_t key_panel = steps * STEP_SIZE<T>;
     std::vector<Chunk> chunks;
     std::vector<int64_t> first_chunks;  // of each job
+    int64_t num_panels = 0;
     std::vector<Tile> tiles;
     for (int64_t job = 0; job < a.jobs; ++job) {
         first_chunks.push_back((int64_t)chunks.size());
-        for (int64_t position = 0; position < a.context_lens[job]; position += CHUNK)
-            chunks.push_back({job, position});
+        for (int64_t position = 0; position < a.context_lens[job]; position += CHUNK) {
+            const int count = (int)std::min<int64_t>(CHUNK, a.context_lens[job] - position);
+            chunks.push_back({job, position, num_panels, count});
+            num_panels += chunks.back().num_panels();
+        }
         const int64_t end = a.query_starts[job + 1];
         for (int64_t row = a.query_starts[job]; row < end; row += P::ROWS)
             tiles.push_back({job, row, std::min<int64_t>(row + P::ROWS, end)});
@@ -89,29 +95,33 @@ static void prefill(const PrefillArgs& a) {
         return context_of(x) > context_of(y);
     });
     const int64_t num_chunks = (int64_t)chunks.size(), num_tiles = (int64_t)tiles.size();
-    packed_keys.resize(a.kv_heads * num_chunks * key_chunk);
-    packed_values.resize(a.kv_heads * num_chunks * value_chunk);
-    T *const keys = packed_keys.data(), *const values = packed_values.data();
+    packed_keys.resize(a.kv_heads * num_panels * key_panel);
+    packed_values.resize(a.kv_heads * num_panels * PAIR * acc_size);
+    // Of a chunk and head: keys are [num_panels()] panels, values [pairs], of as many steps.
+    const auto keys_of = [&, keys = packed_keys.data()](const Chunk& chunk, int64_t kv_head) {
+        return keys + (kv_head * num_panels + chunk.first_panel) * key_panel;
+    };
+    const auto values_of = [&, values = packed_values.data()](const Chunk& chunk, int64_t kv_head) {
+        return values + (kv_head * num_panels + chunk.first_panel) * PAIR * acc_size;
+    };
+    const auto value_panel_of = [](const Chunk& chunk) { return chunk.num_panels() * PAIR * PAIR; };
 #pragma omp parallel
     {
         [[maybe_unused]] const typename P::Unit unit{};
 #pragma omp for schedule(static)
-        for (int64_t item = 0; item < num_chunks; ++item) {
-            const auto [job, first] = chunks[item];
-            const int count = (int)std::min<int64_t>(CHUNK, a.context_lens[job] - first);
+        for (int64_t item = 0; item < num_chunks * a.kv_heads; ++item) {
+            const Chunk& chunk = chunks[item % num_chunks];
+            const int64_t kv_head = item / num_chunks, offset = kv_head * cache.head_stride;
             const T *key_rows[CHUNK], *value_rows[CHUNK];
-            cache.locate(a.block_tables + job * a.table_stride, first, count, key_rows, value_rows);
-            for (int64_t kv_head = 0; kv_head < a.kv_heads; ++kv_head) {
-                const int64_t offset = kv_head * cache.head_stride;
-                const int64_t place = kv_head * num_chunks + item;
-                for (int i = 0; i < count; i += PAIR)
-                    pack_panel([&](int64_t n) { return key_rows[i + n] + offset; }, count - i,
-                               a.dim, keys + place * key_chunk + i / PAIR * key_panel);
-                for (int64_t c = 0; c < pairs; ++c)
-                    pack_panel_by_rows(
-                        [&](int64_t k) { return value_rows[k] + offset + c * PAIR; },
-                        a.dim - c * PAIR, count, values + place * value_chunk + c * value_panel);
-            }
+            cache.locate(a.block_tables + chunk.job * a.table_stride, chunk.first_position,
+                         chunk.count, key_rows, value_rows);
+            for (int64_t p = 0; p < chunk.num_panels(); ++p)
+                pack_panel([&](int64_t n) { return key_rows[p * PAIR + n] + offset; },
+                           chunk.count - p * PAIR, a.dim, keys_of(chunk, kv_head) + p * key_panel);
+            for (int64_t c = 0; c < pairs; ++c)
+                pack_panel_by_rows([&](int64_t k) { return value_rows[k] + offset + c * PAIR; },
+                                   a.dim - c * PAIR, chunk.count,
+                                   values_of(chunk, kv_head) + c * value_panel_of(chunk));
         }
         AlignedVector<float> memory(P::ROWS * group * acc_size);
         std::vector<PromptQuery> queries(P::ROWS * group);
@@ -138,26 +148,26 @@ static void prefill(const PrefillArgs& a) {
                 P::pack(row_of, height, a.dim, packed.data() + first * steps);
             });
             const int64_t context = context_of(tile);
-            int64_t place = kv_head * num_chunks + first_chunks[tile.job];
-            for (int64_t position = 0; position < context; position += CHUNK, ++place) {
-                const int chunk = (int)std::min<int64_t>(CHUNK, context - position);
+            const Chunk* chunk = &chunks[first_chunks[tile.job]];
+            for (int64_t position = 0; position < context; position += CHUNK, ++chunk) {
+                const int seen = (int)std::min<int64_t>(CHUNK, context - position);
                 for_each_tile([&](int64_t first, int64_t height) {
-                    const T* panel = keys + place * key_chunk;
-                    for (int i = 0; i < chunk; i += PAIR, panel += key_panel)
+                    const T* panel = keys_of(*chunk, kv_head);
+                    for (int i = 0; i < seen; i += PAIR, panel += key_panel)
                         P::of_tile(queries[first].weights + i, QUERY_SIZE,
-                                   packed.data() + first * steps, height, panel, steps,
+                                   packed.data() + first * steps, height, panel, 0, steps,
                                    next_panel(panel, steps, 0, 1));
                 });
                 for (int64_t i = 0; i < count; ++i)
                     weigh<T>(queries[i], a.context_of(tile.job, tile.first + i / group) - position,
-                             chunk, a.scale * LOG2E, acc_size);
+                             seen, a.scale * LOG2E, acc_size);
                 for_each_tile([&](int64_t first, int64_t height) {
-                    const T* panel = values + place * value_chunk;
-                    for (int64_t c = 0; c < pairs; ++c, panel += value_panel)
+                    const T* panel = values_of(*chunk, kv_head);
+                    const int64_t all_steps = value_panel_of(*chunk) / STEP_SIZE<T>;
+                    for (int64_t c = 0; c < pairs; ++c, panel += value_panel_of(*chunk))
                         P::template add_rows<QUERY_SIZE>(
                             queries[first].acc + c * PAIR, acc_size, (const X*)queries[first].weights,
-                            height, panel, steps_of<T>(chunk),
-                            next_panel(panel, steps_of<T>(chunk), 0, 1));
+                            height, panel, steps_of<T>(seen), next_panel(panel, all_steps, 0, 1));
                 });
             }
             for (int64_t i = 0; i < count; ++i)

@@ -70,16 +70,16 @@ struct Dot<bf16> {
 };
 #endif
 
-#if defined(FASTSERVE_AMX) && defined(__AMX_BF16__)
+#if defined(FASTSERVE_AMX) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #define USES_AMX
 #endif
 
 // Steps that a product takes at a time: panels and rows are filled up with zeros to a multiple of it.
 template <typename T>
-constexpr int64_t STEPS_AT_A_TIME = 1;
+inline constexpr int64_t STEPS_AT_A_TIME = 1;
 #if defined(USES_AMX)
 template <>
-constexpr int64_t STEPS_AT_A_TIME<bf16> = 16;
+inline constexpr int64_t STEPS_AT_A_TIME<bf16> = 16;
 #endif
 
 template <typename T>
@@ -125,13 +125,14 @@ static void pack_panel_by_rows(const F& row_of, int64_t count, int64_t in, T* pa
     }
 }
 
-// What is fetched during a pass over a panel: in each step the bytes from there on.
+// What is fetched while a panel is multiplied: in each step the bytes from there on.
 struct Ahead {
     const char* first;
     int64_t stride;  // bytes
 };
 
-// The panel behind it, in equal parts by all passes: from memory up to a third faster than without.
+// What lies behind so many steps of a panel, in equal parts by all passes over them: from memory up to
+// a third faster than without.
 template <typename T>
 static inline Ahead next_panel(const T* panel, int64_t steps, int64_t pass, int64_t passes) {
     constexpr int64_t STEP_BYTES = STEP_SIZE<T> * sizeof(T);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "panels.h"
@@ -28,6 +29,8 @@ struct Product {
     // Steps of all rows of a tile that are packed before the next ones, so that they stay in the
     // first-level cache.
     static constexpr int64_t PACK_STEPS = 64;
+    // Steps of a panel that all tiles are multiplied with before its next ones.
+    static constexpr int64_t PASS_STEPS = std::numeric_limits<int64_t>::max();
     using X = typename Dot<T>::X;
 
     // What a thread holds while it multiplies.
@@ -54,13 +57,14 @@ struct Product {
         }
     }
 
-    // sums [height], `stride` apart, each a Pair, of a packed tile.
+    // sums [height], `stride` apart, each a Pair, of a packed tile: of its steps from `begin` up to
+    // `end`, added to those before if there are any.
     static void of_tile(float* sums, int64_t stride, const X* tile, int64_t height, const T* panel,
-                        int64_t steps, Ahead ahead) {
+                        int64_t begin, int64_t end, Ahead ahead) {
         with_rows<ROWS>(height, [&](auto constant) {
             constexpr int M = decltype(constant)::value;
-            run<M, false>(sums, stride, [&](int64_t k, int m) { return tile[k * M + m]; }, panel,
-                          steps, ahead);
+            run<M>(begin > 0, sums, stride, [&](int64_t k, int m) { return tile[k * M + m]; },
+                   panel, begin, end, ahead);
         });
     }
 
@@ -70,19 +74,19 @@ struct Product {
                          int64_t steps, Ahead ahead) {
         with_rows<ROWS>(height, [&](auto constant) {
             constexpr int M = decltype(constant)::value;
-            run<M, true>(sums, stride, [&](int64_t k, int m) { return rows[m * STRIDE + k]; },
-                         panel, steps, ahead);
+            run<M>(true, sums, stride, [&](int64_t k, int m) { return rows[m * STRIDE + k]; }, panel,
+                   0, steps, ahead);
         });
     }
 
    private:
-    template <int M, bool ADD, typename F>
-    static inline void run(float* sums, int64_t stride, const F& x, const T* panel, int64_t steps,
-                           Ahead ahead) {
+    template <int M, typename F>
+    static inline void run(bool adds, float* sums, int64_t stride, const F& x, const T* panel,
+                           int64_t begin, int64_t end, Ahead ahead) {
         Pair acc[M];
-        for (int m = 0; m < M; ++m) acc[m] = ADD ? load_pair(sums + m * stride) : Pair{};
+        for (int m = 0; m < M; ++m) acc[m] = adds ? load_pair(sums + m * stride) : Pair{};
 #pragma GCC unroll 4
-        for (int64_t k = 0; k < steps; ++k) {
+        for (int64_t k = begin; k < end; ++k) {
             for (int64_t line = 0; line < STEP_SIZE<T> * (int64_t)sizeof(T); line += 64)
                 __builtin_prefetch(ahead.first + k * ahead.stride + line);
             const auto weights = Dot<T>::load(panel + k * STEP_SIZE<T>);

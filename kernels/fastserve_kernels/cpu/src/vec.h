@@ -1,7 +1,7 @@
 // Vector types and storage conversions shared by the CPU kernels.
 //
-// Everything is written with GCC/Clang vector extensions, so the same source is correct on any
-// instruction set; only the vector width follows the machine.
+// Nearly everything is written with GCC's vector extensions, so the same source is correct on any
+// instruction set, and the vector width follows the machine; instructions for bfloat16 are named.
 #pragma once
 
 #include <cstdint>

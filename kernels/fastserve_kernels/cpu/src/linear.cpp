@@ -41,6 +41,9 @@ struct Output {
     }
 };
 
+// With so few tiles the way of panels from memory is what takes time: they are multiplied whole.
+constexpr int64_t FEW_TILES = 4;
+
 template <typename T>
 static void pack(const T* weight, T* panels, int64_t out, int64_t in, int64_t stride) {
     const int64_t count = (out + PAIR - 1) / PAIR;
@@ -79,6 +82,7 @@ static void linear(const T* x, const T* panels, const T* bias, T* y, int64_t row
         sums_of_tiles.resize(std::min(tiles, most_tiles) * P::ROWS * PAIR);
         for (int64_t block = 0; block < tiles; block += most_tiles) {
             const int64_t end_tile = std::min(tiles, block + most_tiles);
+            const int64_t pass_steps = end_tile - block > FEW_TILES ? P::PASS_STEPS : steps;
             const int thread = omp_get_thread_num();
             shares.deal(count, thread, omp_get_num_threads());
 #pragma omp for schedule(static)
@@ -90,7 +94,7 @@ static void linear(const T* x, const T* panels, const T* bias, T* y, int64_t row
                 const T* const panel = panels + p * steps * STEP_SIZE<T>;
                 const Output<T> output = output_of(p);
                 for (int64_t begin = 0, end; begin < steps; begin = end) {
-                    end = begin + std::min(P::PASS_STEPS, steps - begin);
+                    end = begin + std::min(pass_steps, steps - begin);
                     for (int64_t tile = block; tile < end_tile; ++tile) {
                         const int64_t first = first_row(tile), height = first_row(tile + 1) - first;
                         float* const sums = sums_of_tiles.data() + (tile - block) * P::ROWS * PAIR;

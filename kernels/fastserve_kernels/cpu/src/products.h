@@ -29,7 +29,7 @@ struct Product {
     // Steps of all rows of a tile that are packed before the next ones, so that they stay in the
     // first-level cache.
     static constexpr int64_t PACK_STEPS = 64;
-    // Steps of a panel that all tiles are multiplied with before its next ones.
+    // Steps of a panel that many tiles are multiplied with before its next ones.
     static constexpr int64_t PASS_STEPS = std::numeric_limits<int64_t>::max();
     using X = typename Dot<T>::X;
 

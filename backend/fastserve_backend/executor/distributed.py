@@ -323,7 +323,8 @@ class DistributedExecutor:
         rank = int(number)
         if isinstance(message, Hello) and rank < len(self._ranks):
             if rank in self._identities:
-                self._break(f"rank {rank} began anew, on {message.host}")
+                # Where it ended a moment before, that says more.
+                self._break(self._find_lost() or f"rank {rank} began anew, on {message.host}")
             self._identities[rank] = identity
         elif not self._identities.get(rank, b"").endswith(token):
             # On another host one of a former start may be about to end, or started by mistake.

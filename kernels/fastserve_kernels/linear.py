@@ -64,11 +64,12 @@ def _choose(
 
 
 def _suits_onednn(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
     if dtype == torch.bfloat16:
         # A private check, which may be gone in another torch. Else oneDNN emulates bfloat16.
-        has_dot_products = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
-        return torch.backends.mkldnn.is_available() and bool(has_dot_products)
-    return torch.backends.mkldnn.is_available() and dtype == torch.float32
+        return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())
+    return dtype == torch.float32
 
 
 def _onednn(weight: Tensor, bias: Tensor | None, relu: bool) -> Callable[[Tensor], Tensor]:

@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-import torch
 from byte_tokenizer import save_byte_tokenizer
+from damaged_model import save_damaged_opt
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.serving import launch, process
@@ -30,8 +30,7 @@ from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_client import protocol
 from interruptions import interrupts_itself
 from serving_client import GENERATE, STATUS_HEADER, GrpcStream, metric, post, used_blocks
-from tiny_model import START_TIMEOUT_S, TINY_OPT
-from transformers import OPTConfig, OPTForCausalLM
+from tiny_model import START_TIMEOUT_S
 from waiting import wait_for
 
 RESTART_TIMEOUT_S = 60.0
@@ -347,9 +346,7 @@ def test_a_model_that_cannot_load_says_why_in_one_line(tmp_path: Path) -> None:
 def test_a_model_that_answers_with_an_error_is_started_only_once(
     tiny_config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = OPTForCausalLM(OPTConfig(**TINY_OPT))
-    torch.nn.init.constant_(model.model.decoder.final_layer_norm.weight, float("nan"))
-    model.save_pretrained(tmp_path / "damaged")
+    save_damaged_opt(tmp_path / "damaged")
     keys = {"model": str(tmp_path / "damaged"), "load_format": "auto"}
     config = tiny_config.with_keys(**keys, tokenizer=str(save_byte_tokenizer(tmp_path)))
     with leaving_nothing(), pytest.raises(ModelLoadError) as caught:

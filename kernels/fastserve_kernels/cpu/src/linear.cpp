@@ -21,6 +21,9 @@ constexpr int64_t BLOCK_BYTES = 512 << 10;
 constexpr int64_t BLOCK_BYTES = 256 << 10;
 #endif
 
+// With so few tiles the way of panels from memory is what takes time: they are multiplied whole.
+constexpr int64_t FEW_TILES = 4;
+
 // Where the sums with one panel go: PAIR columns of y, or what is left of them.
 template <typename T>
 struct Output {
@@ -40,9 +43,6 @@ struct Output {
         store_pair_n(y + row * out, sum, width);
     }
 };
-
-// With so few tiles the way of panels from memory is what takes time: they are multiplied whole.
-constexpr int64_t FEW_TILES = 4;
 
 template <typename T>
 static void pack(const T* weight, T* panels, int64_t out, int64_t in, int64_t stride) {

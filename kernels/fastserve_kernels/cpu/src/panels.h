@@ -118,8 +118,10 @@ static void pack_panel_by_rows(const F& row_of, int64_t count, int64_t in, T* pa
         const T* rows[DEPTH];
         for (int i = 0; i < DEPTH; ++i) {
             rows[i] = k + i < in ? row_of(k + i) : zeros;
-            if (count < PAIR && k + i < in)
-                rows[i] = std::copy_n(rows[i], count, filled[i]) - count;
+            if (count < PAIR && k + i < in) {
+                std::copy_n(rows[i], count, filled[i]);
+                rows[i] = filled[i];
+            }
         }
         Dot<T>::pack_step(panel, rows);
     }

@@ -18,9 +18,14 @@ pytest_plugins = ("shared_server",)
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
-# Without a GPU, kernels in the Triton language run in its interpreter. The package reads this when
-# it is first imported, which may be by a library that has nothing to do with the kernels.
-if not Path("/dev/nvidiactl").exists():
+# Without a GPU, kernels in the Triton language run in its interpreter, or compiled on an emulator
+# (see `ptx`). Triton reads which when it is first imported, which may be by a library that has
+# nothing to do with the kernels.
+if EMULATED_GPU := os.environ.get("EMULATED_GPU"):
+    import ptx.driver
+
+    ptx.driver.install(EMULATED_GPU)
+elif not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

@@ -149,7 +149,7 @@ def run_decode(
     out = torch.full(query.shape, NAN, dtype=query.dtype, device=device)
     paged_decode.paged_decode(
         _moved(query, device), cache.kv.to(device), LAYER, cache.block_tables.to(device),
-        torch.tensor(contexts, dtype=torch.int32, device=device), work.to(device), scale, out,
+        torch.tensor(contexts, dtype=torch.int32).to(device), work.to(device), scale, out,
         scratch,
     )  # fmt: skip
     return out.cpu()
@@ -170,7 +170,7 @@ def run_prefill(
     out = torch.full(query.shape, NAN, dtype=query.dtype, device=device)
     paged_prefill.paged_prefill(
         _moved(query, device), cache.kv.to(device), LAYER, cache.block_tables.to(device),
-        torch.tensor(contexts, dtype=torch.int32, device=device),
+        torch.tensor(contexts, dtype=torch.int32).to(device),
         torch.from_numpy(starts).to(device), work.to(device), scale, out,
     )  # fmt: skip
     return out.cpu()

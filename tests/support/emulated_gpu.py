@@ -1,10 +1,10 @@
 """A GPU that the CPU plays, for what the host does around a step: no machine of CI has a real one.
 
 Tensors made on ``cuda:0`` say that they are there. Operations on them run on the CPU at once, and
-kernels in Triton's interpreter. What a real GPU would refuse raises: an operation on tensors of two
-devices, a kernel on the host's memory, a wait or a copy of pageable memory in a capture. What makes
-the host wait for the device is noted. A captured graph does again what was done, on the same
-memory.
+kernels in Triton's interpreter, or compiled, as `ptx`. What a real GPU would refuse raises: an
+operation on tensors of two devices, a kernel on the host's memory, a wait or a copy of pageable
+memory in a capture. What makes the host wait for the device is noted. A captured graph does again
+what was done, on the same memory.
 
 Not played: streams beside each other, memory that runs out, time.
 """
@@ -17,6 +17,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import ptx.driver
 import pytest
 import torch
 from fastserve_kernels.gpu import device as kernel_device
@@ -24,7 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from triton import knobs
-from triton.runtime import interpreter
+from triton.runtime.interpreter import GridExecutor
+from triton.runtime.jit import JITFunction
 
 DEVICE = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -37,7 +39,7 @@ _Commands = list[tuple[Callable[[], Any], list[Tensor | None]]]
 @contextmanager
 def emulated_gpu() -> Iterator[EmulatedGPU]:
     """In this thread, and in inference mode: what torch has for gradients asks for a driver."""
-    if not knobs.runtime.interpret:
+    if not knobs.runtime.interpret and ptx.driver.capability() is None:
         pytest.skip("kernels are compiled, for a real GPU")
     asked = (kernel_device.capability, kernel_device.multiprocessors)
     gpu = EmulatedGPU()
@@ -196,12 +198,13 @@ class EmulatedGPU(TorchDispatchMode):
         tensors = _tensors((args, kwargs))
         if any(not _is_here(one) and _address(one) not in self._pinned for one in tensors):
             raise ValueError("a kernel cannot access the host's memory, unless it is pinned")
+        run = _compiled if isinstance(kernel, JITFunction) else _interpreted
         self.execute(
-            partial(_interpret, kernel, *map(_on_host, args), **tree_map(_on_host, kwargs)), tensors
+            partial(run, kernel, *map(_on_host, args), **tree_map(_on_host, kwargs)), tensors
         )
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """In the place of torch.cuda, and of the interpreter's launches."""
+        """In the place of torch.cuda, and of Triton's launches."""
 
         def capture(graph: _Graph, **_: Any) -> Any:
             return self.capture(graph)
@@ -210,11 +213,15 @@ class EmulatedGPU(TorchDispatchMode):
             self._pinned[address] = None
             return 0
 
+        def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+            self.launch(kernel, *args, **kwargs)
+
+        capability = ptx.driver.capability() or (9, 0)
         properties = SimpleNamespace(multi_processor_count=2, name="emulated")
         for name, value in {
             "_lazy_init": lambda: None,
             "set_device": lambda device: None,
-            "get_device_capability": lambda device=None: (9, 0),
+            "get_device_capability": lambda device=None: capability,
             "get_device_properties": lambda device=None: properties,
             "synchronize": lambda device=None: self.wait("synchronize"),
             "Event": _Event,
@@ -229,11 +236,8 @@ class EmulatedGPU(TorchDispatchMode):
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: self._pin(tensor.clone()))
-        monkeypatch.setattr(
-            interpreter.GridExecutor,
-            "__call__",
-            lambda *args, **kwargs: self.launch(*args, **kwargs),
-        )
+        monkeypatch.setattr(GridExecutor, "__call__", launch)
+        monkeypatch.setattr(JITFunction, "run", launch)
 
 
 class _Graph:
@@ -277,7 +281,7 @@ class _Stream:
     def synchronize(self) -> None: ...
 
 
-_interpret = interpreter.GridExecutor.__call__
+_interpreted, _compiled = GridExecutor.__call__, JITFunction.run
 
 
 def _on_host(value: Any) -> Any:

@@ -2,16 +2,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import ptx.driver
 import pytest
 import torch
+from emulated_gpu import DEVICE, emulated_gpu
 from fastserve_kernels import ops
 from triton import knobs
 
 
 @pytest.fixture
 def kernel_device() -> Iterator[torch.device]:
-    """Where the GPU's kernels run, `ops` included: on a GPU, or in Triton's interpreter, which
-    takes tensors on the CPU."""
+    """Where the GPU's kernels run, `ops` included: on a GPU, on an emulated one, or in Triton's
+    interpreter, which takes tensors on the CPU."""
+    if ptx.driver.capability() is not None:
+        with emulated_gpu():
+            yield DEVICE
+        return
     if not knobs.runtime.interpret:
         yield torch.device("cuda")
         return

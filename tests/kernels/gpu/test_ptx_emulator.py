@@ -1,0 +1,115 @@
+"""The emulator of machine code notices what a GPU would do wrong without a word."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ptx.arithmetic import ARITHMETIC
+from ptx.data_movement import DATA_MOVEMENT
+from ptx.errors import MachineError, UnknownCode
+from ptx.machine import Machine
+from ptx.memory import GlobalMemory
+from ptx.program import Program
+
+THREADS = 64  # two warps
+NAN = 0xFFFFFFFF
+
+
+def run(code: str, values: np.ndarray) -> None:
+    """One program. Its parameter is the address of ``values``; %r1 is the thread, %rd1 the address
+    of its own value, %r2 that of its own word in 256 bytes of shared memory, %r3 of the word of the
+    thread 32 further, in the other warp."""
+    text = f""".visible .entry kernel(
+	.param .u64 .ptr .global .align 1 kernel_param_0
+)
+.reqntid {THREADS}
+{{
+	.reg .b32 	%r<9>;
+	ld.param.b64 	%rd0, [kernel_param_0];
+	mov.u32 	%r1, %tid.x;
+	mad.wide.u32 	%rd1, %r1, 4, %rd0;
+	shl.b32 	%r0, %r1, 2;
+	add.s32 	%r2, %r0, global_smem;
+	xor.b32 	%r3, %r2, 128;
+	{code}
+	ret;
+}}
+"""
+    address = values.ctypes.data
+    memory = GlobalMemory([(address, values.nbytes)])
+    machine = Machine(
+        Program.parse(text), {"kernel_param_0": address}, (1, 1, 1), range(1), memory, 256
+    )
+    machine.run(ARITHMETIC | DATA_MOVEMENT)
+
+
+def numbers(count: int = THREADS) -> np.ndarray:
+    return np.arange(count, dtype=np.uint32)
+
+
+def test_words_pass_from_warp_to_warp_by_a_barrier() -> None:
+    values = numbers()
+    run(
+        """ld.global.b32 %r4, [%rd1]; st.shared.b32 [%r2], %r4; bar.sync 0;
+        ld.shared.b32 %r4, [%r3]; st.global.b32 [%rd1], %r4;""",
+        values,
+    )
+    assert values.tolist() == np.roll(numbers(), THREADS // 2).tolist()
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("st.shared.b32 [%r2], %r1; ld.shared.b32 %r4, [%r3];", "read before a barrier"),
+        ("ld.shared.b32 %r4, [%r3]; st.shared.b32 [%r2], %r1;", "written while it is read"),
+        ("st.shared.b32 [%r2], %r1; st.shared.b32 [%r3], %r1;", "written by two warps"),
+        (
+            "cp.async.ca.shared.global [%r2], [%rd1], 0x4; cp.async.commit_group;"
+            "cp.async.wait_group 0; ld.shared.b32 %r4, [%r3];",
+            "read before a barrier",
+        ),
+        ("setp.lt.s32 %p1, %r1, 40; @%p1 bar.sync 0;", "not all threads"),
+        ("setp.lt.s32 %p1, %r1, 40; @%p1 shfl.sync.idx.b32 %r4, %r1, 0, 31, -1;", "not by all 32"),
+        ("ld.global.b32 %r4, [%rd1+4];", "1 threads outside all tensors, the first 0 bytes behind"),
+        ("st.global.b32 [%rd1+-4], %r1;", "1 threads outside all tensors"),
+        ("cp.async.ca.shared.global [%r2], [%rd1+4], 0x4;", "1 threads outside all tensors"),
+        ("ld.global.b32 %r4, [%rd1+2];", "not a multiple of 4"),
+        ("ld.shared.v2.b32 {%r4, %r5}, [%r2];", "not a multiple of 8"),
+        ("ld.shared.b32 %r4, [%r2+4];", "outside the 256 bytes"),
+    ],
+)  # fmt: skip
+def test_what_only_chance_makes_right(code: str, error: str) -> None:
+    with pytest.raises(MachineError, match=error):
+        run(code, numbers())
+
+
+def test_a_copy_is_there_when_it_was_waited_for() -> None:
+    """Of two, the first; what an earlier barrier would let others read is not there yet."""
+    values, second = numbers(2 * THREADS), 4 * THREADS
+    run(
+        f"""setp.lt.s32 %p1, %r1, 32; mov.b32 %r4, 0; selp.b32 %r5, 4, 0, %p1;
+        cp.async.ca.shared.global [%r2], [%rd1], 0x4, %r5; cp.async.commit_group;
+        cp.async.ca.shared.global [%r2], [%rd1+{second}], 0x4; cp.async.commit_group;
+        ld.shared.b32 %r6, [%r2]; cp.async.wait_group 1; ld.shared.b32 %r7, [%r2];
+        st.global.b32 [%rd1], %r6; st.global.b32 [%rd1+{second}], %r7;""",
+        values,
+    )
+    assert values[:THREADS].tolist() == [NAN] * THREADS
+    assert values[THREADS:].tolist() == [*range(32), *[0] * 32]
+
+
+def test_threads_that_part_meet_again() -> None:
+    values = numbers()
+    run(
+        """mov.b32 %r4, 0;
+LOOP:
+        add.s32 %r4, %r4, 1; setp.le.s32 %p1, %r4, %r1; @%p1 bra LOOP;
+        bar.sync 0; st.global.b32 [%rd1], %r4;""",
+        values,
+    )
+    assert values.tolist() == list(range(1, THREADS + 1))
+
+
+def test_code_that_it_does_not_know() -> None:
+    with pytest.raises(UnknownCode, match=r"sqrt\.rn\.f32"):
+        run("sqrt.rn.f32 %r4, %r1;", numbers())

@@ -1,0 +1,102 @@
+"""Instructions that load, store, copy, and meet other threads."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptx.errors import MachineError, UnknownCode
+from ptx.formats import TYPES, UNSIGNED, size_of
+from ptx.machine import WARP, Machine, Mask
+from ptx.program import Instruction, vector
+
+
+def _load(machine: Machine, i: Instruction, mask: Mask) -> None:
+    size = size_of(i.type)
+    if i.parts[1] == "param":
+        bits = machine.parameters[i.operands[1].strip("[]")] % 256**size
+        values = np.array([bits], UNSIGNED[size]).view(TYPES[i.type])
+        machine.write(i.operands[0], np.broadcast_to(values, machine.threads), mask)
+        return
+    registers = vector(i.operands[0])
+    width = size * len(registers)
+    addresses = machine.addresses(i.operands[1])[mask]
+    if i.parts[1] == "global":
+        data = machine.memory.read(addresses, width)
+    elif i.parts[1] == "shared":
+        places = machine.shared.places(addresses, machine.program_of[mask], width)
+        data = machine.shared.read(places, width, machine.warp_of[mask])
+    else:
+        raise UnknownCode(i.text)
+    values = np.empty((len(registers), machine.threads), TYPES[i.type])
+    values[:, mask] = data.view(TYPES[i.type]).T
+    for register, of_register in zip(registers, values, strict=True):
+        machine.write(register, of_register, mask)
+
+
+def _store(machine: Machine, i: Instruction, mask: Mask) -> None:
+    values = np.stack([machine.read(one, i.type)[mask] for one in vector(i.operands[1])], axis=1)
+    data = values.view(np.uint8)
+    addresses = machine.addresses(i.operands[0])[mask]
+    if i.parts[1] == "global":
+        machine.memory.write(addresses, data)
+    elif i.parts[1] == "shared":
+        places = machine.shared.places(addresses, machine.program_of[mask], data.shape[1])
+        machine.shared.write(places, data, machine.warp_of[mask])
+    else:
+        raise UnknownCode(i.text)
+
+
+def _async_copy(machine: Machine, i: Instruction, mask: Mask) -> None:
+    if i.parts[2] == "commit_group":
+        machine.copies.commit(mask)
+    elif i.parts[2] == "wait_group":
+        machine.copies.wait(mask, int(i.operands[0]))
+    elif i.parts[3:] == ("shared", "global"):
+        width = int(i.operands[2], 0)
+        sources = machine.addresses(i.operands[1])[mask]
+        if len(i.operands) > 3:  # how much of it is read; the rest becomes zeros
+            read = machine.read(i.operands[3], "u32")[mask]
+            if not np.isin(read, (0, width)).all():
+                raise UnknownCode(f"{i.text}: of a part")
+            sources = np.where(read == width, sources, -1)
+        targets = machine.addresses(i.operands[0])[mask]
+        places = machine.shared.places(targets, machine.program_of[mask], width)
+        machine.copies.begin(np.flatnonzero(mask), sources, places, width)
+    else:
+        raise UnknownCode(i.text)
+
+
+def _barrier(machine: Machine, i: Instruction, mask: Mask) -> None:
+    if i.parts[1] == "warp":
+        return  # the threads of a warp are together
+    if i.operands != ("0",):
+        raise UnknownCode(i.text)
+    meets = mask.reshape(machine.num_programs, -1)
+    programs = meets.any(1)
+    if (meets != machine.alive.reshape(meets.shape))[programs].any():
+        raise MachineError("not all threads of a program meet")
+    machine.shared.barrier(programs)
+
+
+def _shuffle(machine: Machine, i: Instruction, mask: Mask) -> None:
+    machine.whole_warps(mask)
+    if i.operands[3:] != ("31", "-1"):
+        raise UnknownCode(i.text)
+    values = machine.read(i.operands[1], "b32").reshape(-1, WARP)
+    lanes = machine.read(i.operands[2], "u32").reshape(-1, WARP).astype(np.int64)
+    source = {"bfly": np.arange(WARP) ^ lanes, "idx": lanes}[i.parts[2]] % WARP
+    machine.write(i.operands[0], np.take_along_axis(values, source, axis=1).ravel(), mask)
+
+
+def _nothing(machine: Machine, i: Instruction, mask: Mask) -> None:
+    """Of what orders accesses that happen one after the other here."""
+
+
+DATA_MOVEMENT = {
+    "ld": _load,
+    "st": _store,
+    "cp": _async_copy,
+    "bar": _barrier,
+    "shfl": _shuffle,
+    "fence": _nothing,
+}

@@ -1,0 +1,137 @@
+"""In the place of Triton's CUDA driver: launches run on the host."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from ptx.arithmetic import ARITHMETIC
+from ptx.data_movement import DATA_MOVEMENT
+from ptx.machine import Machine
+from ptx.memory import GlobalMemory
+from ptx.program import Program
+from ptx.tensor_cores import TENSOR_CORES
+
+VARIABLE = "EMULATED_GPU"
+"""Of the environment: "sm_80" or "sm_90"."""
+INSTRUCTIONS = {**ARITHMETIC, **DATA_MOVEMENT, **TENSOR_CORES}
+MOST_THREADS = 4096
+"""That run at a time: so many that numpy's calls cost little each, and memory not much."""
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+"""That a program may have, by architecture."""
+_architecture: int | None = None
+
+
+def install(name: str) -> None:
+    """From now on kernels are compiled for this architecture, and emulated.
+
+    Raises:
+        ValueError: no such architecture.
+    """
+    match = re.fullmatch(r"sm_(\d+)", name)
+    if match is None or int(match[1]) not in SHARED_BYTES:
+        raise ValueError(f"{VARIABLE}={name}: use sm_80 or sm_90")
+    global _architecture
+    _architecture = int(match[1])
+    driver.set_active(_Driver(_architecture))
+    knobs.runtime.kernel_load_start_hook.add(_note_code)
+
+
+def capability() -> tuple[int, int] | None:
+    """Compute capability of what is emulated; None if nothing is."""
+    return None if _architecture is None else divmod(_architecture, 10)
+
+
+_code: dict[str, str] = {}  # path of the PTX, by the hash of a compilation
+
+
+def _note_code(
+    module: Any, function: Any, name: str, metadata_group: dict[str, str], hash: str
+) -> None:
+    (_code[hash],) = (path for file, path in metadata_group.items() if file.endswith(".ptx"))
+
+
+@cache
+def _program(path: str) -> Program:
+    return Program.parse(Path(path).read_text(encoding="utf-8"))
+
+
+class _Launcher:
+    """Of a compiled kernel."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self._types = source.signature.values()
+        self._metadata = metadata
+
+    def __call__(
+        self, width: int, height: int, depth: int, stream: int, function: Any,
+        packed_metadata: Any, launch_metadata: Any, enter_hook: Any, exit_hook: Any, *args: Any,
+    ) -> None:  # fmt: skip
+        program = _program(_code[self._metadata.hash])
+        given = [
+            arg
+            for arg, type_name in zip(args, self._types, strict=True)
+            if type_name != "constexpr"
+        ]
+        # Behind the kernel's own parameters there are two of scratch memory, which none asks for.
+        bits = [*map(_bits, given), 0, 0]
+        parameters = dict(zip(program.parameters, bits, strict=True))
+        storages = [one.untyped_storage() for one in given if isinstance(one, Tensor)]
+        memory = GlobalMemory((storage.data_ptr(), storage.nbytes()) for storage in storages)
+        count, at_a_time = width * height * depth, max(1, MOST_THREADS // program.threads)
+        with np.errstate(all="ignore"):
+            for first in range(0, count, at_a_time):
+                ids = range(first, min(count, first + at_a_time))
+                machine = Machine(
+                    program, parameters, (width, height, depth), ids, memory, self._metadata.shared
+                )
+                machine.run(INSTRUCTIONS)
+
+
+def _bits(argument: Tensor | int | float) -> int:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, float):
+        return int(np.float32(argument).view(np.uint32))
+    return argument
+
+
+class _Utils:
+    def __init__(self, architecture: int) -> None:
+        self._architecture = architecture
+
+    def load_binary(self, *_: Any) -> tuple[None, None, int, int, int]:
+        """Module, function, registers, spilled ones, most threads of a program."""
+        return None, None, 0, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_BYTES[self._architecture]}
+
+
+class _Driver:
+    launcher_cls = _Launcher
+
+    def __init__(self, architecture: int) -> None:
+        self._target = GPUTarget("cuda", architecture, 32)
+        self.utils = _Utils(architecture)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)

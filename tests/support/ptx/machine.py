@@ -1,0 +1,177 @@
+"""Threads that run a program: registers, who is where, and what instructions need."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from ptx.async_copies import AsyncCopies
+from ptx.errors import MachineError, UnknownCode
+from ptx.formats import TYPES, UNSIGNED, Array, size_of
+from ptx.memory import SHARED_START, GlobalMemory, SharedMemory
+from ptx.program import Instruction, Program
+
+WARP = 32
+_REGISTERS = {"p": np.bool_, "rs": np.uint16, "r": np.uint32, "rd": np.uint64}
+_ADDRESS = re.compile(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\d+))?\s*\]")
+
+Mask = Array
+"""bool [threads]: those that execute an instruction."""
+Execute = Callable[["Machine", Instruction, Mask], None]
+
+
+class Machine:
+    """All threads of some programs of a grid, in lockstep.
+
+    The threads that are furthest back in the code go first. So those that part meet again where
+    their ways do, as a GPU's do, and none waits for another but at barriers.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        parameters: Mapping[str, int],
+        grid: tuple[int, int, int],
+        ids: range,
+        memory: GlobalMemory,
+        shared_bytes: int,
+    ) -> None:
+        """parameters: bits. ids: of the programs of the grid that run here."""
+        self.program = program
+        self.parameters = parameters
+        self.memory = memory
+        self.num_programs = len(ids)
+        self.shared = SharedMemory(len(ids), shared_bytes)
+        self.threads = len(ids) * program.threads
+        threads = np.arange(self.threads)
+        self.program_of = threads // program.threads
+        self.warp_of = threads // WARP
+        self.copies = AsyncCopies(memory, self.shared, self.warp_of)
+        id_of = np.array(ids)[self.program_of]
+        width, height, _ = grid
+        self._special = {
+            "%tid.x": threads % program.threads,
+            "%ctaid.x": id_of % width,
+            "%ctaid.y": id_of // width % height,
+            "%ctaid.z": id_of // (width * height),
+            "%nctaid.x": np.full(self.threads, width),
+            "%nctaid.y": np.full(self.threads, height),
+        }
+        self._registers: dict[str, Array] = {}
+        self.alive = np.ones(self.threads, np.bool_)
+
+    def run(self, execute: Mapping[str, Execute]) -> None:
+        """execute: instructions by the first part of their names.
+
+        Raises:
+            MachineError: with the instruction.
+            UnknownCode: of one that is not among these.
+        """
+        code = self.program.instructions
+        waiting = {0: self.alive.copy()}  # by index of the instruction that they execute next
+        while waiting:
+            at = min(waiting)
+            mask = waiting.pop(at)
+            instruction = code[at]
+            executing = mask & self._guard(instruction)
+            operation = instruction.parts[0]
+            go_on = mask
+            if operation == "bra":
+                _join(waiting, self.program.labels[instruction.operands[0]], executing)
+                go_on = mask & ~executing
+            elif operation == "ret":
+                self.alive &= ~executing
+                go_on = mask & ~executing
+            elif operation not in execute:
+                raise UnknownCode(instruction.text)
+            elif executing.any():
+                try:
+                    execute[operation](self, instruction, executing)
+                except MachineError as error:
+                    raise MachineError(f"{instruction.text}: {error}") from None
+            _join(waiting, at + 1, go_on)
+
+    def read(self, operand: str, type_name: str) -> Array:
+        """Of all threads."""
+        dtype = TYPES[type_name]
+        if operand in self._special:
+            return self._special[operand].astype(np.uint32).view(dtype)
+        if not operand.startswith("%"):
+            return np.broadcast_to(_constant(operand, type_name), self.threads)
+        register = self.register(operand)
+        size = size_of(type_name)
+        if register.itemsize != size:  # the lower part
+            register = register.astype(UNSIGNED[size])
+        return register.view(dtype)
+
+    def write(self, operand: str, values: Array, mask: Mask) -> None:
+        """values: of all threads, as wide as the register, or integers that are extended to it."""
+        if operand == "_":
+            return
+        register = self.register(operand)
+        if values.itemsize < register.itemsize:
+            values = values.astype(f"{values.dtype.kind}{register.itemsize}")
+        np.copyto(register, np.ascontiguousarray(values).view(register.dtype), where=mask)
+
+    def register(self, name: str) -> Array:
+        if name not in self._registers:
+            kind = re.match(r"%([a-z]+)", name)
+            if kind is None or kind[1] not in _REGISTERS:
+                raise UnknownCode(f"register {name}")
+            # What was never written holds anything.
+            self._registers[name] = np.full(self.threads, 0xCDCD).astype(_REGISTERS[kind[1]])
+        return self._registers[name]
+
+    def addresses(self, operand: str) -> Array:
+        """int64, of all threads."""
+        match = _ADDRESS.fullmatch(operand)
+        if match is None:
+            raise UnknownCode(f"address {operand}")
+        base, offset = match.groups()
+        if base.startswith("%"):
+            start = self.register(base).astype(np.int64)
+        else:
+            start = np.broadcast_to(_constant(base, "s64"), self.threads)
+        return start + int(offset or 0)
+
+    def whole_warps(self, mask: Mask, size: int = WARP) -> Array:
+        """Which warps, or groups of so many threads, execute an instruction.
+
+        Raises:
+            MachineError: of one of them only some threads do.
+        """
+        of_groups = mask.reshape(-1, size)
+        if (of_groups.any(1) != of_groups.all(1)).any():
+            raise MachineError(f"not by all {size} threads")
+        executing: Array = of_groups.all(1)
+        return executing
+
+    def _guard(self, instruction: Instruction) -> Array:
+        if instruction.guard is None:
+            return self.alive
+        guard = self.register(instruction.guard)
+        return ~guard if instruction.is_negated else guard
+
+
+def _join(waiting: dict[int, Mask], at: int, mask: Mask) -> None:
+    if at in waiting:
+        waiting[at] |= mask
+    elif mask.any():
+        waiting[at] = mask.copy()
+
+
+def _constant(text: str, type_name: str) -> np.generic:
+    dtype = np.dtype(TYPES[type_name])
+    if type_name == "pred":
+        return np.bool_(int(text))
+    if text.startswith("0f"):
+        bits = int(text[2:], 16)
+    elif text.startswith("global_smem"):
+        bits = SHARED_START + int(text.partition("+")[2] or 0)
+    else:
+        bits = int(text.rstrip("U"), 0)
+    unsigned = UNSIGNED[dtype.itemsize]
+    constant: np.generic = np.array(bits % 256**dtype.itemsize, unsigned).view(dtype)[()]
+    return constant

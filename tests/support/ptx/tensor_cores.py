@@ -1,0 +1,175 @@
+"""Products of matrices by warps (``mma``) and groups of four warps (``wgmma``), and how their
+operands come from and go to shared memory.
+
+Layouts are those of the PTX ISA, sections "Matrix Fragments for mma.m16n8k16", "ldmatrix" and
+"Asynchronous Warpgroup Level Matrix Shared Memory Layout".
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from ptx.errors import UnknownCode
+from ptx.formats import Array, decoded, halves
+from ptx.machine import WARP, Machine, Mask
+from ptx.memory import SEVERAL
+from ptx.program import Instruction, vector
+
+_GROUP_WARPS = 4
+_GROUP = _GROUP_WARPS * WARP
+_LANES = np.arange(WARP)
+_ROWS, _COLUMNS = _LANES // 4, _LANES % 4 * 2
+"""Of an 8 x 8 tile, where each lane has two neighbours of a row."""
+_DEPTH = 16
+"""Of each product."""
+
+
+def _multiply(machine: Machine, i: Instruction, mask: Mask) -> None:
+    """D = A B + C of a warp: 16 x 16 by 16 x 8."""
+    if i.parts[1:6] != ("sync", "aligned", "m16n8k16", "row", "col") or i.parts[6] != "f32":
+        raise UnknownCode(i.text)
+    machine.whole_warps(mask)
+    half = i.parts[7]
+    target, a, b, c = (vector(operand) for operand in i.operands)
+    of_b = _fragment(machine, b, half)
+    right = np.empty((len(of_b), _DEPTH, 8), np.float32)
+    for register in range(2):
+        for place in range(2):
+            right[:, 8 * register + _COLUMNS + place, _ROWS] = of_b[:, :, register, place]
+    product = _left_operand(machine, a, half) @ right
+    for place, (register, addend) in enumerate(zip(target, c, strict=True)):
+        values = product[:, _ROWS + place // 2 * 8, _COLUMNS + place % 2].ravel()
+        machine.write(register, values + machine.read(addend, "f32"), mask)
+
+
+def _left_operand(machine: Machine, registers: list[str], half: str) -> Array:
+    """float32 [warps, 16, 16]."""
+    fragment = _fragment(machine, registers, half)
+    left = np.empty((len(fragment), 16, _DEPTH), np.float32)
+    for register in range(4):
+        for place in range(2):
+            rows, columns = _ROWS + register % 2 * 8, _COLUMNS + register // 2 * 8 + place
+            left[:, rows, columns] = fragment[:, :, register, place]
+    return left
+
+
+def _fragment(machine: Machine, registers: list[str], half: str) -> Array:
+    """float32 [warps, lanes, registers, 2]."""
+    words = np.stack([machine.read(register, "b32") for register in registers], axis=1)
+    return halves(words, half).reshape(-1, WARP, len(registers), 2)
+
+
+def _load_matrices(machine: Machine, i: Instruction, mask: Mask) -> None:
+    """8 x 8 tiles of 16 bits; a lane gives the address of a row of one of them."""
+    places, warps, executing = _matrix_rows(machine, i, i.operands[1], mask)
+    tiles = machine.shared.read(places, 16, warps).view(np.uint16)
+    tiles = tiles.reshape(int(executing.sum()), -1, 8, 8)
+    if "trans" in i.parts:
+        tiles = tiles.swapaxes(2, 3)
+    for place, register in enumerate(vector(i.operands[0])):
+        pairs = np.stack([tiles[:, place, _ROWS, _COLUMNS + side] for side in range(2)], axis=2)
+        words = np.empty((len(executing), WARP), np.uint32)
+        words[executing] = pairs.view(np.uint32)[:, :, 0]
+        machine.write(register, words.ravel(), mask)
+
+
+def _store_matrices(machine: Machine, i: Instruction, mask: Mask) -> None:
+    if "trans" in i.parts:
+        raise UnknownCode(i.text)
+    places, warps, executing = _matrix_rows(machine, i, i.operands[0], mask)
+    registers = vector(i.operands[1])
+    tiles = np.empty((int(executing.sum()), len(registers), 8, 8), np.uint16)
+    for place, register in enumerate(registers):
+        words = machine.read(register, "b32").reshape(-1, WARP)[executing]
+        for side in range(2):
+            tiles[:, place, _ROWS, _COLUMNS + side] = words[:, :, None].view(np.uint16)[:, :, side]
+    machine.shared.write(places, tiles.reshape(-1, 8).view(np.uint8), warps)
+
+
+def _matrix_rows(
+    machine: Machine, i: Instruction, address: str, mask: Mask
+) -> tuple[Array, Array, Array]:
+    """Places of the rows and their warps, of the warps that execute this; and which those are."""
+    executing = machine.whole_warps(mask)
+    count = 8 * int(i.parts[4].removeprefix("x"))
+
+    def of_rows(values: Array) -> Array:
+        return values.reshape(-1, WARP)[executing, :count].ravel()
+
+    addresses = of_rows(machine.addresses(address))
+    places = machine.shared.places(addresses, of_rows(machine.program_of), 16)
+    return places, of_rows(machine.warp_of), executing
+
+
+def _multiply_in_group(machine: Machine, i: Instruction, mask: Mask) -> None:
+    """D = A B, or D + A B, of four warps: 64 x 16 by 16 x n. Its parts that wait do not: products
+    are there at once."""
+    if i.parts[1] != "mma_async":
+        return
+    shape = re.fullmatch(r"m64n(\d+)k16", i.parts[4])
+    target, a, b, adds, *signs_and_layouts = i.operands
+    if shape is None or i.parts[5] != "f32" or signs_and_layouts[:2] != ["1", "1"]:
+        raise UnknownCode(i.text)
+    executing = machine.whole_warps(mask, _GROUP)
+    half = i.parts[6]
+    is_transposed = [layout == "1" for layout in signs_and_layouts[2:]]  # of A if it is in memory
+    if a.startswith("{"):
+        left = _left_operand(machine, vector(a), half).reshape(-1, 64, _DEPTH)[executing]
+    else:
+        left = _shared_operand(machine, a, 64, is_transposed[0], half, executing)
+    right = _shared_operand(machine, b, int(shape[1]), is_transposed[-1], half, executing)
+    product = left @ right.swapaxes(1, 2)
+    keeps = machine.read(adds, "pred")
+    rows = np.arange(_GROUP_WARPS)[:, None] * 16 + _ROWS
+    for place, register in enumerate(vector(target)):
+        values = np.empty((len(executing), _GROUP_WARPS, WARP), np.float32)
+        values[executing] = product[
+            :, rows + place % 4 // 2 * 8, place // 4 * 8 + _COLUMNS + place % 2
+        ]
+        before = np.where(keeps, machine.read(register, "f32"), np.float32(0))
+        machine.write(register, before + values.ravel(), mask)
+
+
+def _shared_operand(
+    machine: Machine, descriptor: str, size: int, is_transposed: bool, half: str, executing: Array
+) -> Array:
+    """float32 [groups, size, 16] as the descriptor says; of a transposed one, neighbours in memory
+    are neighbours along ``size``."""
+    words = machine.register(descriptor).reshape(-1, _GROUP)[executing]
+    if (words != words[:, :1]).any():
+        raise UnknownCode("a descriptor that differs between threads")
+    bits = words[:, :1, None].astype(np.int64)
+    start, leading, stride = ((bits >> first & 0x3FFF) << 4 for first in (0, 16, 32))
+    swizzle = {int(word) >> 62 for word in words[:, 0]}
+    if len(swizzle) != 1 or swizzle == {0} or (bits >> 49 & 7).any():
+        raise UnknownCode("a descriptor's layout")
+    # Rows of 128, 64 or 32 bytes, eight of which are swizzled with each other in units of 16 bytes.
+    pitch = 256 >> swizzle.pop()
+    if is_transposed:
+        index, k = np.arange(0, size, 8)[:, None], np.arange(_DEPTH)[None, :]
+        width = pitch // 2
+        offsets = index % width * 2 + index // width * leading + k % 8 * pitch + k // 8 * stride
+    else:
+        index, k = np.arange(size)[:, None], np.arange(0, _DEPTH, 8)[None, :]
+        offsets = index // 8 * stride + index % 8 * pitch + k * 2
+    addresses = start + offsets
+    addresses ^= (addresses >> 7 & (pitch // 16 - 1)) << 4
+    programs = np.broadcast_to(
+        machine.program_of.reshape(-1, _GROUP)[executing, :1, None], addresses.shape
+    )
+    places = machine.shared.places(addresses.ravel(), programs.ravel(), 16)
+    data = machine.shared.read(places, 16, np.full(len(places), SEVERAL))
+    units = decoded(data.view(np.uint16), half).reshape(*addresses.shape, 8)
+    if is_transposed:
+        units = units.swapaxes(2, 3)
+    return units.reshape(-1, size, _DEPTH)
+
+
+TENSOR_CORES = {
+    "mma": _multiply,
+    "ldmatrix": _load_matrices,
+    "stmatrix": _store_matrices,
+    "wgmma": _multiply_in_group,
+}

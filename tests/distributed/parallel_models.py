@@ -46,7 +46,8 @@ START_TIMEOUT_S = 120.0
 def started_ranks(model: Path, **keys: Any) -> Iterator[tuple[DistributedExecutor, Ready]]:
     """Ranks without an engine, and what they say when they are ready."""
     executor = DistributedExecutor()
-    config = EngineConfig().with_keys(model=str(model), dtype="float32", device="cpu", **keys)
+    keys = {"dtype": "float32", "device": "cpu"} | keys
+    config = EngineConfig().with_keys(model=str(model), **keys)
     try:
         yield executor, executor.start(Setup.of(config), START_TIMEOUT_S)
     finally:

@@ -65,7 +65,7 @@ class DeviceTensor(Tensor):
             strides=on_host.stride(),
             storage_offset=on_host.storage_offset(),
             dtype=on_host.dtype,
-            device=DEVICE,
+            device=gpu.device,
         )
         self.on_host, self.gpu = on_host, gpu
         return self
@@ -80,6 +80,9 @@ class DeviceTensor(Tensor):
         return self.gpu.execute(partial(Tensor.__getitem__, self.on_host, place), [self])
 
     def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(value, Tensor) and not _is_here(value) and not _tensors(index):
+            self[index].copy_(value)
+            return
         self.gpu.check_index(index)
         self.gpu.check_devices("setitem", _tensors((self, value)))
         place = tree_map(_on_host, index)
@@ -91,14 +94,19 @@ class DeviceTensor(Tensor):
 
 
 class EmulatedGPU(TorchDispatchMode):
-    def __init__(self) -> None:
+    """Of one thread; another thread's has the first one's ``pinned`` memory."""
+
+    def __init__(
+        self, device: torch.device = DEVICE, pinned: dict[int, Tensor | None] | None = None
+    ) -> None:
         super().__init__()
+        self.device = device
         self.waits: list[str] = []
         """What made the host wait until the device had done all that it was given. A wait for an
         event is none."""
         self._capture: _Commands | None = None
-        # By address, held so that no other memory gets it.
-        self._pinned: dict[int, Tensor | None] = {}
+        self.pinned = {} if pinned is None else pinned
+        """By address, held so that no other memory gets it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -173,11 +181,11 @@ class EmulatedGPU(TorchDispatchMode):
             if name == "_to_copy" and not to_gpu and not is_async:
                 self.wait("a copy to the host")
             return
-        if not is_async or _address(on_host) not in self._pinned:
+        if not is_async or _address(on_host) not in self.pinned:
             self.wait(f"a copy of {'pageable memory' if is_async else 'the host'}")
 
     def _pin(self, tensor: Tensor) -> Tensor:
-        self._pinned[_address(tensor)] = tensor
+        self.pinned[_address(tensor)] = tensor
         return tensor
 
     @contextmanager
@@ -196,7 +204,7 @@ class EmulatedGPU(TorchDispatchMode):
 
     def launch(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
         tensors = _tensors((args, kwargs))
-        if any(not _is_here(one) and _address(one) not in self._pinned for one in tensors):
+        if any(not _is_here(one) and _address(one) not in self.pinned for one in tensors):
             raise ValueError("a kernel cannot access the host's memory, unless it is pinned")
         run = _compiled if isinstance(kernel, JITFunction) else _interpreted
         self.execute(
@@ -210,7 +218,7 @@ class EmulatedGPU(TorchDispatchMode):
             return self.capture(graph)
 
         def register(address: int, num_bytes: int, flags: int) -> int:
-            self._pinned[address] = None
+            self.pinned[address] = None
             return 0
 
         def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:

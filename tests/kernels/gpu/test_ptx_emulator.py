@@ -63,6 +63,8 @@ def test_words_pass_from_warp_to_warp_by_a_barrier() -> None:
         ("st.shared.b32 [%r2], %r1; ld.shared.b32 %r4, [%r3];", "read before a barrier"),
         ("ld.shared.b32 %r4, [%r3]; st.shared.b32 [%r2], %r1;", "written while it is read"),
         ("st.shared.b32 [%r2], %r1; st.shared.b32 [%r3], %r1;", "written by two warps"),
+        ("mov.b32 %r4, global_smem; st.shared.b32 [%r4], %r1;", "different values to one place"),
+        ("cvt.u16.u32 %rs1, %r1; st.shared.b16 [%r2], %rs1; st.shared.b16 [%r3], %rs1;", "by two"),
         (
             "cp.async.ca.shared.global [%r2], [%rd1], 0x4; cp.async.commit_group;"
             "cp.async.wait_group 0; ld.shared.b32 %r4, [%r3];",
@@ -70,7 +72,7 @@ def test_words_pass_from_warp_to_warp_by_a_barrier() -> None:
         ),
         ("setp.lt.s32 %p1, %r1, 40; @%p1 bar.sync 0;", "not all threads"),
         ("setp.lt.s32 %p1, %r1, 40; @%p1 shfl.sync.idx.b32 %r4, %r1, 0, 31, -1;", "not by all 32"),
-        ("ld.global.b32 %r4, [%rd1+4];", "1 threads outside all tensors, the first 0 bytes behind"),
+        ("ld.global.b32 %r4, [%rd1+4];", "1 threads outside all tensors"),
         ("st.global.b32 [%rd1+-4], %r1;", "1 threads outside all tensors"),
         ("cp.async.ca.shared.global [%r2], [%rd1+4], 0x4;", "1 threads outside all tensors"),
         ("ld.global.b32 %r4, [%rd1+2];", "not a multiple of 4"),
@@ -110,6 +112,17 @@ LOOP:
     assert values.tolist() == list(range(1, THREADS + 1))
 
 
-def test_code_that_it_does_not_know() -> None:
-    with pytest.raises(UnknownCode, match=r"sqrt\.rn\.f32"):
-        run("sqrt.rn.f32 %r4, %r1;", numbers())
+def test_zeros_have_an_order() -> None:
+    values = numbers()
+    run(
+        """mov.b32 %r4, 0x80000000; mov.b32 %r5, 0; min.f32 %r6, %r4, %r5; max.f32 %r7, %r5, %r4;
+        sub.s32 %r6, %r6, %r7; st.global.b32 [%rd1], %r6;""",
+        values,
+    )
+    assert set(values.tolist()) == {0x80000000}
+
+
+@pytest.mark.parametrize("code", ["sqrt.rn.f32 %r4, %r1", "add.sat.s32 %r4, %r1, %r1"])
+def test_code_that_it_does_not_know(code: str) -> None:
+    with pytest.raises(UnknownCode, match=code):
+        run(f"{code};", numbers())

@@ -28,13 +28,13 @@ _COMPARISONS = {
     "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
 # Errors of approximations, in units of 2^-24 of the result: as documented, or more.
-_DIV_FULL, _EX2, _LG2, _RSQRT, _RCP = 4.0, 4.0, 2.0, 4.0, 2.0
+_DIV_FULL, _EX2, _RSQRT = 4.0, 4.0, 4.0
 
 
 def _elementwise(
     function: Callable[..., Any], machine: Machine, i: Instruction, mask: Mask
 ) -> None:
-    """Of operands of one type. Floats of 16 bits are computed in float64 and rounded once."""
+    """Of operands of one type. Floats of 16 bits are computed in float64 and rounded by float32."""
     if i.type in _HALF_TYPES:
         half = i.type.removesuffix("x2")
         values = [_halves_of(machine, operand, i.type) for operand in i.operands[1:]]
@@ -42,6 +42,8 @@ def _elementwise(
         machine.write(i.operands[0], bits.view(TYPES[i.type])[:, 0], mask)
         return
     values = [machine.read(operand, i.type) for operand in i.operands[1:]]
+    if "ftz" in i.parts:
+        values = [flushed(one) for one in values]
     result = np.asarray(function(*values)).astype(TYPES[i.type])
     if "ftz" in i.parts:
         result = flushed(result)
@@ -60,9 +62,17 @@ def _least_or_most(machine: Machine, i: Instruction, mask: Mask) -> None:
     """Of two or three; of a number and NaN the number, unless the name says otherwise."""
     is_least = i.parts[0] == "min"
     if "NaN" in i.parts:
-        of_two = np.minimum if is_least else np.maximum
+        choose = np.minimum if is_least else np.maximum
     else:
-        of_two = np.fmin if is_least else np.fmax
+        choose = np.fmin if is_least else np.fmax
+
+    def of_two(x: Array, y: Array) -> Array:
+        if x.dtype.kind != "f":
+            return choose(x, y)
+        # -0 is less than 0.
+        of_zeros = -(-x - y) if is_least else x + y
+        return np.where((x == 0) & (y == 0), of_zeros, choose(x, y))
+
     _elementwise(lambda *values: reduce(of_two, values), machine, i, mask)
 
 
@@ -158,12 +168,11 @@ def _select(machine: Machine, i: Instruction, mask: Mask) -> None:
 def _compare(machine: Machine, i: Instruction, mask: Mask) -> None:
     _, comparison, _ = i.parts
     x, y = (machine.read(operand, i.type) for operand in i.operands[1:3])
-    if comparison == "nan":
-        result = np.isnan(x) | np.isnan(y)
-    else:
-        result = _COMPARISONS[comparison](x, y)
-        if i.type == "f32":
-            result &= ~(np.isnan(x) | np.isnan(y))
+    if i.type in _HALF_TYPES:
+        raise UnknownCode(i.text)
+    result = _COMPARISONS[comparison](x, y)
+    if i.type == "f32":
+        result &= ~(np.isnan(x) | np.isnan(y))
     machine.write(i.operands[0], result, mask)
 
 
@@ -201,8 +210,6 @@ ARITHMETIC = {
     "fma": _fused,
     "div": _divide,
     "ex2": partial(_approximation, np.exp2, _EX2),
-    "lg2": partial(_approximation, np.log2, _LG2),
-    "rcp": partial(_approximation, np.reciprocal, _RCP),
     "rsqrt": partial(_approximation, lambda x: 1 / np.sqrt(x), _RSQRT),
     "shl": _shift,
     "shr": _shift,

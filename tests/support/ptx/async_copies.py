@@ -9,6 +9,9 @@ import numpy as np
 from ptx.formats import Array
 from ptx.memory import GlobalMemory, SharedMemory
 
+NOTHING = -1
+"""In the place of a source's address: zeros are written."""
+
 
 @dataclass
 class _Copy:
@@ -17,7 +20,7 @@ class _Copy:
     groups: Array
     """Of the copies that the thread had committed before this one."""
     sources: Array
-    """Addresses; -1 for zeros."""
+    """Addresses, or ``NOTHING``."""
     places: Array
     width: int
 
@@ -40,8 +43,8 @@ class AsyncCopies:
         self._under_way: list[_Copy] = []
 
     def begin(self, threads: Array, sources: Array, places: Array, width: int) -> None:
-        """sources: addresses, -1 for zeros. places: of shared memory."""
-        self._memory.check(sources[sources >= 0], width)
+        """sources: addresses, or ``NOTHING``. places: of shared memory."""
+        self._memory.check(sources[sources != NOTHING], width)
         self._shared.claim(places, width, self._warp_of[threads])
         copy = _Copy(threads, self._committed[threads], sources, places, width)
         self._under_way.append(copy)
@@ -62,6 +65,6 @@ class AsyncCopies:
 
     def _arrive(self, copy: _Copy) -> None:
         data = np.zeros((len(copy.threads), copy.width), np.uint8)
-        is_real = copy.sources >= 0
+        is_real = copy.sources != NOTHING
         data[is_real] = self._memory.read(copy.sources[is_real], copy.width)
         self._shared.write(copy.places, data, self._warp_of[copy.threads])

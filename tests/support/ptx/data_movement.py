@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ptx.async_copies import NOTHING
 from ptx.errors import MachineError, UnknownCode
 from ptx.formats import TYPES, UNSIGNED, size_of
 from ptx.machine import WARP, Machine, Mask
@@ -58,7 +59,7 @@ def _async_copy(machine: Machine, i: Instruction, mask: Mask) -> None:
             read = machine.read(i.operands[3], "u32")[mask]
             if not np.isin(read, (0, width)).all():
                 raise UnknownCode(f"{i.text}: of a part")
-            sources = np.where(read == width, sources, -1)
+            sources = np.where(read == width, sources, NOTHING)
         targets = machine.addresses(i.operands[0])[mask]
         places = machine.shared.places(targets, machine.program_of[mask], width)
         machine.copies.begin(np.flatnonzero(mask), sources, places, width)

@@ -35,8 +35,10 @@ def install(name: str) -> None:
     """From now on kernels are compiled for this architecture, and emulated.
 
     Raises:
-        ValueError: no such architecture.
+        ValueError: no such architecture, or Triton was told to interpret.
     """
+    if knobs.runtime.interpret:
+        raise ValueError(f"{VARIABLE}={name}: unset TRITON_INTERPRET")
     match = re.fullmatch(r"sm_(\d+)", name)
     if match is None or int(match[1]) not in SHARED_BYTES:
         raise ValueError(f"{VARIABLE}={name}: use sm_80 or sm_90")
@@ -85,8 +87,7 @@ class _Launcher:
         # Behind the kernel's own parameters there are two of scratch memory, which none asks for.
         bits = [*map(_bits, given), 0, 0]
         parameters = dict(zip(program.parameters, bits, strict=True))
-        storages = [one.untyped_storage() for one in given if isinstance(one, Tensor)]
-        memory = GlobalMemory((storage.data_ptr(), storage.nbytes()) for storage in storages)
+        memory = GlobalMemory(_range(one) for one in given if isinstance(one, Tensor))
         count, at_a_time = width * height * depth, max(1, MOST_THREADS // program.threads)
         with np.errstate(all="ignore"):
             for first in range(0, count, at_a_time):
@@ -103,6 +104,15 @@ def _bits(argument: Tensor | int | float) -> int:
     if isinstance(argument, float):
         return int(np.float32(argument).view(np.uint32))
     return argument
+
+
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """Address, and bytes up to the last element."""
+    if tensor.numel() == 0:
+        return tensor.data_ptr(), 0
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in sizes)
+    return tensor.data_ptr(), (last + 1) * tensor.element_size()
 
 
 class _Utils:

@@ -117,7 +117,7 @@ class Machine:
 
     def register(self, name: str) -> Array:
         if name not in self._registers:
-            kind = re.match(r"%([a-z]+)", name)
+            kind = re.fullmatch(r"%([a-z]+)\d+", name)
             if kind is None or kind[1] not in _REGISTERS:
                 raise UnknownCode(f"register {name}")
             # What was never written holds anything.

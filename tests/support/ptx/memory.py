@@ -53,11 +53,8 @@ class GlobalMemory:
         found: Array = np.searchsorted(self._starts, addresses, "right") - 1
         outside = (found < 0) | (addresses + width > self._ends[found])
         if outside.any():
-            behind = int((addresses - self._ends[found])[outside][0])
-            raise MachineError(
-                f"{int(outside.sum())} threads outside all tensors, the first {behind} bytes "
-                "behind the end of one"
-            )
+            first = int(addresses[outside][0])
+            raise MachineError(f"{int(outside.sum())} threads outside all tensors, at {first:#x}")
         return found
 
     def _places(self, addresses: Array, width: int) -> Iterable[tuple[Array, Array, Array]]:
@@ -74,19 +71,22 @@ class GlobalMemory:
 class SharedMemory:
     """Of some programs of a grid, each with its own.
 
-    Between two barriers of a program a word that a warp writes may be used by that warp alone, and
-    one that a warp reads may be written by that warp alone: else it is chance who comes first.
+    Between two barriers of a program a byte that a warp writes may be used by that warp alone, and
+    one that a warp reads may be written by that warp alone: else it is chance who comes first. Nor
+    may anything write what a product under way reads.
     """
 
     def __init__(self, num_programs: int, num_bytes: int) -> None:
         self._size = num_bytes
         self._pitch = -(-num_bytes // 16) * 16
-        self._bytes = np.full(num_programs * self._pitch, POISON, np.uint8)
-        words = num_programs * self._pitch // 4
-        self._barriers = np.zeros(num_programs, np.int64)
-        # Of each word: after how many barriers, and by which warp.
-        self._written_at, self._writer = np.full(words, -1, np.int64), np.zeros(words, np.int64)
-        self._read_at, self._reader = np.full(words, -1, np.int64), np.zeros(words, np.int64)
+        size = num_programs * self._pitch
+        self._bytes = np.full(size, POISON, np.uint8)
+        self._barriers = np.zeros(num_programs, np.int32)
+        # Of each byte: after how many barriers, and by which warp.
+        self._written_at, self._writer = np.full(size, -1, np.int32), np.zeros(size, np.int32)
+        self._read_at, self._reader = np.full(size, -1, np.int32), np.zeros(size, np.int32)
+        self._products = np.zeros(size, np.int32)  # that read it and were not waited for
+        self._under_way: list[tuple[Array, Array]] = []  # places of 16 bytes, and whose they are
 
     def barrier(self, programs: Array) -> None:
         self._barriers[programs] += 1
@@ -106,41 +106,65 @@ class SharedMemory:
 
     def read(self, places: Array, width: int, warps: Array) -> Array:
         """uint8 [n, width]."""
-        words, at, warps = self._words(places, width, warps)
-        self._check(words, at, warps, self._written_at, self._writer, "read before a barrier")
-        is_shared = (self._read_at[words] == at) & (self._reader[words] != warps)
-        self._read_at[words] = at
-        self._reader[words] = np.where(is_shared, SEVERAL, warps)
-        # Where two of these threads read the same word, one of them was kept above.
-        self._reader[words[self._reader[words] != warps]] = SEVERAL
+        of_bytes, at, warps = self._of_bytes(places, width, warps)
+        self._check(of_bytes, at, warps, self._written_at, self._writer, "read before a barrier")
+        _note(of_bytes, at, warps, self._read_at, self._reader)
         return self._bytes[_spread(places, width)]
 
     def write(self, places: Array, data: Array, warps: Array) -> None:
         """data: uint8 [n, width]."""
         self.claim(places, data.shape[1], warps)
-        self._bytes[_spread(places, data.shape[1])] = data
+        spread = _spread(places, data.shape[1])
+        self._bytes[spread] = data
+        if (self._bytes[spread] != data).any():
+            raise MachineError("two threads write different values to one place")
 
     def claim(self, places: Array, width: int, warps: Array) -> None:
         """Says that warps write here, from now on until they do."""
-        words, at, warps = self._words(places, width, warps)
-        if width >= 4:  # parts of a word may be of several
-            self._check(words, at, warps, self._written_at, self._writer, "written by two warps")
-        self._check(words, at, warps, self._read_at, self._reader, "written while it is read")
-        self._written_at[words], self._writer[words] = at, warps
-        self._bytes[_spread(places, width)] = POISON
+        of_bytes, at, warps = self._of_bytes(places, width, warps)
+        self._check(of_bytes, at, warps, self._written_at, self._writer, "written by two warps")
+        self._check(of_bytes, at, warps, self._read_at, self._reader, "written while it is read")
+        if self._products[of_bytes].any():
+            raise MachineError("a product that was not waited for reads what is written")
+        _note(of_bytes, at, warps, self._written_at, self._writer)
+        self._bytes[of_bytes] = POISON
 
-    def _words(self, places: Array, width: int, warps: Array) -> tuple[Array, Array, Array]:
-        """Of each of them: its index, the barriers of its program, and the warp."""
-        count = max(width // 4, 1)
-        words = _spread(places // 4, count).ravel()
-        return words, self._barriers[words * 4 // self._pitch], np.repeat(warps, count)
+    def read_by_product(self, places: Array, groups: Array) -> Array:
+        """uint8 [n, 16], which the product of a group of warps reads until it is waited for."""
+        data = self.read(places, 16, np.full(len(places), SEVERAL))
+        np.add.at(self._products, _spread(places, 16), 1)
+        self._under_way.append((places, groups))
+        return data
+
+    def products_ended(self, groups: Array) -> None:
+        """groups: bool, of all groups, those whose products were waited for."""
+        left = []
+        for places, of_groups in self._under_way:
+            ended = groups[of_groups]
+            np.subtract.at(self._products, _spread(places[ended], 16), 1)
+            if not ended.all():
+                left.append((places[~ended], of_groups[~ended]))
+        self._under_way = left
+
+    def _of_bytes(self, places: Array, width: int, warps: Array) -> tuple[Array, Array, Array]:
+        """Of each of them: its place, the barriers of its program, and the warp."""
+        of_bytes = _spread(places, width).ravel()
+        return of_bytes, self._barriers[of_bytes // self._pitch], np.repeat(warps, width)
 
     def _check(
-        self, words: Array, at: Array, warps: Array, used_at: Array, user: Array, what: str
+        self, of_bytes: Array, at: Array, warps: Array, used_at: Array, user: Array, what: str
     ) -> None:
-        conflicts = (used_at[words] == at) & (user[words] != warps)
+        conflicts = (used_at[of_bytes] == at) & (user[of_bytes] != warps)
         if conflicts.any():
-            raise MachineError(f"{int(conflicts.sum())} words of shared memory are {what}")
+            raise MachineError(f"{int(conflicts.sum())} bytes of shared memory are {what}")
+
+
+def _note(of_bytes: Array, at: Array, warps: Array, used_at: Array, user: Array) -> None:
+    is_shared = (used_at[of_bytes] == at) & (user[of_bytes] != warps)
+    used_at[of_bytes] = at
+    user[of_bytes] = np.where(is_shared, SEVERAL, warps)
+    # Where two of these warps use the same byte, one of them was kept above.
+    user[of_bytes[user[of_bytes] != warps]] = SEVERAL
 
 
 def _spread(places: Array, width: int) -> Array:

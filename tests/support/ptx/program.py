@@ -9,6 +9,16 @@ from ptx.errors import UnknownCode
 
 _INSTRUCTION = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _NOT_EXECUTED = (".loc", ".reg", ".pragma")
+# Behind an instruction's first part, of those that the kernels have; another one may change what it
+# does.
+_MODIFIERS = frozenset([
+    "NaN", "aligned", "approx", "async", "b16", "b32", "b64", "bf16", "bf16x2", "bfly", "ca",
+    "cg", "col", "commit_group", "cta", "eq", "f16", "f16x2", "f32", "ftz", "full", "ge",
+    "global", "gt", "hi", "idx", "le", "lo", "lt", "m16n8k16", "m8n8", "mma_async", "ne", "param",
+    "pred", "proxy", "rn", "row", "rzi", "s16", "s32", "s64", "s8", "shared", "shared::cta",
+    "sync", "trans", "u16", "u32", "u64", "uni", "v2", "v4", "wait_group", "warp", "wide",
+    "fence", "x1", "x2", "x4",
+])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,10 @@ def _instruction(text: str) -> Instruction:
     if match is None:
         raise UnknownCode(text)
     negation, guard, name, operands = match.groups()
+    parts = tuple(name.split("."))
+    for part in parts[1:]:
+        if part not in _MODIFIERS and not re.fullmatch(r"m64n\d+k16", part):
+            raise UnknownCode(f"{text}: .{part}")
     # Commas within braces and brackets separate no operands.
     found = re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,\s])+", operands)
-    return Instruction(text, guard, bool(negation), tuple(name.split(".")), tuple(found))
+    return Instruction(text, guard, bool(negation), parts, tuple(found))

@@ -14,7 +14,6 @@ import numpy as np
 from ptx.errors import UnknownCode
 from ptx.formats import Array, decoded, halves
 from ptx.machine import WARP, Machine, Mask
-from ptx.memory import SEVERAL
 from ptx.program import Instruction, vector
 
 _GROUP_WARPS = 4
@@ -104,8 +103,12 @@ def _matrix_rows(
 
 
 def _multiply_in_group(machine: Machine, i: Instruction, mask: Mask) -> None:
-    """D = A B, or D + A B, of four warps: 64 x 16 by 16 x n. Its parts that wait do not: products
-    are there at once."""
+    """D = A B, or D + A B, of four warps: 64 x 16 by 16 x n. The result is there at once; what was
+    read of shared memory is in use until it is waited for."""
+    if i.parts[1] == "wait_group":
+        if i.operands != ("0",):
+            raise UnknownCode(i.text)
+        machine.shared.products_ended(machine.whole_warps(mask, _GROUP))
     if i.parts[1] != "mma_async":
         return
     shape = re.fullmatch(r"m64n(\d+)k16", i.parts[4])
@@ -160,7 +163,8 @@ def _shared_operand(
         machine.program_of.reshape(-1, _GROUP)[executing, :1, None], addresses.shape
     )
     places = machine.shared.places(addresses.ravel(), programs.ravel(), 16)
-    data = machine.shared.read(places, 16, np.full(len(places), SEVERAL))
+    groups = np.broadcast_to(np.flatnonzero(executing)[:, None, None], addresses.shape)
+    data = machine.shared.read_by_product(places, groups.ravel())
     units = decoded(data.view(np.uint16), half).reshape(*addresses.shape, 8)
     if is_transposed:
         units = units.swapaxes(2, 3)

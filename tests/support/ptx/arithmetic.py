@@ -18,6 +18,7 @@ from ptx.formats import (
     flushed,
     halves,
     size_of,
+    with_one_nan,
 )
 from ptx.machine import Machine, Mask
 from ptx.program import Instruction, vector
@@ -47,6 +48,8 @@ def _elementwise(
     result = np.asarray(function(*values)).astype(TYPES[i.type])
     if "ftz" in i.parts:
         result = flushed(result)
+    if i.type == "f32":
+        result = with_one_nan(result)
     machine.write(i.operands[0], result, mask)
 
 

@@ -19,6 +19,7 @@ TYPES: dict[str, type[np.generic]] = {
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """By bytes."""
 SMALLEST_NORMAL = np.float32(2.0**-126)
+CANONICAL_NAN = np.array(0x7FFFFFFF, np.uint32).view(np.float32)[()]
 
 
 def size_of(type_name: str) -> int:
@@ -55,6 +56,11 @@ def approximate(exact: Array, ulps: float) -> Array:
     spread = (values.view(np.uint32) * np.uint32(2654435761)).astype(np.float64) / 2**31 - 1
     shifted = values.astype(np.float64) * (1 + spread * ulps * 2.0**-24)
     return np.where(np.isfinite(values) & (values != 0), shifted, values).astype(np.float32)
+
+
+def with_one_nan(values: Array) -> Array:
+    """float32 whose NaN are all the same, as those of a GPU's results are."""
+    return np.where(np.isnan(values), CANONICAL_NAN, values)
 
 
 def flushed(values: Array) -> Array:

@@ -12,7 +12,7 @@ import re
 import numpy as np
 
 from ptx.errors import UnknownCode
-from ptx.formats import Array, decoded, halves
+from ptx.formats import Array, decoded, halves, with_one_nan
 from ptx.machine import WARP, Machine, Mask
 from ptx.program import Instruction, vector
 
@@ -40,7 +40,7 @@ def _multiply(machine: Machine, i: Instruction, mask: Mask) -> None:
     product = _left_operand(machine, a, half) @ right
     for place, (register, addend) in enumerate(zip(target, c, strict=True)):
         values = product[:, _ROWS + place // 2 * 8, _COLUMNS + place % 2].ravel()
-        machine.write(register, values + machine.read(addend, "f32"), mask)
+        machine.write(register, with_one_nan(values + machine.read(addend, "f32")), mask)
 
 
 def _left_operand(machine: Machine, registers: list[str], half: str) -> Array:
@@ -132,7 +132,7 @@ def _multiply_in_group(machine: Machine, i: Instruction, mask: Mask) -> None:
             :, rows + place % 4 // 2 * 8, place // 4 * 8 + _COLUMNS + place % 2
         ]
         before = np.where(keeps, machine.read(register, "f32"), np.float32(0))
-        machine.write(register, before + values.ravel(), mask)
+        machine.write(register, with_one_nan(before + values.ravel()), mask)
 
 
 def _shared_operand(

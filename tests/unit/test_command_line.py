@@ -63,6 +63,8 @@ class Interrupts:
         if name == "typer":
             os.kill(os.getpid(), signal.SIGINT)
 
+# Whoever started the tests in the background had them ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Interrupts())
 sys.argv = ["fastserve", "generate", "hi"]
 runpy.run_module("fastserve_backend", run_name="__main__")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 from fastserve_backend.worker import host_store, weight_memory, worker
 from fastserve_backend.worker.__main__ import main
+from fastserve_backend.worker.host_memory import HostMemory, host_memory
 
 NOTES = "NOTES_OF_RANKS"
 """Variable: the file, a line a note."""
@@ -23,14 +23,14 @@ def _note(what: str) -> None:
         notes.write(f"{what}\n")
 
 
-def _looking_for(what: str) -> Any:
-    """psutil, as far as a module uses it that looks whether there is memory for this."""
+def _looking_for(what: str) -> Callable[[], HostMemory]:
+    """`host_memory` for a module that looks whether there is memory for this."""
 
-    def virtual_memory() -> Any:
+    def noted() -> HostMemory:
         _note(f"looks-for-{what}")
-        return psutil.virtual_memory()
+        return host_memory()
 
-    return SimpleNamespace(virtual_memory=virtual_memory, swap_memory=psutil.swap_memory)
+    return noted
 
 
 def _load_and_note(*arguments: Any, **options: Any) -> Any:
@@ -44,8 +44,8 @@ def _take_and_note(*arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
-    weight_memory.psutil = _looking_for("weights")
-    host_store.psutil = _looking_for("blocks")
+    weight_memory.host_memory = _looking_for("weights")
+    host_store.host_memory = _looking_for("blocks")
     worker.load_model = _load_and_note
     host_store._host_memory = _take_and_note
     sys.exit(main())

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
-import psutil
 import torch
 from fastserve_kernels.kv_quantization import dequantize, quantize
 from torch import Tensor
 
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.model_config import ModelConfig
+from fastserve_backend.worker.host_memory import host_memory
 from fastserve_backend.worker.staging import Uploads
 
 # Blocks that are quantized at once on a CPU: their float32 copies fit in its cache.
@@ -179,14 +179,14 @@ def check_swap_space(swap_space_gib: float, device: torch.device, num_local_rank
     """To be called before any rank of the host makes its store, which leaves less to see.
 
     Raises:
-        ConfigError: the host has no ``swap_space_gib`` GiB of memory for each of its ranks.
+        ConfigError: the host, or its container, has no ``swap_space_gib`` GiB for each rank.
     """
-    memory = psutil.virtual_memory()
+    memory = host_memory()
     # Pinned memory is taken at once, other memory as it is used.
     limit = (memory.available if device.type == "cuda" else memory.total) // num_local_ranks
     if swap_space_gib * 2**30 > limit:
         raise ConfigError(
-            f"kv_cache.swap_space_gib: got {swap_space_gib:g}; the host has "
+            f"kv_cache.swap_space_gib: got {swap_space_gib:g}; the host or its container has "
             f"{limit / 2**30:.1f} GiB{' a rank' if num_local_ranks > 1 else ''}, lower it"
         )
 

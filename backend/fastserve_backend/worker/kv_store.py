@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import psutil
 import torch
 from torch import Tensor
 
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.loader import torch_dtype
 from fastserve_backend.models.model_config import ModelConfig
+from fastserve_backend.worker.host_memory import host_memory
 
 # On a CPU the cache shares memory with everything else on the machine, so without a number from the
 # operator it takes a part of what is free, and no more than any workload on a CPU can use.
@@ -77,5 +77,5 @@ def _available_bytes(device: torch.device, utilization: float, num_local_ranks: 
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(total * utilization) - (total - free)
-    free = psutil.virtual_memory().available
-    return min(CPU_MAX_BYTES, int(free * CPU_SHARE_OF_FREE_MEMORY)) // num_local_ranks
+    share = int(host_memory().available * CPU_SHARE_OF_FREE_MEMORY)
+    return min(CPU_MAX_BYTES, share) // num_local_ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,10 +13,13 @@ class RotaryEmbedding:
     """Cosines and sines of all positions, looked up once a step for all layers."""
 
     def __init__(self, rotary: Rotary, positions: int, device: torch.device) -> None:
-        frequencies = torch.tensor(rotary.frequencies, dtype=torch.float32)
-        angles = torch.outer(torch.arange(positions, dtype=torch.float32), frequencies)
-        table = torch.cat([angles.cos(), angles.sin()], dim=1) * rotary.scale
-        self._table = table.to(device)
+        frequencies = np.array(rotary.frequencies, dtype=np.float32)
+        angles = np.outer(np.arange(positions, dtype=np.float32), frequencies)
+        # Not by torch: the first cosines of a process are now and then wrong by 1e-4 on a CPU, if
+        # two threads of MKL come to them at once (github.com/pytorch/pytorch/issues/188792).
+        parts = [function(angles, dtype=np.float64) for function in (np.cos, np.sin)]
+        table = np.concatenate(parts, axis=1) * rotary.scale
+        self._table = torch.from_numpy(table.astype(np.float32)).to(device)
 
     def __call__(self, positions: Tensor) -> Tensor:
         """positions int64 [T] -> float32 [T, dim]: dim / 2 cosines, then as many sines."""

@@ -189,9 +189,10 @@ def _convert(machine: Machine, i: Instruction, mask: Mask) -> None:
     elif of in _HALF_TYPES:
         result = decoded(values[0].view(np.uint16), of)
     elif of == "f32":
-        rounding = {"rzi": np.trunc, "rni": np.rint}[i.parts[1]]
+        if i.parts[1] != "rzi":
+            raise UnknownCode(i.text)
         limits = np.iinfo(TYPES[to])
-        limited = np.clip(rounding(values[0].astype(np.float64)), limits.min, limits.max)
+        limited = np.clip(np.trunc(values[0].astype(np.float64)), limits.min, limits.max)
         result = np.where(np.isnan(limited), 0, limited)
     else:
         result = values[0]

@@ -107,27 +107,27 @@ class SharedMemory:
     def read(self, places: Array, width: int, warps: Array) -> Array:
         """uint8 [n, width]."""
         of_bytes, at, warps = self._of_bytes(places, width, warps)
-        self._check(of_bytes, at, warps, self._written_at, self._writer, "read before a barrier")
+        _check(of_bytes, at, warps, self._written_at, self._writer, "read before a barrier")
         _note(of_bytes, at, warps, self._read_at, self._reader)
         return self._bytes[_spread(places, width)]
 
     def write(self, places: Array, data: Array, warps: Array) -> None:
         """data: uint8 [n, width]."""
-        self.claim(places, data.shape[1], warps)
-        spread = _spread(places, data.shape[1])
-        self._bytes[spread] = data
-        if (self._bytes[spread] != data).any():
+        of_bytes, values = self.claim(places, data.shape[1], warps), data.ravel()
+        self._bytes[of_bytes] = values
+        if (self._bytes[of_bytes] != values).any():
             raise MachineError("two threads write different values to one place")
 
-    def claim(self, places: Array, width: int, warps: Array) -> None:
-        """Says that warps write here, from now on until they do."""
+    def claim(self, places: Array, width: int, warps: Array) -> Array:
+        """Says that warps write here, from now on until they do; returns the place of each byte."""
         of_bytes, at, warps = self._of_bytes(places, width, warps)
-        self._check(of_bytes, at, warps, self._written_at, self._writer, "written by two warps")
-        self._check(of_bytes, at, warps, self._read_at, self._reader, "written while it is read")
+        _check(of_bytes, at, warps, self._written_at, self._writer, "written by two warps")
+        _check(of_bytes, at, warps, self._read_at, self._reader, "written while it is read")
         if self._products[of_bytes].any():
             raise MachineError("a product that was not waited for reads what is written")
         _note(of_bytes, at, warps, self._written_at, self._writer)
         self._bytes[of_bytes] = POISON
+        return of_bytes
 
     def read_by_product(self, places: Array, groups: Array) -> Array:
         """uint8 [n, 16], which the product of a group of warps reads until it is waited for."""
@@ -151,12 +151,13 @@ class SharedMemory:
         of_bytes = _spread(places, width).ravel()
         return of_bytes, self._barriers[of_bytes // self._pitch], np.repeat(warps, width)
 
-    def _check(
-        self, of_bytes: Array, at: Array, warps: Array, used_at: Array, user: Array, what: str
-    ) -> None:
-        conflicts = (used_at[of_bytes] == at) & (user[of_bytes] != warps)
-        if conflicts.any():
-            raise MachineError(f"{int(conflicts.sum())} bytes of shared memory are {what}")
+
+def _check(
+    of_bytes: Array, at: Array, warps: Array, used_at: Array, user: Array, what: str
+) -> None:
+    conflicts = (used_at[of_bytes] == at) & (user[of_bytes] != warps)
+    if conflicts.any():
+        raise MachineError(f"{int(conflicts.sum())} bytes of shared memory are {what}")
 
 
 def _note(of_bytes: Array, at: Array, warps: Array, used_at: Array, user: Array) -> None:

@@ -103,14 +103,17 @@ def _matrix_rows(
 
 
 def _multiply_in_group(machine: Machine, i: Instruction, mask: Mask) -> None:
-    """D = A B, or D + A B, of four warps: 64 x 16 by 16 x n. The result is there at once; what was
-    read of shared memory is in use until it is waited for."""
     if i.parts[1] == "wait_group":
         if i.operands != ("0",):
             raise UnknownCode(i.text)
         machine.shared.products_ended(machine.whole_warps(mask, _GROUP))
-    if i.parts[1] != "mma_async":
-        return
+    elif i.parts[1] == "mma_async":
+        _begin_product(machine, i, mask)
+
+
+def _begin_product(machine: Machine, i: Instruction, mask: Mask) -> None:
+    """D = A B, or D + A B, of four warps: 64 x 16 by 16 x n. The result is there at once; what was
+    read of shared memory is in use until it is waited for."""
     shape = re.fullmatch(r"m64n(\d+)k16", i.parts[4])
     target, a, b, adds, *signs_and_layouts = i.operands
     if shape is None or i.parts[5] != "f32" or signs_and_layouts[:2] != ["1", "1"]:

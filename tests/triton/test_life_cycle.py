@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 import random
+import re
+import resource
 import signal
 import socket
 import subprocess
@@ -328,6 +330,32 @@ def test_server_ends_with_its_launcher(tiny_config: EngineConfig, tmp_path: Path
         started.append(_started(launcher))
         launcher.kill()
         launcher.wait()
+
+
+def test_a_server_has_its_own_limits_and_removes_no_others_directory(
+    tiny_config: EngineConfig, tmp_path: Path
+) -> None:
+    config_path = tmp_path / "engine.yaml"
+    config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
+    others = Path("/tmp/python_env_others")
+    with leaving_nothing() as started:
+        launcher = _serve(config_path, tmp_path / "server.log")
+        resource.prlimit(launcher.pid, resource.RLIMIT_NOFILE, (256, 4096))
+        wait_for(lambda: bool(psutil.Process(launcher.pid).children()), 30.0)
+        others.mkdir()
+        try:
+            started.append(_started(launcher))
+            (server,) = psutil.Process(launcher.pid).children()
+            assert server.rlimit(resource.RLIMIT_NOFILE) == (4096, 4096)
+            # Or it would die with who reads its output.
+            status = Path(f"/proc/{server.pid}/status").read_text()
+            (ignored,) = re.findall(r"SigIgn:\s*(\w+)", status)
+            assert int(ignored, 16) >> (signal.SIGPIPE - 1) & 1
+            launcher.terminate()
+            assert launcher.wait(30.0) == 0
+            assert others.exists()
+        finally:
+            others.rmdir()
 
 
 def test_a_model_that_cannot_load_says_why_in_one_line(tmp_path: Path) -> None:

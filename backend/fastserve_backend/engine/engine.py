@@ -223,7 +223,7 @@ class Engine:
             OverloadedError, DrainingError: not now.
             EngineError: the engine is broken.
         """
-        if self.failure is not None:
+        if self.failure is not None and not self._draining:
             raise EngineError(self.failure)
         number = self._watches.add(interval_s, sink)
         self._inbox.put(_Wake())
@@ -243,10 +243,10 @@ class Engine:
         if predictions is not None:
             prompt_text = predictions.text_of(job.prompt_ids, prompt_text)
         with self._admission:
+            if self._draining:  # also when the engine was closed then, which ends it as a failure
+                raise DrainingError("the server is shutting down and takes no new requests")
             if self.failure is not None:
                 raise EngineError(self.failure)
-            if self._draining:
-                raise DrainingError("the server is shutting down and takes no new requests")
             if self._num_unfinished >= limit:
                 raise OverloadedError(f"{limit} requests are queued already; try again later")
             self._num_unfinished += 1

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import resource
 import secrets
 import subprocess
 import threading
@@ -45,6 +46,11 @@ _LOG_TAIL_BYTES = 16384
 _LOG_TAIL_LINES = 8
 _LOG_NOISE = re.compile(r"[+|]|I\d{4} |\s*$")
 
+# Connections and files, where the system allows so many. A server that has no more of them repeats
+# a line in its log, hundreds of MB in seconds; with far more, what closes all that there could be
+# takes its time.
+_MAX_OPEN_FILES = 65536
+
 # The python backend makes one of these in every server, and leaves it behind when it is killed.
 _BACKEND_DIRECTORIES = ("/tmp", "python_env_??????")
 
@@ -81,6 +87,8 @@ class ServerProcess:
                 stderr=subprocess.STDOUT if log is not None else None,
                 env=environment,
                 start_new_session=True,
+                # The death of who reads its output is no reason to die.
+                restore_signals=False,
             )
         except OSError as error:
             raise LaunchError(f"cannot run {installation.binary}: {error}") from None
@@ -89,6 +97,7 @@ class ServerProcess:
                 log.close()
         self.handle = os.pidfd_open(self._process.pid)
         """A pidfd: readable once the server ended."""
+        self._raise_limit_of_open_files()
 
     @property
     def pid(self) -> int:
@@ -153,15 +162,31 @@ class ServerProcess:
         self._process.wait()
         self._runtime.kill_processes()
         self._runtime.remove_shared_memory()
-        own_directories = self._own_directories
-        if own_directories is None:
-            own_directories = self._new_directories()
-        for directory in own_directories:
-            with suppress(OSError):  # removed by the server itself, or in use by another one
-                directory.rmdir()
+        self._remove_directory()
         for handle in (self.handle, self._stub_handle):
             if handle is not None:
                 os.close(handle)
+
+    def _raise_limit_of_open_files(self) -> None:
+        """From what a shell gives, mostly 1024."""
+        with suppress(ProcessLookupError):  # it ended already
+            now, most = resource.prlimit(self.pid, resource.RLIMIT_NOFILE)
+            if now != resource.RLIM_INFINITY and now < _MAX_OPEN_FILES:
+                is_limited = most != resource.RLIM_INFINITY
+                wanted = min(most, _MAX_OPEN_FILES) if is_limited else _MAX_OPEN_FILES
+                resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (wanted, most))
+
+    def _remove_directory(self) -> None:
+        """The backend's, which a server that was killed leaves behind."""
+        if self._process.returncode >= 0:
+            return
+        found = self._own_directories
+        if found is None:
+            found = self._new_directories()
+        # Another server that starts meanwhile has one too, and may not live without it.
+        if len(found) == 1:
+            with suppress(OSError):
+                found.pop().rmdir()
 
     def _new_directories(self) -> set[Path]:
         """The backend's that were not there before this server."""

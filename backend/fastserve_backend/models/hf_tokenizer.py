@@ -5,9 +5,10 @@ spell each byte with a letter of its own, and SentencePiece's (LLaMA 1 and 2), w
 for a space and <0x0A> for a byte that no token has.
 
 `transformers.AutoTokenizer` would import torch. What it does for these files is small:
-tokenizer.json is taken as it is, but for the space before a text of GPT-2's and GPT-NeoX' classes;
-vocab.json with merges.txt (as OPT and GPT-2 ship) make a GPT-2 tokenizer whose special tokens and
-begin-of-sequence token come from tokenizer_config.json and special_tokens_map.json.
+tokenizer.json is taken as it is, but for the space before a text of GPT-2's and GPT-NeoX' classes
+and the tokens around one of LLaMA's; vocab.json with merges.txt (as OPT and GPT-2 ship) make a
+GPT-2 tokenizer whose special tokens and begin-of-sequence token come from tokenizer_config.json and
+special_tokens_map.json.
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from fastserve_backend.models.tokenizer import NO_CHAT_TEMPLATE, TokenizationErr
 
 _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _GPT_NEOX_CLASSES = ("GPTNeoXTokenizer", "GPTNeoXTokenizerFast")
+_LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 _GPT2_SPECIAL = "<|endoftext|>"  # GPT-2's begin, end and unknown token where no file names others
+
+# What transformers' LLaMA classes take where tokenizer_config.json does not say.
+_LLAMA_AROUND = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "add_bos_token": True,
+    "add_eos_token": False,
+}
 
 # Order in which transformers registers them, which fixes the ids of those not in vocab.json.
 _SPECIAL_KEYS = (
@@ -52,12 +62,14 @@ class HFTokenizer(Tokenizer):
     """A BPE tokenizer from `directory`, for a model of `vocab_size` ids.
 
     `encode` equals `transformers.AutoTokenizer.from_pretrained(directory)(text).input_ids`, and
-    `render_chat` its `apply_chat_template` with `tokenize=False, add_generation_prompt=True`. Four
+    `render_chat` its `apply_chat_template` with `tokenize=False, add_generation_prompt=True`. Five
     things differ. Decoding SentencePiece keeps the space before a text, because what is decoded
-    continues a prompt. And tokenizer.json is followed where transformers 5 has a way of its own: of
-    treating spaces at the beginning of a text and behind special tokens, for the class
-    LlamaTokenizer; of putting no tokens around a text, for GPTNeoXTokenizer; and of choosing a
-    class by the model, where tokenizer_config.json names none.
+    continues a prompt. For the class LlamaTokenizer, add_bos_token and add_eos_token count where
+    tokenizer_config.json has them, as in transformers 4: authors rely on it, and transformers 5
+    ignores them beside tokenizer.json. And tokenizer.json is followed where transformers 5 has a
+    way of its own: of treating spaces at the beginning of a text and behind special tokens, for the
+    class LlamaTokenizer; of putting no tokens around a text, for GPTNeoXTokenizer; and of choosing
+    a class by the model, where tokenizer_config.json names none.
 
     Raises ModelError for missing, damaged or unsupported files.
     """
@@ -178,6 +190,9 @@ def _load(directory: Path, settings: dict[str, Any]) -> FastTokenizer:
         ):  # transformers lets these classes decide, whatever tokenizer.json says
             fast.pre_tokenizer.add_prefix_space = add_prefix_space
         _add_special_tokens(fast, settings)
+        given = {key: settings[key] for key in _LLAMA_AROUND if settings.get(key) is not None}
+        if tokenizer_class in _LLAMA_CLASSES and given.keys() & {"add_bos_token", "add_eos_token"}:
+            fast.post_processor = _tokens_around(fast, _LLAMA_AROUND | given)
         return fast
     if tokenizer_class not in (None, *_GPT2_CLASSES):
         raise ModelError(
@@ -192,10 +207,22 @@ def _load(directory: Path, settings: dict[str, Any]) -> FastTokenizer:
     for key in ("bos_token", "eos_token", "unk_token"):
         settings.setdefault(key, _GPT2_SPECIAL)
     _add_special_tokens(fast, settings)
-    begin = _text(settings["bos_token"]) if settings.get("add_bos_token") else None
-    end = _text(settings["eos_token"]) if settings.get("add_eos_token") else None
-    fast.post_processor = around_prompt(fast, begin, end)
+    fast.post_processor = _tokens_around(fast, settings)
     return fast
+
+
+def _tokens_around(fast: FastTokenizer, settings: dict[str, Any]) -> processors.PostProcessor:
+    begin, end = (
+        _text(settings[key]) if settings.get(f"add_{key}") and settings[key] else None
+        for key in ("bos_token", "eos_token")
+    )
+    for key, token in (("bos_token", begin), ("eos_token", end)):
+        if token is not None and fast.token_to_id(token) is None:
+            raise ModelError(
+                f"tokenizer_config.json: add_{key} is true and {key} is left out, but the "
+                f"vocabulary has no {token!r}; name the token as {key}"
+            )
+    return around_prompt(fast, begin, end)
 
 
 def around_prompt(

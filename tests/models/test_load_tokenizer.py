@@ -11,7 +11,7 @@ from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.hf_tokenizer import HFTokenizer
 from fastserve_backend.models.model_config import ModelConfig
-from fastserve_backend.models.tokenizer import ByteTokenizer, load_tokenizer
+from fastserve_backend.models.tokenizer import ByteTokenizer, TokenizationError, load_tokenizer
 from tokenizer_files import (
     VOCAB_SIZE,
     train,
@@ -89,7 +89,10 @@ def test_tokens_that_were_added_may_lie_behind_the_vocabulary(tmp_path: Path) ->
     fast.add_special_tokens(["<padding>"])
     fast.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer("m", None, config(tmp_path, "auto", vocab_size=size))
-    assert max(tokenizer.encode("Hello <padding>")) == size
+    assert tokenizer.decode(tokenizer.encode("Hello")) == "Hello"
+    message = rf"has the token '<padding>' \({size}\), but the model's vocabulary has {size} ids"
+    with pytest.raises(TokenizationError, match=message):
+        tokenizer.encode("Hello <padding>")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json", "tokenizer_config.json"])

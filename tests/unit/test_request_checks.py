@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from fastserve_backend.engine.request_checks import RequestChecks
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.hf_tokenizer import HFTokenizer
 from fastserve_backend.models.tokenizer import ByteTokenizer
+from tokenizers import Tokenizer, decoders, models
 
 MODEL = load_model_config("opt-125m", load_format="dummy", max_model_len=1000)
 
@@ -58,3 +63,20 @@ def test_token_ids_are_refused_before_they_are_decoded(ids: list[int], message: 
 def test_token_ids_that_fit() -> None:
     ids = [5] * 999
     assert checks(ByteTokenizer(MODEL.vocab_size)).accept_ids(np.array(ids, np.int32)) == ids
+
+
+def test_a_token_that_the_model_lacks_is_blamed_on_what_was_sent(tmp_path: Path) -> None:
+    """As that of a chat template in a tokenizer that has more tokens than the model."""
+    fast = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens(["<|im_start|>"])
+    fast.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("<|im_start|>{{ messages[0].content }}")
+    model = replace(MODEL, vocab_size=2)
+    refusing = RequestChecks(model, HFTokenizer(tmp_path, 2), lambda: 10_000)
+    assert refusing.encode("ab") == [0, 1]
+    token = r"the prompt has the token '<\|im_start\|>' \(2\), but the model's vocabulary has 2 ids"
+    with pytest.raises(InvalidRequestError, match=rf"^messages: got '1 messages'; {token}$"):
+        refusing.encode_chat([{"role": "user", "content": "ab"}])
+    with pytest.raises(InvalidRequestError, match=rf"^text_input: got 'a<\|im_start\|>'; {token}$"):
+        refusing.encode("a<|im_start|>")

@@ -98,7 +98,7 @@ class HFTokenizer(Tokenizer):
                 f"tokenizer {str(directory)!r} is neither byte-level nor SentencePiece BPE (its "
                 f"decoder is {type(fast.decoder).__name__}); no other kind is supported"
             )
-        # Tokens that were added for training, as padding, may lie behind: no request may have them.
+        # Tokens that were added for training, as padding, may lie behind: `encode` refuses them.
         largest = max(fast.get_vocab(with_added_tokens=False).values(), default=-1)
         if largest >= vocab_size:
             raise ModelError(
@@ -129,6 +129,12 @@ class HFTokenizer(Tokenizer):
         except BaseException as error:  # a pattern that goes back and forth too often is a panic
             raise TokenizationError(f"the tokenizer fails at this text: {error}") from error
         ids: list[int] = encoding.ids
+        beyond = next((one for one in ids if one >= self.vocab_size), None)
+        if beyond is not None:
+            raise TokenizationError(
+                f"the prompt has the token {self._fast.id_to_token(beyond)!r} ({beyond}), but the "
+                f"model's vocabulary has {self.vocab_size} ids"
+            )
         return ids
 
     def render_chat(self, messages: Sequence[Message]) -> str:

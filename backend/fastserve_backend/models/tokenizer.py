@@ -47,8 +47,8 @@ class Tokenizer(ABC):
         Args:
             special_tokens: with those that the model expects around a prompt.
 
-        Raises TokenizationError for a lone surrogate, which no UTF-8 can hold, and for a text that
-        the model's tokenizer fails at.
+        Raises TokenizationError for a lone surrogate, which no UTF-8 can hold, for a token that the
+        model's vocabulary lacks, and for a text that the model's tokenizer fails at.
         """
 
     @abstractmethod

@@ -305,7 +305,12 @@ class TestRefused:
             ),
             (add(blk__2__attn_norm__weight=[64]), "'blk.2.attn_norm.weight' belongs to no"),
             (remove("tokenizer.ggml.model"), "ggml.model is None; known are gpt2 and llama"),
-            (remove("tokenizer.ggml.merges"), "its tokenizer cannot be read"),
+            (remove("tokenizer.ggml.merges"), "field tokenizer.ggml.merges is missing"),
+            (remove("tokenizer.ggml.token_type"), "field tokenizer.ggml.token_type is missing"),
+            (
+                lambda fields, _: fields.update({"tokenizer.ggml.token_type": [1]}),
+                "its tokenizer cannot be read",
+            ),
             (remove("tokenizer.ggml.tokens"), "tokenizer.ggml.tokens is missing"),
             (
                 lambda fields, _: fields.update({"split.count": 2}),

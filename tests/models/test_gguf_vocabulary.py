@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.gguf_conversion import convert
 from fastserve_backend.models.tokenizer import Tokenizer, load_tokenizer
 from gguf_files import Arrays, Fields, random_llama, write_llama
@@ -89,6 +90,11 @@ def test_merges_of_the_file_count_before_scores(tmp_path: Path) -> None:
     ours = sentencepiece(tmp_path, merges=["l l", "l o", "h e"])
     ids = ours.encode("hello", special_tokens=False)
     assert [TOKENS[one] for one in ids] == ["▁", "he", "ll", "o"]
+
+
+def test_scores_that_are_missing_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"^metadata field tokenizer\.ggml\.scores is missing$"):
+        sentencepiece(tmp_path, scores=None)
 
 
 @pytest.mark.parametrize(("split", "warnings"), [(None, 1), ("default", 0), ("gpt-2", 0)])

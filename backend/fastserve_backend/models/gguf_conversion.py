@@ -81,6 +81,13 @@ class GGUFFile:
         found = self._reader.fields.get(key)
         return default if found is None else found.contents()
 
+    def required(self, key: str) -> Any:
+        """The value of a metadata field that must be there; else ModelError."""
+        value = self.field(key)
+        if value is None:
+            raise ModelError(f"metadata field {key} is missing")
+        return value
+
     def config(self) -> dict[str, Any]:
         """The fields of a Hugging Face config.json, of a model that can be served."""
         tensors = {tensor.name for tensor in self._reader.tensors}
@@ -88,15 +95,15 @@ class GGUFFile:
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             "dtype": "bfloat16",
-            "vocab_size": len(self._required("tokenizer.ggml.tokens")),
-            "hidden_size": self._required("llama.embedding_length"),
-            "intermediate_size": self._required("llama.feed_forward_length"),
-            "num_hidden_layers": self._required("llama.block_count"),
-            "num_attention_heads": self._required("llama.attention.head_count"),
+            "vocab_size": len(self.required("tokenizer.ggml.tokens")),
+            "hidden_size": self.required("llama.embedding_length"),
+            "intermediate_size": self.required("llama.feed_forward_length"),
+            "num_hidden_layers": self.required("llama.block_count"),
+            "num_attention_heads": self.required("llama.attention.head_count"),
             "num_key_value_heads": self.field("llama.attention.head_count_kv"),
             "head_dim": self.field("llama.attention.key_length"),
-            "max_position_embeddings": self._required("llama.context_length"),
-            "rms_norm_eps": self._required("llama.attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": self.required("llama.context_length"),
+            "rms_norm_eps": self.required("llama.attention.layer_norm_rms_epsilon"),
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
             "tie_word_embeddings": "output.weight" not in tensors,
@@ -112,8 +119,8 @@ class GGUFFile:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Names and values, bfloat16, of a Hugging Face checkpoint."""
-        names = _names(self._required("llama.block_count"))
-        heads = self._required("llama.attention.head_count")
+        names = _names(self.required("llama.block_count"))
+        heads = self.required("llama.attention.head_count")
         kv_heads = self.field("llama.attention.head_count_kv") or heads
         for tensor in self._reader.tensors:
             if tensor.name == _ROPE_FACTORS:
@@ -142,12 +149,6 @@ class GGUFFile:
     @property
     def num_weights(self) -> int:
         return sum(int(tensor.n_elements) for tensor in self._reader.tensors)
-
-    def _required(self, key: str) -> Any:
-        value = self.field(key)
-        if value is None:
-            raise ModelError(f"metadata field {key} is missing")
-        return value
 
     def _refuse_unsupported(self, head_dim: int) -> None:
         neutral = _UNSUPPORTED | {
@@ -188,7 +189,7 @@ class GGUFFile:
         if kind != "none":
             rope |= {
                 "rope_type": kind,
-                "factor": factor or self._required("llama.rope.scaling.factor"),
+                "factor": factor or self.required("llama.rope.scaling.factor"),
             }
             for theirs, ours in _ROPE_OPTIONS.items():
                 if (value := self.field(f"llama.rope.scaling.{theirs}")) is not None:

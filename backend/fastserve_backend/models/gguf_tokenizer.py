@@ -41,6 +41,8 @@ class Fields(Protocol):
 
     def field(self, key: str, default: Any = None) -> Any: ...
 
+    def required(self, key: str) -> Any: ...
+
 
 def save_tokenizer(file: Fields, directory: Path) -> None:
     """Write the tokenizer of a GGUF file to `directory`.
@@ -74,7 +76,8 @@ def _read(file: Fields) -> FastTokenizer:
             f"tokenizer.ggml.model is {kind!r}; known are {_BYTE_LEVEL} and {_SENTENCEPIECE}; use "
             "the model's Hugging Face checkpoint"
         )
-    tokens, types = file.field("tokenizer.ggml.tokens"), file.field("tokenizer.ggml.token_type")
+    tokens = file.required("tokenizer.ggml.tokens")
+    types = file.required("tokenizer.ggml.token_type")
     fast = _byte_level(file, tokens) if kind == _BYTE_LEVEL else _sentencepiece(file, tokens)
     fast.add_tokens(
         [
@@ -114,7 +117,7 @@ def _merges_by_score(file: Fields, tokens: list[str]) -> list[tuple[str, str]]:
     known = set(tokens)
     scored = [
         (score, token[:cut], token[cut:])
-        for token, score in zip(tokens, file.field("tokenizer.ggml.scores"), strict=True)
+        for token, score in zip(tokens, file.required("tokenizer.ggml.scores"), strict=True)
         for cut in range(1, len(token))
         if token[:cut] in known and token[cut:] in known
     ]
@@ -142,7 +145,7 @@ def _byte_level(file: Fields, tokens: list[str]) -> FastTokenizer:
     fast = FastTokenizer(
         models.BPE(
             vocab=_ids(tokens),
-            merges=_pairs(file.field("tokenizer.ggml.merges")),
+            merges=_pairs(file.required("tokenizer.ggml.merges")),
             ignore_merges=file.field("tokenizer.ggml.pre") in _LLAMA3,
         )
     )

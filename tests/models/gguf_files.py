@@ -146,7 +146,8 @@ def write_gguf(
     kind: GGMLQuantizationType = F32,
     architecture: str = "llama",
 ) -> Path:
-    """Write a GGUF file whose matrices are of `kind`; vectors stay float32, as in llama.cpp."""
+    """Write a GGUF file whose matrices are of `kind`; vectors stay float32, as in llama.cpp, and
+    float64 arrays what they are."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in fields.items():
         if isinstance(value, str):
@@ -161,6 +162,9 @@ def write_gguf(
                 key, value, GGUFValueType.FLOAT32 if is_float else GGUFValueType.UINT32
             )
     for name, array in arrays.items():
+        if array.dtype == np.float64:
+            writer.add_tensor(name, array)
+            continue
         stored = kind if array.ndim > 1 else F32
         writer.add_tensor(name, gguf.quants.quantize(array, stored), raw_dtype=stored)
     writer.write_header_to_file()

@@ -324,7 +324,33 @@ class TestRefused:
                 lambda _, arrays: arrays.update(
                     {"blk.0.attn_k.weight": np.zeros((7, 64), dtype=np.float32)}
                 ),
-                "tensor 'blk.0.attn_k.weight' (F32) cannot be read",
+                "'blk.0.attn_k.weight' has shape (7, 64), but its metadata asks for (32, 64)",
+            ),
+            (
+                remove("llama.attention.head_count_kv"),
+                "'blk.0.attn_k.weight' has shape (32, 64), but its metadata asks for (64, 64)",
+            ),
+            (remove("output_norm.weight"), "it lacks tensor 'output_norm.weight', which its meta"),
+            (
+                remove("blk.0.ffn_up.weight", "blk.1.ffn_up.weight"),
+                "it lacks tensor 'blk.0.ffn_up.weight' and 1 more, which its metadata and",
+            ),
+            (
+                add(
+                    **{
+                        f"blk__{layer}__attn_{kind}__bias": [size]
+                        for layer in range(2)
+                        for kind, size in {"q": 64, "k": 32, "v": 32}.items()
+                    }
+                ),
+                "it lacks tensor 'blk.0.attn_output.bias' and 1 more",
+            ),
+            (add(blk__1__attn_q__bias=[64]), "'blk.1.attn_q.bias' belongs to no"),
+            (
+                lambda _, arrays: arrays.update(
+                    {"output.weight": arrays["output.weight"].astype(np.float64)}
+                ),
+                "tensor 'output.weight' (F64) cannot be read",
             ),
             (
                 lambda fields, _: fields.update({"llama.rope.scaling.type": "yarn"}),
@@ -338,13 +364,10 @@ class TestRefused:
         file = write_llama(tmp_path / "m.gguf", random_llama(), change=change)
         assert expected in self.message(file, tmp_path)
 
-    def test_missing_tensor_is_named_when_the_model_is_loaded(self, tmp_path: Path) -> None:
-        file = write_llama(
-            tmp_path / "m.gguf", random_llama(), change=remove("blk.1.ffn_up.weight")
-        )
-        convert(file, tmp_path / "out")
-        with pytest.raises(ModelError, match=r"lacks layers\.1\.mlp\.up_proj\.weight"):
-            load(tmp_path / "out")
+    def test_tensors_before_any_is_converted(self, tmp_path: Path) -> None:
+        file = write_llama(tmp_path / "m.gguf", random_llama(), change=remove("output_norm.weight"))
+        self.message(file, tmp_path)
+        assert not (tmp_path / "out").exists()
 
     def test_no_such_file(self) -> None:
         with pytest.raises(ModelError, match=r"'nowhere/m\.gguf': there is no such file"):

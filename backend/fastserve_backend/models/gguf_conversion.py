@@ -13,6 +13,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from torch import Tensor
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.gguf_tokenizer import save_tokenizer
 from fastserve_backend.models.hf_config import HFConfig
+from fastserve_backend.models.llama import LlamaModel
 from fastserve_backend.models.llama_config import LlamaConfig
+from fastserve_backend.models.model_part import ModelPart
 
 _LLAMA = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA]
 
@@ -117,17 +120,36 @@ class GGUFFile:
         _read_config(config)
         return config
 
+    def check_tensors(self, config: dict[str, Any]) -> None:
+        """Raise ModelError unless the tensors are those of a model of `config`, by their shapes."""
+        missing = _shapes(_read_config(config))
+        for tensor in self._reader.tensors:
+            if tensor.name == _ROPE_FACTORS:
+                continue  # in the configuration
+            wanted = missing.pop(tensor.name, None)
+            if wanted is None:
+                raise ModelError(f"tensor {tensor.name!r} belongs to no plain LLaMA model")
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            if shape != wanted:
+                raise ModelError(
+                    f"tensor {tensor.name!r} has shape {shape}, but its metadata asks for {wanted}"
+                )
+        if missing:
+            first, *others = missing
+            more = f" and {len(others)} more" if others else ""
+            raise ModelError(
+                f"it lacks tensor {first!r}{more}, which its metadata and its other tensors ask "
+                "for; use the model's Hugging Face checkpoint"
+            )
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and values, bfloat16, of a Hugging Face checkpoint."""
+        """Names and values, bfloat16, of a Hugging Face checkpoint; call `check_tensors` before."""
         names = _names(self.required("llama.block_count"))
         heads = self.required("llama.attention.head_count")
         kv_heads = self.field("llama.attention.head_count_kv") or heads
         for tensor in self._reader.tensors:
             if tensor.name == _ROPE_FACTORS:
                 continue  # in the configuration
-            name = names.get(tensor.name)
-            if name is None:
-                raise ModelError(f"tensor {tensor.name!r} belongs to no plain LLaMA model")
             try:
                 values = gguf.dequantize(tensor.data, tensor.tensor_type)
                 if ".attn_q." in tensor.name:
@@ -140,7 +162,7 @@ class GGUFFile:
                 ) from error
             # (a copy only where the library returns a view of the file: torch wants to own it)
             own = np.require(values, requirements=["C", "W"])
-            yield name, torch.from_numpy(own).to(torch.bfloat16)
+            yield names[tensor.name], torch.from_numpy(own).to(torch.bfloat16)
 
     @property
     def num_tensors(self) -> int:
@@ -259,6 +281,16 @@ def _names(num_layers: int) -> dict[str, str]:
     return names
 
 
+def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """GGUF's names of the tensors of such a model, and their shapes."""
+    layers = range(config.num_layers)
+    part = ModelPart(torch.device("meta"), torch.bfloat16, layers, config.num_layers)
+    # The table of positions would be made in memory even there.
+    parameters = LlamaModel(replace(config, max_model_len=1), part).parameters()
+    names = {theirs: ours.removeprefix("model.") for theirs, ours in _names(len(layers)).items()}
+    return {theirs: parameters[ours].shape for theirs, ours in names.items() if ours in parameters}
+
+
 def _unpermute(values: Any, heads: int) -> Any:
     """Rows of q or k from llama.cpp's order, whose rotation takes neighbours as pairs, to Hugging
     Face's, which pairs the halves of a head: [heads * head_dim, ...], the same shape back."""
@@ -305,6 +337,7 @@ def convert(path: Path, directory: Path) -> None:
     console.print(f"converting {path.name}, once: reading", soft_wrap=True, markup=False)
     file = GGUFFile(path)
     config = file.config()
+    file.check_tensors(config)
     needed, free = 2 * file.num_weights, shutil.disk_usage(directory.parent).free
     if free < needed:
         raise ModelError(

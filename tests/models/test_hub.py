@@ -249,19 +249,39 @@ def test_random_weights_need_no_weights(hub: Hub, tmp_path: Path) -> None:
     assert "cannot be fetched from the Hugging Face hub (ConnectError" in run(tmp_path, None)
 
 
-@pytest.mark.parametrize("other", ["pytorch_model.bin", "adapter_model.safetensors"])
-def test_which_weights(hub: Hub, tmp_path: Path, other: str) -> None:
-    """safetensors of the model before pytorch_model.bin, and nothing else."""
-    hub.files[other] = b"never read"
-    if other.endswith(".safetensors"):
-        del hub.files["model.safetensors"]
-        state = io.BytesIO()
-        torch.save(random_llama().state_dict(), state)
-        hub.files["pytorch_model.bin"] = state.getvalue()
+def test_safetensors_before_pytorch_model_bin(hub: Hub, tmp_path: Path) -> None:
+    hub.files["pytorch_model.bin"] = b"never read"
+    hub.files["model.fp16.safetensors"] = b"never read"
     load(parts(run(tmp_path, hub.endpoint))[0])
-    weights = {name for name in hub.fetched if name.endswith((".bin", ".safetensors"))}
-    expected = "model.safetensors" if other.endswith(".bin") else "pytorch_model.bin"
-    assert weights == {expected}
+    assert weights(hub.fetched) == {"model.safetensors"}
+
+
+def test_safetensors_of_several_files(hub: Hub, tmp_path: Path) -> None:
+    del hub.files["model.safetensors"]
+    random_llama().save_pretrained(tmp_path / "saved", max_shard_size="50KB")
+    shards = {file.name: file.read_bytes() for file in (tmp_path / "saved").glob("model*")}
+    hub.files |= shards
+    load(parts(run(tmp_path, hub.endpoint))[0])
+    assert weights(hub.fetched) == shards.keys() - {"model.safetensors.index.json"}
+
+
+@pytest.mark.parametrize("other", ["adapter_model.safetensors", "model.fp16.safetensors"])
+def test_safetensors_that_are_not_the_models(hub: Hub, tmp_path: Path, other: str) -> None:
+    """Of an adapter, or a variant that is not read: then pytorch_model.bin, with and without
+    network."""
+    hub.files[other] = b"never read"
+    del hub.files["model.safetensors"]
+    state = io.BytesIO()
+    torch.save(random_llama().state_dict(), state)
+    hub.files["pytorch_model.bin"] = state.getvalue()
+    directory, chat = parts(run(tmp_path, hub.endpoint))
+    load(directory)
+    assert weights(hub.fetched) == {"pytorch_model.bin"}
+    assert parts(run(tmp_path, None)) == (directory, chat)
+
+
+def weights(fetched: list[str]) -> set[str]:
+    return {name for name in fetched if name.endswith((".bin", ".safetensors"))}
 
 
 def test_interrupted_download_goes_on(hub: Hub, tmp_path: Path) -> None:

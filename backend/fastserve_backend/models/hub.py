@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,10 @@ _HUB_ID = re.compile(rf"{_NAME}/{_NAME}(@{_NAME}(/{_NAME})*)?")
 _TIMEOUT_S = 10.0  # for the one small request that lists a repository
 
 _CONFIG_AND_TOKENIZER = ("*.json", "merges.txt", "chat_template.jinja")
-_SAFETENSORS = "model*.safetensors"
+# Variants, such as model.fp16.safetensors, are never read.
+_SAFETENSORS = ("model.safetensors", "model-*.safetensors")
+_SAFETENSORS_BEGIN = {"model.safetensors", "model.safetensors.index.json"}  # one of them is needed
+_TORCH_FILES = "pytorch_model*.bin"
 
 
 def is_hub_id(model: str) -> bool:
@@ -50,13 +52,13 @@ def download(model: str, *, weights: bool) -> Path:
 
     repository, _, revision = model.partition("@")
     snapshot = partial(snapshot_download, repository, revision=revision or None)
-    patterns = [*_CONFIG_AND_TOKENIZER, *([_SAFETENSORS] if weights else [])]
+    patterns = [*_CONFIG_AND_TOKENIZER, *(_SAFETENSORS if weights else ())]
     try:
         if weights:
             # (list_repo_files would retry for 20 seconds where there is no network)
             info = HfApi().model_info(repository, revision=revision or None, timeout=_TIMEOUT_S)
-            if not any(fnmatch(file.rfilename, _SAFETENSORS) for file in info.siblings or []):
-                patterns[-1] = "pytorch_model*.bin"
+            if _SAFETENSORS_BEGIN.isdisjoint(file.rfilename for file in info.siblings or []):
+                patterns = [*_CONFIG_AND_TOKENIZER, _TORCH_FILES]
         return Path(snapshot(allow_patterns=patterns))
     except Exception as error:  # the hub client raises the errors of several libraries
         try:

@@ -114,6 +114,8 @@ def test_end_tokens(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "eos_token_id": None}))
     assert load(str(tmp_path)).eos_token_ids == ()
+    # As transformers, for which no token has that id.
+    assert load(write(tmp_path, eos_token_id=-1)).eos_token_ids == ()
     # A sampler that must not end an answer bans them, each in its place of a row of logits.
     beyond = write(tmp_path, eos_token_id=[5, SMALL["vocab_size"]])
     assert load(beyond).eos_token_ids == (5,)
@@ -144,6 +146,10 @@ def test_max_model_len(tmp_path: Path) -> None:
         ({"torch_dtype": "float64"}, "torch_dtype is 'float64', expected one of float32"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
         ({"eos_token_id": [1, -1]}, "eos_token_id is"),
+        (
+            {"eos_token_id": -2},
+            "eos_token_id is -2, expected a token id, a list of them, null or -1",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
     ],
 )

@@ -88,13 +88,13 @@ class HFConfig:
         return chosen
 
     def token_ids(self, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
-        """One id or a list of ids; an explicit null means none."""
+        """One id or a list of ids; an explicit null means none, and so does -1."""
         if key not in self._raw:
             return default
         value = self._raw[key]
-        values = [] if value is None else value if isinstance(value, list) else [value]
+        values = [] if value in (None, -1) else value if isinstance(value, list) else [value]
         if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
-            raise self.error(key, "a token id, a list of them or null")
+            raise self.error(key, "a token id, a list of them, null or -1")
         return tuple(values)
 
 

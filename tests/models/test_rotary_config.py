@@ -57,6 +57,9 @@ def read(directory: Path, fields: dict[str, Any]) -> Rotary:
         NEOX | {"rotary_pct": 0.5, "rotary_emb_base": 500},
         NEOX | {"rotary_pct": 0.5, "rope_theta": 500.0, "partial_rotary_factor": 0.75},
         NEOX | {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        LLAMA | {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.5}},
+        LLAMA | {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0}},
+        LLAMA | {"rope_scaling": YARN | {"mscale": 0.0, "mscale_all_dim": 0.707}},
     ],
 )
 def test_as_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:

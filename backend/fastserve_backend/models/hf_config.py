@@ -52,6 +52,10 @@ class HFConfig:
             raise self.error(key, "a number above 0")
         return float(value)
 
+    def number_or_zero(self, key: str) -> float:
+        """A finite number above 0; 0 where the field is 0 or not there."""
+        return 0.0 if self._raw.get(key) == 0 else self.number(key, 0.0)
+
     def mapping(self, *keys: str) -> HFConfig:
         """The fields of the object that has one of these names; none where no such is there.
 

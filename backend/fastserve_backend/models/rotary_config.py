@@ -111,6 +111,7 @@ def _yarn_scale(factor: float, rope: HFConfig) -> float:
     def part(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    if "mscale" in rope and "mscale_all_dim" in rope:
-        return part(rope.number("mscale", None)) / part(rope.number("mscale_all_dim", None))
+    mscale, of_all = rope.number_or_zero("mscale"), rope.number_or_zero("mscale_all_dim")
+    if mscale and of_all:  # 0 is none, as in transformers
+        return part(mscale) / part(of_all)
     return part(1.0)

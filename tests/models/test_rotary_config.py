@@ -57,6 +57,7 @@ def read(directory: Path, fields: dict[str, Any]) -> Rotary:
         NEOX | {"rotary_pct": 0.5, "rotary_emb_base": 500},
         NEOX | {"rotary_pct": 0.5, "rope_theta": 500.0, "partial_rotary_factor": 0.75},
         NEOX | {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        NEOX | {"head_dim": 32},
         LLAMA | {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.5}},
         LLAMA | {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0}},
         LLAMA | {"rope_scaling": YARN | {"mscale": 0.0, "mscale_all_dim": 0.707}},
@@ -92,6 +93,8 @@ def test_as_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
             r"rope_scaling is .* expected the same as in .* rope_parameters, or one of them",
         ),
         (LLAMA | {"rope_theta": 1.0, "rope_scaling": YARN}, "rope_theta is 1, expected a number"),
+        # transformers would take it for the rotation alone.
+        (NEOX | {"head_dim": 16}, "head_dim is 16, expected hidden_size / num_attention_heads, 32"),
         # Before as many frequencies are computed.
         (LLAMA | {"head_dim": 10**15}, "is 1000000000000000, but the attention kernels need"),
         (NEOX | {"hidden_size": 10**15}, "but the attention kernels need a multiple of 8 up to"),

@@ -55,6 +55,8 @@ class GPTNeoXConfig(ModelConfig):
         if hidden_size % num_heads:
             raise raw.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}")
         head_dim = checked_head_dim(raw, hidden_size // num_heads)
+        if raw.integer("head_dim", head_dim) != head_dim:
+            raise raw.error("head_dim", f"hidden_size / num_attention_heads, {head_dim}")
         positions = raw.integer("max_position_embeddings", 2048)
         rotary = read_rotary(
             raw,

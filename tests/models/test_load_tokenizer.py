@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,17 @@ def test_named_tokenizer_wins(tmp_path: Path) -> None:
     write_opt_files(tmp_path / "tokenizer")
     tokenizer = load_tokenizer("m", str(tmp_path / "tokenizer"), config(None, "dummy"))
     assert isinstance(tokenizer, HFTokenizer)
+
+
+@pytest.mark.parametrize("write", [write_opt_files, write_tokenizer_json])
+def test_files_whose_path_python_cannot_spell(write: Callable[[Path], Any], tmp_path: Path) -> None:
+    """As the stub's, which takes file names for ASCII, finds a cache below /home/jürgen."""
+    write(tmp_path)
+    strange = tmp_path / os.fsdecode(b"c\xe4che")
+    strange.mkdir()
+    for file in [path for path in tmp_path.iterdir() if path.is_file()]:
+        file.rename(strange / file.name)
+    assert HFTokenizer(strange, VOCAB_SIZE).decode(HFTokenizer(strange, VOCAB_SIZE).encode("Hello"))
 
 
 def test_random_weights_without_files(tmp_path: Path) -> None:

@@ -188,8 +188,10 @@ def _sentencepiece_bytes(token: str) -> bytes:
 def _load(directory: Path, settings: dict[str, Any]) -> FastTokenizer:
     tokenizer_class = settings.get("tokenizer_class")
     add_prefix_space = bool(settings.get("add_prefix_space", False))
+    # Read here: the library opens no path that the stub's Python, which takes file names for ASCII,
+    # cannot spell.
     if (directory / "tokenizer.json").is_file():
-        fast = FastTokenizer.from_file(str(directory / "tokenizer.json"))
+        fast = FastTokenizer.from_str((directory / "tokenizer.json").read_text("utf-8"))
         if (
             isinstance(fast.pre_tokenizer, pre_tokenizers.ByteLevel)
             and tokenizer_class in _GPT2_CLASSES + _GPT_NEOX_CLASSES
@@ -205,9 +207,8 @@ def _load(directory: Path, settings: dict[str, Any]) -> FastTokenizer:
             f"tokenizer {str(directory)!r} is a {tokenizer_class} without tokenizer.json; write "
             "that file with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    fast = FastTokenizer(
-        models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt"))
-    )
+    vocabulary = json.loads((directory / "vocab.json").read_text("utf-8"))
+    fast = FastTokenizer(models.BPE(vocabulary, _merges(directory / "merges.txt")))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
     fast.decoder = decoders.ByteLevel()
     for key in ("bos_token", "eos_token", "unk_token"):
@@ -215,6 +216,15 @@ def _load(directory: Path, settings: dict[str, Any]) -> FastTokenizer:
     _add_special_tokens(fast, settings)
     fast.post_processor = _tokens_around(fast, settings)
     return fast
+
+
+def _merges(path: Path) -> list[tuple[str, str]]:
+    merges = []
+    for line in path.read_text("utf-8").split("\n"):
+        if line and not line.startswith("#version"):
+            left, right = line.split(" ")
+            merges.append((left, right))
+    return merges
 
 
 def _tokens_around(fast: FastTokenizer, settings: dict[str, Any]) -> processors.PostProcessor:

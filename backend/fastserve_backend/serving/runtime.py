@@ -180,7 +180,8 @@ def wait_readable(timeout_s: float, *descriptors: int) -> set[int]:
 def _write_at_once(path: Path, text: str) -> None:
     # A reader must never see half of it.
     draft = path.with_suffix(".draft")
-    draft.write_text(text, encoding="utf-8")
+    # (with the file names that the stub's Python could not spell)
+    draft.write_text(text, encoding="utf-8", errors="backslashreplace")
     draft.replace(path)
 
 

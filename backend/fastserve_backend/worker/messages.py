@@ -7,6 +7,7 @@ dropped, recomputed or moved to a fresh rank without a word to the old one.
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -53,9 +54,12 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
         """``directory``: where the model's files are on this host. Ranks there load those, ranks of
         other hosts their commit: a name may mean others by the time that they are (re)started."""
         model, parallel, kv = config.model, config.parallel, config.kv_cache
-        on_all_hosts = at_commit(model.model, directory)
+        files = at_commit(model.model, directory)
+        if directory and parallel.nnodes == 1:
+            # As a rank spells it: the stub takes file names for ASCII.
+            files = os.fsencode(directory).decode("utf-8", "surrogateescape")
         return cls(
-            model=directory if directory and parallel.nnodes == 1 else on_all_hosts,
+            model=files,
             load_format=model.load_format,
             dtype=model.dtype,
             max_model_len=model.max_model_len,

@@ -25,6 +25,21 @@ class InvalidRequestError(FastServeError):
         self.field = field
 
 
+class ContextLengthError(InvalidRequestError):
+    """Prompt and output are more tokens than this server can ever take together.
+
+    The words are those of OpenAI's API, with their capital: its clients look for them.
+
+    Args:
+        limit: tokens of prompt and output together.
+        remedy: what follows from it for ``field``.
+    """
+
+    def __init__(self, field: str, given: object, limit: int, remedy: str) -> None:
+        words = f"This model's maximum context length is {limit} tokens"
+        super().__init__(field, given, f"{words}, {remedy}")
+
+
 class OverloadedError(FastServeError):
     """The queue is full; trying again later can succeed (Triton code UNAVAILABLE)."""
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fastserve_client.errors import (
         ClientError,
         ConnectionFailed,
+        ContextLengthExceeded,
         InvalidRequest,
         RequestCancelled,
         RequestTimeout,
@@ -53,6 +54,7 @@ __all__ = [
     "Endpoint",
     "ClientError",
     "InvalidRequest",
+    "ContextLengthExceeded",
     "ServerUnavailable",
     "ServerOverloaded",
     "ConnectionFailed",

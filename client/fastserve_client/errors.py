@@ -16,6 +16,13 @@ class InvalidRequest(ClientError):
     """
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or prompt and ``max_tokens`` together, are longer than the model's context.
+
+    The message names the most tokens that it takes.
+    """
+
+
 class ServerUnavailable(ClientError):
     """The server takes no new request now (``UNAVAILABLE``): its queue is full or it drains.
 
@@ -67,6 +74,10 @@ def shown(value: object) -> str:
 # this client never sends it.) So the text decides:
 NAMES_FIELD = re.compile(r"^[\w, .\[\]]+: got ")
 """How this project names what is wrong with a request: "max_tokens: got -1; must be …"."""
+# What was given is a number, or a length in quotes: no prompt that has these words gets here.
+_CONTEXT_LENGTH = re.compile(
+    r"^\w+: got ('\d+ \w+'|\d+); This model's maximum context length is \d+ tokens\b"
+)
 _INVALID = re.compile(
     # Triton's own refusals of a request that does not fit config.pbtxt.
     r"^(\[request id: .*?\] )?(unexpected|expected|inference input|input .* expected) ",
@@ -80,6 +91,8 @@ _CANCELLED = re.compile(r"\bcancell?ed\b", re.IGNORECASE)
 def error_from_message(message: str) -> ClientError:
     """The error for the ``error_message`` of a stream's response."""
     line = " ".join(message.split())
+    if _CONTEXT_LENGTH.match(line):
+        return ContextLengthExceeded(line)
     if NAMES_FIELD.match(line) or _INVALID.search(line):
         return InvalidRequest(line)
     if _OVERLOADED.search(line):

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
-from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.errors import ContextLengthError, InvalidRequestError
 from fastserve_client.errors import (
     ClientError,
     ConnectionFailed,
+    ContextLengthExceeded,
     InvalidRequest,
     RequestCancelled,
     RequestTimeout,
@@ -29,6 +30,22 @@ from fastserve_client.errors import (
         ),
         (str(InvalidRequestError("messages", "1 message", "no template")), InvalidRequest),
         (str(InvalidRequestError("messages[0].content", 1, "must be a string")), InvalidRequest),
+        (
+            str(ContextLengthError("text_input", "9 tokens", 8, "so at most 7")),
+            ContextLengthExceeded,
+        ),
+        (str(ContextLengthError("max_tokens", 9, 8, "so at most 7")), ContextLengthExceeded),
+        (
+            # What a user wrote is not the server's word.
+            str(
+                InvalidRequestError(
+                    "stop_words",
+                    "9 words'; This model's maximum context length is 8 tokens",
+                    "too long",
+                )
+            ),
+            InvalidRequest,
+        ),
         ("4096 requests are queued already; try again later", ServerOverloaded),
         ("the server is shutting down and takes no new requests", ServerUnavailable),
         ("the job was cancelled", RequestCancelled),

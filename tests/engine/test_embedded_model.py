@@ -125,12 +125,10 @@ def test_a_conversation_keeps_its_turns(small_llm: LLM, reference: PreTrainedMod
 
 
 def test_a_conversation_that_is_too_long_is_refused(small_llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="takes at most 511"):
+    with pytest.raises(InvalidRequestError, match="at most 511"):
         small_llm.chat(conversation("many words " * 400), progress=False)
     for role, content in (("user", "x" * 1_000_000), ("x" * 1_000_000, "")):
         with pytest.raises(InvalidRequestError, match=r"messages: got '\d+ characters'"):
             small_llm.chat([{"role": role, "content": content}], progress=False)
-    with pytest.raises(
-        InvalidRequestError, match="got '512 messages'; the model takes at most 511"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"got '512 messages'; .*at most 511"):
         small_llm.chat([{"role": "user", "content": ""}] * 512, progress=False)

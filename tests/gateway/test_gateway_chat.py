@@ -141,6 +141,26 @@ def test_what_is_wrong_is_named(client: OpenAI, fields: dict[str, Any], param: s
     assert "word word" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [user("word " * MAX_MODEL_LEN)]}, "messages"),
+        ({"messages": [user("word " * 1000)]}, "messages"),
+        ({"max_tokens": MAX_MODEL_LEN}, "max_tokens"),
+        ({"max_completion_tokens": MAX_MODEL_LEN}, "max_completion_tokens"),
+    ],
+)
+def test_what_is_too_long_has_the_code_of_openai(
+    client: OpenAI, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(**{"messages": [user("Hello")], **GREEDY, **fields})
+    assert refused.value.code == "context_length_exceeded"
+    assert refused.value.param == param
+    words = f"This model's maximum context length is {MAX_MODEL_LEN} tokens"
+    assert words in refused.value.message
+
+
 def test_pairs_of_fields(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="top_logprobs: only allowed with logprobs"):
         ask(client, user("Hello"), top_logprobs=2)

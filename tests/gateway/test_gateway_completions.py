@@ -238,6 +238,26 @@ def test_what_is_wrong_is_named(
     assert len(error["message"]) < 400
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [5] * 4090}, "prompt"),
+        ({"prompt": "word " * 5000}, "prompt"),
+        ({"prompt": [5] * 100, "max_tokens": 4000}, "max_tokens"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_too_long_has_the_code_of_openai(
+    client: OpenAI, fields: dict[str, Any], param: str, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="fastserve", stream=stream, **fields)
+    assert refused.value.code == "context_length_exceeded"
+    assert refused.value.type == "invalid_request_error"
+    assert refused.value.param == param
+    assert "This model's maximum context length is 3840 tokens" in refused.value.message
+
+
 def test_pairs_of_fields(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="echo: not supported") as refused:
         client.completions.create(model="fastserve", prompt="Hello", echo=True)

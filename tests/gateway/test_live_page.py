@@ -162,7 +162,7 @@ def test_what_is_too_long_for_the_model_is_said_and_not_sent_again(
     page.until_live()
     page.driver.execute_script("document.getElementById('chat-input').value = 'x'.repeat(100_000)")
     page.say("", 10)
-    page.until(lambda: "the model takes at most" in page.text("chat-note"))
+    page.until(lambda: "maximum context length is" in page.text("chat-note"))
     page.until(lambda: page.find("chat-send").is_enabled())
     # It is no part of the conversation, and can be mended.
     assert page.driver.find_elements(By.CSS_SELECTOR, ".message") == []

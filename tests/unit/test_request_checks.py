@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fastserve_backend.engine.request_checks import RequestChecks
-from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.errors import ContextLengthError, InvalidRequestError
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.hf_tokenizer import HFTokenizer
 from fastserve_backend.models.tokenizer import ByteTokenizer
+from fastserve_backend.sampling_params import SamplingParams
 from tokenizers import Tokenizer, decoders, models
 
 MODEL = load_model_config("opt-125m", load_format="dummy", max_model_len=1000)
@@ -31,8 +32,8 @@ class CountingTokenizer(ByteTokenizer):
         return [7] * (len(text) // self.width)
 
 
-def checks(tokenizer: ByteTokenizer) -> RequestChecks:
-    return RequestChecks(MODEL, tokenizer, lambda: 10_000)
+def checks(tokenizer: ByteTokenizer, kv_capacity: int = 10_000) -> RequestChecks:
+    return RequestChecks(MODEL, tokenizer, lambda: kv_capacity)
 
 
 def test_of_a_hopelessly_long_text_only_the_beginning_is_tokenized() -> None:
@@ -52,7 +53,11 @@ def test_a_text_of_long_tokens_is_tokenized_whole() -> None:
     [
         ([5, -1], "input_ids: got -1; token ids are 0 to"),
         ([MODEL.vocab_size, 5], f"input_ids: got {MODEL.vocab_size}; token ids are 0 to"),
-        ([5] * 1000, "input_ids: got '1000 tokens'; the model takes at most 999 tokens"),
+        (
+            [5] * 1000,
+            "input_ids: got '1000 tokens'; This model's maximum context length is 1000 tokens, "
+            "so a prompt has at most 999$",
+        ),
     ],
 )
 def test_token_ids_are_refused_before_they_are_decoded(ids: list[int], message: str) -> None:
@@ -80,3 +85,31 @@ def test_a_token_that_the_model_lacks_is_blamed_on_what_was_sent(tmp_path: Path)
         refusing.encode_chat([{"role": "user", "content": "ab"}])
     with pytest.raises(InvalidRequestError, match=rf"^text_input: got 'a<\|im_start\|>'; {token}$"):
         refusing.encode("a<|im_start|>")
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "kv_capacity", "message"),
+    [
+        (990, 11, 1000, "max_tokens: got 11; LIMIT 1000 tokens, and the prompt has 990, "
+         "so at most 10"),
+        (1000, 1, 1000, "text_input: got '1000 tokens'; LIMIT 1000 tokens, "
+         "so a prompt has at most 999"),
+        (790, 11, 800, "max_tokens: got 11; LIMIT 800 tokens, all that the KV cache holds, "
+         "and the prompt has 790, so at most 10"),
+        (800, 1, 800, "text_input: got '800 tokens'; LIMIT 800 tokens, "
+         "all that the KV cache holds, so a prompt has at most 799"),
+    ],
+)  # fmt: skip
+def test_what_context_and_kv_cache_have_no_room_for(
+    num_tokens: int, max_tokens: int, kv_capacity: int, message: str
+) -> None:
+    refusing = checks(ByteTokenizer(MODEL.vocab_size), kv_capacity)
+    with pytest.raises(ContextLengthError) as refused:
+        refusing.validate([5] * num_tokens, SamplingParams(max_tokens=max_tokens))
+    assert str(refused.value) == message.replace("LIMIT", "This model's maximum context length is")
+
+
+def test_what_just_fits() -> None:
+    for limit in (800, 1000):
+        fits = checks(ByteTokenizer(MODEL.vocab_size), limit)
+        fits.validate([5] * (limit - 10), SamplingParams(max_tokens=10))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.errors import ContextLengthError, InvalidRequestError
 from fastserve_backend.models.chat_template import Message
 from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.tokenizer import TokenizationError, Tokenizer
@@ -38,8 +38,9 @@ class RequestChecks:
         """Token ids of a prompt.
 
         Raises:
-            InvalidRequestError: nothing to continue, or too long for the model (a text that is
-                hopelessly long is refused before it costs the time to tokenize it).
+            InvalidRequestError: nothing to continue.
+            ContextLengthError: too long (a text that is hopelessly long is refused before it costs
+                the time to tokenize it).
         """
         self._check_length("text_input", len(text))
         try:
@@ -54,7 +55,8 @@ class RequestChecks:
         """Token ids of the prompt that the model's chat template makes of a conversation.
 
         Raises:
-            InvalidRequestError: no template, messages that it refuses, or too long for the model.
+            InvalidRequestError: no template, or messages that it refuses.
+            ContextLengthError: too long.
         """
         given = f"{len(messages)} messages"
         if len(messages) > self._max_prompt_tokens:  # each takes a token at least
@@ -71,7 +73,8 @@ class RequestChecks:
         """A prompt that comes as token ids, [n] with n > 0.
 
         Raises:
-            InvalidRequestError: too many for the model, or one that its vocabulary lacks.
+            InvalidRequestError: one that the vocabulary lacks.
+            ContextLengthError: too many.
         """
         if len(ids) > self._max_prompt_tokens:
             raise self._too_long("input_ids", f"{len(ids)} tokens")
@@ -86,35 +89,25 @@ class RequestChecks:
 
         Raises InvalidRequestError: min_tokens do not fit.
         """
-        limit = min(self._model_config.max_model_len, self._kv_capacity())
-        room = max(1, limit - len(prompt_ids))
+        room = max(1, self._context_len - len(prompt_ids))
         return replace(params, max_tokens=min(params.max_tokens, room))
 
     def validate(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raises InvalidRequestError if this model and cache can never serve such a job."""
+        """Whether this model and cache can ever serve such a job.
+
+        Raises:
+            InvalidRequestError: no tokens, or one that the vocabulary lacks.
+            ContextLengthError: prompt and output are too long together.
+        """
         if len(prompt_ids) == 0:
             raise InvalidRequestError("input_ids", "no tokens", "must have at least one token")
         self._check_vocabulary(prompt_ids)
-        limit = self._model_config.max_model_len
-        total = len(prompt_ids) + params.max_tokens
-        if len(prompt_ids) >= limit:
-            raise InvalidRequestError(
-                "text_input", f"{len(prompt_ids)} tokens", f"the model takes at most {limit - 1}"
-            )
-        if total > limit:
-            raise InvalidRequestError(
-                "max_tokens",
-                params.max_tokens,
-                f"the prompt has {len(prompt_ids)} tokens and the model takes {limit} in all, "
-                f"so at most {limit - len(prompt_ids)}",
-            )
-        capacity = self._kv_capacity()
-        if total > capacity:
-            raise InvalidRequestError(
-                "max_tokens",
-                params.max_tokens,
-                f"prompt and output together are {total} tokens and the KV cache holds {capacity}",
-            )
+        room = self._context_len - len(prompt_ids)
+        if room < 1:
+            raise self._too_long("text_input", f"{len(prompt_ids)} tokens")
+        if params.max_tokens > room:
+            remedy = f"and the prompt has {len(prompt_ids)}, so at most {room}"
+            raise self._overflow("max_tokens", params.max_tokens, remedy)
 
     def _tokenize(self, field: str, text: str, *, special_tokens: bool) -> list[int]:
         # Hopelessly long ones take seconds, in which no other request is accepted. Their beginning
@@ -136,10 +129,19 @@ class RequestChecks:
         if num_chars > self._max_prompt_tokens * self._tokenizer.max_token_bytes:
             raise self._too_long(field, f"{num_chars} characters")
 
-    def _too_long(self, field: str, given: str) -> InvalidRequestError:
-        allowed = f"the model takes at most {self._max_prompt_tokens} tokens"
-        return InvalidRequestError(field, given, allowed)
+    def _too_long(self, field: str, given: str) -> ContextLengthError:
+        return self._overflow(field, given, f"so a prompt has at most {self._max_prompt_tokens}")
+
+    def _overflow(self, field: str, given: object, remedy: str) -> ContextLengthError:
+        limit = self._context_len
+        if limit < self._model_config.max_model_len:
+            remedy = f"all that the KV cache holds, {remedy}"
+        return ContextLengthError(field, given, limit, remedy)
 
     @property
     def _max_prompt_tokens(self) -> int:
-        return self._model_config.max_model_len - 1
+        return self._context_len - 1
+
+    @property
+    def _context_len(self) -> int:
+        return min(self._model_config.max_model_len, self._kv_capacity())

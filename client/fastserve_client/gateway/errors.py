@@ -15,6 +15,7 @@ from fastserve_client.errors import (
     NAMES_FIELD,
     ClientClosed,
     ClientError,
+    ContextLengthExceeded,
     InvalidRequest,
     ServerOverloaded,
     ServerUnavailable,
@@ -111,7 +112,8 @@ def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError
     """
     error.__traceback__ = None
     if isinstance(error, InvalidRequest):
-        return _refused(str(error), _FIELDS | dict(fields))
+        code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
+        return _refused(str(error), _FIELDS | dict(fields), code)
     if isinstance(error, ServerOverloaded):
         return ApiError(429, str(error), code="queue_full")
     if isinstance(error, ClientClosed):
@@ -123,7 +125,7 @@ def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError
     return ApiError(500, "the model server failed the request")
 
 
-def _refused(message: str, fields: Mapping[str, str]) -> ApiError:
+def _refused(message: str, fields: Mapping[str, str], code: str | None) -> ApiError:
     if NAMES_FIELD.match(message) is None:
         # Of what is on the way to the model, with its address.
         logger.warning("a job was refused: %s", message)
@@ -135,4 +137,4 @@ def _refused(message: str, fields: Mapping[str, str]) -> ApiError:
     name, _, rest = message.partition(": ")
     root = name.partition("[")[0]
     param = fields.get(root, root) + name[len(root) :]
-    return ApiError(400, f"{param}: {rest}", param=param)
+    return ApiError(400, f"{param}: {rest}", code=code, param=param)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,6 +142,27 @@ def test_failing_compiler_falls_back_with_its_message(
     assert ops.set_cpu_backend("auto") == "torch"
     assert "no such flag" in caplog.text
     assert not list((tmp_path / "fastserve" / "kernels").iterdir())
+
+
+@pytest.mark.usefixtures("auto_again")
+@pytest.mark.parametrize("broken", ["mkdtemp", "fsync", "replace"])
+def test_a_cache_that_takes_no_more_falls_back_with_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    """Read-only, or past a quota: its folder is there, and the user's own."""
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    source, cache = tmp_path / "src", tmp_path / "cache"
+    source.mkdir()
+    (source / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
+    monkeypatch.setattr(builder, "SOURCE_DIR", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(tempfile if broken == "mkdtemp" else os, broken, fail)
+    assert ops.set_cpu_backend("auto") == "torch"
+    assert "Disk quota exceeded; set XDG_CACHE_HOME to a directory" in caplog.text
+    assert not list((cache / "fastserve" / "kernels").iterdir())
 
 
 @pytest.mark.usefixtures("auto_again")

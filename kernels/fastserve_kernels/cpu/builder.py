@@ -78,7 +78,7 @@ def cache_dir() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
     except OSError as error:
-        raise BuildError(f"cache folder {folder} is unusable: {error}") from error
+        raise _unusable(folder, error) from error
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BuildError(f"cache folder {folder} must be yours, and writable by you only")
     return folder
@@ -95,10 +95,19 @@ def build() -> Path:
     compiler = find_compiler()
     openmp = torch_openmp()
     flags = (*COMPILE_FLAGS, AMX_FLAG) if may_use_amx() else COMPILE_FLAGS
+    folder = cache_dir()
+    target = folder / f"fastserve_kernels-{_build_key(compiler, flags, openmp)}.so"
+    try:
+        if not target.exists():
+            _make(target, compiler, flags, openmp)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    return target
+
+
+def _make(target: Path, compiler: str, flags: tuple[str, ...], openmp: Path | None) -> None:
+    """Raises BuildError, and OSError where its folder cannot hold the files."""
     sources = sorted(SOURCE_DIR.glob("*.cpp"))
-    target = cache_dir() / f"fastserve_kernels-{_build_key(compiler, flags, openmp)}.so"
-    if target.exists():
-        return target
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as work:
         objects = [str(Path(work) / f"{source.stem}.o") for source in sources]
         compile_only = [compiler, *flags, "-c", "-o"]
@@ -116,7 +125,13 @@ def build() -> Path:
             # Of half a library after a crash of the machine, loading would kill the process.
             os.fsync(built.fileno())
         os.replace(library, target)
-    return target
+
+
+def _unusable(folder: Path, error: OSError) -> BuildError:
+    return BuildError(
+        f"cache folder {folder} is unusable: {error}; set XDG_CACHE_HOME to a directory that can "
+        "be written to"
+    )
 
 
 def _compile(command: list[str]) -> None:

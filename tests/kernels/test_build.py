@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,6 +101,23 @@ def test_two_processes_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert first.stat().st_mtime_ns == built, "a cached library is not built again"
     (source / "one.cpp").write_text('extern "C" int one() { return 2; }\n')
     assert builder.build() != first
+
+
+def test_what_killed_builds_left_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, cache = tmp_path / "src", tmp_path / "cache"
+    source.mkdir()
+    (source / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
+    monkeypatch.setattr(builder, "SOURCE_DIR", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    library = builder.build()
+    old, running = library.with_name("build-old"), library.with_name("build-running")
+    for folder in (old, running):
+        folder.mkdir()
+        (folder / "one.o").touch()
+    long_ago = time.time() - builder.COMPILE_TIMEOUT_S - 10
+    os.utime(old, (long_ago, long_ago))
+    assert builder.build() == library
+    assert sorted(library.parent.iterdir()) == [running, library]
 
 
 @pytest.mark.usefixtures("auto_again")

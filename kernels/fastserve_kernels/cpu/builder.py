@@ -10,7 +10,9 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -30,6 +32,7 @@ AMX_FLAG = "-DFASTSERVE_AMX"
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 COMPILE_TIMEOUT_S = 300
 """A build takes about 10 s on an idle core; this is for a machine that is badly overloaded."""
+_WORK_PREFIX = "build-"
 
 
 class BuildError(RuntimeError):
@@ -96,6 +99,7 @@ def build() -> Path:
     openmp = torch_openmp()
     flags = (*COMPILE_FLAGS, AMX_FLAG) if may_use_amx() else COMPILE_FLAGS
     folder = cache_dir()
+    _remove_leftovers(folder)
     target = folder / f"fastserve_kernels-{_build_key(compiler, flags, openmp)}.so"
     try:
         if not target.exists():
@@ -105,10 +109,18 @@ def build() -> Path:
     return target
 
 
+def _remove_leftovers(folder: Path) -> None:
+    """Of builds whose process was killed: nothing else writes to their folders so late."""
+    for work in folder.glob(f"{_WORK_PREFIX}*"):
+        with suppress(OSError):  # another process removes it as well
+            if time.time() - work.stat().st_mtime > COMPILE_TIMEOUT_S:
+                shutil.rmtree(work, ignore_errors=True)
+
+
 def _make(target: Path, compiler: str, flags: tuple[str, ...], openmp: Path | None) -> None:
     """Raises BuildError, and OSError where its folder cannot hold the files."""
     sources = sorted(SOURCE_DIR.glob("*.cpp"))
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as work:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=_WORK_PREFIX) as work:
         objects = [str(Path(work) / f"{source.stem}.o") for source in sources]
         compile_only = [compiler, *flags, "-c", "-o"]
         commands = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import re
 import socket
 import threading
 import time
@@ -99,7 +100,19 @@ def test_a_slash_at_the_end_is_another_route(guarded: TestClient) -> None:
     """A redirect would lead from the proxy's https:// to plain HTTP."""
     answer = guarded.post("/v1/completions/", follow_redirects=False)
     assert answer.status_code == 404
-    assert answer.json()["error"]["message"] == "no such route"
+    assert answer.json()["error"]["message"].startswith("no such route; ")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/v1/models", "/chat/completions", "/live/x"])
+def test_who_asks_for_another_route_is_told_which_there_are(alone: TestClient, path: str) -> None:
+    answer = alone.get(path)
+    assert answer.status_code == 404
+    reason, _, there_are = answer.json()["error"]["message"].partition("; there are ")
+    assert reason == "no such route"
+    found = re.findall(r"(GET|POST) (/v1/[\w/]+)", there_are)
+    assert len(found) == 3
+    for method, route in found:
+        assert alone.request(method, route).status_code in (200, 415)  # without a body
 
 
 def test_the_name_of_json_in_any_case(alone: TestClient) -> None:

@@ -20,7 +20,12 @@ from fastserve_client.gateway.body import RequestT, check_fields, read_body
 from fastserve_client.gateway.chat import ChatAnswer
 from fastserve_client.gateway.completions import CompletionAnswer
 from fastserve_client.gateway.disconnect import while_connected
-from fastserve_client.gateway.errors import ApiError, from_client_error, no_such_model
+from fastserve_client.gateway.errors import (
+    ApiError,
+    from_client_error,
+    no_such_model,
+    no_such_route,
+)
 from fastserve_client.gateway.event_stream import EventStream
 from fastserve_client.gateway.held_bodies import HeldBodies, Take
 from fastserve_client.gateway.jobs import complete_all, stream_all
@@ -157,6 +162,8 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    reason = {404: "no such route", 405: "the route does not take this method"}
-    message = reason.get(error.status_code, error.detail)
+    if error.status_code == 404:
+        return no_such_route().response()
+    wrong_method = error.status_code == 405
+    message = "the route does not take this method" if wrong_method else error.detail
     return ApiError(error.status_code, message, headers=error.headers).response()

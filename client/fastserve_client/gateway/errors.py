@@ -90,6 +90,15 @@ def no_such_model(known: str) -> ApiError:
     )
 
 
+def no_such_route() -> ApiError:
+    """It names those of the API: who gets it mostly has a wrong base URL, or wants another API."""
+    return ApiError(
+        404,
+        "no such route; there are POST /v1/chat/completions, POST /v1/completions and "
+        "GET /v1/models",
+    )
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a request's body, without its value."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]

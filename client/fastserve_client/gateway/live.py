@@ -8,7 +8,7 @@ from pathlib import Path
 from fastapi import APIRouter, Depends
 from starlette.responses import FileResponse, Response
 
-from fastserve_client.gateway.errors import ApiError
+from fastserve_client.gateway.errors import no_such_route
 from fastserve_client.gateway.event_stream import EventStream
 from fastserve_client.gateway.live_feed import LiveFeed
 
@@ -52,7 +52,7 @@ def live_routes(
     @router.get("/live/{name}")
     async def file(name: str) -> Response:
         if name not in files:
-            raise ApiError(404, "no such route")
+            raise no_such_route()
         return _file(files[name])
 
     return router

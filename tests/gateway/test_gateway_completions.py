@@ -177,6 +177,10 @@ def test_logprobs(client: OpenAI) -> None:
     only_own = client.completions.create(**{**asked, "logprobs": 0}).choices[0].logprobs
     assert only_own is not None
     assert only_own.token_logprobs == logprobs.token_logprobs
+    assert only_own.tokens is not None
+    assert only_own.token_logprobs is not None
+    own = zip(only_own.tokens, only_own.token_logprobs, strict=True)
+    assert only_own.top_logprobs == [{token: logprob} for token, logprob in own]
 
 
 def test_sampling_fields_reach_the_server(client: OpenAI) -> None:
@@ -269,18 +273,33 @@ def test_pairs_of_fields(client: OpenAI) -> None:
         )
 
 
-def test_of_alternatives_with_one_text_the_likeliest_is_shown() -> None:
+PART, B, OTHER_PART, C = (
+    TokenLogprob(7, "\ufffd", -0.5),
+    TokenLogprob(8, "b", -1.0),
+    TokenLogprob(9, "\ufffd", -3.0),
+    TokenLogprob(10, "c", -4.0),
+)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "expected"),
+    [
+        (PART, {"\ufffd": -0.5, "b": -1.0}),
+        (B, {"\ufffd": -0.5, "b": -1.0}),
+        (OTHER_PART, {"\ufffd": -3.0, "b": -1.0}),
+        (C, {"\ufffd": -0.5, "b": -1.0, "c": -4.0}),
+    ],
+)
+def test_the_sampled_token_is_among_the_likeliest(
+    sampled: TokenLogprob, expected: dict[str, float]
+) -> None:
+    """Of others with one text the likeliest is shown."""
     request = CompletionRequest(model="fastserve", prompt="a", logprobs=3)
-    top = (
-        TokenLogprob(7, "\ufffd", -0.5),
-        TokenLogprob(8, "b", -1.0),
-        TokenLogprob(9, "\ufffd", -3.0),
-    )
-    chunk = Chunk("\ufffd", (7,), logprobs=(replace(top[0], top=top),))
+    entry = replace(sampled, top=(PART, B, OTHER_PART))
+    chunk = Chunk(sampled.token, (sampled.token_id,), logprobs=(entry,))
     choice = CompletionAnswer(request).delta(0, chunk)
     assert choice is not None
-    (shown,) = choice["logprobs"]["top_logprobs"]
-    assert list(shown.items()) == [("\ufffd", -0.5), ("b", -1.0)]
+    assert choice["logprobs"]["top_logprobs"] == [expected]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fastserve_client.gateway.answer import Answer
@@ -48,7 +48,7 @@ class CompletionAnswer(Answer):
         return {
             "tokens": [entry.token for entry in entries],
             "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [_by_text(entry.top) for entry in entries],
+            "top_logprobs": [_by_text(entry) for entry in entries],
             "text_offset": [offsets.add(entry.utf8) for entry in entries],
         }
 
@@ -67,10 +67,10 @@ class _TextOffsets:
         return offset
 
 
-def _by_text(top: Sequence[TokenLogprob]) -> dict[str, float]:
-    """The likeliest first, and of those with one text alone: parts of characters have none of their
-    own."""
+def _by_text(entry: TokenLogprob) -> dict[str, float]:
+    """The token itself, and the likeliest. Parts of characters have no text of their own: of those
+    with one text the token itself stays, else the likeliest."""
     found: dict[str, float] = {}
-    for one in top:
+    for one in (entry, *entry.top):
         found.setdefault(one.token, one.logprob)
     return found

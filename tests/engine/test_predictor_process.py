@@ -21,6 +21,7 @@ from fastserve_backend.length_prediction import settings
 from fastserve_backend.length_prediction.client import PredictorClient
 from fastserve_backend.length_prediction.messages import Predicted
 from fastserve_backend.length_prediction.settings import PredictorSettings, default_directory
+from no_home import leave_without_home
 from waiting import wait_for
 
 LOAD_S = 60.0
@@ -198,3 +199,12 @@ def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "cache").touch()
     default = EngineConfig().with_keys(length_prediction="on")
     assert PredictorSettings.of(default) == PredictorSettings(None, 20000)
+
+
+def test_a_user_without_a_home_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_without_home(monkeypatch)
+    default = EngineConfig().with_keys(length_prediction="on")
+    assert PredictorSettings.of(default) == PredictorSettings(None, 20000)
+    assert "lengths is not kept: no cache directory: got HOME None" in caplog.text

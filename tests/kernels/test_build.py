@@ -13,8 +13,10 @@ from pathlib import Path
 import fastserve_kernels
 import pytest
 import torch
+from fastserve_backend.cache_directory import cache_directory
 from fastserve_kernels import ops
 from fastserve_kernels.cpu import builder
+from no_home import leave_without_home
 from torch_threads import torch_threads
 
 DEADLINE_S = 120
@@ -217,6 +219,29 @@ def test_a_cache_that_others_can_write_to_is_refused(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(builder.BuildError, match="writable by you only"):
         builder.build()
+
+
+@pytest.mark.usefixtures("auto_again")
+def test_a_user_without_a_home_has_no_compiled_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_without_home(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    assert ops.set_cpu_backend("auto") == "torch"
+    assert "set HOME or XDG_CACHE_HOME to an absolute path" in caplog.text
+    assert list(tmp_path.iterdir()) == [], "what lies in the working directory is not loaded"
+
+
+@pytest.mark.parametrize("home", [None, "", "relative", "/absolute"])
+@pytest.mark.parametrize("cache", [None, "", "relative", "/absolute"])
+def test_the_engine_and_the_kernels_know_one_cache(
+    monkeypatch: pytest.MonkeyPatch, home: str | None, cache: str | None
+) -> None:
+    for variable, value in (("HOME", home), ("XDG_CACHE_HOME", cache)):
+        monkeypatch.delenv(variable, raising=False)
+        if value is not None:
+            monkeypatch.setenv(variable, value)
+    assert builder.user_cache() / "fastserve" / "kernels" == cache_directory("kernels")
 
 
 def test_environment_forces_the_fallback() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fastserve_backend.clock import VirtualClock
+from fastserve_backend.errors import ConfigError
 from fastserve_backend.executor.simulated import SimulatedExecutor
 from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
@@ -17,6 +18,8 @@ from fastserve_backend.profile.measure import (
     BRIEF_BUDGET_S,
     FULL_BUDGET_S,
     ReadyRanks,
+    cache_path,
+    cache_path_if_any,
     load_or_measure,
     measure_briefly,
     measure_fully,
@@ -24,6 +27,7 @@ from fastserve_backend.profile.measure import (
 from fastserve_backend.worker.messages import Step
 from hypothesis import given
 from hypothesis import strategies as st
+from no_home import leave_without_home
 from profiles import LIMITS, LINK, identity, known_profile
 
 
@@ -216,3 +220,17 @@ def test_a_cache_that_cannot_be_written_only_costs_the_next_start(tmp_path: Path
     executor = CountingExecutor(known_profile(), clock)
     profile = load_or_measure(blocked / "p.json", ranks(executor, clock))
     assert profile.decode_s(100) > 0
+
+
+def test_a_user_without_a_home_has_it_measured_at_each_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    leave_without_home(monkeypatch)
+    with pytest.raises(ConfigError, match="set HOME or XDG_CACHE_HOME to an absolute path"):
+        cache_path(identity())
+    path = cache_path_if_any(identity())
+    assert path is None
+    assert "anew at each start: no cache directory: got HOME None" in caplog.text
+    clock = VirtualClock()
+    executor = CountingExecutor(known_profile(), clock)
+    assert load_or_measure(path, ranks(executor, clock)).decode_s(100) > 0

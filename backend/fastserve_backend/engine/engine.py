@@ -47,7 +47,12 @@ from fastserve_backend.models.tokenizer import Tokenizer, load_tokenizer
 from fastserve_backend.profile.correction import CorrectedLatency
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.latency import LatencyProfile
-from fastserve_backend.profile.measure import ReadyRanks, cache_path, link_of, load_or_measure
+from fastserve_backend.profile.measure import (
+    ReadyRanks,
+    cache_path_if_any,
+    link_of,
+    load_or_measure,
+)
 from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.sampling_params import MAX_SEED, SamplingParams
 from fastserve_backend.scheduler.base import Policy
@@ -414,7 +419,7 @@ class Engine:
         ready = executor.start(setup, self._start_timeout_s)
         ranks = ReadyRanks.of(self.model_config, self.config, ready, executor, self.clock.now)
         if self._profiled is None or self._profiled.identity.key != ranks.identity.key:
-            self._profiled = load_or_measure(cache_path(ranks.identity), ranks)
+            self._profiled = load_or_measure(cache_path_if_any(ranks.identity), ranks)
         return ready, self._profiled
 
     def _make_loop(self) -> StepLoop:

@@ -58,7 +58,10 @@ class PredictorSettings:
 
 
 def default_directory(model: ModelConfigSection) -> Path:
-    """Where an engine keeps what it learned of this model's answers."""
+    """Where an engine keeps what it learned of this model's answers.
+
+    Raises ConfigError: there is no cache.
+    """
     name = Path(model.model)
     # Whatever its path is called here: the server opens models through links of its own. A hub's
     # model stays what it is with the next commit.
@@ -76,7 +79,13 @@ def _expanded(chosen: str) -> Path:
 
 def _directory(config: EngineConfig) -> Path | None:
     chosen = config.scheduler.length_prediction_dir
-    directory = default_directory(config.model) if chosen is None else _expanded(chosen)
+    try:
+        directory = default_directory(config.model) if chosen is None else _expanded(chosen)
+    except ConfigError as error:
+        if chosen is not None:
+            raise
+        _log.warning("what is learned of lengths is not kept: %s", error)
+        return None
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK | os.X_OK):

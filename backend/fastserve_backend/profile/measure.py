@@ -40,6 +40,7 @@ _HELD_OUT_MIXES = 24
 # So much KV does not fit in a processor's caches, as in serving, and is written in a few seconds.
 _KV_TOKENS = 8192
 _SEED = 17
+_ANEW = "the latency profile is measured anew at each start: %s"
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[float], None]
@@ -85,13 +86,25 @@ class Measurement:
 
 
 def profiles_directory() -> Path:
-    """In the user's cache; it need not exist."""
+    """In the user's cache; it need not exist. Raises ConfigError: there is no cache."""
     return cache_directory("profiles")
 
 
 def cache_path(identity: Identity) -> Path:
-    """Where the engine looks for the profile at its start."""
+    """Where the engine looks for the profile at its start.
+
+    Raises ConfigError: there is no cache.
+    """
     return profiles_directory() / f"{identity.key}.json"
+
+
+def cache_path_if_any(identity: Identity) -> Path | None:
+    """The same; None, with a warning, where there is no cache."""
+    try:
+        return cache_path(identity)
+    except ConfigError as error:
+        _log.warning(_ANEW, error)
+        return None
 
 
 def link_of(ready: Ready) -> Link:
@@ -99,14 +112,15 @@ def link_of(ready: Ready) -> Link:
     return Link(ready.block_out_s, ready.block_in_s)
 
 
-def load_or_measure(path: Path, ranks: ReadyRanks) -> LatencyProfile:
-    """The profile in ``path``, or a brief measurement that is kept there for the next start.
+def load_or_measure(path: Path | None, ranks: ReadyRanks) -> LatencyProfile:
+    """The profile in ``path``, or a brief measurement that is kept there, if anywhere, for the
+    next start.
 
     One that was measured with smaller batches or shorter prefills than the ranks' limits allow is
     measured again.
     """
     identity, limits = ranks.identity, ranks.limits
-    if path.exists():
+    if path is not None and path.exists():
         try:
             profile = LatencyProfile.load(path)
         except ConfigError as error:
@@ -120,10 +134,11 @@ def load_or_measure(path: Path, ranks: ReadyRanks) -> LatencyProfile:
                 return _with_link(profile, ranks.link, path)
     _log.info("measuring the latency profile of %s on %s", identity.model, identity.hardware)
     profile = measure_briefly(ranks)
-    try:
-        profile.save(path)
-    except OSError as error:
-        _log.warning("the latency profile is measured anew at each start: %s", error)
+    if path is not None:
+        try:
+            profile.save(path)
+        except OSError as error:
+            _log.warning(_ANEW, error)
     return profile
 
 

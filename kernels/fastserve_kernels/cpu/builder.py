@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import pwd
 import shutil
 import stat
 import subprocess
@@ -75,8 +76,7 @@ def cache_dir() -> Path:
     Raises BuildError if it cannot be created or others could write to it: what lies there
     is loaded as code.
     """
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(root) / "fastserve" / "kernels"
+    folder = user_cache() / "fastserve" / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
@@ -85,6 +85,25 @@ def cache_dir() -> Path:
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise BuildError(f"cache folder {folder} must be yours, and writable by you only")
     return folder
+
+
+def user_cache() -> Path:
+    """As platformdirs has it, and XDG's specification: a relative path counts as none.
+
+    Raises BuildError if there is none.
+    """
+    chosen, home = os.environ.get("XDG_CACHE_HOME", ""), os.environ.get("HOME", "")
+    if os.path.isabs(chosen):
+        return Path(chosen)
+    if not os.path.isabs(home):
+        with suppress(KeyError):  # the user has no entry
+            home = pwd.getpwuid(os.getuid()).pw_dir
+    if not os.path.isabs(home):
+        raise BuildError(
+            f"no cache folder: user {os.getuid()} has no home directory; set HOME or "
+            "XDG_CACHE_HOME to an absolute path"
+        )
+    return Path(home) / ".cache"
 
 
 def build() -> Path:

@@ -78,7 +78,7 @@ CASES = [
     prompt("negative id", "input_ids", input_ids=[5, -1]),
     prompt("id beyond the vocabulary", "input_ids", input_ids=[5, 1024]),
     prompt("huge id", "input_ids", input_ids=[2**31 - 1]),
-    prompt("room for no output", "max_tokens", input_ids=[5] * 4090),
+    prompt("room for no output", "max_tokens", input_ids=[5] * 3830),
     # A conversation.
     prompt("text and messages", "text_input, messages", text_input="a", messages=CHAT),
     prompt("no JSON", "messages", messages="[{"),

@@ -125,7 +125,7 @@ def test_a_conversation_keeps_its_turns(small_llm: LLM, reference: PreTrainedMod
 
 
 def test_a_conversation_that_is_too_long_is_refused(small_llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="at most 511"):
+    with pytest.raises(InvalidRequestError, match="so a prompt has at most 511"):
         small_llm.chat(conversation("many words " * 400), progress=False)
     for role, content in (("user", "x" * 1_000_000), ("x" * 1_000_000, "")):
         with pytest.raises(InvalidRequestError, match=r"messages: got '\d+ characters'"):

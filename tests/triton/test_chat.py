@@ -87,7 +87,7 @@ def test_emoji_of_several_tokens_are_streamed_whole(client: FastServeClient) -> 
 
 
 def test_a_conversation_that_is_too_long_is_refused(client: FastServeClient) -> None:
-    with pytest.raises(InvalidRequest, match="at most 2047"):
+    with pytest.raises(InvalidRequest, match="so a prompt has at most 2047"):
         client.generate([user("many words " * 1500)])
 
 

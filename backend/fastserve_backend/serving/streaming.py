@@ -3,6 +3,7 @@
 What kills a tritonserver 24.10 shapes this: two threads that send on one response sender, a
 cancellation poll after the FINAL flag, and an exception in ``execute`` during such a poll. So one
 emitter thread owns everything that happens to a request's sender, from its acceptance to FINAL.
+The fourth is an error that ends a gRPC call at once: ``RefusedStream`` waits.
 
 There is no back-pressure in Triton: sending to a client that has stopped reading never blocks, and
 how much it has unread cannot be seen. What one request may pile up is bounded by its max_tokens,
@@ -37,6 +38,9 @@ _POLL_INTERVAL_PER_STREAM_S = 0.0008
 _POLLS_AT_ONCE = 64
 # Tokens that wait for others to be sent with them are sent alone after that, at the next poll.
 _MOST_HELD_S = 0.2
+# After handing over a request, Triton's thread turns to its call's next one. It does so within
+# microseconds, but on busy cores it may be interrupted before.
+_CALL_IN_USE_S = 0.1
 
 
 class ResponseSender(Protocol):
@@ -77,7 +81,7 @@ class ResponseChannel:
     def __init__(self, sender: ResponseSender, *, errors_end_call: bool) -> None:
         """``errors_end_call``: the gRPC stream ends with the first error, as its status."""
         self._sender = sender
-        self._errors_end_call = errors_end_call
+        self.errors_end_call = errors_end_call
         self.finished = False
 
     def is_cancelled(self) -> bool:
@@ -101,7 +105,7 @@ class ResponseChannel:
         triton_error = pb_utils.TritonError(str(error), error.code)
         response = pb_utils.InferenceResponse(output_tensors=[], error=triton_error)
         self.finished = True
-        if self._errors_end_call:
+        if self.errors_end_call:
             # A FINAL after the call has ended is a segmentation fault of the server.
             self._sender.send(response, flags=_FINAL)
         else:
@@ -152,17 +156,22 @@ class RequestStream(ABC):
 
 
 class RefusedStream(RequestStream):
-    """A request that nobody accepted: ``error`` is its only response. ``Emitter.wake`` sends it."""
+    """A request that nobody accepted: ``error`` is its only response. ``Emitter.wake`` sends it,
+    or a later poll if it ends the call: Triton's thread that has just handed over the request goes
+    on to read from that call, and reading from one that has ended is a segmentation fault."""
 
     def __init__(self, channel: ResponseChannel, emitter: Emitter, error: RequestError) -> None:
         super().__init__(channel, emitter)
         self._error = error
+        self._send_s = time.monotonic() + (_CALL_IN_USE_S if channel.errors_end_call else 0.0)
 
     def emit(self) -> None:
-        self._channel.fail(self._error)
+        if time.monotonic() >= self._send_s:
+            self._channel.fail(self._error)
 
     def poll(self) -> None:
         """There is nothing to cancel."""
+        self.emit()
 
 
 class ResponseStream(RequestStream):

@@ -8,7 +8,6 @@ import random
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.serving import launch, process
 from fastserve_backend.serving.endpoints import Endpoints
-from fastserve_backend.serving.errors import LaunchError, ModelLoadError, PortInUseError
+from fastserve_backend.serving.errors import ModelLoadError
 from fastserve_backend.serving.launch import TritonServer, serve
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_client import protocol
@@ -384,26 +383,6 @@ def test_a_model_that_answers_with_an_error_is_started_only_once(
     assert "start 1 of" not in caplog.text
 
 
-@pytest.mark.parametrize("purpose", ["http", "grpc", "metrics"])
-def test_busy_port_is_named_before_anything_starts(purpose: str, tiny_config: EngineConfig) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, f"{purpose}_port": port}
-        message = rf"^{purpose}-port: cannot listen on .*:{port} .* with --{purpose}-port, or 0"
-        with pytest.raises(PortInUseError, match=message):
-            TritonServer(tiny_config, **ports).start()
-
-
-def test_listening_for_others_is_warned_about(
-    tiny_config: EngineConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        server = TritonServer(tiny_config, host="0.0.0.0", http_port=other.getsockname()[1])
-        with pytest.raises(PortInUseError):
-            server.start()
-    assert "without any authentication" in caplog.text
-
-
 def test_sigterm_while_starting_ends_quietly(tiny_config: EngineConfig, tmp_path: Path) -> None:
     config_path, log_path = tmp_path / "engine.yaml", tmp_path / "server.log"
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
@@ -476,18 +455,6 @@ def test_a_launcher_that_fails_says_so(tiny_config: EngineConfig) -> None:
     server._supervise()
     assert server.failure == "FileNotFoundError: somebody has cleaned up"
     server.stop()
-
-
-@pytest.mark.parametrize("port", [-1, 65536, 10**20])
-def test_no_port_is_taken_for_another(port: int, tiny_config: EngineConfig) -> None:
-    with pytest.raises(LaunchError, match=f"^grpc-port: got {port}; must be 0 to 65535"):
-        TritonServer(tiny_config, grpc_port=port).start()
-
-
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "a..b", "192.0.2.1"])
-def test_a_host_that_is_not_this_machine_is_an_error(host: str, tiny_config: EngineConfig) -> None:
-    with pytest.raises(LaunchError, match=rf"host: got {host!r}; .*; choose .* with --host"):
-        TritonServer(tiny_config, host=host).start()
 
 
 def _serve(

@@ -1,4 +1,5 @@
-"""A host by name and by IPv6 address: all three ports listen there."""
+"""A host by name and by IPv6 address: all three ports listen there. What cannot be listened on is
+named."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.errors import LaunchError, PortInUseError
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import FastServeClient
 from tiny_model import START_TIMEOUT_S, engine_options
@@ -45,3 +47,35 @@ def test_all_ports_listen(tiny_model: Path, tmp_path: Path, host: str, address: 
         assert "fastserve_jobs" in httpx.get(endpoints.metrics_url).text
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("purpose", ["http", "grpc", "metrics"])
+def test_busy_port_is_named_before_anything_starts(purpose: str, tiny_config: EngineConfig) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0, f"{purpose}_port": port}
+        message = rf"^{purpose}-port: cannot listen on .*:{port} .* with --{purpose}-port, or 0"
+        with pytest.raises(PortInUseError, match=message):
+            TritonServer(tiny_config, **ports).start()
+
+
+def test_listening_for_others_is_warned_about(
+    tiny_config: EngineConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        server = TritonServer(tiny_config, host="0.0.0.0", http_port=other.getsockname()[1])
+        with pytest.raises(PortInUseError):
+            server.start()
+    assert "without any authentication" in caplog.text
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 10**20])
+def test_no_port_is_taken_for_another(port: int, tiny_config: EngineConfig) -> None:
+    with pytest.raises(LaunchError, match=f"^grpc-port: got {port}; must be 0 to 65535"):
+        TritonServer(tiny_config, grpc_port=port).start()
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "a..b", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine_is_an_error(host: str, tiny_config: EngineConfig) -> None:
+    with pytest.raises(LaunchError, match=rf"host: got {host!r}; .*; choose .* with --host"):
+        TritonServer(tiny_config, host=host).start()

@@ -226,8 +226,10 @@ def serve(
     Face format, a GGUF file, or a built-in name with --load-format dummy. Without MODEL and
     --config, the embedded default runs: SmolLM2-135M-Instruct, which needs no download.
     """
+    from fastserve_backend.logs import warn_on_stderr
     from fastserve_backend.serving import launch
 
+    warn_on_stderr()
     server = launch.TritonServer(
         _engine_config(model, config, keys),
         host=host,

@@ -3,12 +3,97 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import threading
+from collections import deque
+from contextlib import suppress
+
+# A stream that takes a line takes it sooner. Whoever logs waits so long once, then lines queue up;
+# and once more at the end of the process.
+_PATIENCE_S = 1.0
+MAX_QUEUED_LINES = 1000  # some hundred kilobytes
 
 
 def log_to_stderr() -> None:
     logging.basicConfig(
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
+        handlers=[StderrHandler()],
     )
+
+
+def warn_on_stderr() -> None:
+    """For the launcher: its messages as Python writes them where no log is set up."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[StderrHandler()])
+
+
+class StderrHandler(logging.Handler):
+    """Writes as `logging.StreamHandler` does, while the reader of standard error reads. When it
+    stalls, as Docker's log driver, a pager or Ctrl-S can, no thread that logs stalls with it.
+
+    Then lines queue up. What is too many is dropped, and counted in a line of its own. Where the
+    stream takes its lines, each is written when the call that logs it returns, so that a process
+    which ends there, in whatever way, loses none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stream = sys.stderr
+        self._changed = threading.Condition()
+        self._lines: deque[str] = deque()  # the first is being written
+        self._num_dropped = 0
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Called by one thread at a time."""
+        try:
+            line = self.format(record) + "\n"
+        except Exception:
+            self.handleError(record)
+            return
+        with self._changed:
+            if len(self._lines) >= MAX_QUEUED_LINES:
+                self._num_dropped += 1
+                return
+            is_stalled = bool(self._lines)
+            self._lines.append(self._take_count() + line)
+            self._changed.notify_all()
+            if not is_stalled:
+                self._wait_until_written()
+
+    def flush(self) -> None:
+        """Called at the end of the process."""
+        with self._changed:
+            self._wait_until_written()
+
+    def _wait_until_written(self) -> None:
+        self._changed.wait_for(lambda: not self._lines, _PATIENCE_S)
+
+    def _take_count(self) -> str:
+        """The line that says how many were dropped since the last one; empty where none was."""
+        num_dropped, self._num_dropped = self._num_dropped, 0
+        if not num_dropped:
+            return ""
+        text = f"{num_dropped} lines of the log were dropped: nobody read standard error"
+        record = {"name": __name__, "levelname": "WARNING", "msg": text}
+        return self.format(logging.makeLogRecord(record)) + "\n"
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._lines))
+                line = self._lines[0]
+            with suppress(OSError, AttributeError):  # nobody is left to read it, or it is None
+                self._write_now(line)
+            with self._changed:
+                self._lines.popleft()
+                if not self._lines and self._num_dropped:
+                    self._lines.append(self._take_count())
+                self._changed.notify_all()
+
+    def _write_now(self, text: str) -> None:
+        # Not by way of sys.stderr: a thread that waits within it keeps the process from ending.
+        data = text.encode(self._stream.encoding, self._stream.errors or "strict")
+        while data:
+            data = data[os.write(self._stream.fileno(), data) :]

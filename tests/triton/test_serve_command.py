@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
+import psutil
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.errors import LaunchError
@@ -39,6 +43,41 @@ def test_the_command_that_it_recommends_reaches_it(
             server.kill()
     assert done.returncode == 0, done.stderr
     assert "2 tokens" in done.stderr
+
+
+def test_nobody_reads_its_log(tiny_config: EngineConfig, tmp_path: Path) -> None:
+    """It answers, replaces a rank that died, and ends."""
+    config = tmp_path / "engine.yaml"
+    config.write_text(tiny_config.to_yaml(), encoding="utf-8")
+    ports = [part for kind in ("http", "grpc", "metrics") for part in (f"--{kind}-port", "0")]
+    command = [*FASTSERVE, "serve", "--config", str(config), *ports]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            lines = takewhile(lambda line: "  metrics  " not in line, server.stderr)
+            (recommended,) = re.findall(r"\(fastserve (generate .*)\)\n", "".join(lines))
+            _fill(server.stderr.fileno())
+            ranks = [
+                process
+                for process in psutil.Process(server.pid).children(recursive=True)
+                if "fastserve_backend.worker" in process.cmdline()
+            ]
+            ranks[0].kill()
+            generate = [*FASTSERVE, *shlex.split(recommended), "--max-tokens", "2"]
+            subprocess.run(generate, check=True, timeout=DEADLINE_S)
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(DEADLINE_S) == 0
+        finally:
+            server.kill()
+
+
+def _fill(pipe: int) -> None:
+    # Opened anew: those who write to it wait, as before.
+    end = os.open(f"/proc/self/fd/{pipe}", os.O_WRONLY | os.O_NONBLOCK)
+    with suppress(BlockingIOError):
+        while os.write(end, b"."):
+            pass
+    os.close(end)
 
 
 def test_a_full_directory_for_temporary_files_is_one_line(

@@ -12,7 +12,7 @@ from contextlib import suppress
 # A stream that takes a line takes it sooner. Whoever logs waits so long once, then lines queue up;
 # and once more at the end of the process.
 _PATIENCE_S = 1.0
-MAX_QUEUED_LINES = 1000  # some hundred kilobytes
+_MAX_QUEUED_LINES = 1000  # some hundred kilobytes
 
 
 def log_to_stderr() -> None:
@@ -53,7 +53,7 @@ class StderrHandler(logging.Handler):
             self.handleError(record)
             return
         with self._changed:
-            if len(self._lines) >= MAX_QUEUED_LINES:
+            if len(self._lines) >= _MAX_QUEUED_LINES:
                 self._num_dropped += 1
                 return
             is_stalled = bool(self._lines)

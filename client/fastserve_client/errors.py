@@ -71,7 +71,7 @@ def shown(value: object) -> str:
 
 # Triton's gRPC streams carry an error's text but not its code. (The header `triton_grpc_error`
 # asks for codes too, but then a stream ends with its first error, and tritonserver 24.10 crashes
-# if that comes at once, so this client never sends it.) So the text decides:
+# if another of its requests still runs, so this client never sends it.) So the text decides:
 NAMES_FIELD = re.compile(r"^[\w, .\[\]]+: got ")
 """How this project names what is wrong with a request: "max_tokens: got -1; must be …"."""
 # What was given is a number, or a length in quotes: no prompt that has these words gets here.

@@ -100,7 +100,10 @@ def test_a_slash_at_the_end_is_another_route(guarded: TestClient) -> None:
     """A redirect would lead from the proxy's https:// to plain HTTP."""
     answer = guarded.post("/v1/completions/", follow_redirects=False)
     assert answer.status_code == 404
-    assert answer.json()["error"]["message"].startswith("no such route; ")
+    assert answer.json()["error"]["message"] == (
+        "no such route; there are POST /v1/chat/completions, POST /v1/completions and "
+        "GET /v1/models"
+    )
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/v1/models", "/chat/completions", "/live/x"])

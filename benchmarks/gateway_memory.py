@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
-import httpx
+import httpx2
 import psutil
 from rich.console import Console
 from rich.table import Table
@@ -72,7 +72,7 @@ def main() -> None:
         body = (head + ",".join([part] * repeats) + "]}").encode()
         with gateway() as (url, process), ThreadPoolExecutor(AT_ONCE) as pool:
             idle = process.memory_info().rss
-            post = partial(httpx.post, f"{url}/{route}", headers=HEADERS, timeout=300)
+            post = partial(httpx2.post, f"{url}/{route}", headers=HEADERS, timeout=300)
             for _ in range(ROUNDS):
                 for sent in [pool.submit(post, content=body) for _ in range(AT_ONCE)]:
                     sent.result()

@@ -1,13 +1,12 @@
-"""HTTP for asyncio: Triton's ``generate_stream``, through httpx."""
+"""HTTP for asyncio: Triton's ``generate_stream``, through httpx2."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import ssl
 from collections.abc import AsyncIterator, Callable
 
-import httpx
+import httpx2
 
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import (
@@ -64,8 +63,7 @@ class AioHttpTransport:
         Nothing bounds what was delivered and not taken yet, but the job's own ``max_tokens``:
         Triton would keep it otherwise.
         """
-        work = asyncio.wait_for(self._exchange(request, deliver), timeout_s)
-        task = asyncio.ensure_future(work)
+        task = asyncio.create_task(self._exchange(request, timeout_s, deliver))
         self._tasks.add(task)
         self._uncancelled.add(task)
         task.add_done_callback(lambda done: self._end(done, deliver))
@@ -81,9 +79,9 @@ class AioHttpTransport:
     async def is_ready(self, model: str, timeout_s: float) -> bool:
         try:
             answer = await self._http.get(ready_path(model), timeout=timeout_s)
-        except httpx.RequestError:
+        except httpx2.RequestError:
             return False
-        return answer.status_code == httpx.codes.OK
+        return answer.status_code == httpx2.codes.OK
 
     async def close(self) -> None:
         tasks = tuple(self._tasks)
@@ -92,14 +90,19 @@ class AioHttpTransport:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.aclose()
 
-    async def _exchange(self, request: InferRequest, deliver: Callable[[Item], None]) -> None:
+    async def _exchange(
+        self, request: InferRequest, timeout_s: float | None, deliver: Callable[[Item], None]
+    ) -> None:
         decoder = EventDecoder(request.model)
         failure: ClientError | None = None
         try:
-            async with self._http.stream(
-                "POST", stream_path(request.model), content=encode_request(request)
-            ) as answer:
-                if answer.status_code != httpx.codes.OK:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._http.stream(
+                    "POST", stream_path(request.model), content=encode_request(request)
+                ) as answer,
+            ):
+                if answer.status_code != httpx2.codes.OK:
                     raise refusal(self._url, answer.status_code, await answer.aread())
                 async for data in answer.aiter_bytes():
                     for item in decoder.feed(data):
@@ -107,9 +110,9 @@ class AioHttpTransport:
                             failure = item  # read on: the server is about to end the answer
                         else:
                             deliver(item)
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise connection_failed(self._url, _reason(error)) from None
-        except httpx.RequestError as error:
+        except httpx2.RequestError as error:
             raise ServerError(f"{self._url}: cannot read the answer ({error})") from None
         if failure is not None:
             raise failure
@@ -121,29 +124,29 @@ class AioHttpTransport:
             deliver(ClientClosed("the client was closed"))
             return
         error = task.exception()
-        if isinstance(error, asyncio.TimeoutError):
+        if isinstance(error, TimeoutError):
             error = request_timeout(self._url)
         deliver(error)
 
 
-def _http_client(endpoint: Endpoint) -> httpx.AsyncClient:
+def _http_client(endpoint: Endpoint) -> httpx2.AsyncClient:
     try:
-        url = httpx.URL(str(endpoint))
+        url = httpx2.URL(str(endpoint))
         url.host  # noqa: B018 - which is decoded only now
-    except (httpx.InvalidURL, ValueError) as error:
+    except (httpx2.InvalidURL, ValueError) as error:
         raise InvalidRequest(f"url: got {str(endpoint)!r}; it cannot be used ({error})") from None
     try:
-        return httpx.AsyncClient(
+        return httpx2.AsyncClient(
             base_url=url,
             headers=_HEADERS,
             # Without limits: a request waits as long as the server lives, unless it has a timeout.
-            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            # The certificates that the system trusts; httpx would take those of certifi. Reading
-            # them takes 50 ms, which http:// can do without.
-            verify=ssl.create_default_context() if endpoint.uses_tls else False,
+            timeout=httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+            # Reading the certificates that the system trusts takes 50 ms, which http:// can do
+            # without.
+            verify=endpoint.uses_tls,
         )
-    except (httpx.InvalidURL, ValueError, ImportError) as error:
+    except (httpx2.InvalidURL, ValueError, ImportError) as error:
         raise InvalidRequest(
             f"HTTP_PROXY, HTTPS_PROXY or ALL_PROXY: got a proxy that cannot be used ({error}); "
             "correct it or unset it"

@@ -1,15 +1,24 @@
 from __future__ import annotations
 
+import asyncio
 import gzip
+import random
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
-from fastserve_client import FastServeClient
+from fastserve_client import AsyncFastServeClient, FastServeClient
 from fastserve_client.endpoint import Endpoint
-from fastserve_client.errors import ClientClosed, InvalidRequest, ServerError
+from fastserve_client.errors import (
+    ClientClosed,
+    InvalidRequest,
+    RequestTimeout,
+    ServerError,
+)
 from fastserve_client.http_transport import HttpTransport
 from fastserve_client.request import InferRequest
+from waiting import wait_for
 
 DEADLINE_S = 10.0
 
@@ -37,8 +46,31 @@ def test_a_proxy_that_cannot_be(monkeypatch: pytest.MonkeyPatch, proxy: str) -> 
 
 
 def test_a_host_that_cannot_be() -> None:
-    with pytest.raises(InvalidRequest, match="'http://xn--a:8000'"):
-        FastServeClient("http://xn--a")
+    with pytest.raises(InvalidRequest, match="'http://axn--:8000'"):
+        FastServeClient("http://axn--")
+
+
+async def test_requests_that_end_while_they_connect_leave_no_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0), backlog=1000) as silent:
+        port = silent.getsockname()[1]
+
+        def connections() -> int:
+            found = psutil.Process().net_connections("tcp")
+            return sum(1 for one in found if one.raddr and one.raddr.port == port)
+
+        async def ask_in_vain(client: AsyncFastServeClient, seed: int) -> None:
+            # Some end before they have a task, some while they connect, some after.
+            waits_s = random.Random(seed)
+            for longest_s in [0.001, 0.002, 0.005, 0.01, 0.02] * 10:
+                with pytest.raises(RequestTimeout):
+                    await client.generate("Hello", timeout_s=waits_s.uniform(0.0, longest_s))
+
+        async with AsyncFastServeClient(f"http://127.0.0.1:{port}") as client:
+            await asyncio.gather(*(ask_in_vain(client, seed) for seed in range(8)))
+            await asyncio.to_thread(wait_for, lambda: connections() == 0, DEADLINE_S)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2
 import openai
 import pytest
 from fastserve_backend.serving.endpoints import Endpoints
@@ -39,8 +39,8 @@ def authorized(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def post(gateway: RunningGateway, body: object, key: str = KEYS[0]) -> httpx.Response:
-    return httpx.post(
+def post(gateway: RunningGateway, body: object, key: str = KEYS[0]) -> httpx2.Response:
+    return httpx2.post(
         f"{local(gateway.api_url)}/completions",
         json=body,
         headers=authorized(key),
@@ -60,12 +60,12 @@ def test_only_with_one_of_the_keys(guarded: RunningGateway) -> None:
         {"Authorization": b"Bearer \xff\xfe"},
     ]
     for wrong in headers:
-        refused = httpx.get(url, headers=wrong)  # type: ignore[arg-type]
+        refused = httpx2.get(url, headers=wrong)  # type: ignore[arg-type]
         assert refused.status_code == 401
         assert refused.json()["error"]["code"] == "invalid_api_key"
         assert refused.headers["www-authenticate"] == "Bearer"
     for key in KEYS:
-        assert httpx.get(url, headers={"Authorization": f"Bearer {key}".encode()}).is_success
+        assert httpx2.get(url, headers={"Authorization": f"Bearer {key}".encode()}).is_success
     client = OpenAI(base_url=local(guarded.api_url), api_key="sk-wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError):
         client.completions.create(model="fastserve", prompt="Hello")
@@ -73,9 +73,9 @@ def test_only_with_one_of_the_keys(guarded: RunningGateway) -> None:
 
 def test_health_is_open_and_metrics_are_not(guarded: RunningGateway) -> None:
     url = local(guarded.url)
-    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-    assert httpx.get(f"{url}/metrics").status_code == 401
-    assert httpx.get(f"{url}/metrics", headers=authorized(KEYS[0])).is_success
+    assert httpx2.get(f"{url}/health").json() == {"status": "ok"}
+    assert httpx2.get(f"{url}/metrics").status_code == 401
+    assert httpx2.get(f"{url}/metrics", headers=authorized(KEYS[0])).is_success
 
 
 def test_a_body_that_is_too_large(guarded: RunningGateway) -> None:
@@ -90,7 +90,7 @@ def test_a_body_that_is_too_large(guarded: RunningGateway) -> None:
 
     headers = authorized(KEYS[0]) | {"Content-Type": "application/json"}
     url = f"{local(guarded.api_url)}/completions"
-    assert httpx.post(url, content=chunks(), headers=headers).status_code == 413
+    assert httpx2.post(url, content=chunks(), headers=headers).status_code == 413
 
 
 def test_a_body_that_is_too_large_for_its_answers(guarded: RunningGateway) -> None:
@@ -148,30 +148,30 @@ def test_routes_and_bodies_that_are_wrong(gateway: RunningGateway) -> None:
     url = f"{gateway.api_url}/completions"
     json_type = {"Content-Type": "application/json"}
     answers = {
-        404: httpx.get(f"{gateway.api_url}/nothing"),
-        405: httpx.get(url),
-        415: httpx.post(url, content=b"{}", headers={"Content-Type": "text/plain"}),
-        400: httpx.post(url, content=b"{", headers=json_type),
+        404: httpx2.get(f"{gateway.api_url}/nothing"),
+        405: httpx2.get(url),
+        415: httpx2.post(url, content=b"{}", headers={"Content-Type": "text/plain"}),
+        400: httpx2.post(url, content=b"{", headers=json_type),
     }
     for status, answer in answers.items():
         assert answer.status_code == status
         assert answer.json()["error"].keys() == {"message", "type", "param", "code"}
     for content in (b"", b"[]", b"null", b"[" * 100_000, b'{"model": "\\ud800"}', b"\xff"):
-        assert httpx.post(url, content=content, headers=json_type).status_code == 400
+        assert httpx2.post(url, content=content, headers=json_type).status_code == 400
     for path in ("/docs", "/openapi.json"):
-        assert httpx.get(gateway.url + path).status_code == 404
+        assert httpx2.get(gateway.url + path).status_code == 404
 
 
 def test_metrics_count_by_route_and_status(gateway: RunningGateway, client: OpenAI) -> None:
     def count(route: str, status: int) -> float:
         name = f'fastserve_gateway_request_seconds_count{{route="{route}",status="{status}"}} '
-        text = httpx.get(f"{gateway.url}/metrics").text
+        text = httpx2.get(f"{gateway.url}/metrics").text
         lines = [line for line in text.splitlines() if line.startswith(name)]
         return float(lines[0].removeprefix(name)) if lines else 0.0
 
     completed, missing = count("/v1/completions", 200), count("other", 404)
     client.completions.create(model="fastserve", prompt="a", max_tokens=1)
-    httpx.get(f"{gateway.url}/nothing/{'x' * 50}")
+    httpx2.get(f"{gateway.url}/nothing/{'x' * 50}")
     assert count("/v1/completions", 200) == completed + 1
     assert count("other", 404) == missing + 1
 

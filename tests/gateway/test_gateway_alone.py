@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from fastserve_client.errors import InvalidRequest, error_from_http, error_from_status
 from fastserve_client.gateway.answer import event
@@ -151,9 +151,9 @@ def test_bodies_together_are_bounded_until_they_are_answered() -> None:
         assert go_on.wait(DEADLINE_S)
         yield body[size:]
 
-    def post(content: bytes | Iterator[bytes]) -> httpx.Response:
+    def post(content: bytes | Iterator[bytes]) -> httpx2.Response:
         headers = {"Content-Type": "application/json"}
-        return httpx.post(url, content=content, headers=headers, timeout=DEADLINE_S)
+        return httpx2.post(url, content=content, headers=headers, timeout=DEADLINE_S)
 
     with listening(settings(max_held_bytes=1 << 20)) as (_, port), ThreadPoolExecutor(1) as pool:
         url = f"http://127.0.0.1:{port}/v1/completions"
@@ -199,7 +199,7 @@ def test_a_failed_request_is_not_left_to_the_collector(stream: bool, prompts: in
         gc.disable()
         try:
             url = f"http://127.0.0.1:{port}/v1/completions"
-            assert httpx.post(url, json=body, timeout=DEADLINE_S).status_code == 503
+            assert httpx2.post(url, json=body, timeout=DEADLINE_S).status_code == 503
             wait_for(lambda: num_requests() == before, DEADLINE_S)
         finally:
             gc.enable()
@@ -318,7 +318,7 @@ def test_a_viewer_that_does_not_read_is_cut_off(
         try:
             with (
                 socket.create_connection(address) as silent,
-                httpx.stream(
+                httpx2.stream(
                     "GET", f"http://127.0.0.1:{address[1]}/live/events", timeout=DEADLINE_S
                 ) as reader,
             ):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, START_TIMEOUT_S, RunningGateway
@@ -41,12 +41,12 @@ class Proxy:
     """Trusts the certificate of this proxy alone."""
 
     def openai(self) -> OpenAI:
-        http_client = httpx.Client(verify=self.trust, timeout=REQUEST_TIMEOUT_S)
+        http_client = httpx2.Client(verify=self.trust, timeout=REQUEST_TIMEOUT_S)
         url = f"{self.url}/v1"
         return OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http_client)
 
-    def get(self, path: str) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", verify=self.trust)
+    def get(self, path: str) -> httpx2.Response:
+        return httpx2.get(f"{self.url}{path}", verify=self.trust)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def proxy(gateway: RunningGateway, tmp_path_factory: pytest.TempPathFactory) -> 
             assert process.poll() is None, (directory / "nginx.log").read_text(encoding="utf-8")
             try:
                 return running.get("/health").status_code == 200
-            except httpx.TransportError:
+            except httpx2.TransportError:
                 return False
 
         try:
@@ -108,7 +108,7 @@ def _certificate(directory: Path) -> tuple[Path, Path]:
 
 def closed_by_clients(gateway: RunningGateway) -> float:
     name = 'fastserve_gateway_request_seconds_count{route="/v1/completions",status="499"} '
-    lines = httpx.get(f"{gateway.url}/metrics").text.splitlines()
+    lines = httpx2.get(f"{gateway.url}/metrics").text.splitlines()
     return sum(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 
@@ -139,5 +139,5 @@ def test_only_the_api_is_outside(proxy: Proxy) -> None:
     assert proxy.get("/v1/models").status_code == 200
     for path in ("/metrics", "/", "/v2/health/live"):
         assert proxy.get(path).status_code == 404
-    with pytest.raises(httpx.ConnectError, match="certificate"):  # it is TLS, and is checked
-        httpx.get(f"{proxy.url}/health")
+    with pytest.raises(httpx2.ConnectError, match="certificate"):  # it is TLS, and is checked
+        httpx2.get(f"{proxy.url}/health")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from fastserve_client import FastServeClient
@@ -114,7 +114,7 @@ def test_a_stream_of_several_answers(client: OpenAI) -> None:
 
 def test_events_on_the_wire(gateway: RunningGateway) -> None:
     body = {"model": "fastserve", "prompt": "Hello", "max_tokens": 3, "stream": True, **FORCED}
-    with httpx.stream(
+    with httpx2.stream(
         "POST", f"{gateway.api_url}/completions", json=body, timeout=REQUEST_TIMEOUT_S
     ) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -233,7 +233,7 @@ def test_what_is_wrong_is_named(
     gateway: RunningGateway, fields: dict[str, Any], param: str, stream: bool
 ) -> None:
     body = {"model": "fastserve", "prompt": "Hello", "stream": stream} | fields
-    response = httpx.post(f"{gateway.api_url}/completions", json=body, timeout=REQUEST_TIMEOUT_S)
+    response = httpx2.post(f"{gateway.api_url}/completions", json=body, timeout=REQUEST_TIMEOUT_S)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["type"] == "invalid_request_error"

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
+import httpx2
 import openai
 import pytest
 from fastserve_backend.config import EngineConfig
@@ -78,7 +78,7 @@ async def test_a_client_that_goes_away_frees_its_blocks(
 
     async def read() -> None:
         async with (
-            httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S) as client,
+            httpx2.AsyncClient(timeout=REQUEST_TIMEOUT_S) as client,
             client.stream("POST", f"{gateway.api_url}/completions", json=body) as response,
         ):
             async for _ in response.aiter_bytes():
@@ -104,7 +104,7 @@ def test_closing_the_official_clients_stream_is_enough(
     stream.close()
     wait_until_idle(endpoints)
     closed = 'request_seconds_count{route="/v1/completions",status="499"}'
-    assert closed in httpx.get(f"{gateway.url}/metrics").text
+    assert closed in httpx2.get(f"{gateway.url}/metrics").text
 
 
 async def test_many_streams_at_once(gateway: RunningGateway) -> None:
@@ -135,7 +135,7 @@ async def test_many_streams_at_once(gateway: RunningGateway) -> None:
 def test_a_full_queue_is_429(fragile: TritonServer, fragile_gateway: RunningGateway) -> None:
     endpoints = fragile.endpoints
     url = f"{fragile_gateway.api_url}/completions"
-    with httpx.Client(timeout=REQUEST_TIMEOUT_S) as http:
+    with httpx2.Client(timeout=REQUEST_TIMEOUT_S) as http:
         with http.stream("POST", url, json={**LONG, "n": 2, "stream": True}):
             wait_until_busy(endpoints, 2)
             for stream in (False, True):
@@ -157,7 +157,7 @@ def test_an_error_in_mid_stream_and_the_way_back(
 ) -> None:
     lines: list[str] = []
     url = f"{fragile_gateway.api_url}/completions"
-    with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=DEADLINE_S) as response:
+    with httpx2.stream("POST", url, json={**LONG, "stream": True}, timeout=DEADLINE_S) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
             if not lines:
@@ -174,7 +174,7 @@ def test_an_error_in_mid_stream_and_the_way_back(
 async def test_refusals_of_several_answers(fragile_gateway: RunningGateway) -> None:
     """What they may leave behind shows when the server is stopped, in the next test."""
     url = f"{fragile_gateway.api_url}/completions"
-    async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S) as http:
+    async with httpx2.AsyncClient(timeout=REQUEST_TIMEOUT_S) as http:
         for stream in (False, True):
             body = {**LONG, "n": 8, "temperature": -1, "stream": stream}
             answers = await asyncio.gather(*(http.post(url, json=body) for _ in range(40)))
@@ -182,7 +182,7 @@ async def test_refusals_of_several_answers(fragile_gateway: RunningGateway) -> N
 
 
 def is_healthy(gateway: RunningGateway) -> bool:
-    return httpx.get(f"{gateway.url}/health", timeout=REQUEST_TIMEOUT_S).status_code == 200
+    return httpx2.get(f"{gateway.url}/health", timeout=REQUEST_TIMEOUT_S).status_code == 200
 
 
 def test_a_server_that_drains_and_then_is_gone(
@@ -191,14 +191,14 @@ def test_a_server_that_drains_and_then_is_gone(
     url = f"{fragile_gateway.api_url}/completions"
 
     def status(**fields: object) -> int:
-        response = httpx.post(url, json={**LONG, **fields}, timeout=REQUEST_TIMEOUT_S)
+        response = httpx2.post(url, json={**LONG, **fields}, timeout=REQUEST_TIMEOUT_S)
         if response.status_code == 503:
             assert response.json()["error"]["type"] == "server_error"
             assert "retry-after" in response.headers
         return response.status_code
 
     stopper = threading.Thread(target=fragile.stop)
-    with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=DEADLINE_S) as response:
+    with httpx2.stream("POST", url, json={**LONG, "stream": True}, timeout=DEADLINE_S) as response:
         lines = response.iter_lines()
         next(lines)
         stopper.start()
@@ -219,7 +219,7 @@ def test_an_answer_outlives_the_signal_to_the_gateway(
     ended: Callable[[], bool]
     with running_gateway(endpoints.grpc_url, log_path) as gateway:
         body = {**LONG, "max_tokens": 400, "stream": True}
-        with httpx.stream(
+        with httpx2.stream(
             "POST", f"{gateway.api_url}/completions", json=body, timeout=DEADLINE_S
         ) as response:
             lines = response.iter_lines()
@@ -239,10 +239,10 @@ def test_what_is_unfinished_at_the_deadline_ends_with_an_error(
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as pool:
         running = pool.submit(gateway.run, [listener])
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
-        whole = pool.submit(httpx.post, url, json=LONG, timeout=DEADLINE_S)
+        whole = pool.submit(httpx2.post, url, json=LONG, timeout=DEADLINE_S)
         try:
             body = {**LONG, "stream": True}
-            with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as response:
+            with httpx2.stream("POST", url, json=body, timeout=DEADLINE_S) as response:
                 lines = response.iter_lines()
                 next(lines)
                 wait_until_busy(endpoints, jobs=2)
@@ -269,13 +269,13 @@ def test_who_does_not_read_is_cut_off_after_the_deadline(
         return any(one.flow.write_paused for one in connections if isinstance(one, HttpConnection))
 
     body = {**LONG, "stream": True, "n": 6, "logprobs": 20}
-    small_buffer = httpx.HTTPTransport(
+    small_buffer = httpx2.HTTPTransport(
         socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)]
     )
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         ThreadPoolExecutor(1) as pool,
-        httpx.Client(transport=small_buffer, timeout=DEADLINE_S) as http,
+        httpx2.Client(transport=small_buffer, timeout=DEADLINE_S) as http,
     ):
         running = pool.submit(gateway.run, [listener])
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
@@ -299,15 +299,15 @@ def test_a_second_ctrl_c_ends_answers_at_once(
         ThreadPoolExecutor(1) as pool,
     ):
         log = gateway.log()
-        url = httpx.URL(f"{gateway.api_url}/completions")
+        url = httpx2.URL(f"{gateway.api_url}/completions")
 
         def listens() -> bool:
             with socket.socket() as probe:
                 return probe.connect_ex((url.host, url.port)) == 0
 
-        whole = pool.submit(httpx.post, url, json=LONG, timeout=DEADLINE_S)
+        whole = pool.submit(httpx2.post, url, json=LONG, timeout=DEADLINE_S)
         body = {**LONG, "stream": True}
-        with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as response:
+        with httpx2.stream("POST", url, json=body, timeout=DEADLINE_S) as response:
             lines = response.iter_lines()
             next(lines)
             wait_until_busy(endpoints, jobs=2)

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, ExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 from fastserve_backend.engine.watches import MAX_WATCHES
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_client import AsyncFastServeClient, ServerUnavailable
@@ -26,24 +26,24 @@ STOP_LIMIT_S = 20.0
 @contextmanager
 def events(gateway: RunningGateway) -> Iterator[Iterator[dict[str, Any]]]:
     url = f"{gateway.url}/live/events"
-    with httpx.stream("GET", url, timeout=REQUEST_TIMEOUT_S) as response:
+    with httpx2.stream("GET", url, timeout=REQUEST_TIMEOUT_S) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         yield server_sent_events(response.iter_lines())
 
 
 def test_the_page_loads_nothing_from_elsewhere(gateway: RunningGateway) -> None:
-    page = httpx.get(f"{gateway.url}/live")
+    page = httpx2.get(f"{gateway.url}/live")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
     assert "unsafe" not in page.headers["content-security-policy"]
     assert "http" not in page.text
     for name, kind in (("main.js", "text/javascript"), ("live.css", "text/css")):
-        file = httpx.get(f"{gateway.url}/live/{name}")
+        file = httpx2.get(f"{gateway.url}/live/{name}")
         assert file.headers["content-type"].startswith(kind)
         assert file.headers["x-content-type-options"] == "nosniff"
     for name in ("nothing.js", "..%2Fapp.py", "%2e%2e/app.py", "../app.py"):
-        assert httpx.get(f"{gateway.url}/live/{name}").status_code == 404
+        assert httpx2.get(f"{gateway.url}/live/{name}").status_code == 404
 
 
 def test_more_viewers_than_the_server_takes_watchers(gateway: RunningGateway) -> None:
@@ -60,12 +60,12 @@ def test_events_need_a_key_and_the_page_does_not(endpoints: Endpoints, tmp_path:
     keys.write_text("sk-live\n", encoding="utf-8")
     flags = ["--api-keys-file", str(keys)]
     with running_gateway(endpoints.grpc_url, tmp_path / "gateway.log", *flags) as guarded:
-        assert httpx.get(f"{guarded.url}/live").status_code == 200
+        assert httpx2.get(f"{guarded.url}/live").status_code == 200
         url = f"{guarded.url}/live/events"
-        assert httpx.get(url).status_code == 401
-        assert httpx.get(url, headers={"Authorization": "Bearer sk-wrong"}).status_code == 401
+        assert httpx2.get(url).status_code == 401
+        assert httpx2.get(url, headers={"Authorization": "Bearer sk-wrong"}).status_code == 401
         headers = {"Authorization": "Bearer sk-live"}
-        with httpx.stream("GET", url, headers=headers, timeout=REQUEST_TIMEOUT_S) as response:
+        with httpx2.stream("GET", url, headers=headers, timeout=REQUEST_TIMEOUT_S) as response:
             assert "jobs" in next(server_sent_events(response.iter_lines()))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import pytest
 import yaml
 from waiting import wait_for
@@ -45,7 +45,7 @@ class RunningPrometheus:
 
     def get(self, path: str, **parameters: str) -> Any:
         """``data`` of the answer. Fails with Prometheus' own words where it refuses."""
-        response = httpx.get(
+        response = httpx2.get(
             f"{self.url}/api/v1/{path}", params=parameters, timeout=QUERY_TIMEOUT_S
         )
         body = response.json()
@@ -95,8 +95,8 @@ def running_prometheus(config_path: Path) -> Iterator[RunningPrometheus]:
         def is_ready() -> bool:
             assert process.poll() is None, log_path.read_text(encoding="utf-8")
             try:
-                return httpx.get(f"http://{address}/-/ready").status_code == 200
-            except httpx.TransportError:
+                return httpx2.get(f"http://{address}/-/ready").status_code == 200
+            except httpx2.TransportError:
                 return False
 
         try:

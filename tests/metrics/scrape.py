@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import httpx
+import httpx2
 from fastserve_client.protocol import MODEL_NAME
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -31,7 +31,7 @@ class Scrape:
     """The samples of one moment."""
 
     def __init__(self, metrics_url: str) -> None:
-        response = httpx.get(metrics_url, timeout=TIMEOUT_S).raise_for_status()
+        response = httpx2.get(metrics_url, timeout=TIMEOUT_S).raise_for_status()
         self.text = response.text
         self.types: dict[str, str] = {}
         self._samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dashboard
-import httpx
+import httpx2
 import pytest
 import yaml
 from fastserve_backend.serving.launch import TritonServer
@@ -62,7 +62,7 @@ def prometheus(
     key_path.write_text(KEY, encoding="utf-8")
     targets = {
         "triton": f"127.0.0.1:{server.endpoints.metrics_port}",
-        "gateway": httpx.URL(gateway.url).netloc.decode(),
+        "gateway": httpx2.URL(gateway.url).netloc.decode(),
     }
     with running_prometheus(local_config(directory, targets, key_path)) as running:
         wait_for(lambda: running.values("up") == [1.0, 1.0], 20.0)
@@ -152,7 +152,7 @@ def test_promtool_finds_nothing_wrong_with_our_metrics(traffic: Traffic) -> None
 
 def test_promtool_finds_nothing_wrong_with_the_gateways_metrics(gateway: RunningGateway) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
-    text = httpx.get(f"{gateway.url}/metrics", headers=headers).raise_for_status().text
+    text = httpx2.get(f"{gateway.url}/metrics", headers=headers).raise_for_status().text
     checked = promtool("check", "metrics", text=text)
     assert (checked.returncode, checked.stderr) == (0, "")
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import httpx2
 import numpy as np
 import tritonclient.grpc as grpcclient
 from fastserve_backend.serving.endpoints import Endpoints
@@ -151,10 +151,10 @@ def generate(url: str, **request: Any) -> Answer:
     return GrpcStream(url, **request).finish()
 
 
-def post(base_url: str, path: str, body: Any) -> httpx.Response:
+def post(base_url: str, path: str, body: Any) -> httpx2.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
-    return httpx.post(base_url + path, content=content, headers=headers, timeout=ANSWER_TIMEOUT_S)
+    return httpx2.post(base_url + path, content=content, headers=headers, timeout=ANSWER_TIMEOUT_S)
 
 
 def server_sent_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
@@ -167,13 +167,13 @@ def server_sent_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 def http_stream(base_url: str, body: Any) -> Iterator[Iterator[dict[str, Any]]]:
     """``generate_stream``; leaving the context closes the connection."""
     url = base_url + GENERATE_STREAM
-    with httpx.stream("POST", url, json=body, timeout=ANSWER_TIMEOUT_S) as response:
+    with httpx2.stream("POST", url, json=body, timeout=ANSWER_TIMEOUT_S) as response:
         assert response.status_code == 200, response.read()
         yield server_sent_events(response.iter_lines())
 
 
 def metric(url: str, name: str, **labels: str) -> float:
-    for line in httpx.get(url).text.splitlines():
+    for line in httpx2.get(url).text.splitlines():
         family, _, rest = line.partition("{")
         described, _, value = rest.rpartition("} ")
         if family == name and all(f'{key}="{text}"' in described for key, text in labels.items()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -75,6 +76,21 @@ async def test_errors_are_the_synchronous_clients(
         assert not await other.is_ready()
         with pytest.raises(ServerError, match="nosuch"):
             await other.generate("Hello")
+
+
+async def test_whenever_time_is_up_it_is_a_timeout(
+    client: AsyncFastServeClient, endpoints: Endpoints
+) -> None:
+    async def ask_in_vain(seed: int) -> None:
+        # While the call starts, while it connects, while it sends, and after.
+        waits_s = random.Random(seed)
+        for longest_s in [0.001, 0.002, 0.005, 0.01, 0.02] * 40:
+            wait_s = waits_s.uniform(0.0, longest_s)
+            with pytest.raises(RequestTimeout):
+                await client.generate("Hello", max_tokens=LONG, ignore_eos=True, timeout_s=wait_s)
+
+    await asyncio.gather(*(ask_in_vain(seed) for seed in range(8)))
+    await wait_until_idle(endpoints)
 
 
 async def test_max_tokens_can_be_clipped_to_what_fits(client: AsyncFastServeClient) -> None:

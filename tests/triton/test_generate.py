@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import httpx
+import httpx2
 import numpy as np
 import pytest
 import tritonclient.grpc.aio as aio_grpcclient
@@ -262,7 +262,7 @@ def test_same_seed_same_text_whatever_else_runs(endpoints: Endpoints) -> None:
 
 
 def test_config_declares_what_the_protocol_says(endpoints: Endpoints) -> None:
-    metadata = httpx.get(f"{endpoints.http_url}/v2/models/{protocol.MODEL_NAME}").json()
+    metadata = httpx2.get(f"{endpoints.http_url}/v2/models/{protocol.MODEL_NAME}").json()
     for specs, declared in (
         (protocol.INPUTS, metadata["inputs"]),
         (protocol.OUTPUTS, metadata["outputs"]),

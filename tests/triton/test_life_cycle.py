@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import httpx
+import httpx2
 import psutil
 import pytest
 from byte_tokenizer import save_byte_tokenizer
@@ -105,8 +105,8 @@ def kill_next_rank(runtime: RuntimeDirectory, dead: set[int]) -> None:
 def is_ready(server: TritonServer) -> bool:
     url = f"{server.endpoints.http_url}/v2/models/{protocol.MODEL_NAME}/ready"
     try:
-        return httpx.get(url).status_code == 200
-    except httpx.TransportError:
+        return httpx2.get(url).status_code == 200
+    except httpx2.TransportError:
         return False
 
 
@@ -129,7 +129,7 @@ def is_serving(server: TritonServer, restarts: int) -> bool:
     try:
         body = {"text_input": "hello", "max_tokens": 1}
         return post(server.endpoints.http_url, GENERATE, body).status_code == 200
-    except httpx.TransportError:
+    except httpx2.TransportError:
         return False
 
 

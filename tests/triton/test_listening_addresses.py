@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-import httpx
+import httpx2
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.errors import LaunchError, PortInUseError
@@ -44,7 +44,7 @@ def test_all_ports_listen(tiny_model: Path, tmp_path: Path, host: str, address: 
         for url in (f"grpc://{endpoints.grpc_url}", endpoints.http_url):
             with FastServeClient(url) as client:
                 assert client.generate("Hello", max_tokens=3, ignore_eos=True).token_ids
-        assert "fastserve_jobs" in httpx.get(endpoints.metrics_url).text
+        assert "fastserve_jobs" in httpx2.get(endpoints.metrics_url).text
     finally:
         server.stop()
 

@@ -18,7 +18,7 @@ from fastserve_client.results import Chunk, Completion
 # json.dumps would make an encoder for each event.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 # Where Unicode ends lines and the standard of these events does not: readers that go by Unicode,
-# such as httpx's aiter_lines, would cut an event in two.
+# such as httpx2's aiter_lines, would cut an event in two.
 _LINE_ENDS = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 DONE = b"data: [DONE]\n\n"
 

@@ -56,7 +56,7 @@ def run_gateway(
             f"host: got {host!r}, which others can reach; that needs keys: --api-keys-file FILE"
         )
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it would log each job
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log each job
     _raise_limit_of_connections()
     with listen(host, port) as listener:
         address = listener.getsockname()

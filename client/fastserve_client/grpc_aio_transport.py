@@ -13,7 +13,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import ClientClosed, error_from_message
 from fastserve_client.exchange import ENDLESS_S
-from fastserve_client.grpc_channel import open_channel, status_error
+from fastserve_client.grpc_channel import open_channel, status_error, stream_method
 from fastserve_client.grpc_codec import decode_response, encode_request
 from fastserve_client.request import InferRequest
 from fastserve_client.response import Outputs
@@ -27,14 +27,12 @@ class AioGrpcTransport:
     def __init__(self, endpoint: Endpoint) -> None:
         self._url = str(endpoint)
         self._channel = open_channel(grpc.aio, endpoint)
+        self._stream = stream_method(self._channel)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._closed = asyncio.Event()
 
     def start(self, request: InferRequest, timeout_s: float | None) -> AioGrpcCall:
-        # The request's side of the stream is closed behind the only request, and the server closes
-        # its own after the last response: no final marker has to be waited for.
-        requests = (encode_request(request),)
-        call = self._stub.ModelStreamInfer(requests, timeout=timeout_s)
+        call = self._stream(encode_request(request), timeout=timeout_s)
         return AioGrpcCall(call, self._url, self._closed)
 
     async def is_ready(self, model: str, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""What both gRPC transports share: the channel, and what its errors mean."""
+"""What both gRPC transports share: the channel, its method and what its errors mean."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from tritonclient.grpc import service_pb2
 
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import ClientError, error_from_status
@@ -36,6 +37,22 @@ def open_channel(api: Any, endpoint: Endpoint) -> Any:
         return api.insecure_channel(endpoint.target, options=_OPTIONS)
     credentials = grpc.ssl_channel_credentials(_system_roots())
     return api.secure_channel(endpoint.target, credentials, options=_OPTIONS)
+
+
+def stream_method(channel: Any) -> Any:
+    """``ModelStreamInfer`` for one request a call, as gRPC's method of that kind.
+
+    On the wire it is the bidirectional method with a client that half-closes behind its only
+    request: the server closes its side after the last response, and no final marker has to be
+    waited for. To gRPC, request and end are then one operation, which needs no task or thread of
+    its own, and whose failure does not hide the call's status: a bidirectional call of grpc.aio
+    that ends while it sends, as by its deadline, says INTERNAL, or that it was cancelled.
+    """
+    return channel.unary_stream(
+        "/inference.GRPCInferenceService/ModelStreamInfer",
+        request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+        response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+    )
 
 
 def status_error(url: str, error: grpc.RpcError) -> ClientError:

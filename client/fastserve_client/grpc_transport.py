@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import error_from_message
 from fastserve_client.exchange import ENDLESS_S
-from fastserve_client.grpc_channel import open_channel, status_error
+from fastserve_client.grpc_channel import open_channel, status_error, stream_method
 from fastserve_client.grpc_codec import decode_response, encode_request
 from fastserve_client.request import InferRequest
 from fastserve_client.response import Outputs
@@ -21,8 +21,8 @@ from fastserve_client.response import Outputs
 class GrpcTransport:
     """A ``Transport`` over one connection.
 
-    Each request has a gRPC stream (an HTTP/2 stream, not a connection) of its own, opened through
-    the stub that ``tritonclient`` generates from Triton's protocol. ``tritonclient``'s own client
+    Each request has a gRPC stream (an HTTP/2 stream, not a connection) of its own, with the
+    messages that ``tritonclient`` generates from Triton's protocol. ``tritonclient``'s own client
     object holds one stream at a time: requests multiplexed on it could only be cancelled all
     together, and one error of the transport would end them all. With a stream each, cancelling, a
     deadline or an error touches one request, and the end of the stream is the end of that request.
@@ -33,13 +33,11 @@ class GrpcTransport:
     def __init__(self, endpoint: Endpoint) -> None:
         self._url = str(endpoint)
         self._channel = open_channel(grpc, endpoint)
+        self._stream = stream_method(self._channel)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def start(self, request: InferRequest, timeout_s: float | None) -> GrpcCall:
-        # The iterator of one request ends at once, which half-closes the stream: the server then
-        # closes its side after the last response, and no final marker has to be waited for.
-        requests = iter((encode_request(request),))
-        return GrpcCall(self._stub.ModelStreamInfer(requests, timeout=timeout_s), self._url)
+        return GrpcCall(self._stream(encode_request(request), timeout=timeout_s), self._url)
 
     def is_ready(self, model: str, timeout_s: float) -> bool:
         request = service_pb2.ModelReadyRequest(name=model)

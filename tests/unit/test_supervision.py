@@ -316,3 +316,20 @@ def test_a_profile_is_measured_again_only_of_other_hardware(
     assert client.wait().finish_reason is FinishReason.LENGTH
     assert measured == ["a slide rule", "an abacus"]
     assert engine.profile.model.identity.hardware == "an abacus"
+
+
+@pytest.mark.parametrize(("interval_s", "each_time"), [(60.0, False), (0.0, True)])
+def test_a_drift_is_not_logged_each_time(
+    serve: Serve,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    interval_s: float,
+    each_time: bool,
+) -> None:
+    monkeypatch.setattr("fastserve_backend.engine.engine._DRIFT_LOG_INTERVAL_S", interval_s)
+    caplog.set_level("INFO")
+    # These ranks take no time, so the ratio falls far, by a notable step at a time.
+    (client,) = submit(serve(FakeRanks()), [5, 6, 7])
+    client.wait()
+    times = caplog.text.count("times the profile's prediction")
+    assert times > 5 if each_time else times == 1

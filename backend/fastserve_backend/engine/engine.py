@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import queue
 import random
 import threading
@@ -63,6 +64,8 @@ from fastserve_backend.worker.messages import Ready, Setup, Step
 IDLE_CHECK_S = 0.5
 # How long close() waits for the loop to end: one iteration, and the ranks' own time to stop.
 CLOSE_TIMEOUT_S = 60.0
+# Beside other work a small model's iterations drift several times a second.
+_DRIFT_LOG_INTERVAL_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -117,6 +120,7 @@ class Engine:
         self._check_integrity = check_integrity
         self._limiter = RestartLimiter()
         self._watches = Watches()
+        self._next_drift_log_s = -math.inf
         self._inbox: queue.SimpleQueue[_InboxItem] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._numbers = itertools.count()
@@ -461,9 +465,11 @@ class Engine:
         """An iteration has ended: let the predictions follow the machine."""
         if self.profile.observe(IterationLoad.of_step(step), elapsed_s):
             self._loop.policy.recalibrate()
-            _log.info(
-                "iterations take %.2f (decode) and %.2f (with prefill) times the profile's "
-                "prediction",
-                self.profile.decode_ratio,
-                self.profile.prefill_ratio,
-            )
+            if (now := self.clock.now()) >= self._next_drift_log_s:
+                self._next_drift_log_s = now + _DRIFT_LOG_INTERVAL_S
+                _log.info(
+                    "iterations take %.2f (decode) and %.2f (with prefill) times the profile's "
+                    "prediction",
+                    self.profile.decode_ratio,
+                    self.profile.prefill_ratio,
+                )

@@ -191,6 +191,9 @@ def gateway(
     from fastserve_client.gateway.auth import ApiKeys
     from fastserve_client.gateway.command import run_gateway
 
+    from fastserve_backend.logs import log_to_stderr
+
+    log_to_stderr()
     settings = GatewaySettings(
         url=url,
         model=model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -26,6 +27,7 @@ from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
 from running_server import running_server
 from serving_client import ended_jobs, unfinished_jobs, used_blocks, wait_until_idle
+from unread_process import PIPE_BYTES, unread_process
 from waiting import wait_for
 
 DEADLINE_S = 60.0
@@ -320,3 +322,15 @@ def test_a_second_ctrl_c_ends_answers_at_once(
         assert gateway.process.wait(DEADLINE_S) == 0
         assert gateway.log() == log
     wait_until_idle(endpoints)
+
+
+def test_it_answers_though_nobody_reads_its_log() -> None:
+    nowhere = "http://127.0.0.1:9"
+    arguments = ["-m", "fastserve_backend", "gateway", "--port", "0", "--url", nowhere]
+    with unread_process(*arguments) as (process, log), httpx2.Client(timeout=DEADLINE_S) as http:
+        first_line = os.read(log, PIPE_BYTES).decode()
+        (url,) = re.findall(r"listening on (\S+)", first_line)
+        for _ in range(100):  # each of which is logged
+            assert http.post(f"{url}/completions", json=LONG).status_code == 503
+        process.terminate()
+        assert process.wait(DEADLINE_S) == 0

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
+from unread_process import unread_process
 
 DEADLINE_S = 60
-PIPE_BYTES = 4096
 NUM_LINES = 3000
 LOG = """
 import logging, os, sys
@@ -33,29 +30,6 @@ except ZeroDivisionError:
 LOG_MANY = LOG + f"for n in range({NUM_LINES}): log.info('line %d', n)\n"
 
 
-@contextmanager
-def unread(code: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process, and the end for reading of a small pipe that is its standard error."""
-    reader, writer = os.pipe()
-    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    with (
-        os.fdopen(reader),
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=writer,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-            text=True,
-        ) as process,
-    ):
-        os.close(writer)
-        try:
-            yield process, reader
-        finally:
-            process.kill()
-
-
 @pytest.mark.parametrize("end", ["os._exit(3)", "sys.exit(3)", "os.abort()"])
 def test_the_last_line_is_there_however_the_process_ends(end: str) -> None:
     done = subprocess.run(
@@ -73,7 +47,7 @@ def test_the_last_line_is_there_however_the_process_ends(end: str) -> None:
 
 def test_a_reader_that_stalls_stops_nobody_who_logs() -> None:
     code = f"{LOG_MANY}\nprint('logged', flush=True)\nsys.stdin.read()\nlog.info('later')\n"
-    with unread(code) as (process, reader):
+    with unread_process("-c", code) as (process, reader):
         assert process.stdout is not None
         assert process.stdin is not None
         assert process.stdout.readline() == "logged\n"
@@ -93,5 +67,5 @@ def test_a_reader_that_stalls_stops_nobody_who_logs() -> None:
 
 
 def test_a_process_ends_whose_last_lines_nobody_reads() -> None:
-    with unread(LOG_MANY) as (process, _):
+    with unread_process("-c", LOG_MANY) as (process, _):
         assert process.wait(DEADLINE_S) == 0

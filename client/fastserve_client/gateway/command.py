@@ -7,7 +7,6 @@ import logging
 import resource
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -30,7 +29,6 @@ _DRAIN_TIMEOUT_S = 30.0
 _VIEWERS_TIMEOUT_S = 1.0
 # For those errors to be read, before connections are cut off.
 _ERRORS_TIMEOUT_S = 5.0
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def run_gateway(
@@ -55,7 +53,6 @@ def run_gateway(
         raise InvalidRequest(
             f"host: got {host!r}, which others can reach; that needs keys: --api-keys-file FILE"
         )
-    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT, stream=sys.stderr)
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log each job
     _raise_limit_of_connections()
     with listen(host, port) as listener:

@@ -37,6 +37,8 @@ from waiting import wait_for
 RESTART_TIMEOUT_S = 60.0
 # Within this time a dead rank is noticed.
 NOTICE_LIMIT_S = 3.0
+# And within this one a server that is there, and takes nothing.
+STALL_LIMIT_S = 25.0
 # Less than the time after which a launcher that still fetches exits at once, and the tests with it.
 FETCH_S = 2.0
 RESTARTS = "fastserve_worker_restarts_total"
@@ -181,6 +183,25 @@ def test_everything_that_dies_is_restarted_a_few_times(
             server.stop()
 
 
+def test_a_server_that_takes_no_responses_is_restarted(
+    tiny_config: EngineConfig, tmp_path: Path
+) -> None:
+    with leaving_nothing() as started:
+        server = start(tiny_config, tmp_path / "server.log")
+        started.append((server.runtime, server.endpoints))
+        try:
+            stream = long_stream(server)
+            assert server.pid is not None
+            os.kill(server.pid, signal.SIGSTOP)
+            assert stream.until_error(STALL_LIMIT_S)
+            stream.cancel()
+            wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
+        finally:
+            server.stop()
+    log = (tmp_path / "server.log").read_text(encoding="utf-8")
+    assert "tritonserver takes no responses any more; ending" in log
+
+
 def pressing_streams(server: TritonServer) -> list[GrpcStream]:
     """More KV than the device has: 36 blocks each of 240."""
     rng = random.Random(4)
@@ -245,10 +266,10 @@ from types import SimpleNamespace
 from fastserve_backend.serving.guard import ParentGuard
 
 guard = ParentGuard(None, lambda: True)
-guard.watch_engine(SimpleNamespace(failure=None, gave_up=False))
+guard.watch(SimpleNamespace(failure=None, gave_up=False), lambda: None)
 print("works", flush=True)
 sys.stdin.readline()
-guard.watch_engine(SimpleNamespace(failure="rank 0 died", gave_up=True))
+guard.watch(SimpleNamespace(failure="rank 0 died", gave_up=True), lambda: None)
 threading.Event().wait()
 """
 SERVER = """

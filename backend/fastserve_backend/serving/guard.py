@@ -25,6 +25,25 @@ _STUCK_TIMEOUT_S = 30.0
 _REARM_INTERVAL_S = 5.0
 # A server that was killed can leave its stub running; nothing else tells the stub.
 _INTERVAL_S = 0.25
+# Triton takes a response, or answers a poll, within microseconds; on a starved machine it may need
+# a second.
+_STALL_SIGHTINGS = 60
+
+
+class StallDetector:
+    """Whether one call has been under way for 15 s, of which this process had its part: a pause of
+    all processes, or of the machine, is no stall."""
+
+    def __init__(self) -> None:
+        self._call: int | None = None
+        self._sightings = 0
+
+    def sees(self, call: int | None) -> bool:
+        """To be asked every quarter of a second, with the number of the call under way."""
+        is_same = call is not None and call == self._call
+        self._sightings = self._sightings + 1 if is_same else 0
+        self._call = call
+        return self._sightings >= _STALL_SIGHTINGS
 
 
 class ParentGuard:
@@ -32,7 +51,8 @@ class ParentGuard:
     launcher is gone, the server is asked to end; when the engine broke, the launcher is told, or
     where there is none the server asked to end, since Triton 24.10 would stay "ready"; when the
     launcher wants to stop the server, the model is drained and the launcher told; what is not
-    finished in time is ended.
+    finished in time is ended. When the server takes no responses any more, all clients would wait
+    for ever: this process ends at once, for which the launcher restarts the server.
 
     A second guard needs no interpreter: a call to a server that was killed can hold the
     interpreter's lock for ever, so when this thread has not run for long, the process ends.
@@ -49,13 +69,16 @@ class ParentGuard:
         self._server = os.getppid()
         self._launcher = _open_launcher()
         self._engine: Engine | None = None
+        self._call: Callable[[], int | None] = lambda: None
+        self._stall = StallDetector()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="parent-guard", daemon=True)
         self._thread.start()
 
-    def watch_engine(self, engine: Engine) -> None:
-        """From now on there is an engine."""
+    def watch(self, engine: Engine, call: Callable[[], int | None]) -> None:
+        """From now on there is an engine; ``call`` numbers what is done with Triton just now."""
         self._engine = engine
+        self._call = call
 
     def release_engine(self) -> None:
         """The engine is about to be closed."""
@@ -82,14 +105,22 @@ class ParentGuard:
                     self._runtime.remove_shared_memory()
                     self._runtime.remove()
                 os._exit(1)
+            if self._stall.sees(self._call()):
+                logger.error("tritonserver takes no responses any more; ending")
+                if self._launcher is None:
+                    self._ask_server_to_end()
+                os._exit(1)
             reason_to_end = None if asked_to_end else self._reason_to_end()
             if reason_to_end is not None:
                 logger.error("%s; asking tritonserver to end", reason_to_end)
-                with suppress(ProcessLookupError):  # it may have been killed a moment ago
-                    os.kill(self._server, signal.SIGTERM)
+                self._ask_server_to_end()
                 asked_to_end = True
             if self._runtime is not None:
                 self._answer_launcher(self._runtime)
+
+    def _ask_server_to_end(self) -> None:
+        with suppress(ProcessLookupError):  # it may have been killed a moment ago
+            os.kill(self._server, signal.SIGTERM)
 
     def _reason_to_end(self) -> str | None:
         if self._launcher_is_gone():

@@ -87,7 +87,7 @@ class TritonPythonModel:
         # two cores the engine's thread wakes 0.14 ms late with one as with two, and one coalesces
         # more.
         self._emitter = Emitter(self._metrics.notice)
-        self._guard.watch_engine(self._engine)
+        self._guard.watch(self._engine, lambda: self._emitter.call)
 
     def execute(self, requests: list[Any]) -> None:
         """Accepts or refuses each request; responses follow from the emitter."""

@@ -265,6 +265,8 @@ class Emitter:
         self._on_end = on_end
         self._inbox: queue.SimpleQueue[RequestStream | None] = queue.SimpleQueue()
         self._active: set[RequestStream] = set()
+        self._num_calls = 0
+        self._is_calling = False
         self._thread = threading.Thread(target=self._run, name="emitter", daemon=True)
         self._thread.start()
 
@@ -280,6 +282,11 @@ class Emitter:
     @property
     def num_active(self) -> int:
         return len(self._active)
+
+    @property
+    def call(self) -> int | None:
+        """The number of what the thread does with Triton now; None while it does nothing."""
+        return self._num_calls if self._is_calling else None
 
     def _run(self) -> None:
         next_round_s = 0.0
@@ -306,6 +313,8 @@ class Emitter:
     def _guarded(self, stream: RequestStream, action: Callable[[], None]) -> None:
         if stream.finished:
             return
+        self._num_calls += 1
+        self._is_calling = True
         try:
             action()
         except Exception:
@@ -314,6 +323,7 @@ class Emitter:
                 stream.abort()
             except Exception:
                 logger.exception("ending that request failed too")
+        self._is_calling = False
         if stream.finished:
             self._active.discard(stream)
             self._on_end()

@@ -108,8 +108,16 @@ def decode_attention(name: str, dtype: torch.dtype, repeats: int) -> None:
 
 def paged(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:
     lengths = torch.full((len(query),), context, dtype=torch.int32)
+    flat, firsts = flattened(tables)
     for layer in range(LAYERS):
-        ops.paged_decode(query, kv, layer, tables, lengths, HEAD_DIM**-0.5)
+        ops.paged_decode(query, kv, layer, flat, firsts, lengths, HEAD_DIM**-0.5)
+
+
+def flattened(tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Block tables of jobs of one length as the operations take them: the blocks, and where those
+    of each job begin."""
+    jobs, count = tables.shape
+    return tables.flatten(), torch.arange(jobs, dtype=torch.int32) * count
 
 
 def gathered(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:
@@ -145,8 +153,9 @@ def prefill(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:
     starts = torch.arange(batch + 1, dtype=torch.int32) * tokens
     lengths = torch.full((batch,), context, dtype=torch.int32)
     rows = query.flatten(0, 1)
+    flat, firsts = flattened(tables)
     for layer in range(LAYERS):
-        ops.paged_prefill(rows, kv, layer, tables, lengths, starts, HEAD_DIM**-0.5)
+        ops.paged_prefill(rows, kv, layer, flat, firsts, lengths, starts, HEAD_DIM**-0.5)
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor) -> None:

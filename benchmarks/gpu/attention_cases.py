@@ -22,6 +22,8 @@ SPARE_ITEMS = 3
 """Of a decode work list, as those of a CUDA graph have."""
 SPARE_ROWS = 2
 """Of the rows of a prefill, which belong to no job."""
+NO_BLOCK, SPARE_ENTRIES = 2**30, 2
+"""What block tables hold behind a job's blocks: the id of no block at all, so many times."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Cache:
 
     kv: Tensor
     block_tables: Tensor
+    table_starts: Tensor
 
     @staticmethod
     def filled(lengths: Sequence[int], shape: Shape, dtype: torch.dtype) -> Cache:
@@ -102,15 +105,25 @@ class Cache:
         block = (LAYERS, 2, shape.kv_heads, size, shape.head_dim)
         kv = torch.full((total, *block), NAN, dtype=dtype)
         free = torch.randperm(total).tolist()
-        # Entries past a job's blocks are of no block at all, as in a table that is used again.
-        tables = torch.full((len(lengths), max(needed, default=0) + 2), 2**30, dtype=torch.int32)
-        for row, (length, count) in enumerate(zip(lengths, needed, strict=True)):
+        tables: list[int] = []
+        starts = []
+        for length, count in zip(lengths, needed, strict=True):
+            starts.append(len(tables))
             for i in range(count):
-                tables[row, i] = block_id = free.pop()
+                tables.append(block_id := free.pop())
                 used = min(size, length - i * size)
                 tokens = torch.randn(2, shape.kv_heads, used, shape.head_dim)
                 kv[block_id, LAYER, :, :, :used] = tokens.to(dtype)
-        return Cache(kv, tables)
+            tables += [NO_BLOCK] * SPARE_ENTRIES
+        return Cache(
+            kv,
+            torch.tensor(tables, dtype=torch.int32),
+            torch.tensor(starts, dtype=torch.int32),
+        )
+
+    def of(self, jobs: slice) -> Cache:
+        """Of these jobs alone."""
+        return Cache(self.kv, self.block_tables, self.table_starts[jobs])
 
     def decode(self, query: Tensor, contexts: Sequence[int], scale: float) -> Tensor:
         """What must come out for a row of each job."""
@@ -128,8 +141,9 @@ class Cache:
     def _attention(self, query: Tensor, of_rows: Sequence[tuple[int, int]], scale: float) -> Tensor:
         """of_rows: the job of each row, and the tokens that it attends to."""
         jobs, contexts = torch.tensor(of_rows, dtype=torch.int32).view(-1, 2).T
+        starts = self.table_starts[jobs]
         return reference.paged_attention(
-            query, self.kv, LAYER, self.block_tables, jobs, contexts, scale
+            query, self.kv, LAYER, self.block_tables, starts, contexts, scale
         )
 
 
@@ -149,8 +163,8 @@ def run_decode(
     out = torch.full(query.shape, NAN, dtype=query.dtype, device=device)
     paged_decode.paged_decode(
         _moved(query, device), cache.kv.to(device), LAYER, cache.block_tables.to(device),
-        torch.tensor(contexts, dtype=torch.int32).to(device), work.to(device), scale, out,
-        scratch,
+        cache.table_starts.to(device), torch.tensor(contexts, dtype=torch.int32).to(device),
+        work.to(device), scale, out, scratch,
     )  # fmt: skip
     return out.cpu()
 
@@ -170,7 +184,7 @@ def run_prefill(
     out = torch.full(query.shape, NAN, dtype=query.dtype, device=device)
     paged_prefill.paged_prefill(
         _moved(query, device), cache.kv.to(device), LAYER, cache.block_tables.to(device),
-        torch.tensor(contexts, dtype=torch.int32).to(device),
+        cache.table_starts.to(device), torch.tensor(contexts, dtype=torch.int32).to(device),
         torch.from_numpy(starts).to(device), work.to(device), scale, out,
     )  # fmt: skip
     return out.cpu()
@@ -223,8 +237,7 @@ def _shared_decode(dtype: torch.dtype, shape: Shape, device: torch.device) -> It
     yield near("rows", together, cache.decode(query, contexts, scale), dtype)
     for row, context in enumerate(FIRST_CONTEXTS):
         own = slice(row, row + 1)
-        alone = Cache(cache.kv, cache.block_tables[own])
-        result = run_decode(alone, query[own], [context], scale, device)
+        result = run_decode(cache.of(own), query[own], [context], scale, device)
         yield Comparison(f"row {row} alone", result, together[own])
 
 
@@ -248,6 +261,6 @@ def _shared_prefill(
     query, scale = queries(sum(rows), shape, dtype), shape.head_dim**-0.5
     together = run_prefill(cache, query, jobs, scale, device).split(rows)
     for job, own in enumerate(query.split(rows)):
-        alone = Cache(cache.kv, cache.block_tables[job : job + 1])
-        result = run_prefill(alone, own, jobs[job : job + 1], scale, device)
+        this = slice(job, job + 1)
+        result = run_prefill(cache.of(this), own, jobs[this], scale, device)
         yield Comparison(f"job {job} alone", result, together[job])

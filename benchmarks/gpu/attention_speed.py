@@ -109,12 +109,18 @@ def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> Decode:
     capacity = int(num_splits(lengths).sum())
     work = torch.from_numpy(decode_work(lengths, capacity)).to(device)
     context_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    firsts = torch.arange(shape.batch, dtype=torch.int32, device=device) * blocks_of_job
+    flat = tables.flatten()
     scratch = decode_scratch(capacity, shape.heads, shape.head_dim, device)
     query = _decode_query(context, shape)
     out = torch.empty_like(query)
     scale = shape.head_dim**-0.5
     timing = context.device.time(
-        [lambda: paged_decode(query, kv, layer, tables, context_lens, work, scale, out, scratch)]
+        [
+            lambda: paged_decode(
+                query, kv, layer, flat, firsts, context_lens, work, scale, out, scratch
+            )
+        ]
     )
     others: dict[str, Callable[[], Call]] = {
         "gather + SDPA": lambda: baselines.gather_and_sdpa(query, kv, layer, tables),
@@ -162,23 +168,24 @@ def _prefill(context: Context, shape: Shape, gemm_flops_s: float) -> None:
     work = torch.from_numpy(prefill_work([tokens], tile)).to(device)
     context_lens = torch.tensor([tokens], dtype=torch.int32, device=device)
     starts = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    first = starts[:1]
 
     def one_prompt() -> tuple[Call, int]:
         """A call on inputs of its own, and their bytes."""
         kv_shape = (num_blocks, 1, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
         kv = torch.randn(kv_shape, dtype=dtype, device=device)
-        table = torch.randperm(num_blocks).to(torch.int32).to(device)[None]
+        table = torch.randperm(num_blocks).to(torch.int32).to(device)
         query_shape = (tokens, shape.heads, shape.head_dim)
         query = torch.randn(query_shape, dtype=dtype, device=device)
         out = torch.empty_like(query)
 
         def call() -> None:
-            paged_prefill(query, kv, 0, table, context_lens, starts, work, scale, out)
+            paged_prefill(query, kv, 0, table, first, context_lens, starts, work, scale, out)
 
         return call, sum(one.numel() * one.element_size() for one in (kv, query, out))
 
-    first, num_bytes = one_prompt()
-    calls = [first]
+    call, num_bytes = one_prompt()
+    calls = [call]
     calls += [one_prompt()[0] for _ in range(context.device.num_inputs(num_bytes) - 1)]
     timing = context.device.time(calls)
 

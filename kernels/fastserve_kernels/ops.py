@@ -11,6 +11,10 @@ in a CUDA graph.
 
 KV cache: one contiguous tensor [num_blocks, layers, 2, kv_heads, block_size, head_dim], where
 index 2 is (K, V) and slot = block_id * block_size + offset.
+
+Block tables: int32 [N], contiguous, the block ids of all jobs, each job's in the order of its
+tokens; and table_starts, int32, contiguous, where each job's begin. What there is between and
+behind the jobs' blocks is not used.
 """
 
 from __future__ import annotations
@@ -79,16 +83,17 @@ def paged_decode(
     kv: Tensor,
     layer: int,
     block_tables: Tensor,
+    table_starts: Tensor,
     context_lens: Tensor,
     scale: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query a job over the paged cache, row t with row t of block_tables.
+    """Attention of one query a job over the paged cache.
 
     query: [B, heads, head_dim] of the cache's dtype, only the last dimension need be contiguous;
     heads is a multiple of kv_heads, head_dim a multiple of 8 up to 256.
-    block_tables: int32 [B, max_blocks], rows contiguous. context_lens: int32 [B]: row t attends to
-    the positions [0, context_lens[t]) of its job; 0 gives zeros (padding).
+    block_tables, table_starts: see above, [N] and [B]. context_lens: int32 [B], contiguous: row t
+    attends to the positions [0, context_lens[t]) of its job; 0 gives zeros (padding).
     out: [B, heads, head_dim] of query's dtype to write to, each row contiguous.
 
     Returns out, or a new contiguous tensor. Blocks and slots past a context are never used,
@@ -98,7 +103,7 @@ def paged_decode(
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     kernels = compiled_for(query) or plain_torch
-    kernels.paged_decode(query, kv, layer, block_tables, context_lens, scale, out)
+    kernels.paged_decode(query, kv, layer, block_tables, table_starts, context_lens, scale, out)
     return out
 
 
@@ -107,6 +112,7 @@ def paged_prefill(
     kv: Tensor,
     layer: int,
     block_tables: Tensor,
+    table_starts: Tensor,
     context_lens: Tensor,
     query_starts: Tensor,
     scale: float,
@@ -116,8 +122,8 @@ def paged_prefill(
 
     query: [T, heads, head_dim], as in `paged_decode`. query_starts: int32 [S + 1], contiguous, from
     0 up to T: the rows [query_starts[j], query_starts[j + 1]), one at least, are the last ones of
-    job j. block_tables: int32 [S, max_blocks], rows contiguous. context_lens: int32 [S],
-    contiguous: a job's tokens in the cache, those rows included; its last row attends to all.
+    job j. block_tables, table_starts: see above, [N] and [S]. context_lens: int32 [S], contiguous:
+    a job's tokens in the cache, those rows included; its last row attends to all.
     out: [T, heads, head_dim] of query's dtype to write to, each row contiguous.
 
     Returns out, or a new contiguous tensor. What lies past a context is never used. On a CPU with
@@ -127,7 +133,9 @@ def paged_prefill(
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     kernels = compiled_for(query) or plain_torch
-    kernels.paged_prefill(query, kv, layer, block_tables, context_lens, query_starts, scale, out)
+    kernels.paged_prefill(
+        query, kv, layer, block_tables, table_starts, context_lens, query_starts, scale, out
+    )
     return out
 
 

@@ -31,19 +31,20 @@ def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 
 
 def paged_attention(
-    query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_rows: Tensor,
+    query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_starts: Tensor,
     context_lens: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
     """Attention of T queries over the paged cache: decode, one row a job, or prefill, more.
 
-    query: [T, heads, head_dim]. table_rows: int [T], the row of block_tables that query t uses.
-    context_lens: int [T]: it attends to the positions [0, context_lens[t]); 0 gives zeros.
+    query: [T, heads, head_dim]. table_starts: int [T], where in block_tables, int [N], the blocks
+    of query t's job begin. context_lens: int [T]: it attends to the positions [0, context_lens[t]);
+    0 gives zeros.
     """
     tokens, heads, _ = query.shape
     kv_heads, block_size = kv.shape[3:5]
     out = torch.zeros(query.shape, dtype=torch.float64)
     for t in range(tokens):
-        table = block_tables[int(table_rows[t])].tolist()
+        table = block_tables[int(table_starts[t]) :].tolist()
         slots = [
             (table[position // block_size], position % block_size)
             for position in range(int(context_lens[t]))

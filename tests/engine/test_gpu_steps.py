@@ -163,7 +163,7 @@ def test_padded_steps_have_the_same_addresses(tmp_path: Path) -> None:
         tensors = inputs.bring_padded(StepLayout.of(step, BLOCK_SIZE), 4)
         batch: Any = tensors.batch
         named = [tensors.token_ids, tensors.positions, batch.slots, batch.block_tables]
-        named += [batch.context_lens, batch.decode_work]
+        named += [batch.table_starts, batch.context_lens, batch.decode_work]
         addresses.append([(tensor.data_ptr(), tensor.shape) for tensor in named])
     assert addresses[0] == addresses[1]
     assert tensors.token_ids.tolist() == [9, 0, 0, 0]
@@ -209,6 +209,9 @@ def test_arrays_come_whole_and_aligned_and_have_room_or_raise() -> None:
     assert [tensor.tolist() for tensor in first] == [[0, 1, 2, 3, 4], [0, 1, 2]]
     assert [tensor.dtype for tensor in first] == [torch.int64, torch.int32]
     assert all(tensor.data_ptr() % 64 == first[0].data_ptr() % 64 for tensor in first)
+    shorter = [arrays[0] + 5, np.array([7], dtype=np.int32)]
+    second = staging.bring(shorter, staging.places(arrays))
+    assert [tensor.tolist() for tensor in second] == [[5, 6, 7, 8, 9], [7, 1, 2]]
     with pytest.raises(ValueError, match="size"):
         staging.places([np.arange(500, dtype=np.int64)])
 

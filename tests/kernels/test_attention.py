@@ -20,7 +20,9 @@ def decode(
     query: Tensor, cache: Cache, contexts: Sequence[int], scale: float, out: Tensor | None = None
 ) -> Tensor:
     lengths = torch.tensor(contexts, dtype=torch.int32)
-    return ops.paged_decode(query, cache.kv, LAYER, cache.block_tables, lengths, scale, out)
+    return ops.paged_decode(
+        query, cache.kv, LAYER, cache.block_tables, cache.table_starts, lengths, scale, out
+    )
 
 
 def prefill(
@@ -33,8 +35,8 @@ def prefill(
     """Of jobs, (rows, context) each."""
     contexts = torch.tensor([context for _, context in jobs], dtype=torch.int32)
     starts = torch.tensor([0, *accumulate(rows for rows, _ in jobs)], dtype=torch.int32)
-    tables = cache.block_tables
-    return ops.paged_prefill(query, cache.kv, LAYER, tables, contexts, starts, scale, out)
+    tables = cache.block_tables, cache.table_starts
+    return ops.paged_prefill(query, cache.kv, LAYER, *tables, contexts, starts, scale, out)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -83,7 +85,7 @@ def test_a_score_that_is_no_number_is_not_hidden(backend: str, dtype: torch.dtyp
     for position in (0, 40, 299):
         cache = Cache.filled([300, 300], shape, dtype)
         query = queries(2, shape, dtype)
-        block = cache.block_tables[1, position // 16]
+        block = cache.block_tables[cache.table_starts[1] + position // 16]
         cache.kv[block, LAYER, 0, 0, position % 16, 5] = NAN
         for out in (
             decode(query, cache, [300, 300], SCALE),
@@ -131,7 +133,7 @@ def test_compiled_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
     together = decode(query, cache, contexts, SCALE)
     for i in range(4):
         own = slice(i, i + 1)
-        alone = decode(query[own], Cache(cache.kv, cache.block_tables[own]), contexts[own], SCALE)
+        alone = decode(query[own], cache.of(own), contexts[own], SCALE)
         assert torch.equal(alone[0], together[i])
 
 
@@ -142,7 +144,7 @@ def test_compiled_prompts_depend_neither_on_the_batch_nor_on_chunks(dtype: torch
     cache = Cache.filled(lengths, SHAPE, dtype)
     query = queries(660, SHAPE, dtype)
     together = prefill(query, cache, [(length, length) for length in lengths], SCALE)
-    second = Cache(cache.kv, cache.block_tables[1:2])
+    second = cache.of(slice(1, 2))
     for first, end in ((0, 600), (0, 69), (69, 300), (257, 600), (5, 6), (520, 521), (599, 600)):
         rows = slice(30 + first, 30 + end)
         alone = prefill(query[rows], second, [(end - first, end)], SCALE)

@@ -37,12 +37,12 @@ ops.set_cpu_backend("compiled")
 weight, x = torch.randn(40, 48).bfloat16(), torch.randn(33, 48).bfloat16()
 expected = reference.linear(x, weight, None, False).bfloat16()
 torch.testing.assert_close(ops.PackedLinear(weight)(x), expected)
-kv, table = torch.randn(3, 1, 2, 2, 16, 48).bfloat16(), torch.arange(3, dtype=torch.int32)[None]
+kv, table = torch.randn(3, 1, 2, 2, 16, 48).bfloat16(), torch.arange(3, dtype=torch.int32)
 query, context = torch.randn(40, 2, 48).bfloat16(), torch.tensor([40], dtype=torch.int32)
-starts = torch.tensor([0, 40], dtype=torch.int32)
-out = ops.paged_prefill(query, kv, 0, table, context, starts, 0.1)
+table_starts, starts = torch.zeros(40).int(), torch.tensor([0, 40], dtype=torch.int32)
+out = ops.paged_prefill(query, kv, 0, table, table_starts[:1], context, starts, 0.1)
 lengths = torch.arange(1, 41)
-expected = reference.paged_attention(query, kv, 0, table, torch.zeros(40).int(), lengths, 0.1)
+expected = reference.paged_attention(query, kv, 0, table, table_starts, lengths, 0.1)
 torch.testing.assert_close(out, expected.bfloat16(), atol=0.02, rtol=0.02)
 """
 PRINT_BACKEND = """

@@ -69,7 +69,8 @@ class PagedExecutor:
         """Run (job, token count) pairs as one batch, padding and decodes first."""
         work = sorted(work, key=lambda pair: pair[1] > 1)
         ids, positions, slots = [0] * padding, [0] * padding, [-1] * padding
-        tables, lengths = [self.jobs[0].blocks] * padding, [0] * padding
+        tables: list[int] = []
+        table_starts, lengths = [0] * padding, [0] * padding
         num_decodes, starts = padding, [0]
         for index, count in work:
             job = self.jobs[index]
@@ -79,7 +80,8 @@ class PagedExecutor:
                 slots.append(
                     job.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
                 )
-            tables.append(job.blocks)
+            table_starts.append(len(tables))
+            tables += job.blocks
             lengths.append(job.done + count)
             if count == 1:
                 num_decodes += 1
@@ -89,6 +91,7 @@ class PagedExecutor:
             num_decodes=num_decodes,
             slots=torch.tensor(slots),
             block_tables=torch.tensor(tables, dtype=torch.int32),
+            table_starts=torch.tensor(table_starts, dtype=torch.int32),
             context_lens=torch.tensor(lengths, dtype=torch.int32),
             query_starts=torch.tensor(starts, dtype=torch.int32),
         )

@@ -15,8 +15,8 @@ from fastserve_kernels.gpu import (
 from torch import Tensor
 
 TOKENS, LAYERS, BLOCKS, BLOCK_SIZE = 256, 40, 4000, 16
-JOBS, ITEMS, MAX_BLOCKS = 16, 64, 128
-"""Of attention: rows of block tables, and of work lists; entries of a block table."""
+JOBS, ITEMS, TABLE_ENTRIES = 16, 64, 2048
+"""Of attention: jobs, items of work lists, and blocks of all jobs."""
 
 
 def bias_relu(dtype: torch.dtype, size: int) -> None:
@@ -68,14 +68,13 @@ def copy_words() -> None:
 
 def decode(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int = JOBS,
-    width: int = MAX_BLOCKS, items: int = ITEMS,
+    table_entries: int = TABLE_ENTRIES, items: int = ITEMS,
 ) -> None:  # fmt: skip
-    """``width``: blocks of the longest job."""
     n = num_decodes
     query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
     paged_decode.paged_decode(
-        query[:n], _cache(dtype, kv_heads, head_dim), 3, _integers(JOBS, width)[:n],
-        _integers(JOBS)[:n], _integers(1 + n + 2 * items), head_dim**-0.5,
+        query[:n], _cache(dtype, kv_heads, head_dim), 3, _integers(table_entries),
+        _integers(JOBS)[:n], _integers(JOBS)[:n], _integers(1 + n + 2 * items), head_dim**-0.5,
         _empty(dtype, TOKENS, heads, head_dim)[:n],
         paged_decode.decode_scratch(ITEMS, heads, head_dim, query.device),
     )  # fmt: skip
@@ -83,24 +82,30 @@ def decode(
 
 def prefill(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int = 0,
-    width: int = MAX_BLOCKS,
+    table_entries: int = TABLE_ENTRIES,
 ) -> None:  # fmt: skip
     """Of the rows and jobs behind the decodes."""
     n = num_decodes
     query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
     paged_prefill.paged_prefill(
-        query[n:], _cache(dtype, kv_heads, head_dim), 3, _integers(JOBS, width)[n:],
-        _integers(JOBS)[n:], _integers(JOBS - n + 1), _integers(ITEMS, 2), head_dim**-0.5,
+        query[n:], _cache(dtype, kv_heads, head_dim), 3, _integers(table_entries),
+        _integers(JOBS)[n:], _integers(JOBS)[n:], _integers(JOBS - n + 1), _integers(ITEMS, 2),
+        head_dim**-0.5,
         _empty(dtype, TOKENS, heads, head_dim)[n:],
     )  # fmt: skip
 
 
 def step(
-    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int, width: int
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    num_decodes: int,
+    table_entries: int,
 ) -> None:
     """Decodes, and prefills behind them in the same tensors."""
-    decode(dtype, heads, kv_heads, head_dim, num_decodes, width, items=num_decodes + 1)
-    prefill(dtype, heads, kv_heads, head_dim, num_decodes, width)
+    decode(dtype, heads, kv_heads, head_dim, num_decodes, table_entries, items=num_decodes + 1)
+    prefill(dtype, heads, kv_heads, head_dim, num_decodes, table_entries)
 
 
 def _empty(dtype: torch.dtype, *shape: int) -> Tensor:

@@ -17,7 +17,7 @@ class AttentionBatch(ABC):
     num_decodes: D, the first so many jobs decode, with one token each.
     slots: int64 [T], `block_id * block_size + offset` to write a token's key and value to, -1 for
     padding.
-    block_tables: int32 [S, max_blocks], one row a job.
+    block_tables, table_starts: int32 [N] and [S], see `fastserve_kernels.ops`.
     context_lens: int32 [S], a job's tokens in the cache after this step; 0 for padding.
     query_starts: int32 [S - D + 1], the first row of each job that does not decode, counted from
     row D, and the number of such rows.
@@ -26,6 +26,7 @@ class AttentionBatch(ABC):
     num_decodes: int
     slots: Tensor
     block_tables: Tensor
+    table_starts: Tensor
     context_lens: Tensor
     query_starts: Tensor
 
@@ -56,7 +57,16 @@ class CPUBatch(AttentionBatch):
 
     def _decode(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
         n = self.num_decodes
-        ops.paged_decode(query, kv, layer, self.block_tables[:n], self.context_lens[:n], scale, out)
+        ops.paged_decode(
+            query,
+            kv,
+            layer,
+            self.block_tables,
+            self.table_starts[:n],
+            self.context_lens[:n],
+            scale,
+            out,
+        )
 
     def _prefill(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
         n = self.num_decodes
@@ -64,7 +74,8 @@ class CPUBatch(AttentionBatch):
             query,
             kv,
             layer,
-            self.block_tables[n:],
+            self.block_tables,
+            self.table_starts[n:],
             self.context_lens[n:],
             self.query_starts,
             scale,
@@ -94,7 +105,8 @@ class WorkListBatch(AttentionBatch):
             query,
             kv,
             layer,
-            self.block_tables[:n],
+            self.block_tables,
+            self.table_starts[:n],
             self.context_lens[:n],
             self.decode_work,
             scale,
@@ -110,7 +122,8 @@ class WorkListBatch(AttentionBatch):
             query,
             kv,
             layer,
-            self.block_tables[n:],
+            self.block_tables,
+            self.table_starts[n:],
             self.context_lens[n:],
             self.query_starts,
             self.prefill_work,

@@ -27,7 +27,8 @@ class Places:
 
     host: tuple[list[Array], ...]
     device: list[Tensor]
-    num_bytes: int
+    last_begin: int
+    """Of the last array, in bytes."""
 
 
 class Staging:
@@ -52,10 +53,11 @@ class Staging:
 
     def places(self, arrays: Sequence[Array]) -> Places:
         """For arrays of these shapes, of int32 or int64. Finding them takes longer than filling
-        them, so they can be kept for the next arrays of the same shapes."""
+        them, so they can be kept for the next arrays of the same shapes; the last of those may be
+        shorter."""
         host: tuple[list[Array], ...] = ([], [])
         device = []
-        end = 0
+        begin = end = 0
         for array in arrays:
             begin, end = end, end + array.nbytes
             for views, buffer in zip(host, self._buffers, strict=True):
@@ -63,16 +65,19 @@ class Staging:
             place = self._on_device[begin:end].view(_TORCH_DTYPES[array.dtype])
             device.append(place.view(array.shape))
             end += -end % _ALIGNMENT
-        return Places(host, device, end)
+        return Places(host, device, begin)
 
     def bring(self, arrays: Sequence[Array], places: Places) -> list[Tensor]:
-        """A tensor for each array, on the current stream."""
+        """A tensor for each array, on the current stream. What there is of the last one's place
+        behind a shorter array is left as it is."""
         self._turn = 1 - self._turn
         if self._copied:
             self._copied[self._turn].synchronize()
-        for array, place in zip(arrays, places.host[self._turn], strict=True):
+        *all_but_last, (last, place_of_last) = zip(arrays, places.host[self._turn], strict=True)
+        for array, place in all_but_last:
             place[...] = array
-        used = slice(places.num_bytes)
+        place_of_last[: len(last)] = last
+        used = slice(places.last_begin + last.nbytes)
         _copy(self._buffers[self._turn][used], self._on_device[used])
         if self._copied:
             self._copied[self._turn].record()

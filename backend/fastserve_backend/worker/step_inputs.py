@@ -57,7 +57,9 @@ class CPUInputs:
         batch = CPUBatch(
             num_decodes=n,
             slots=torch.from_numpy(layout.slots),
-            block_tables=torch.from_numpy(layout.block_tables),
+            # A copy, because torch warns of arrays that cannot be written.
+            block_tables=torch.from_numpy(layout.block_tables.copy()),
+            table_starts=torch.from_numpy(layout.table_starts),
             context_lens=torch.from_numpy(layout.context_lens),
             query_starts=torch.from_numpy(layout.query_starts[n:] - n),
         )
@@ -82,7 +84,10 @@ class WorkListInputs:
         from fastserve_kernels.gpu.paged_prefill import query_tile
 
         num_blocks, block_size, head_dim = len(kv), *kv.shape[4:]
-        self._max_blocks = limits.max_blocks(block_size)
+        # A block is one job's, so that all jobs together have no more than the cache; but the
+        # largest step is tried on a cache of one block.
+        most_blocks = max(num_blocks, limits.max_blocks(block_size))
+        self._most_tables = np.zeros(most_blocks, dtype=np.int32)
         # The items of decode work: no more than the longest jobs make, and no more than the cache
         # has tokens for, but for one a job that begins a split.
         self._splits_a_job = int(work_lists.num_splits(limits.max_model_len))
@@ -107,20 +112,21 @@ class WorkListInputs:
     def bring_padded(self, layout: StepLayout, num_jobs: int) -> StepTensors:
         """The tensors of a step of decodes alone, in the shapes and at the addresses that all steps
         padded to so many jobs have. All rows are sampled, so ``sampled`` is empty."""
-        padded = layout.padded(num_jobs, self._max_blocks)
+        padded = layout.padded(num_jobs)
         decode_work = work_lists.decode_work(padded.context_lens, self._capacity(num_jobs))
         arrays = _arrays(padded, decode_work, _NO_TILES, _NO_STARTS, _NO_SAMPLED)
         if num_jobs not in self._places:
-            self._places[num_jobs] = self._staging.places(arrays)
+            self._places[num_jobs] = self._staging.places([*arrays[:-1], self._most_tables])
         return self._tensors(num_jobs, arrays, self._places[num_jobs])
 
     def _tensors(self, num_decodes: int, arrays: list[Array], places: Places) -> StepTensors:
-        token_ids, positions, *of_batch, sampled = self._staging.bring(arrays, places)
-        slots, tables, context_lens, decode_work, prefill_work, query_starts = of_batch
+        token_ids, positions, sampled, *of_batch = self._staging.bring(arrays, places)
+        slots, starts, context_lens, decode_work, prefill_work, query_starts, tables = of_batch
         batch = WorkListBatch(
             num_decodes=num_decodes,
             slots=slots,
             block_tables=tables,
+            table_starts=starts,
             context_lens=context_lens,
             decode_work=decode_work,
             prefill_work=prefill_work,
@@ -137,22 +143,23 @@ class WorkListInputs:
         decode_work = work_lists.decode_work(np.zeros(jobs), self._capacity(jobs))
         tiles = np.zeros((jobs + tokens // self._tile, 2), dtype=np.int32)
         by_token = [np.zeros(tokens, dtype=np.int64)] * 3
-        by_job = [np.zeros(jobs, dtype=np.int64)] * 2 + [np.zeros(jobs + 1, dtype=np.int32)]
-        tables = np.zeros((jobs, self._max_blocks), dtype=np.int32)
-        return Staging.size_of([*by_token, *by_job, tables, decode_work, tiles])
+        by_job = [np.zeros(jobs, dtype=np.int64)] * 3 + [np.zeros(jobs + 1, dtype=np.int32)]
+        return Staging.size_of([*by_token, *by_job, decode_work, tiles, self._most_tables])
 
 
 def _arrays(
     layout: StepLayout, decode_work: Array, prefill_work: Array, query_starts: Array, sampled: Array
 ) -> list[Array]:
+    """The block tables last, whose number of entries differs from step to step."""
     return [
         layout.token_ids,
         layout.positions,
+        sampled,
         layout.slots,
-        layout.block_tables,
+        layout.table_starts,
         layout.context_lens,
         decode_work,
         prefill_work,
         query_starts,
-        sampled,
+        layout.block_tables,
     ]

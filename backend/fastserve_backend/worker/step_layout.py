@@ -21,7 +21,7 @@ class StepLayout:
     from the end of that step's tokens, which is negative. slots: block · block size + offset, where
     a token's key and value go; -1 for padding.
     query_lens, context_lens: int32 [S], tokens of each job in this step, and in the cache after it.
-    block_tables: int32 [S, blocks of the longest], zeros past a job's own.
+    block_tables: int32 [N], the blocks of each job. table_starts: int32 [S], where a job's begin.
     sampled: int64 [R], the last row of each job that gets a token.
     """
 
@@ -31,6 +31,7 @@ class StepLayout:
     query_lens: IntArray
     context_lens: IntArray
     block_tables: IntArray
+    table_starts: IntArray
     sampled: IntArray
     num_decodes: int
 
@@ -46,24 +47,21 @@ class StepLayout:
         query_lens = np.frombuffer(step.query_lens, dtype=np.int32)
         starts = np.frombuffer(step.starts, dtype=np.int32)
         counts = np.frombuffer(step.block_counts, dtype=np.int32)
-        num_jobs = len(query_lens)
-        tables = np.zeros((num_jobs, int(counts.max())), dtype=np.int32)
-        block_ids = np.frombuffer(step.block_ids, dtype=np.int32)
-        firsts = np.cumsum(counts) - counts
-        columns = np.arange(len(block_ids)) - np.repeat(firsts, counts)
-        tables[np.repeat(np.arange(num_jobs), counts), columns] = block_ids
+        block_tables = np.frombuffer(step.block_ids, dtype=np.int32)
+        table_starts = np.cumsum(counts, dtype=np.int32) - counts
         ends = np.cumsum(query_lens)
-        rows = np.repeat(np.arange(num_jobs), query_lens)
         positions = np.arange(int(ends[-1])) + np.repeat(starts - (ends - query_lens), query_lens)
-        blocks = tables[rows, positions // block_size].astype(np.int64)
+        entries = np.repeat(table_starts, query_lens) + positions // block_size
+        blocks = block_tables[entries].astype(np.int64)
         return cls(
             token_ids=_token_ids(step, num_previous),
             positions=positions,
             slots=blocks * block_size + positions % block_size,
             query_lens=query_lens,
             context_lens=starts + query_lens,
-            block_tables=tables,
-            sampled=ends[: num_jobs - step.num_partial] - 1,
+            block_tables=block_tables,
+            table_starts=table_starts,
+            sampled=ends[: len(query_lens) - step.num_partial] - 1,
             num_decodes=step.num_decodes,
         )
 
@@ -71,8 +69,7 @@ class StepLayout:
     def empty(cls) -> StepLayout:
         """Of no job."""
         by_token, by_job = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
-        tables = np.zeros((0, 0), dtype=np.int32)
-        return cls(by_token, by_token, by_token, by_job, by_job, tables, by_token, 0)
+        return cls(by_token, by_token, by_token, by_job, by_job, by_job, by_job, by_token, 0)
 
     @property
     def num_jobs(self) -> int:
@@ -91,19 +88,18 @@ class StepLayout:
         """int32 [S + 1]: the first row of each job, and T."""
         return np.concatenate([[0], np.cumsum(self.query_lens)]).astype(np.int32)
 
-    def padded(self, num_jobs: int, num_blocks: int) -> StepLayout:
-        """With jobs and table entries that are padding, so that its arrays have the shapes of every
+    def padded(self, num_jobs: int) -> StepLayout:
+        """With jobs that are padding, so that its arrays but the blocks have the shapes of every
         other step padded to as many. For a step of decodes alone."""
         assert self.only_decodes
-        tables = np.zeros((num_jobs, num_blocks), dtype=np.int32)
-        tables[: self.num_jobs, : self.block_tables.shape[1]] = self.block_tables
         return StepLayout(
             token_ids=_padded(self.token_ids, num_jobs, 0),
             positions=_padded(self.positions, num_jobs, 0),
             slots=_padded(self.slots, num_jobs, -1),
             query_lens=_padded(self.query_lens, num_jobs, 1),
             context_lens=_padded(self.context_lens, num_jobs, 0),
-            block_tables=tables,
+            block_tables=self.block_tables,
+            table_starts=_padded(self.table_starts, num_jobs, 0),
             sampled=self.sampled,
             num_decodes=num_jobs,
         )

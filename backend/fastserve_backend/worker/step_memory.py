@@ -88,7 +88,7 @@ def _largest_layout(limits: StepLimits, block_size: int) -> StepLayout:
     rest = limits.max_tokens - sum(lengths)
     if rest and len(lengths) < limits.max_jobs:
         lengths.append(rest)
-    num_tokens, num_prompts = sum(lengths), len(lengths)
+    num_tokens = sum(lengths)
     query_lens = np.array(lengths, dtype=np.int32)
     return StepLayout(
         token_ids=np.zeros(num_tokens, dtype=np.int64),
@@ -96,7 +96,9 @@ def _largest_layout(limits: StepLimits, block_size: int) -> StepLayout:
         slots=np.full(num_tokens, -1, dtype=np.int64),
         query_lens=query_lens,
         context_lens=query_lens,
-        block_tables=np.zeros((num_prompts, limits.max_blocks(block_size)), dtype=np.int32),
+        # The one block there is, again and again, for all of them.
+        block_tables=np.zeros(limits.max_blocks(block_size), dtype=np.int32),
+        table_starts=np.zeros(len(lengths), dtype=np.int32),
         sampled=np.zeros(limits.max_jobs, dtype=np.int64),
         num_decodes=0,
     )

@@ -18,8 +18,8 @@ _POINTER = ctypes.c_void_p
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_kv_write": (None, [_POINTER] * 4 + [_INT] * 10),
-    "fs_paged_decode": (None, [_INT] + [_POINTER] * 5 + [_INT] * 11 + [_REAL]),
-    "fs_paged_prefill": (None, [_INT] + [_POINTER] * 6 + [_INT] * 11 + [_REAL]),
+    "fs_paged_decode": (None, [_INT] + [_POINTER] * 6 + [_INT] * 10 + [_REAL]),
+    "fs_paged_prefill": (None, [_INT] + [_POINTER] * 7 + [_INT] * 10 + [_REAL]),
     "fs_add_layer_norm": (None, [_INT] + [_POINTER] * 6 + [_INT] * 4 + [_REAL]),
     "fs_add_rms_norm": (None, [_INT] + [_POINTER] * 5 + [_INT] * 4 + [_REAL]),
     "fs_rotate": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5),
@@ -87,8 +87,8 @@ class CompiledKernels:
         )  # fmt: skip
 
     def paged_decode(
-        self, query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
-        scale: float, out: Tensor,
+        self, query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_starts: Tensor,
+        context_lens: Tensor, scale: float, out: Tensor,
     ) -> None:  # fmt: skip
         """See `ops.paged_decode`."""
         _, layers, _, kv_heads, block_size, head_dim = kv.shape
@@ -96,23 +96,23 @@ class CompiledKernels:
         stride_t, stride_h, _ = query.stride()
         self._paged_decode(
             _DTYPE_CODES[query.dtype], query.data_ptr(), kv.data_ptr(), out.data_ptr(),
-            block_tables.data_ptr(), context_lens.data_ptr(), tokens, heads, kv_heads, head_dim,
-            block_size, layers, layer, stride_t, stride_h, out.stride(0), block_tables.stride(0),
-            scale,
+            block_tables.data_ptr(), table_starts.data_ptr(), context_lens.data_ptr(), tokens,
+            heads, kv_heads, head_dim, block_size, layers, layer, stride_t, stride_h,
+            out.stride(0), scale,
         )  # fmt: skip
 
     def paged_prefill(
-        self, query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
-        query_starts: Tensor, scale: float, out: Tensor,
+        self, query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_starts: Tensor,
+        context_lens: Tensor, query_starts: Tensor, scale: float, out: Tensor,
     ) -> None:  # fmt: skip
         """See `ops.paged_prefill`."""
         _, layers, _, kv_heads, block_size, head_dim = kv.shape
         stride_t, stride_h, _ = query.stride()
         self._paged_prefill(
             _DTYPE_CODES[query.dtype], query.data_ptr(), kv.data_ptr(), out.data_ptr(),
-            block_tables.data_ptr(), context_lens.data_ptr(), query_starts.data_ptr(),
-            len(context_lens), query.shape[1], kv_heads, head_dim, block_size, layers, layer,
-            stride_t, stride_h, out.stride(0), block_tables.stride(0), scale,
+            block_tables.data_ptr(), table_starts.data_ptr(), context_lens.data_ptr(),
+            query_starts.data_ptr(), len(context_lens), query.shape[1], kv_heads, head_dim,
+            block_size, layers, layer, stride_t, stride_h, out.stride(0), scale,
         )  # fmt: skip
 
     def add_layer_norm(

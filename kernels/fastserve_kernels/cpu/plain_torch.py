@@ -23,24 +23,26 @@ def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) 
 
 
 def paged_decode(
-    query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
-    scale: float, out: Tensor,
+    query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_starts: Tensor,
+    context_lens: Tensor, scale: float, out: Tensor,
 ) -> None:  # fmt: skip
     """See `ops.paged_decode`."""
-    for row, context in enumerate(context_lens.tolist()):
+    jobs = zip(table_starts.tolist(), context_lens.tolist(), strict=True)
+    for row, (table_start, context) in enumerate(jobs):
         one = slice(row, row + 1)
-        out[one] = _attend(query[one], kv, layer, block_tables[row], context, scale)
+        out[one] = _attend(query[one], kv, layer, block_tables[table_start:], context, scale)
 
 
 def paged_prefill(
-    query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, context_lens: Tensor,
-    query_starts: Tensor, scale: float, out: Tensor,
+    query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_starts: Tensor,
+    context_lens: Tensor, query_starts: Tensor, scale: float, out: Tensor,
 ) -> None:  # fmt: skip
     """See `ops.paged_prefill`."""
     spans = pairwise(query_starts.tolist())
-    for job, ((start, end), context) in enumerate(zip(spans, context_lens.tolist(), strict=True)):
+    jobs = zip(spans, table_starts.tolist(), context_lens.tolist(), strict=True)
+    for (start, end), table_start, context in jobs:
         rows = slice(start, end)
-        out[rows] = _attend(query[rows], kv, layer, block_tables[job], context, scale)
+        out[rows] = _attend(query[rows], kv, layer, block_tables[table_start:], context, scale)
 
 
 def add_layer_norm(
@@ -82,8 +84,8 @@ def argmax_rows(logits: Tensor) -> Tensor:
 def _attend(
     query: Tensor, kv: Tensor, layer: int, table: Tensor, context: int, scale: float
 ) -> Tensor:
-    """The last rows of a job's context: query [n, heads, head_dim], table int32 [max_blocks] ->
-    query's shape; zeros of an empty context."""
+    """The last rows of a job's context: query [n, heads, head_dim], table int32 from the job's
+    first block on -> query's shape; zeros of an empty context."""
     if context == 0:
         return torch.zeros_like(query)
     kv_heads, block_size = kv.shape[3:5]

@@ -32,21 +32,22 @@ def paged_decode(
     kv: Tensor,
     layer: int,
     block_tables: Tensor,
+    table_starts: Tensor,
     context_lens: Tensor,
     work: Tensor,
     scale: float,
     out: Tensor,
     scratch: Tensor,
 ) -> None:
-    """Attention of B queries over the paged cache, row t with row t of block_tables.
+    """Attention of B queries over the paged cache, a row a job.
 
     query: [B, heads, head_dim] of the cache's dtype, only the last dimension need be contiguous;
     heads is a multiple of kv_heads. kv: see `fastserve_kernels.ops`, block_size a power of two.
     scale: of the scores, positive.
-    block_tables: int32 [B, max_blocks], rows contiguous. context_lens: int32 [B], 0 = padding,
-    whose row of out is zeros. work: of `work_lists.decode_work` for these lengths. out: [B, heads,
-    head_dim] of query's dtype, only the last dimension need be contiguous. scratch: of
-    `decode_scratch` for the capacity of work at least.
+    block_tables, table_starts: see `fastserve_kernels.ops`, [N] and [B]. context_lens: int32 [B],
+    0 = padding, whose row of out is zeros. work: of `work_lists.decode_work` for these lengths.
+    out: [B, heads, head_dim] of query's dtype, only the last dimension need be contiguous. scratch:
+    of `decode_scratch` for the capacity of work at least.
 
     A row's result does not depend on the other rows, bit for bit. Two kernels: the programs of the
     first each take every n-th (item, KV head) of the work; the second merges rows of several splits
@@ -65,10 +66,10 @@ def paged_decode(
     programs = multiprocessors(query.device) * parameters.programs_per_multiprocessor
     if capacity:
         _attend_splits[(min(programs, capacity * kv_heads),)](
-            query, kv, block_tables, context_lens, work, out, scratch,
+            query, kv, block_tables, table_starts, context_lens, work, out, scratch,
             layer, scale * LOG2_E, rows, capacity,
             query.stride(0), query.stride(1), out.stride(0), out.stride(1),
-            block_tables.stride(0), kv.stride(0), kv.stride(1),
+            kv.stride(0), kv.stride(1),
             KV_HEADS=kv_heads, GROUP=group, QUERY_ROWS=query_rows(group),
             HEAD_DIM=head_dim, PADDED_DIM=padded, BLOCK_SIZE=block_size,
             SPLIT=SPLIT_TOKENS, KEY_TILE=parameters.key_tile, NUM_STAGES=parameters.num_stages,
@@ -87,12 +88,12 @@ def query_rows(group: int) -> int:
 
 
 # Nothing that differs from step to step is specialised: serving must not wait for a compiler.
-@triton.jit(do_not_specialize=["layer", "rows", "capacity", "table_stride"])
+@triton.jit(do_not_specialize=["layer", "rows", "capacity"])
 def _attend_splits(
-    query, kv, block_tables, context_lens, work, out, scratch,
+    query, kv, block_tables, table_starts, context_lens, work, out, scratch,
     layer, scale, rows, capacity,
     query_row_stride, query_head_stride, out_row_stride, out_head_stride,
-    table_stride, block_stride, layer_stride,
+    block_stride, layer_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERY_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     SPLIT: tl.constexpr, KEY_TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -105,12 +106,12 @@ def _attend_splits(
     for index in range(tl.program_id(0), tl.load(work) * KV_HEADS, tl.num_programs(0)):
         item, kv_head = index // KV_HEADS, index % KV_HEADS
         row, split = tl.load(items + 2 * item), tl.load(items + 2 * item + 1)
+        table = block_tables + tl.load(table_starts + row)
         context = tl.load(context_lens + row)
         heads = kv_head * GROUP + group_rows
         queries = query + row.to(tl.int64) * query_row_stride + kv_head * GROUP * query_head_stride
         start = split * SPLIT
         end = tl.minimum(context, start + SPLIT)
-        table = block_tables + row.to(tl.int64) * table_stride
         side_stride = KV_HEADS * BLOCK_SIZE * HEAD_DIM
         keys = kv + layer * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
         if GROUP == 1:

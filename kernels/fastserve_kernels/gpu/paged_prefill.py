@@ -22,6 +22,7 @@ def paged_prefill(
     kv: Tensor,
     layer: int,
     block_tables: Tensor,
+    table_starts: Tensor,
     context_lens: Tensor,
     query_starts: Tensor,
     work: Tensor,
@@ -31,15 +32,15 @@ def paged_prefill(
     """Causal attention of S jobs' rows, whose K and V are in the cache already.
 
     Rows query_starts[j] to query_starts[j + 1] of job j are the last of its context_lens[j] tokens:
-    each attends to all tokens up to itself, in the cache's blocks block_tables[j].
+    each attends to all tokens up to itself.
 
     query: [T, heads, head_dim] of the cache's dtype, only the last dimension need be contiguous;
     heads is a multiple of kv_heads. kv: see `fastserve_kernels.ops`, block_size a power of two.
     scale: of the scores, positive.
-    block_tables: int32 [S, max_blocks], rows contiguous. context_lens: int32 [S]. query_starts:
-    int32 [S + 1]. work: int32 [n, 2] of `work_lists.prefill_work` with tiles of `query_tile` rows.
-    out: [T, heads, head_dim] of query's dtype, only the last dimension need be contiguous; rows of
-    no job are left.
+    block_tables, table_starts: see `fastserve_kernels.ops`, [N] and [S]. context_lens: int32 [S].
+    query_starts: int32 [S + 1]. work: int32 [n, 2] of `work_lists.prefill_work` with tiles of
+    `query_tile` rows. out: [T, heads, head_dim] of query's dtype, only the last dimension need be
+    contiguous; rows of no job are left.
 
     A row's result does not depend on other jobs. Grid: n * heads programs, a program a tile of rows
     of one head; the heads of a tile are neighbours, as are those that share K and V.
@@ -50,10 +51,10 @@ def paged_prefill(
         return
     parameters = launch_parameters.prefill(head_dim, query.element_size(), capability(query.device))
     _attend_tiles[(work.shape[0] * heads,)](
-        query, kv, block_tables, context_lens, query_starts, work, out,
+        query, kv, block_tables, table_starts, context_lens, query_starts, work, out,
         layer, scale * LOG2_E,
         query.stride(0), query.stride(1), out.stride(0), out.stride(1),
-        block_tables.stride(0), kv.stride(0), kv.stride(1),
+        kv.stride(0), kv.stride(1),
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
         PADDED_DIM=launch_parameters.padded_head_dim(head_dim), BLOCK_SIZE=block_size,
         QUERY_TILE=parameters.query_tile, KEY_TILE=parameters.key_tile,
@@ -63,14 +64,14 @@ def paged_prefill(
 
 # Nothing that differs from step to step is specialised: serving must not wait for a compiler.
 @triton.jit(
-    do_not_specialize=["layer", "table_stride"],
-    do_not_specialize_on_alignment=["block_tables", "context_lens"],
+    do_not_specialize=["layer"],
+    do_not_specialize_on_alignment=["table_starts", "context_lens"],
 )
 def _attend_tiles(
-    query, kv, block_tables, context_lens, query_starts, work, out,
+    query, kv, block_tables, table_starts, context_lens, query_starts, work, out,
     layer, scale,
     query_row_stride, query_head_stride, out_row_stride, out_head_stride,
-    table_stride, block_stride, layer_stride,
+    block_stride, layer_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUERY_TILE: tl.constexpr,
     KEY_TILE: tl.constexpr,
@@ -79,6 +80,7 @@ def _attend_tiles(
     item, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     job, tile = tl.load(work + 2 * item), tl.load(work + 2 * item + 1)
     first_row, last_row = tl.load(query_starts + job), tl.load(query_starts + job + 1)
+    table = block_tables + tl.load(table_starts + job)
     context = tl.load(context_lens + job)
     start = tile * QUERY_TILE
     rows = start + tl.arange(0, QUERY_TILE)
@@ -92,7 +94,6 @@ def _attend_tiles(
     )
     before = context - (last_row - first_row)
     positions = before + rows
-    table = block_tables + job.to(tl.int64) * table_stride
     kv_head = head // (HEADS // KV_HEADS)
     keys = kv + layer * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values = keys + KV_HEADS * BLOCK_SIZE * HEAD_DIM

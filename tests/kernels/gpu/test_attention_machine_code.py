@@ -73,10 +73,10 @@ def compiled() -> dict[str, list[CompiledKernel]]:
 def test_no_step_waits_for_the_compiler() -> None:
     """One variant of each kernel serves steps of all shapes."""
     shape = {"dtype": "bfloat16", "heads": 12, "kv_heads": 12, "head_dim": 64}
-    steps = [(1, 1), (3, 7), (4, 16), (15, 128)]
+    steps = [(1, 1), (3, 21), (4, 64), (15, 1920)]
     launches = [
-        Launch("step", 90, {**shape, "num_decodes": decodes, "width": width})
-        for decodes, width in steps
+        Launch("step", 90, {**shape, "num_decodes": decodes, "table_entries": entries})
+        for decodes, entries in steps
     ]
     variants = {tuple(one.variant for one in found) for found in compile_launches(launches)}
     assert len(variants) == 1, variants

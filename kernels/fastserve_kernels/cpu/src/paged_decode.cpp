@@ -227,9 +227,9 @@ static int64_t heads_per_item(int64_t tokens, int64_t kv_heads, int64_t group, i
 struct DecodeArgs {
     const void *query, *kv;
     void* out;
-    const int32_t *block_tables, *context_lens;
+    const int32_t *block_tables, *table_starts, *context_lens;
     int64_t tokens, heads, kv_heads, dim, block_size, layers, layer;
-    int64_t query_stride_t, query_stride_h, out_stride_t, table_stride;
+    int64_t query_stride_t, query_stride_h, out_stride_t;
     float scale;
 };
 
@@ -260,7 +260,7 @@ static void decode(const DecodeArgs& a) {
                              memory.data() + i * stride);
             }
             attend.run(queries.data(), count, a.context_lens[t], cache,
-                       a.block_tables + t * a.table_stride);
+                       a.block_tables + a.table_starts[t]);
             for (int i = 0; i < count; ++i)
                 queries[i].finish(out + (first * group + i) * a.dim, (int)a.dim);
         }
@@ -279,11 +279,11 @@ static void decode_any(const DecodeArgs& a) {
 
 extern "C" void fs_paged_decode(
     int64_t dtype, const void* query, const void* kv, void* out, const int32_t* block_tables,
-    const int32_t* context_lens, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim,
-    int64_t block_size, int64_t layers, int64_t layer, int64_t query_stride_t,
-    int64_t query_stride_h, int64_t out_stride_t, int64_t table_stride, double scale) {
+    const int32_t* table_starts, const int32_t* context_lens, int64_t tokens, int64_t heads,
+    int64_t kv_heads, int64_t dim, int64_t block_size, int64_t layers, int64_t layer,
+    int64_t query_stride_t, int64_t query_stride_h, int64_t out_stride_t, double scale) {
     const fastserve::DecodeArgs args{
-        query, kv, out, block_tables, context_lens, tokens, heads, kv_heads, dim, block_size,
-        layers, layer, query_stride_t, query_stride_h, out_stride_t, table_stride, (float)scale};
+        query, kv, out, block_tables, table_starts, context_lens, tokens, heads, kv_heads, dim,
+        block_size, layers, layer, query_stride_t, query_stride_h, out_stride_t, (float)scale};
     fastserve::with_type(dtype, [&](auto type) { fastserve::decode_any<decltype(type)>(args); });
 }

@@ -20,10 +20,10 @@ using PromptQuery = Query<CHUNK>;
 struct PrefillArgs {
     const void *query, *kv;
     void* out;
-    const int32_t *block_tables, *context_lens;
+    const int32_t *block_tables, *table_starts, *context_lens;
     const int32_t* query_starts;  // [jobs + 1]
     int64_t jobs, heads, kv_heads, dim, block_size, layers, layer;
-    int64_t query_stride_t, query_stride_h, out_stride_t, table_stride;
+    int64_t query_stride_t, query_stride_h, out_stride_t;
     float scale;
 
     // Positions that a row of a job's sees: the last row sees the whole context.
@@ -113,7 +113,7 @@ static void prefill(const PrefillArgs& a) {
             const Chunk& chunk = chunks[item % num_chunks];
             const int64_t kv_head = item / num_chunks, offset = kv_head * cache.head_stride;
             const T *key_rows[CHUNK], *value_rows[CHUNK];
-            cache.locate(a.block_tables + chunk.job * a.table_stride, chunk.first_position,
+            cache.locate(a.block_tables + a.table_starts[chunk.job], chunk.first_position,
                          chunk.count, key_rows, value_rows);
             for (int64_t p = 0; p < chunk.num_panels(); ++p)
                 pack_panel([&](int64_t n) { return key_rows[p * PAIR + n] + offset; },
@@ -182,13 +182,13 @@ static void prefill(const PrefillArgs& a) {
 
 extern "C" void fs_paged_prefill(
     int64_t dtype, const void* query, const void* kv, void* out, const int32_t* block_tables,
-    const int32_t* context_lens, const int32_t* query_starts, int64_t jobs, int64_t heads,
-    int64_t kv_heads, int64_t dim, int64_t block_size, int64_t layers, int64_t layer,
-    int64_t query_stride_t, int64_t query_stride_h, int64_t out_stride_t, int64_t table_stride,
+    const int32_t* table_starts, const int32_t* context_lens, const int32_t* query_starts,
+    int64_t jobs, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t layers,
+    int64_t layer, int64_t query_stride_t, int64_t query_stride_h, int64_t out_stride_t,
     double scale) {
     const fastserve::PrefillArgs args{
-        query, kv, out, block_tables, context_lens, query_starts, jobs, heads, kv_heads, dim,
-        block_size, layers, layer, query_stride_t, query_stride_h, out_stride_t, table_stride,
+        query, kv, out, block_tables, table_starts, context_lens, query_starts, jobs, heads,
+        kv_heads, dim, block_size, layers, layer, query_stride_t, query_stride_h, out_stride_t,
         (float)scale};
     fastserve::with_type(dtype, [&](auto type) { fastserve::prefill<decltype(type)>(args); });
 }

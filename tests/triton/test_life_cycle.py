@@ -38,7 +38,7 @@ RESTART_TIMEOUT_S = 60.0
 # Within this time a dead rank is noticed.
 NOTICE_LIMIT_S = 3.0
 # And within this one a server that is there, and takes nothing.
-STALL_LIMIT_S = 25.0
+STALL_LIMIT_S = 60.0
 # Less than the time after which a launcher that still fetches exits at once, and the tests with it.
 FETCH_S = 2.0
 RESTARTS = "fastserve_worker_restarts_total"

@@ -13,8 +13,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import ClientClosed, error_from_message
 from fastserve_client.exchange import ENDLESS_S
-from fastserve_client.grpc_channel import open_channel, status_error, stream_method
-from fastserve_client.grpc_codec import decode_response, encode_request
+from fastserve_client.grpc_channel import END_S, open_channel, status_error, stream_method
+from fastserve_client.grpc_codec import decode_response, encode_request, is_last
 from fastserve_client.request import InferRequest
 from fastserve_client.response import Outputs
 
@@ -57,12 +57,16 @@ class AioGrpcCall(AsyncIterator[Outputs]):
         self._url = url
         self._transport_closed = transport_closed
         self._cancelled = False
+        self._end: asyncio.Task[None] | None = None  # once the last response has come
 
     async def __anext__(self) -> Outputs:
+        if self._end is not None:
+            await self._await(self._end)
+            raise StopAsyncIteration
         try:
             response = await anext(self._responses)
-            if response.error_message:
-                await self._await_end()
+            if response.error_message or is_last(response.infer_response):
+                self._end = asyncio.ensure_future(self._read_to_end())
         except asyncio.CancelledError:
             # gRPC reports a call that cancel() has ended as it does a cancelled task.
             if not _task_is_cancelled():
@@ -75,18 +79,24 @@ class AioGrpcCall(AsyncIterator[Outputs]):
         except grpc.RpcError as error:
             raise status_error(self._url, error) from None
         if response.error_message:
+            await self._await(self._end)
             raise error_from_message(response.error_message)
         return decode_response(response.infer_response)
 
-    async def _await_end(self) -> None:
-        # As GrpcCall does, and for the same reason.
+    async def _read_to_end(self) -> None:
         with suppress(grpc.RpcError):
             async for _ in self._responses:
                 pass
 
+    async def _await(self, end: asyncio.Task[None] | None) -> None:
+        # Not by ``wait_for``: who is cancelled meanwhile must not cancel the call.
+        assert end is not None
+        await asyncio.wait((end,), timeout=END_S)
+
     def cancel(self) -> None:
         self._cancelled = True
-        self._call.cancel()
+        if self._end is None:
+            self._call.cancel()
 
 
 def _task_is_cancelled() -> bool:

@@ -30,6 +30,14 @@ _OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),
 )
 
+END_S = 1.0
+"""How long to wait for the end of a call whose last response has come.
+
+It comes at once, and must not be cut short: of a call that is cancelled in that moment,
+tritonserver 24.10 keeps some 25 kB for ever, and the model with it, which then cannot be unloaded.
+So such a call is not cancelled, but left to its end.
+"""
+
 
 def open_channel(api: Any, endpoint: Endpoint) -> Any:
     """A channel of ``api``, which is ``grpc`` or ``grpc.aio``; it connects at the first call."""

@@ -31,6 +31,12 @@ def encode_request(request: InferRequest) -> Any:
     return message
 
 
+def is_last(response: Any) -> bool:
+    """Whether a ``ModelInferResponse`` is the last one: the server ends the call behind it."""
+    name = "triton_final_response"
+    return name in response.parameters and bool(response.parameters[name].bool_param)
+
+
 def decode_response(response: Any) -> Outputs:
     """What a ``ModelInferResponse`` holds.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -12,8 +13,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import error_from_message
 from fastserve_client.exchange import ENDLESS_S
-from fastserve_client.grpc_channel import open_channel, status_error, stream_method
-from fastserve_client.grpc_codec import decode_response, encode_request
+from fastserve_client.grpc_channel import END_S, open_channel, status_error, stream_method
+from fastserve_client.grpc_codec import decode_response, encode_request, is_last
 from fastserve_client.request import InferRequest
 from fastserve_client.response import Outputs
 
@@ -56,8 +57,12 @@ class GrpcCall(Iterator[Outputs]):
     def __init__(self, call: Any, url: str) -> None:
         self._call = call
         self._url = url
+        self._end: threading.Event | None = None  # once the last response has come
 
     def __next__(self) -> Outputs:
+        if self._end is not None:
+            self._end.wait(END_S)
+            raise StopIteration
         try:
             response = next(self._call)
         except grpc.RpcError as error:
@@ -65,6 +70,8 @@ class GrpcCall(Iterator[Outputs]):
         if response.error_message:
             self._await_end()
             raise error_from_message(response.error_message)
+        if is_last(response.infer_response):
+            self._let_end()
         return decode_response(response.infer_response)
 
     def _await_end(self) -> None:
@@ -74,5 +81,11 @@ class GrpcCall(Iterator[Outputs]):
             for _ in self._call:
                 pass
 
+    def _let_end(self) -> None:
+        self._end = end = threading.Event()
+        # It also keeps the call, which would cancel itself when nobody has it any more.
+        self._call.add_done_callback(lambda _: end.set())
+
     def cancel(self) -> None:
-        self._call.cancel()
+        if self._end is None:
+            self._call.cancel()

@@ -127,6 +127,7 @@ def main() -> None:
         dtype="float32",
         device_blocks=512,
         max_num_seqs=arguments.streams,
+        prefix_caching=False,
     )
     with (
         tempfile.TemporaryDirectory() as logs,

@@ -81,6 +81,7 @@ def real(directory: Path) -> list[float]:
         swap_space_gib=0.1,
         max_num_seqs=BATCH,
         policy=POLICY,
+        prefix_caching=False,
     ) as llm:
         executor = llm.engine._executor
         assert isinstance(executor, DistributedExecutor)

@@ -58,6 +58,7 @@ def engine(arguments: argparse.Namespace, make: Callable[[], Ranks]) -> Iterator
         device=arguments.device,
         max_num_seqs=max(BATCHES),
         max_num_batched_tokens=max(BATCHES) * PROMPT_TOKENS,
+        prefix_caching=False,
     )
     served = Engine(config, make_executor=make)
     served.start()

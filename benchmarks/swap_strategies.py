@@ -54,6 +54,7 @@ def main() -> None:
                     device_blocks=arguments.device_blocks,
                     max_model_len=arguments.device_blocks * 16,
                     strategy=strategy,
+                    prefix_caching=False,
                 ) as llm:
                     records = on_the_engine(llm.engine, trace)
                     counters = llm.engine.counters

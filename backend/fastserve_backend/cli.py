@@ -260,7 +260,7 @@ def _print_endpoints(endpoints: Endpoints) -> None:
 @app.command()
 @with_config_flags(
     without=(
-        "policy", "tokenizer", "device", "max_queued_requests", "stream_interval",
+        "policy", "tokenizer", "device", "prefix_caching", "max_queued_requests", "stream_interval",
         "length_prediction", "length_prediction_dir", "length_prediction_capacity",
         "nnodes", "node_rank", "master_addr", "master_port",
     )

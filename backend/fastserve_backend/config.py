@@ -168,6 +168,11 @@ class KVCacheSection(_Section):
         le=2**20,
         description="Host memory of each rank for preempted jobs' KV, GiB; 0: none is swapped.",
     )
+    prefix_caching: bool = Field(
+        True,
+        description="Keep the KV of ended jobs in blocks that are free, for jobs that begin with "
+        "the same tokens.",
+    )
     strategy: SwapStrategy = Field(
         "proactive", description="What happens when the device's KV blocks are short."
     )

@@ -55,6 +55,8 @@ def largest_model(context: Context) -> str:
 
 
 def engine_config(context: Context, name: str, **keys: Any) -> EngineConfig:
-    """With random weights; ``keys`` as in ``engine.yaml``."""
-    keys = {"model": model_of(context, name), "load_format": "dummy", "dtype": DTYPE, **keys}
+    """With random weights; ``keys`` as in ``engine.yaml``. An engine gets the same prompts at
+    several rates, and has to compute them each time."""
+    common = {"load_format": "dummy", "dtype": DTYPE, "prefix_caching": False}
+    keys = {"model": model_of(context, name), **common, **keys}
     return EngineConfig().with_keys(**(keys | (_DRY_RUN_OPTIONS if context.tiny else {})))

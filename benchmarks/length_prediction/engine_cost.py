@@ -72,7 +72,12 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10, help="of measurements (10)")
     args = parser.parse_args()
     instructions = read_instructions(args.instructions)
-    options = {"max_model_len": 1024, "max_num_seqs": args.batch, "swap_space_gib": 0.1}
+    options = {
+        "max_model_len": 1024,
+        "max_num_seqs": args.batch,
+        "swap_space_gib": 0.1,
+        "prefix_caching": False,
+    }
     with (
         tempfile.TemporaryDirectory() as directory,
         LLM(args.model, **options) as without,

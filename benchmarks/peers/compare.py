@@ -155,6 +155,7 @@ class Comparison:
             block_size=BLOCK_SIZE,
             device_blocks=KV_CACHE_GIB * 2**30 // block_bytes,
             slo_ms=SLO_MS,
+            prefix_caching=False,
         )
         say(f"starting {label}")
         server = self._stack.enter_context(

@@ -8,7 +8,14 @@ import psutil
 import pytest
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import protocol
-from metric_traffic import BLOCK_SIZE, DEVICE_BLOCKS, MAX_NUM_SEQS, Traffic, scrape_when
+from metric_traffic import (
+    BLOCK_SIZE,
+    DEVICE_BLOCKS,
+    MAX_NUM_SEQS,
+    PROMPT_TOKENS,
+    Traffic,
+    scrape_when,
+)
 from scrape import Buckets
 from serving_client import Answer
 from tiny_model import TINY_OPT
@@ -70,6 +77,9 @@ def test_tokens_are_counted(traffic: Traffic) -> None:
     assert received + cut_off <= generated < received + 600 * len(traffic.cancelled)
     iterations = traffic.grown("fastserve_iterations_total")
     assert generated / MAX_NUM_SEQS <= iterations <= generated
+    # One prompt was sent twice, the second time after the first had its answer.
+    full_blocks = PROMPT_TOKENS // BLOCK_SIZE * BLOCK_SIZE
+    assert full_blocks <= traffic.grown("fastserve_prefix_cached_tokens_total")
 
 
 def test_jobs_are_preempted_demoted_and_promoted(traffic: Traffic) -> None:

@@ -31,9 +31,16 @@ class Desk:
         link: Link = FAST_LINK,
         incremental: bool = True,
         write_back: bool = False,
+        **kv_cache: object,
     ) -> None:
         config = KVCacheSection.model_validate(
-            {"strategy": strategy, "incremental": incremental, "write_back": write_back}
+            {
+                "strategy": strategy,
+                "incremental": incremental,
+                "write_back": write_back,
+                "prefix_caching": False,
+            }
+            | kv_cache
         )
         self.counters = EngineCounters(LatencyHistograms(slo_s=0.3))
         self.tiers = TwoTierKV(num_blocks, num_host_blocks, 16, incremental=incremental)

@@ -24,7 +24,7 @@ from fastserve_backend.worker.messages import CopyResult, Step, StepResult
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 100
-RECOMPUTE = KVCacheSection(strategy="recompute")
+RECOMPUTE = KVCacheSection(strategy="recompute", prefix_caching=False)
 NO_TIME = Link(1e-9, 1e-9)
 MOST_TURNS = 20_000  # far more than any test needs
 

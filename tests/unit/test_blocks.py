@@ -47,8 +47,11 @@ def test_integrity_check_sees_a_lost_and_a_doubled_block() -> None:
         pool.check_integrity()
 
 
+KEYS = [bytes([number]) for number in range(20)]
+
+
 class PoolMachine(RuleBasedStateMachine):
-    """Grows and releases jobs at random beside a model that only counts."""
+    """Grows, releases and recalls jobs at random beside a model that only counts."""
 
     @initialize(num_blocks=st.integers(1, 40), block_size=st.sampled_from([1, 4, 16]))
     def start(self, num_blocks: int, block_size: int) -> None:
@@ -69,12 +72,22 @@ class PoolMachine(RuleBasedStateMachine):
             self.tokens[job] = max(tokens, self.tokens.get(job, 0))
             assert list(self.pool.table(job))[: len(before)] == before
 
-    @rule(job=st.integers(0, 8))
-    def release(self, job: int) -> None:
+    @rule(job=st.integers(0, 8), kept=st.integers(0, 20))
+    def release(self, job: int, kept: int) -> None:
+        """Some blocks are kept; which beginning of the same text they hold is all that differs."""
         num_free, held = self.pool.num_free, self.pool.num_held(job)
-        self.pool.release(job)
+        self.pool.release(job, KEYS[: min(kept, held)])
         assert self.pool.num_free == num_free + held
         self.tokens.pop(job, None)
+
+    @rule(job=st.integers(0, 8), wanted=st.integers(0, 20))
+    def recall(self, job: int, wanted: int) -> None:
+        if self.pool.num_held(job) == 0:
+            num_free = self.pool.num_free
+            count = self.pool.recall(job, KEYS[:wanted])
+            assert count == self.pool.num_held(job) == num_free - self.pool.num_free <= wanted
+            if count:
+                self.tokens[job] = count * self.pool.block_size
 
     @invariant()
     def every_block_is_in_one_place(self) -> None:

@@ -1,8 +1,10 @@
-"""Ranks that are lost at random moments, and steps sent ahead: nobody sees it in a job's tokens."""
+"""Ranks that are lost at random moments, steps sent ahead, KV of earlier jobs: nobody sees it in a
+job's tokens."""
 
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 
 from collector import Collector
@@ -146,9 +148,16 @@ def rig_of(policy: Policy, num_blocks: int = 100, num_stages: int = 1) -> Recove
     num_stages=st.integers(1, 2),
     ahead=st.booleans(),
     lives=st.lists(st.integers(0, 60), max_size=6),
+    prefix_caching=st.booleans(),
 )
 def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
-    seed: int, name: str, strategy: str, num_stages: int, ahead: bool, lives: list[int]
+    seed: int,
+    name: str,
+    strategy: str,
+    num_stages: int,
+    ahead: bool,
+    lives: list[int],
+    prefix_caching: bool,
 ) -> None:
     rng = random.Random(seed)
     limits = BatchLimits(
@@ -159,16 +168,20 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
     cancellations = {number: rng.uniform(0, 60) for number in range(0, NUM_JOBS, 6)}
     job_seed = rng.randint(0, 2**32)
 
-    def serve(lives: list[int], *sizes: int, ahead: bool) -> tuple[RecoveringRig, list[Collector]]:
+    def serve(
+        lives: list[int], *sizes: int, ahead: bool, prefix_caching: bool
+    ) -> tuple[RecoveringRig, list[Collector]]:
         policy = make(name, limits, starvation_s=20.0, longest=16.0)
-        kv_cache = KVCacheSection(strategy=strategy)
+        kv_cache = KVCacheSection(strategy=strategy, prefix_caching=prefix_caching)
         rig = RecoveringRig(policy, lives, *sizes, kv_cache, num_stages, ahead)
         jobs = random_jobs(job_seed)
         rig.run(jobs, cancellations)
         return rig, [job.sink for job in jobs]
 
-    _, expected = serve([], 200, 0, ahead=False)
-    rig, clients = serve(list(lives), num_blocks, num_host_blocks, ahead=ahead)
+    _, expected = serve([], 200, 0, ahead=False, prefix_caching=False)
+    rig, clients = serve(
+        list(lives), num_blocks, num_host_blocks, ahead=ahead, prefix_caching=prefix_caching
+    )
     assert Counter(number for number, _ in rig.ends) == Counter(range(NUM_JOBS))
     for number, (client, undisturbed) in enumerate(zip(clients, expected, strict=True)):
         if number in cancellations:  # at another token, as the run took longer
@@ -184,10 +197,13 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
 
 
 def random_jobs(seed: int) -> list[Job]:
+    """Some begin alike, but for their last tokens."""
     rng = random.Random(seed)
     jobs = []
     for number in range(NUM_JOBS):
         job = make_job(number, rng.randint(1, 16), arrival_s=rng.uniform(0.0, 40.0))
+        same = rng.randint(0, len(job.prompt_ids))
+        job.prompt_ids[same:] = array("i", (rng.randint(0, 99) for _ in job.prompt_ids[same:]))
         job.seed = rng.randint(0, 99)
         job.params = SamplingParams(
             max_tokens=rng.randint(1, 12),

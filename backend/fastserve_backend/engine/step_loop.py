@@ -141,8 +141,8 @@ class StepLoop:
         """A new job. Its waiting counts from its arrival."""
         self._jobs[job.number] = job
         self._delivery.open(job)
-        self.policy.add(job, self._serving_time(job.arrival_s))
         self.kv.arrived(job, self._serving_time(self._clock.now()))
+        self.policy.add(job, self._serving_time(job.arrival_s))
         self._counters.prompt_tokens += len(job.prompt_ids)
         self._fail_if_too_long(job)  # admission may have asked the ranks before these
 

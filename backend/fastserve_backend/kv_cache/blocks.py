@@ -7,6 +7,9 @@ PagedAttention (Kwon et al. 2023, §4): a job's position ``p`` lies in ``table[p
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Sequence
+
+from fastserve_backend.kv_cache.kept_blocks import KeptBlocks
 
 
 class OutOfBlocksError(Exception):
@@ -14,7 +17,8 @@ class OutOfBlocksError(Exception):
 
 
 class BlockPool:
-    """``num_blocks`` blocks of ``block_size`` tokens, each in the free list or in one job's table.
+    """``num_blocks`` blocks of ``block_size`` tokens, each free or in one job's table. Some of the
+    free ones keep what they hold, and are used when no other is left.
 
     Jobs are known by their number. All operations on one job cost O(blocks of the job).
     """
@@ -26,6 +30,7 @@ class BlockPool:
         self.block_size = block_size
         # A stack: the block freed last is used first, while it is warm in the processor's cache.
         self._free = array("i", range(num_blocks - 1, -1, -1))
+        self._kept = KeptBlocks()
         self._tables: dict[int, array[int]] = {}
 
     @property
@@ -35,11 +40,11 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + len(self._kept)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens."""
@@ -62,17 +67,39 @@ class BlockPool:
         needed = self.missing(job_number, num_tokens)
         if needed == 0:
             return
-        if needed > len(self._free):
+        if needed > self.num_free:
             raise OutOfBlocksError(
-                f"job {job_number} needs {needed} of {len(self._free)} free blocks"
+                f"job {job_number} needs {needed} of {self.num_free} free blocks"
             )
         table = self._tables.setdefault(job_number, array("i"))
         for _ in range(needed):
-            table.append(self._free.pop())
+            table.append(self._free.pop() if self._free else self._kept.take_oldest())
 
-    def release(self, job_number: int) -> None:
-        """Free all blocks of the job. A job without blocks is fine."""
-        self._free.extend(reversed(self._tables.pop(job_number, array("i"))))
+    def release(self, job_number: int, keys: Sequence[bytes] = ()) -> None:
+        """Free all blocks of the job. A job without blocks is fine.
+
+        Args:
+            keys: of what the first of its blocks hold, to be kept while they are not needed.
+        """
+        table = self._tables.pop(job_number, array("i"))
+        self._free.extend(reversed(table[len(keys) :]))
+        # The last first: it is of use only to whom all those before it are.
+        for block, key in zip(reversed(table[: len(keys)]), reversed(keys), strict=True):
+            self._kept.add(block, key)
+
+    def recall(self, job_number: int, keys: Iterable[bytes]) -> int:
+        """Give a job without blocks those that were kept under the first of these keys, up to the
+        first that is missing; returns how many."""
+        assert job_number not in self._tables, f"job {job_number} has blocks"
+        table = array("i")
+        for key in keys:
+            block = self._kept.take(key)
+            if block is None:
+                break
+            table.append(block)
+        if table:
+            self._tables[job_number] = table
+        return len(table)
 
     def table(self, job_number: int) -> array[int]:
         """The job's block numbers in order of position. The caller must not change it."""
@@ -85,7 +112,7 @@ class BlockPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each block is in exactly one place."""
-        seen = list(self._free)
+        seen = [*self._free, *self._kept]
         for table in self._tables.values():
             assert len(table) > 0, "a job without blocks must have no table"
             seen.extend(table)

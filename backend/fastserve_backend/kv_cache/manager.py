@@ -26,8 +26,9 @@ from typing import Protocol
 
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.counters import EngineCounters
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, JobState
 from fastserve_backend.kv_cache.burst_reserve import BurstReserve
+from fastserve_backend.kv_cache.prefix_cache import PrefixCache
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import Transfer, TransferKind, TwoTierKV
 
@@ -86,7 +87,8 @@ class _Round:
 
 
 class KVManager:
-    """Owns ``tiers``; changes ``num_computed`` of jobs that lose their KV, counts swaps of jobs."""
+    """Owns ``tiers``; changes ``num_computed`` of jobs that lose their KV, or begin with what was
+    kept of others', and counts swaps of jobs."""
 
     def __init__(
         self,
@@ -102,6 +104,7 @@ class KVManager:
         self._writes_back = (
             config.strategy == "proactive" and config.incremental and config.write_back
         )
+        self._prefixes = PrefixCache(tiers.device, config, counters)
         self._costs = costs
         self._counters = counters
         self._reserve = BurstReserve(tiers.device.num_blocks)
@@ -122,8 +125,16 @@ class KVManager:
         return sum(not self.tiers.may_run(number) for number in list(self._holders))
 
     def arrived(self, job: Job, now: float) -> None:
+        """To be called before the policy learns of the job: what it need not compute counts."""
         self._reserve.add(self.tiers.device.blocks_for(len(job.prompt_ids)), now)
         self._rounds_to_look = 0
+        self.recall(job)
+
+    def recall(self, job: Job) -> None:
+        """Give a job without KV what was kept of its first tokens."""
+        if job.number not in self._holders and self._prefixes.recall(job):
+            self._holders[job.number] = job
+            self._round.num_unoffered += 1
 
     def begin(
         self, now: float, in_flight: Collection[int], going_on: Collection[int] | None = None
@@ -257,7 +268,7 @@ class KVManager:
         self._rounds_to_look = 0
         self._holders.pop(job.number, None)
         self._admitted.pop(job.number, None)
-        self.tiers.release(job.number)
+        self.tiers.release(job.number, self._prefixes.keys(job))
 
     # --- Room on the device -------------------------------------------------------------------
 
@@ -333,21 +344,20 @@ class KVManager:
             self._drop(job)
 
     def _may_swap(self, job: Job) -> bool:
-        if self._strategy == "recompute" or job.num_computed == 0:
+        if self._strategy == "recompute" or not _has_own_kv(job):
             return False
         return self._strategy == "reactive" or self._swap_is_cheaper(job)
 
     def _drop(self, job: Job) -> None:
         self._round.num_unoffered -= 1  # if it is offered later, it is as a new job
-        self.tiers.release(job.number)
+        self.tiers.release(job.number, self._prefixes.keys(job))
         self._forget(job)
 
     def _forget(self, job: Job) -> None:
         """The job's blocks are gone."""
         del self._holders[job.number]
-        if job.num_computed:
-            job.num_computed = 0
-            self._counters.recomputed_jobs += 1
+        self._counters.recomputed_jobs += _has_own_kv(job)
+        job.num_computed = 0
 
     # --- Swapping -----------------------------------------------------------------------------
 
@@ -420,7 +430,7 @@ class KVManager:
         wanted = reserve + sum(self._room_to_return(job) for job in returning)
         while leaving and spare < wanted:
             job = leaving.pop()
-            if job.num_computed == 0:  # it was taken, but its step was held
+            if not _has_own_kv(job):  # it was taken, but its step was held; or it only waits
                 spare += device.num_held(job.number)
                 self._drop(job)
             elif self._swap_is_cheaper(job) and self._make_host_room(job):
@@ -472,6 +482,7 @@ class KVManager:
             job
             for job in self._idle_on_device()
             if device.num_blocks_full(job.num_computed) > host.num_held(job.number)
+            and _has_own_kv(job)
         ]
         if not candidates:
             return
@@ -482,3 +493,8 @@ class KVManager:
         )
         if transfer is not None:
             self._round.begun.append(transfer)
+
+
+def _has_own_kv(job: Job) -> bool:
+    """Whether the job has computed KV: what a waiting one has was kept, and is again if it goes."""
+    return job.num_computed > 0 and job.state is not JobState.WAITING

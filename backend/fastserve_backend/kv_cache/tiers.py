@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fastserve_backend.kv_cache.blocks import BlockPool
@@ -182,13 +182,18 @@ class TwoTierKV:
         self.host.release(job_number)
         self._saved.pop(job_number, None)
 
-    def release(self, job_number: int) -> None:
+    def release(self, job_number: int, keys: Sequence[bytes] = ()) -> None:
         """The job ended, or its KV is given up: free all its blocks, or as soon as its transfer
-        ends."""
+        ends.
+
+        Args:
+            keys: as for ``BlockPool.release``, of the device's blocks, if it has any; they are not
+                kept if there is a transfer.
+        """
         if job_number in self._transfers:
             self._ended.add(job_number)
             return
-        self.device.release(job_number)
+        self.device.release(job_number, keys)
         self.forget_host(job_number)
 
     def check_integrity(self) -> None:

@@ -75,6 +75,10 @@ class Memory(Protocol):
         """Nothing that is offered from now on in this round would be taken."""
         ...
 
+    def recall(self, job: Job) -> None:
+        """The job's ``num_computed`` rises by what it need not compute after all."""
+        ...
+
     def take(self, job: Job, num_tokens: int) -> bool:
         """Whether the job has the memory for its next ``num_tokens`` tokens now. Jobs are offered
         in order of priority."""
@@ -85,6 +89,9 @@ class Unlimited:
     """Memory for everyone."""
 
     is_exhausted = False
+
+    def recall(self, job: Job) -> None:
+        pass
 
     def take(self, job: Job, num_tokens: int) -> bool:
         return True
@@ -189,14 +196,14 @@ def fill_batch(
     for job in jobs:
         if len(batch) == limits.max_seqs or tokens_left == 0:
             break
-        is_prompt = job.num_uncomputed > 1
-        if is_prompt and prompts_passed_over:
+        if prompts_passed_over and job.num_uncomputed > 1:
             prompts_passed_over += 1
             if prompts_passed_over == _MOST_PASSED_OVER:
                 break
             continue
         if job.number in in_flight:
             continue
+        memory.recall(job)
         seats_left = limits.max_seqs - len(batch) - 1
         needed = limits.tokens_of(job.num_uncomputed, tokens_left, chunk_left, seats_left)
         if needed <= 0:
@@ -204,7 +211,7 @@ def fill_batch(
         elif memory.take(job, needed):
             batch.append(Scheduled(job, needed))
             tokens_left -= needed
-            if chunk_left is not None and is_prompt:
+            if chunk_left is not None and job.num_uncomputed > 1:
                 chunk_left -= needed
         elif memory.is_exhausted:
             break

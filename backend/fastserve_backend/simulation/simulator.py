@@ -80,7 +80,7 @@ def simulate(
     costs = SwapCosts(latency, memory.block_bytes, memory.link)
     loop = StepLoop(
         policy,
-        KVManager(tiers, policy, kv_cache, costs, counters),
+        KVManager(tiers, policy, _without_prefixes(kv_cache), costs, counters),
         executor,
         _NoDelivery(),
         clock,
@@ -136,6 +136,11 @@ def _ignore_end(job: Job, reason: FinishReason) -> None:
 
 def _ignore_iteration(step: Step, elapsed_s: float) -> None:
     """The latency model is the truth here: there is nothing to correct."""
+
+
+def _without_prefixes(kv_cache: KVCacheSection) -> KVCacheSection:
+    """Jobs have lengths here, and no text of which any two could have the beginning in common."""
+    return kv_cache.model_copy(update={"prefix_caching": False})
 
 
 def _job(number: int, traced: TraceJob) -> Job:

@@ -1,0 +1,71 @@
+"""KV of earlier jobs for later jobs that begin with the same tokens.
+
+The keys and values of a full block depend on its tokens and on those before them alone. So a block
+that is free again keeps what it holds until it is needed: a job whose tokens begin in the same way
+takes it over and computes what comes after. As ever a block is one job's at a time. Jobs that run
+beside each other have copies, which their successors find.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from hashlib import blake2b
+
+from fastserve_backend.config import KVCacheSection
+from fastserve_backend.counters import EngineCounters
+from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.kv_cache.blocks import BlockPool
+
+
+def prefix_keys(token_ids: array[int], num_tokens: int, block_size: int) -> Iterator[bytes]:
+    """For each block that the first ``num_tokens`` of the tokens fill a key of its tokens and all
+    before them.
+
+    A cryptographic hash, as whoever found two beginnings of one key would get an answer to the
+    other one.
+    """
+    key = b""
+    last_start = min(num_tokens, len(token_ids)) - block_size
+    for start in range(0, last_start + 1, block_size):
+        key = blake2b(key + token_ids[start : start + block_size].tobytes()).digest()
+        yield key
+
+
+class PrefixCache:
+    """Finds what the device's free blocks kept, and says what they are to keep."""
+
+    def __init__(self, device: BlockPool, config: KVCacheSection, counters: EngineCounters) -> None:
+        self._device = device
+        # Strategy defer promises blocks to jobs before they run, and takes none from anyone.
+        self._is_on = config.prefix_caching and config.strategy != "defer"
+        self._swaps_are_lossy = config.host_dtype != "same"
+        self._counters = counters
+
+    def recall(self, job: Job) -> bool:
+        """Give a job without blocks those that hold its first tokens, and count these as computed.
+        One token is left, for the one that it gives."""
+        if not self._is_on:
+            return False
+        device = self._device
+        keys = prefix_keys(_tokens(job), job.num_tokens - 1, device.block_size)
+        num_blocks = device.recall(job.number, keys)
+        job.num_computed = num_blocks * device.block_size
+        self._counters.prefix_cached_tokens += job.num_computed
+        return num_blocks > 0
+
+    def keys(self, job: Job) -> list[bytes]:
+        """Of the full blocks that the job has on the device and leaves to others."""
+        if (
+            not self._is_on
+            or not self._device.num_held(job.number)
+            or job.finish_reason is FinishReason.ERROR
+            or (self._swaps_are_lossy and job.num_swaps)
+        ):
+            return []
+        # A step sent ahead may have computed a token that a stop word made void, which is not here.
+        return list(prefix_keys(_tokens(job), job.num_computed, self._device.block_size))
+
+
+def _tokens(job: Job) -> array[int]:
+    return job.prompt_ids + job.output_ids if job.output_ids else job.prompt_ids

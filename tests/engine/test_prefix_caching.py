@@ -1,0 +1,96 @@
+"""KV that an engine kept of earlier jobs, on real ranks: tokens are as without it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastserve_backend import LLM, SamplingParams
+from live_engine import small_engine
+from small_model import VOCAB_SIZE
+
+BLOCK_SIZE = 16
+GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+Prompts = list[list[int]]
+
+
+@pytest.fixture
+def small(checkpoint: Path, tokenizer: Path) -> Callable[..., Any]:
+    return lambda **options: small_engine(checkpoint, tokenizer, **options)
+
+
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(4, VOCAB_SIZE) for _ in range(count)]
+
+
+def answers(llm: LLM, prompts: Prompts, params: SamplingParams = GREEDY) -> Prompts:
+    return [one.token_ids for one in llm.generate(prompts, params, progress=False)]
+
+
+def conversations(llm: LLM, openings: Prompts, additions: list[Prompts]) -> list[Prompts]:
+    """The answers of each turn, whose prompts are all that was said before and an addition."""
+    prompts, turns = openings, []
+    for addition in additions:
+        turns.append(answers(llm, prompts))
+        prompts = [
+            prompt + answer + more
+            for prompt, answer, more in zip(prompts, turns[-1], addition, strict=True)
+        ]
+    return turns
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
+)
+def test_conversations_go_on_from_kept_kv(
+    small: Callable[..., Any], options: dict[str, int]
+) -> None:
+    rng = random.Random(3)
+    system = random_tokens(rng, 50)
+    openings = [system + random_tokens(rng, rng.randint(1, 30)) for _ in range(4)]
+    additions = [[random_tokens(rng, rng.randint(1, 20)) for _ in openings] for _ in range(4)]
+    with small(prefix_caching=False) as llm:
+        expected = conversations(llm, openings, additions)
+        assert llm.engine.counters.prefix_cached_tokens == 0
+    with small(**options) as llm:
+        assert conversations(llm, openings, additions) == expected
+        # All but the first turn begin behind the full blocks of the turn before.
+        least = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in openings) * 3
+        assert llm.engine.counters.prefix_cached_tokens >= least
+    assert len({tuple(answer) for turn in expected for answer in turn}) == 16
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "reactive", "proactive"])
+def test_short_memory_changes_no_token(small: Callable[..., Any], strategy: str) -> None:
+    """Jobs of few beginnings, more than there is room for, some of which leave and come back."""
+    rng = random.Random(5)
+    beginnings = [random_tokens(rng, length) for length in (16, 40, 64)]
+    prompts = [
+        rng.choice(beginnings) + random_tokens(rng, rng.randint(1, 24)) for _ in range(40)
+    ] + beginnings
+    with small(prefix_caching=False) as llm:
+        expected = answers(llm, prompts)
+    with small(strategy=strategy, device_blocks=24, max_num_seqs=6, base_quantum_ms=0.01) as llm:
+        assert answers(llm, prompts) == expected
+        assert answers(llm, prompts) == expected
+        counters = llm.engine.counters
+        assert counters.prefix_cached_tokens > 0
+        assert counters.preemptions > 0
+
+
+def test_a_prompt_that_is_known_to_its_end_gets_the_token_that_it_got(
+    small: Callable[..., Any],
+) -> None:
+    """Also in chunks, at random, and with a penalty for what is in the prompt."""
+    rng = random.Random(7)
+    prompts = [random_tokens(rng, length) for length in (16, 17, 32, 48, 100)]
+    params = SamplingParams(max_tokens=8, temperature=0.9, seed=4, repetition_penalty=1.3)
+    with small(prefix_caching=False) as llm:
+        expected = answers(llm, prompts, params)
+    with small(prefill_chunk_tokens=20) as llm:
+        for number in range(3):
+            assert answers(llm, prompts, params) == expected
+            assert llm.engine.counters.prefix_cached_tokens == number * (0 + 16 + 16 + 32 + 96)

@@ -1,0 +1,202 @@
+"""Which blocks are kept when they are free, who finds them, and who loses them."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from fastserve_backend.config import KVCacheSection
+from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.kv_cache.kept_blocks import KeptBlocks
+from fastserve_backend.kv_cache.prefix_cache import prefix_keys
+from fastserve_backend.scheduler.base import BatchLimits
+from jobs import make_job
+from kv_desk import Desk
+from loop_driver import BLOCK_SIZE, Rig
+from policies import make, skip_join
+
+
+def keys_of(tokens: list[int], block_size: int = 4) -> list[bytes]:
+    return list(prefix_keys(array("i", tokens), len(tokens), block_size))
+
+
+def test_a_key_is_of_a_full_block_and_of_all_before_it() -> None:
+    keys = keys_of([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert len(set(keys)) == 2
+    assert keys_of([1, 2, 3, 4, 5, 6, 7, 8]) == keys
+    assert keys_of([1, 2, 3]) == []
+    assert keys_of([1, 2, 3, 4, 5, 6, 7, 0])[0] == keys[0]
+    others = [[0, 2, 3, 4, 5, 6, 7, 8], [5, 6, 7, 8, 1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 0]]
+    assert not set(keys[1:]) & {key for tokens in others for key in keys_of(tokens)}
+
+
+def test_of_equal_blocks_the_latest_is_found_and_the_oldest_is_lost() -> None:
+    kept = KeptBlocks()
+    for block, key in ((3, b"a"), (5, b"b"), (4, b"a"), (6, b"a")):
+        kept.add(block, key)
+    assert list(kept) == [3, 5, 4, 6]
+    assert kept.take(b"a") == 6
+    assert kept.take_oldest() == 3
+    assert kept.take_oldest() == 5
+    assert kept.take(b"b") is None
+    assert kept.take(b"a") == 4
+    assert kept.take(b"a") is None
+    assert len(kept) == 0
+
+
+def test_a_pool_uses_what_it_keeps_last_and_of_that_the_ends_first() -> None:
+    pool, keys = BlockPool(num_blocks=6, block_size=4), keys_of(list(range(12)))
+    pool.grow(1, 16)
+    table = list(pool.table(1))
+    pool.release(1, keys)
+    assert (pool.num_free, pool.num_used) == (6, 0)
+    pool.grow(2, 16)  # three that keep nothing, and the end of what is kept
+    assert table[2] in pool.table(2)
+    assert not {table[0], table[1]} & set(pool.table(2))
+    assert pool.recall(3, keys) == 2
+    assert list(pool.table(3)) == table[:2]
+    assert pool.recall(4, keys) == 0
+    assert pool.num_held(4) == 0
+    pool.check_integrity()
+
+
+# --- Jobs of the KV manager -------------------------------------------------------------------
+
+
+def desk_of(num_blocks: int, num_host_blocks: int = 100, **kv_cache: object) -> Desk:
+    return Desk(num_blocks, num_host_blocks, **{"prefix_caching": True} | kv_cache)  # type: ignore[arg-type]
+
+
+def end(desk: Desk, job: Job, reason: FinishReason = FinishReason.STOP) -> None:
+    job.finish_reason = reason
+    desk.manager.release(job)
+
+
+def arrive(desk: Desk, number: int, prompt_len: int) -> Job:
+    job = make_job(number, prompt_len)
+    desk.manager.arrived(job, desk.now)
+    return job
+
+
+def test_a_job_begins_behind_what_was_kept_and_computes_one_token_at_least() -> None:
+    desk = desk_of(10)
+    first = make_job(0, 64)
+    desk.run(first)
+    end(desk, first)
+    second = arrive(desk, 1, 64)
+    assert (second.num_computed, desk.held(second)) == (48, [3])
+    third = arrive(desk, 2, 80)  # the block that the second could not take; its first is gone
+    assert (third.num_computed, desk.held(third)) == (0, [0])
+    assert desk.counters.prefix_cached_tokens == 48
+    assert desk.offer(second, third) == [second, third]
+    assert (desk.held(second, third), desk.counters.recomputed_jobs) == ([4, 5], 0)
+
+
+def test_a_conversation_goes_on_behind_its_last_answer() -> None:
+    desk = desk_of(10)
+    first = make_job(0, 30)
+    desk.run(first)
+    for _ in range(8):
+        desk.run(first)
+    assert first.num_computed == 38
+    end(desk, first)
+    second = make_job(1, 0)
+    second.prompt_ids = first.prompt_ids + first.output_ids + array("i", [1, 2])
+    desk.manager.arrived(second, desk.now)
+    assert second.num_computed == 32
+
+
+def test_a_job_that_waited_finds_what_was_kept_meanwhile() -> None:
+    desk = desk_of(10)
+    first, second = jobs = [make_job(0, 40), arrive(desk, 1, 40)]
+    desk.run(first)
+    assert second.num_computed == 0
+    end(desk, first)
+    desk.manager.recall(second)
+    assert second.num_computed == 32
+    assert desk.offer(*jobs[1:]) == [second]
+
+
+def test_a_waiting_job_loses_what_was_kept_to_others_without_a_copy_and_finds_it_again() -> None:
+    desk = desk_of(6, write_back=True)
+    first = make_job(0, 65)
+    desk.run(first)
+    end(desk, first)
+    waiting = arrive(desk, 2, 65)
+    assert waiting.num_computed == 64
+    urgent = make_job(1, 49)
+    for _ in range(20):  # it is neither copied ahead nor for the reserve
+        desk.offer()
+        assert desk.begun == []
+    desk.manager.recall(urgent)  # the same tokens: but they are the other's
+    assert desk.offer(urgent) == [urgent]
+    assert (waiting.num_computed, desk.held(waiting), desk.begun) == (0, [0], [])
+    assert desk.counters.recomputed_jobs == 0
+    desk.manager.recall(waiting)
+    assert waiting.num_computed == 32  # four blocks had to go, of which two kept nothing
+
+
+def test_a_job_that_computes_again_goes_on_from_what_is_left_of_it() -> None:
+    desk = desk_of(4, 0, strategy="recompute")
+    urgent, least = make_job(0, 20), make_job(1, 60)
+    urgent.prompt_ids = array("i", range(500, 520))
+    desk.run(least)
+    assert desk.offer(urgent) == [urgent]
+    assert (least.num_computed, desk.counters.recomputed_jobs) == (0, 1)
+    desk.manager.recall(least)
+    assert least.num_computed == 32
+
+
+@pytest.mark.parametrize(
+    ("keys", "swaps", "reason", "is_kept"),
+    [
+        ({}, 0, FinishReason.CANCELLED, True),
+        ({}, 1, FinishReason.LENGTH, True),
+        ({"host_dtype": "int8"}, 0, FinishReason.LENGTH, True),
+        ({"host_dtype": "int8"}, 1, FinishReason.LENGTH, False),
+        ({}, 0, FinishReason.ERROR, False),
+        ({"prefix_caching": False}, 0, FinishReason.LENGTH, False),
+        ({"strategy": "defer"}, 0, FinishReason.LENGTH, False),
+    ],
+)
+def test_only_exact_kv_is_kept_and_only_where_it_is_wanted(
+    keys: dict[str, object], swaps: int, reason: FinishReason, is_kept: bool
+) -> None:
+    desk = desk_of(100, **keys)
+    job = make_job(0, 40, max_tokens=8)
+    desk.run(job)
+    job.num_swaps = swaps
+    end(desk, job, reason)
+    later = arrive(desk, 1, 40)
+    assert later.num_computed == (32 if is_kept else 0)
+
+
+# --- In the step loop -------------------------------------------------------------------------
+
+
+def test_what_is_kept_shortens_the_prefill_for_which_a_job_queues() -> None:
+    """Iterations take a second a token of prefill here, and quanta double from 1 s on."""
+    policy = skip_join(BatchLimits(1, 100))
+    rig = Rig(policy, kv_cache=KVCacheSection(prefix_caching=True))
+    first, *others = (make_job(n, 8 * BLOCK_SIZE + 1, max_tokens=1) for n in range(3))
+    others[1].prompt_ids = array("i", range(900, 900 + 8 * BLOCK_SIZE + 1))
+    rig.loop.add(first)
+    rig.run()
+    for job in others:
+        rig.loop.add(job)
+    assert (first.queue_level, others[0].queue_level, others[1].queue_level) == (6, 0, 6)
+    begun_s = rig.clock.now()
+    rig.run()
+    assert others[0].last_token_s == begun_s + 1
+    assert others[1].last_token_s == begun_s + 1 + 8 * BLOCK_SIZE + 1
+
+
+def test_of_many_jobs_with_one_beginning_the_first_batch_alone_computes_it() -> None:
+    policy = make("fcfs", BatchLimits(2, 100))
+    rig = Rig(policy, num_blocks=60, kv_cache=KVCacheSection(prefix_caching=True))
+    jobs = [make_job(number, 4 * BLOCK_SIZE + 2, max_tokens=3) for number in range(10)]
+    rig.run(jobs)
+    assert rig.counters.prefix_cached_tokens == 8 * 4 * BLOCK_SIZE
+    assert sorted(number for number, _ in rig.ends) == list(range(10))
+    assert rig.pool.num_used == 0

@@ -170,8 +170,7 @@ class KVCacheSection(_Section):
     )
     prefix_caching: bool = Field(
         True,
-        description="Keep the KV of ended jobs in blocks that are free, for jobs that begin with "
-        "the same tokens.",
+        description="Keep KV in blocks that are free, for jobs that begin with the same tokens.",
     )
     strategy: SwapStrategy = Field(
         "proactive", description="What happens when the device's KV blocks are short."

@@ -15,7 +15,7 @@ class EngineCounters:
     latencies: LatencyHistograms = field(compare=False)
     prompt_tokens: int = 0
     prefix_cached_tokens: int = 0
-    """Tokens that jobs did not compute, because their KV was kept."""
+    """Tokens that jobs went on from without computing them, because their KV was kept."""
     generation_tokens: int = 0
     iterations: int = 0
     compute_s: float = 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -67,24 +66,14 @@ class GrpcCall(Iterator[Outputs]):
             response = next(self._call)
         except grpc.RpcError as error:
             raise status_error(self._url, error) from None
+        if response.error_message or is_last(response.infer_response):
+            self._end = end = threading.Event()
+            # It also keeps the call, which would cancel itself when nobody has it any more.
+            self._call.add_done_callback(lambda _: end.set())
         if response.error_message:
-            self._await_end()
+            end.wait(END_S)
             raise error_from_message(response.error_message)
-        if is_last(response.infer_response):
-            self._let_end()
         return decode_response(response.infer_response)
-
-    def _await_end(self) -> None:
-        # The server is about to end the stream. Cancelling in that moment was seen to make
-        # tritonserver 24.10 count the request as running for ever, so that it cannot unload.
-        with suppress(grpc.RpcError):
-            for _ in self._call:
-                pass
-
-    def _let_end(self) -> None:
-        self._end = end = threading.Event()
-        # It also keeps the call, which would cancel itself when nobody has it any more.
-        self._call.add_done_callback(lambda _: end.set())
 
     def cancel(self) -> None:
         if self._end is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from fastserve_backend.job import Job, JobState
+from fastserve_backend.job import Job
 from fastserve_backend.sampling_params import SamplingParams
 
 
@@ -35,7 +35,6 @@ def make_job(
 def run_iteration(job: Job, num_tokens: int | None = None) -> None:
     """What an iteration does to a job: so many tokens (all that are left by default) are in the
     cache, and there is a new one unless some are still left."""
-    job.state = JobState.RUNNING
     job.num_computed += job.num_uncomputed if num_tokens is None else num_tokens
     if job.num_uncomputed == 0:
         job.output_ids.append(7)

@@ -10,8 +10,8 @@ from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.kept_blocks import KeptBlocks
 from fastserve_backend.kv_cache.prefix_cache import prefix_keys
-from fastserve_backend.scheduler.base import BatchLimits
-from jobs import make_job
+from fastserve_backend.scheduler.base import BatchLimits, fill_batch
+from jobs import make_job, run_iteration
 from kv_desk import Desk
 from loop_driver import BLOCK_SIZE, Rig
 from policies import make, skip_join
@@ -88,8 +88,9 @@ def test_a_job_begins_behind_what_was_kept_and_computes_one_token_at_least() -> 
     assert (second.num_computed, desk.held(second)) == (48, [3])
     third = arrive(desk, 2, 80)  # the block that the second could not take; its first is gone
     assert (third.num_computed, desk.held(third)) == (0, [0])
-    assert desk.counters.prefix_cached_tokens == 48
+    assert desk.counters.prefix_cached_tokens == 0
     assert desk.offer(second, third) == [second, third]
+    assert desk.counters.prefix_cached_tokens == 48
     assert (desk.held(second, third), desk.counters.recomputed_jobs) == ([4, 5], 0)
 
 
@@ -146,6 +147,60 @@ def test_a_job_that_computes_again_goes_on_from_what_is_left_of_it() -> None:
     assert (least.num_computed, desk.counters.recomputed_jobs) == (0, 1)
     desk.manager.recall(least)
     assert least.num_computed == 32
+
+
+def test_what_urgent_jobs_wait_for_nobody_recalls() -> None:
+    desk = desk_of(12)
+    first, other, urgent = make_job(0, 64), make_job(9, 80), make_job(1, 160)
+    other.prompt_ids, urgent.prompt_ids = array("i", range(200, 280)), array("i", range(300, 460))
+    desk.run(first)
+    end(desk, first)
+    desk.run(other)
+    assert desk.offer(urgent, tokens=48) == [urgent]
+    run_iteration(urgent, 48)
+    less = make_job(2, 65)
+    limits = BatchLimits(4, 1000)
+    desk.manager.begin(8.0, {9})
+    assert fill_batch([urgent, less], limits, {9}, desk.manager) == []
+    assert desk.held(less) == [0]
+    end(desk, other)
+    desk.manager.begin(9.0, set())
+    assert [job for job, _ in fill_batch([urgent, less], limits, (), desk.manager)] == [urgent]
+
+
+def test_a_prompt_that_waits_for_tokens_costs_no_job_its_kv() -> None:
+    desk = desk_of(10, 0, strategy="recompute")
+    first, a, b = make_job(0, 33), make_job(3, 32), make_job(4, 32)
+    a.prompt_ids, b.prompt_ids = array("i", range(100, 132)), array("i", range(200, 232))
+    desk.run(first)
+    end(desk, first)
+    desk.run(a, b)
+    urgent, waiting = make_job(1, 60), make_job(2, 0)
+    urgent.prompt_ids = array("i", range(300, 360))
+    waiting.prompt_ids = array("i", [*range(32), *range(400, 460)])
+    desk.manager.begin(9.0, set())
+    batch = fill_batch([urgent, waiting, a, b], BatchLimits(4, 100), (), desk.manager)
+    assert [job for job, _ in batch] == [urgent, a, b]
+    assert desk.counters.recomputed_jobs == 0
+
+
+def test_where_memory_is_short_jobs_are_not_looked_through_for_what_one_has_recalled() -> None:
+    desk = desk_of(6, strategy="recompute")
+    first, running = make_job(0, 33), make_job(1, 64)
+    running.prompt_ids = array("i", range(100, 164))
+    desk.run(first)
+    end(desk, first)
+    desk.run(running)
+    waiting = [make_job(number, 96) for number in range(2, 100)]
+    for job in waiting[:-1]:
+        job.prompt_ids = array("i", range(200, 296))
+    desk.manager.arrived(waiting[-1], desk.now)
+    assert waiting[-1].num_computed == 32
+    looked_at = []
+    desk.manager.begin(9.0, {1})
+    jobs = (job for job in waiting if looked_at.append(job) is None)
+    assert fill_batch(jobs, BatchLimits(4, 1000), {1}, desk.manager) == []
+    assert len(looked_at) == 1
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from typing import Protocol
 
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.counters import EngineCounters
-from fastserve_backend.job import Job, JobState
+from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.burst_reserve import BurstReserve
 from fastserve_backend.kv_cache.prefix_cache import PrefixCache
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
@@ -87,8 +87,7 @@ class _Round:
 
 
 class KVManager:
-    """Owns ``tiers``; changes ``num_computed`` of jobs that lose their KV, or begin with what was
-    kept of others', and counts swaps of jobs."""
+    """Owns ``tiers``; changes ``num_computed`` of jobs that lose KV, counts swaps of jobs."""
 
     def __init__(
         self,
@@ -104,11 +103,11 @@ class KVManager:
         self._writes_back = (
             config.strategy == "proactive" and config.incremental and config.write_back
         )
-        self._prefixes = PrefixCache(tiers.device, config, counters)
+        self._prefixes = PrefixCache(tiers.device, config)
         self._costs = costs
         self._counters = counters
         self._reserve = BurstReserve(tiers.device.num_blocks)
-        self._holders: dict[int, Job] = {}  # jobs with blocks in either tier
+        self._holders: dict[int, Job] = {}  # jobs with KV of their own in either tier
         self._rounds_to_look = 0  # until the next look ahead
         self._admitted: dict[int, int] = {}  # strategy defer: job → blocks that it may come to need
         self._holds_steps = False
@@ -125,16 +124,10 @@ class KVManager:
         return sum(not self.tiers.may_run(number) for number in list(self._holders))
 
     def arrived(self, job: Job, now: float) -> None:
-        """To be called before the policy learns of the job: what it need not compute counts."""
+        """To be called before the policy learns of the job: what was kept need not be computed."""
         self._reserve.add(self.tiers.device.blocks_for(len(job.prompt_ids)), now)
         self._rounds_to_look = 0
-        self.recall(job)
-
-    def recall(self, job: Job) -> None:
-        """Give a job without KV what was kept of its first tokens."""
-        if job.number not in self._holders and self._prefixes.recall(job):
-            self._holders[job.number] = job
-            self._round.num_unoffered += 1
+        self._prefixes.recall(job)
 
     def begin(
         self, now: float, in_flight: Collection[int], going_on: Collection[int] | None = None
@@ -172,6 +165,11 @@ class KVManager:
         this = self._round
         return this.is_too_early or (this.refuses_new and this.num_unoffered <= 0)
 
+    def recall(self, job: Job) -> None:
+        """Give a job without KV what was kept of its first tokens, if no other waits for blocks."""
+        if not (self._round.promised or self._round.refuses_new or job.number in self._holders):
+            self._prefixes.recall(job)
+
     def take(self, job: Job, num_tokens: int) -> bool:
         """Give the job blocks for its next ``num_tokens`` tokens, if need be from less urgent jobs.
 
@@ -207,6 +205,7 @@ class KVManager:
             return False
         self.tiers.device.grow(job.number, room_for)
         self._holders[job.number] = job
+        self._counters.prefix_cached_tokens += self._prefixes.used(job)
         self._round.busy.add(job.number)
         self._round.taken.append(job)
         if self.tiers.device.num_used > self._counters.peak_blocks:
@@ -268,6 +267,7 @@ class KVManager:
         self._rounds_to_look = 0
         self._holders.pop(job.number, None)
         self._admitted.pop(job.number, None)
+        self._prefixes.forget(job)
         self.tiers.release(job.number, self._prefixes.keys(job))
 
     # --- Room on the device -------------------------------------------------------------------
@@ -287,6 +287,7 @@ class KVManager:
             return True
         coming = self.tiers.num_leaving + self._round.ending_blocks
         shortage = num_blocks + self._round.promised - device.num_free - coming
+        shortage -= self._prefixes.give_back(shortage, self._round.offered)
         if shortage > 0 and not self._round.has_no_victims:
             victims = self._victims(shortage)
             if not self._round.running.isdisjoint(victim.number for victim in victims):
@@ -344,7 +345,7 @@ class KVManager:
             self._drop(job)
 
     def _may_swap(self, job: Job) -> bool:
-        if self._strategy == "recompute" or not _has_own_kv(job):
+        if self._strategy == "recompute" or job.num_computed == 0:
             return False
         return self._strategy == "reactive" or self._swap_is_cheaper(job)
 
@@ -356,8 +357,9 @@ class KVManager:
     def _forget(self, job: Job) -> None:
         """The job's blocks are gone."""
         del self._holders[job.number]
-        self._counters.recomputed_jobs += _has_own_kv(job)
-        job.num_computed = 0
+        if job.num_computed:
+            job.num_computed = 0
+            self._counters.recomputed_jobs += 1
 
     # --- Swapping -----------------------------------------------------------------------------
 
@@ -428,9 +430,10 @@ class KVManager:
         )
         returning = returning[: max(0, _MAX_RETURNING - num_on_their_way)]
         wanted = reserve + sum(self._room_to_return(job) for job in returning)
+        spare += self._prefixes.give_back(wanted - spare, self._round.offered)
         while leaving and spare < wanted:
             job = leaving.pop()
-            if not _has_own_kv(job):  # it was taken, but its step was held; or it only waits
+            if job.num_computed == 0:  # it was taken, but its step was held
                 spare += device.num_held(job.number)
                 self._drop(job)
             elif self._swap_is_cheaper(job) and self._make_host_room(job):
@@ -482,7 +485,6 @@ class KVManager:
             job
             for job in self._idle_on_device()
             if device.num_blocks_full(job.num_computed) > host.num_held(job.number)
-            and _has_own_kv(job)
         ]
         if not candidates:
             return
@@ -493,8 +495,3 @@ class KVManager:
         )
         if transfer is not None:
             self._round.begun.append(transfer)
-
-
-def _has_own_kv(job: Job) -> bool:
-    """Whether the job has computed KV: what a waiting one has was kept, and is again if it goes."""
-    return job.num_computed > 0 and job.state is not JobState.WAITING

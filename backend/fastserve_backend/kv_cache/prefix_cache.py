@@ -9,11 +9,10 @@ beside each other have copies, which their successors find.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from hashlib import blake2b
 
 from fastserve_backend.config import KVCacheSection
-from fastserve_backend.counters import EngineCounters
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.blocks import BlockPool
 
@@ -33,26 +32,54 @@ def prefix_keys(token_ids: array[int], num_tokens: int, block_size: int) -> Iter
 
 
 class PrefixCache:
-    """Finds what the device's free blocks kept, and says what they are to keep."""
+    """Finds what the device's free blocks kept, and says what they are to keep.
 
-    def __init__(self, device: BlockPool, config: KVCacheSection, counters: EngineCounters) -> None:
+    Owns the blocks of jobs that recalled some and have not run since: these go before any job loses
+    KV of its own. Changes ``num_computed`` of such jobs.
+    """
+
+    def __init__(self, device: BlockPool, config: KVCacheSection) -> None:
         self._device = device
         # Strategy defer promises blocks to jobs before they run, and takes none from anyone.
         self._is_on = config.prefix_caching and config.strategy != "defer"
         self._swaps_are_lossy = config.host_dtype != "same"
-        self._counters = counters
+        self._recalled: dict[int, Job] = {}
 
-    def recall(self, job: Job) -> bool:
-        """Give a job without blocks those that hold its first tokens, and count these as computed.
-        One token is left, for the one that it gives."""
-        if not self._is_on:
-            return False
-        device = self._device
-        keys = prefix_keys(_tokens(job), job.num_tokens - 1, device.block_size)
-        num_blocks = device.recall(job.number, keys)
-        job.num_computed = num_blocks * device.block_size
-        self._counters.prefix_cached_tokens += job.num_computed
-        return num_blocks > 0
+    def recall(self, job: Job) -> None:
+        """Give a job, which has no KV of its own, the blocks that hold its first tokens, all tokens
+        but one at most: for its next one it has to compute something."""
+        if not self._is_on or job.number in self._recalled:
+            return
+        block_size = self._device.block_size
+        keys = prefix_keys(_tokens(job), job.num_tokens - 1, block_size)
+        num_blocks = self._device.recall(job.number, keys)
+        if num_blocks:
+            job.num_computed = num_blocks * block_size
+            self._recalled[job.number] = job
+
+    def used(self, job: Job) -> int:
+        """The job is to run; returns how many tokens it recalled for that."""
+        return job.num_computed if self.forget(job) else 0
+
+    def forget(self, job: Job) -> bool:
+        """What the job has is its own from now on. Returns whether it had recalled it."""
+        return self._recalled.pop(job.number, None) is not None
+
+    def give_back(self, num_blocks: int, but_for: Container[int]) -> int:
+        """Free so many blocks of jobs that recalled them, the latest first, or all but those of
+        some jobs. Returns how many, which may be more; they keep what they hold."""
+        given, jobs = 0, []
+        for number, job in reversed(self._recalled.items()):
+            if given >= num_blocks:
+                break
+            if number not in but_for:
+                given += self._device.num_held(number)
+                jobs.append(job)
+        for job in jobs:
+            self._device.release(job.number, self.keys(job))
+            self.forget(job)
+            job.num_computed = 0
+        return given
 
     def keys(self, job: Job) -> list[bytes]:
         """Of the full blocks that the job has on the device and leaves to others."""

@@ -76,7 +76,7 @@ class Memory(Protocol):
         ...
 
     def recall(self, job: Job) -> None:
-        """The job's ``num_computed`` rises by what it need not compute after all."""
+        """The job, which may be offered next, has computed what was kept of its tokens."""
         ...
 
     def take(self, job: Job, num_tokens: int) -> bool:

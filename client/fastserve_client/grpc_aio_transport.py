@@ -61,7 +61,7 @@ class AioGrpcCall(AsyncIterator[Outputs]):
 
     async def __anext__(self) -> Outputs:
         if self._end is not None:
-            await self._await(self._end)
+            await self._await_end()
             raise StopAsyncIteration
         try:
             response = await anext(self._responses)
@@ -79,7 +79,7 @@ class AioGrpcCall(AsyncIterator[Outputs]):
         except grpc.RpcError as error:
             raise status_error(self._url, error) from None
         if response.error_message:
-            await self._await(self._end)
+            await self._await_end()
             raise error_from_message(response.error_message)
         return decode_response(response.infer_response)
 
@@ -88,10 +88,10 @@ class AioGrpcCall(AsyncIterator[Outputs]):
             async for _ in self._responses:
                 pass
 
-    async def _await(self, end: asyncio.Task[None] | None) -> None:
+    async def _await_end(self) -> None:
         # Not by ``wait_for``: who is cancelled meanwhile must not cancel the call.
-        assert end is not None
-        await asyncio.wait((end,), timeout=END_S)
+        assert self._end is not None
+        await asyncio.wait((self._end,), timeout=END_S)
 
     def cancel(self) -> None:
         self._cancelled = True

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator
 
 
 class KeptBlocks:
-    """All operations cost O(1)."""
+    """Operations cost O(1), and ``take_oldest`` O(blocks of one key)."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[int, bytes] = OrderedDict()  # in the order in which they came
-        self._blocks: dict[bytes, deque[int]] = {}  # of each key, in the same order
+        self._blocks: dict[bytes, list[int]] = {}  # of each key, in the same order
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -22,7 +22,7 @@ class KeptBlocks:
     def add(self, block: int, key: bytes) -> None:
         """``key``: of what it holds."""
         self._keys[block] = key
-        self._blocks.setdefault(key, deque()).append(block)
+        self._blocks.setdefault(key, []).append(block)
 
     def take(self, key: bytes) -> int | None:
         """The block of this key that came last; None: there is none."""
@@ -36,7 +36,7 @@ class KeptBlocks:
     def take_oldest(self) -> int:
         """The one that came first, to hold something else. There must be one."""
         block, key = self._keys.popitem(last=False)
-        self._blocks[key].popleft()
+        self._blocks[key].pop(0)
         self._forget_if_last(key)
         return block
 

@@ -16,6 +16,8 @@ from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.blocks import BlockPool
 
+_KEY_BYTES = 32
+
 
 def prefix_keys(token_ids: array[int], num_tokens: int, block_size: int) -> Iterator[bytes]:
     """For each block that the first ``num_tokens`` of the tokens fill a key of its tokens and all
@@ -27,7 +29,8 @@ def prefix_keys(token_ids: array[int], num_tokens: int, block_size: int) -> Iter
     key = b""
     last_start = min(num_tokens, len(token_ids)) - block_size
     for start in range(0, last_start + 1, block_size):
-        key = blake2b(key + token_ids[start : start + block_size].tobytes()).digest()
+        tokens = token_ids[start : start + block_size].tobytes()
+        key = blake2b(key + tokens, digest_size=_KEY_BYTES).digest()
         yield key
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,16 @@ from small_model import VOCAB_SIZE
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 Prompts = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path, tokenizer: Path) -> Iterator[LLM]:
+    """Keeps nothing, and has room for all."""
+    with small_engine(
+        checkpoint, tokenizer, prefix_caching=False, device_blocks=600, max_num_seqs=10
+    ) as llm:
+        yield llm
+        assert llm.engine.counters.prefix_cached_tokens == 0
 
 
 @pytest.fixture
@@ -46,15 +56,13 @@ def conversations(llm: LLM, openings: Prompts, additions: list[Prompts]) -> list
     "options", [{}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}]
 )
 def test_conversations_go_on_from_kept_kv(
-    small: Callable[..., Any], options: dict[str, int]
+    plain: LLM, small: Callable[..., Any], options: dict[str, int]
 ) -> None:
     rng = random.Random(3)
     system = random_tokens(rng, 50)
     openings = [system + random_tokens(rng, rng.randint(1, 30)) for _ in range(4)]
     additions = [[random_tokens(rng, rng.randint(1, 20)) for _ in openings] for _ in range(4)]
-    with small(prefix_caching=False) as llm:
-        expected = conversations(llm, openings, additions)
-        assert llm.engine.counters.prefix_cached_tokens == 0
+    expected = conversations(plain, openings, additions)
     with small(**options) as llm:
         assert conversations(llm, openings, additions) == expected
         # All but the first turn begin behind the full blocks of the turn before.
@@ -64,15 +72,16 @@ def test_conversations_go_on_from_kept_kv(
 
 
 @pytest.mark.parametrize("strategy", ["recompute", "reactive", "proactive"])
-def test_short_memory_changes_no_token(small: Callable[..., Any], strategy: str) -> None:
+def test_short_memory_changes_no_token(
+    plain: LLM, small: Callable[..., Any], strategy: str
+) -> None:
     """Jobs of few beginnings, more than there is room for, some of which leave and come back."""
     rng = random.Random(5)
     beginnings = [random_tokens(rng, length) for length in (16, 40, 64)]
     prompts = [
         rng.choice(beginnings) + random_tokens(rng, rng.randint(1, 24)) for _ in range(40)
     ] + beginnings
-    with small(prefix_caching=False) as llm:
-        expected = answers(llm, prompts)
+    expected = answers(plain, prompts)
     with small(strategy=strategy, device_blocks=24, max_num_seqs=6, base_quantum_ms=0.01) as llm:
         assert answers(llm, prompts) == expected
         assert answers(llm, prompts) == expected
@@ -82,14 +91,13 @@ def test_short_memory_changes_no_token(small: Callable[..., Any], strategy: str)
 
 
 def test_a_prompt_that_is_known_to_its_end_gets_the_token_that_it_got(
-    small: Callable[..., Any],
+    plain: LLM, small: Callable[..., Any]
 ) -> None:
     """Also in chunks, at random, and with a penalty for what is in the prompt."""
     rng = random.Random(7)
     prompts = [random_tokens(rng, length) for length in (16, 17, 32, 48, 100)]
     params = SamplingParams(max_tokens=8, temperature=0.9, seed=4, repetition_penalty=1.3)
-    with small(prefix_caching=False) as llm:
-        expected = answers(llm, prompts, params)
+    expected = answers(plain, prompts, params)
     with small(prefill_chunk_tokens=20) as llm:
         for number in range(3):
             assert answers(llm, prompts, params) == expected

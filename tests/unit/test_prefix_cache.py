@@ -110,13 +110,13 @@ def test_a_conversation_goes_on_behind_its_last_answer() -> None:
 
 def test_a_job_that_waited_finds_what_was_kept_meanwhile() -> None:
     desk = desk_of(10)
-    first, second = jobs = [make_job(0, 40), arrive(desk, 1, 40)]
+    first, second = make_job(0, 40), arrive(desk, 1, 40)
     desk.run(first)
     assert second.num_computed == 0
     end(desk, first)
     desk.manager.recall(second)
     assert second.num_computed == 32
-    assert desk.offer(*jobs[1:]) == [second]
+    assert desk.offer(second) == [second]
 
 
 def test_a_waiting_job_loses_what_was_kept_to_others_without_a_copy_and_finds_it_again() -> None:

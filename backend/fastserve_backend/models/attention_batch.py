@@ -43,6 +43,10 @@ class AttentionBatch(ABC):
             self._prefill(query[n:], kv, layer, scale, out[n:])
         return out
 
+    def _contexts_of(self, jobs: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Block tables, where those of the jobs begin in them, and how many tokens they hold."""
+        return self.block_tables, self.table_starts[jobs], self.context_lens[jobs]
+
     @abstractmethod
     def _decode(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
         """The rows of the jobs that decode."""
@@ -61,9 +65,7 @@ class CPUBatch(AttentionBatch):
             query,
             kv,
             layer,
-            self.block_tables,
-            self.table_starts[:n],
-            self.context_lens[:n],
+            *self._contexts_of(slice(n)),
             scale,
             out,
         )
@@ -74,9 +76,7 @@ class CPUBatch(AttentionBatch):
             query,
             kv,
             layer,
-            self.block_tables,
-            self.table_starts[n:],
-            self.context_lens[n:],
+            *self._contexts_of(slice(n, None)),
             self.query_starts,
             scale,
             out,
@@ -105,9 +105,7 @@ class WorkListBatch(AttentionBatch):
             query,
             kv,
             layer,
-            self.block_tables,
-            self.table_starts[:n],
-            self.context_lens[:n],
+            *self._contexts_of(slice(n)),
             self.decode_work,
             scale,
             out,
@@ -122,9 +120,7 @@ class WorkListBatch(AttentionBatch):
             query,
             kv,
             layer,
-            self.block_tables,
-            self.table_starts[n:],
-            self.context_lens[n:],
+            *self._contexts_of(slice(n, None)),
             self.query_starts,
             self.prefill_work,
             scale,

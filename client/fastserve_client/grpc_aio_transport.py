@@ -30,10 +30,11 @@ class AioGrpcTransport:
         self._stream = stream_method(self._channel)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
         self._closed = asyncio.Event()
+        self._ending: set[asyncio.Task[None]] = set()
 
     def start(self, request: InferRequest, timeout_s: float | None) -> AioGrpcCall:
         call = self._stream(encode_request(request), timeout=timeout_s)
-        return AioGrpcCall(call, self._url, self._closed)
+        return AioGrpcCall(call, self._url, self._closed, self._ending)
 
     async def is_ready(self, model: str, timeout_s: float) -> bool:
         request = service_pb2.ModelReadyRequest(name=model)
@@ -45,17 +46,32 @@ class AioGrpcTransport:
 
     async def close(self) -> None:
         self._closed.set()
-        await self._channel.close()
+        try:
+            if self._ending:
+                await asyncio.wait(self._ending, timeout=END_S)
+        finally:
+            await self._channel.close()
 
 
 class AioGrpcCall(AsyncIterator[Outputs]):
-    """One ``ModelStreamInfer`` with one request."""
+    """One ``ModelStreamInfer`` with one request.
 
-    def __init__(self, call: Any, url: str, transport_closed: asyncio.Event) -> None:
+    Args:
+        ending: where the task is that reads to the end once the last response has come.
+    """
+
+    def __init__(
+        self,
+        call: Any,
+        url: str,
+        transport_closed: asyncio.Event,
+        ending: set[asyncio.Task[None]],
+    ) -> None:
         self._call = call
         self._responses = aiter(call)
         self._url = url
         self._transport_closed = transport_closed
+        self._ending = ending
         self._cancelled = False
         self._end: asyncio.Task[None] | None = None  # once the last response has come
 
@@ -67,6 +83,8 @@ class AioGrpcCall(AsyncIterator[Outputs]):
             response = await anext(self._responses)
             if response.error_message or is_last(response.infer_response):
                 self._end = asyncio.ensure_future(self._read_to_end())
+                self._ending.add(self._end)
+                self._end.add_done_callback(self._ending.discard)
         except asyncio.CancelledError:
             # gRPC reports a call that cancel() has ended as it does a cancelled task.
             if not _task_is_cancelled():

@@ -35,7 +35,7 @@ END_S = 1.0
 
 It comes at once, and must not be cut short: of a call that is cancelled in that moment,
 tritonserver 24.10 keeps some 25 kB for ever, and the model with it, which then cannot be unloaded.
-So such a call is not cancelled, but left to its end.
+So such a call is not cancelled, but left to its end, for which the channel is kept open, too.
 """
 
 

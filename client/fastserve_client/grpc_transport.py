@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,9 +36,11 @@ class GrpcTransport:
         self._channel = open_channel(grpc, endpoint)
         self._stream = stream_method(self._channel)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._ending: set[threading.Event] = set()
 
     def start(self, request: InferRequest, timeout_s: float | None) -> GrpcCall:
-        return GrpcCall(self._stream(encode_request(request), timeout=timeout_s), self._url)
+        call = self._stream(encode_request(request), timeout=timeout_s)
+        return GrpcCall(call, self._url, self._ending)
 
     def is_ready(self, model: str, timeout_s: float) -> bool:
         request = service_pb2.ModelReadyRequest(name=model)
@@ -47,15 +50,24 @@ class GrpcTransport:
             return False
 
     def close(self) -> None:
+        deadline = time.monotonic() + END_S
+        for end in tuple(self._ending):
+            end.wait(max(0.0, deadline - time.monotonic()))
         self._channel.close()
 
 
 class GrpcCall(Iterator[Outputs]):
-    """One ``ModelStreamInfer`` with one request."""
+    """One ``ModelStreamInfer`` with one request.
 
-    def __init__(self, call: Any, url: str) -> None:
+    Args:
+        ending: where to be, by an event for its end, while the last response has come and the end
+            has not.
+    """
+
+    def __init__(self, call: Any, url: str, ending: set[threading.Event]) -> None:
         self._call = call
         self._url = url
+        self._ending = ending
         self._end: threading.Event | None = None  # once the last response has come
 
     def __next__(self) -> Outputs:
@@ -68,8 +80,9 @@ class GrpcCall(Iterator[Outputs]):
             raise status_error(self._url, error) from None
         if response.error_message or is_last(response.infer_response):
             self._end = end = threading.Event()
+            self._ending.add(end)
             # It also keeps the call, which would cancel itself when nobody has it any more.
-            self._call.add_done_callback(lambda _: end.set())
+            self._call.add_done_callback(lambda _: self._has_ended(end))
         if response.error_message:
             end.wait(END_S)
             raise error_from_message(response.error_message)
@@ -78,3 +91,7 @@ class GrpcCall(Iterator[Outputs]):
     def cancel(self) -> None:
         if self._end is None:
             self._call.cancel()
+
+    def _has_ended(self, end: threading.Event) -> None:
+        self._ending.discard(end)
+        end.set()

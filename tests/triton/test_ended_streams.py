@@ -1,4 +1,4 @@
-"""Streams that are closed at their last chunk leave nothing in the server."""
+"""Streams, and clients, that are closed at the last chunk leave nothing in the server."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from running_server import running_server
 
 # Of streams that are cancelled in that moment, tritonserver 24.10 keeps one in four.
 NUM_STREAMS = 160
+NUM_CLIENTS = 40
 AT_ONCE = 8
 
 
@@ -31,7 +32,14 @@ def drop_streams(url: str) -> None:
             while next(chunks).finish_reason is None:
                 pass
             del chunks
-        client.generate("a", max_tokens=1)  # so that the last one ends, too
+
+
+def close_clients(url: str) -> None:
+    for _ in range(NUM_CLIENTS):
+        with FastServeClient(url) as client:
+            chunks = client.stream("a", max_tokens=2, ignore_eos=True)
+            while next(chunks).finish_reason is None:
+                pass
 
 
 def close_asyncio_streams(url: str) -> None:
@@ -44,7 +52,20 @@ def close_asyncio_streams(url: str) -> None:
         async with AsyncFastServeClient(url) as client:
             for _ in range(0, NUM_STREAMS, AT_ONCE):
                 await asyncio.gather(*(close_one(client) for _ in range(AT_ONCE)))
-            await client.generate("a", max_tokens=1)
+
+    asyncio.run(close_all())
+
+
+def close_asyncio_clients(url: str) -> None:
+    async def close_one() -> None:
+        async with AsyncFastServeClient(url) as client:
+            chunks = client.stream("a", max_tokens=2, ignore_eos=True)
+            while (await anext(chunks)).finish_reason is None:
+                pass
+
+    async def close_all() -> None:
+        for _ in range(NUM_CLIENTS):
+            await close_one()
 
     asyncio.run(close_all())
 
@@ -66,20 +87,25 @@ def cancel_asyncio_readers(url: str) -> None:
                 await ended.wait()
                 reader.cancel()
                 await asyncio.wait((reader,))
-            await client.generate("a", max_tokens=1)
 
     asyncio.run(cancel_all())
 
 
 @pytest.mark.parametrize(
-    "end_streams", [close_streams, drop_streams, close_asyncio_streams, cancel_asyncio_readers]
+    "ways_to_end",
+    [
+        (close_streams, drop_streams, close_clients),
+        (close_asyncio_streams, close_asyncio_clients, cancel_asyncio_readers),
+    ],
+    ids=["threads", "asyncio"],
 )
 def test_a_server_whose_streams_were_closed_at_their_end_unloads_its_model(
-    end_streams: Callable[[str], None],
+    ways_to_end: tuple[Callable[[str], None], ...],
     tiny_config: EngineConfig,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with running_server(tiny_config, tmp_path / "server.log") as server:
-        end_streams(f"grpc://{server.endpoints.grpc_url}")
+        for end_streams in ways_to_end:
+            end_streams(f"grpc://{server.endpoints.grpc_url}")
     assert "did not end after SIGTERM" not in caplog.text

@@ -186,7 +186,7 @@ def used_blocks(metrics_url: str) -> float:
 
 
 def unfinished_jobs(metrics_url: str) -> float:
-    states = ("running", "waiting")  # those that are swapped wait too
+    states = ("running", "waiting", "swapped")
     return sum(metric(metrics_url, "fastserve_jobs", state=state) for state in states)
 
 

@@ -53,6 +53,7 @@ class JobStats:
     swap_stall_s: float
     queue_level: int
     num_input_tokens: int
+    num_cached_tokens: int
     num_output_tokens: int
     cumulative_logprob: float
 
@@ -102,6 +103,8 @@ class Job:
     """Tokens after those of ``output_ids`` that unfinished steps give it: at most one a step."""
     num_computed: int = 0
     """Tokens, from the first on, whose K and V are in the cache when its unfinished steps end."""
+    num_cached_tokens: int = 0
+    """Of its prompt, those whose K and V were kept from an earlier job when it first ran."""
     queue_level: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -162,6 +165,7 @@ class Job:
             swap_stall_s=self.swap_stall_s,
             queue_level=self.queue_level,
             num_input_tokens=len(self.prompt_ids),
+            num_cached_tokens=self.num_cached_tokens,
             num_output_tokens=len(self.output_ids),
             cumulative_logprob=self.cumulative_logprob,
         )

@@ -57,6 +57,7 @@ STOP_WORDS: Final = "stop_words"
 IGNORE_EOS: Final = "ignore_eos"
 RETURN_FINISH_REASON: Final = "return_finish_reason"
 RETURN_NUM_INPUT_TOKENS: Final = "return_num_input_tokens"
+RETURN_NUM_CACHED_TOKENS: Final = "return_num_cached_tokens"
 RETURN_NUM_OUTPUT_TOKENS: Final = "return_num_output_tokens"
 RETURN_CUMULATIVE_LOGPROB: Final = "return_cumulative_logprob"
 RETURN_LOGPROBS: Final = "return_logprobs"
@@ -95,6 +96,7 @@ INPUTS: Final = (
     TensorSpec(IGNORE_EOS, "BOOL"),
     TensorSpec(RETURN_FINISH_REASON, "BOOL"),
     TensorSpec(RETURN_NUM_INPUT_TOKENS, "BOOL"),
+    TensorSpec(RETURN_NUM_CACHED_TOKENS, "BOOL"),
     TensorSpec(RETURN_NUM_OUTPUT_TOKENS, "BOOL"),
     TensorSpec(RETURN_CUMULATIVE_LOGPROB, "BOOL"),
     TensorSpec(RETURN_LOGPROBS, "BOOL"),
@@ -110,6 +112,9 @@ FINISH_REASON: Final = "finish_reason"
 """``stop`` or ``length``, in the last response only. What is cancelled or fails ends with an
 error instead."""
 NUM_INPUT_TOKENS: Final = "num_input_tokens"
+NUM_CACHED_TOKENS: Final = "num_cached_tokens"
+"""Tokens of the prompt that were not computed, as their keys and values were kept from an earlier
+request."""
 NUM_OUTPUT_TOKENS: Final = "num_output_tokens"
 """Tokens of this response, as Triton's vLLM backend counts; the sum is the length of the output."""
 CUMULATIVE_LOGPROB: Final = "cumulative_logprob"
@@ -144,6 +149,7 @@ OUTPUTS: Final = (
     TensorSpec(OUTPUT_IDS, "INT32", variable_length=True),
     TensorSpec(FINISH_REASON, "BYTES"),
     TensorSpec(NUM_INPUT_TOKENS, "UINT32"),
+    TensorSpec(NUM_CACHED_TOKENS, "UINT32"),
     TensorSpec(NUM_OUTPUT_TOKENS, "UINT32"),
     TensorSpec(CUMULATIVE_LOGPROB, "FP32"),
     TensorSpec(LOGPROBS_OUTPUT, "BYTES"),

@@ -45,6 +45,7 @@ def build_request(
         protocol.EXCLUDE_INPUT_IN_OUTPUT: True,
         protocol.RETURN_FINISH_REASON: True,
         protocol.RETURN_NUM_INPUT_TOKENS: True,
+        protocol.RETURN_NUM_CACHED_TOKENS: True,
     }
     if options.get(protocol.LOGPROBS) is not None:
         flags[protocol.RETURN_LOGPROBS] = True

@@ -50,6 +50,7 @@ def _chunk(outputs: Outputs) -> Chunk:
         logprobs=_parse_logprobs(logprobs[0]) if logprobs else (),
         cumulative_logprob=_first(outputs, protocol.CUMULATIVE_LOGPROB),
         perf=_parse_perf(outputs),
+        num_cached_tokens=_first(outputs, protocol.NUM_CACHED_TOKENS),
     )
 
 

@@ -60,6 +60,8 @@ class Chunk:
     """Sum over all tokens so far, where the request asked for ``logprobs``."""
     perf: PerfMetrics | None = None
     """On the last chunk, where the request asked for it."""
+    num_cached_tokens: int | None = None
+    """Those of the prompt that the server had kept from earlier requests; on the last chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...]
     cumulative_logprob: float | None
     perf: PerfMetrics | None
+    num_cached_tokens: int | None
 
     @property
     def num_output_tokens(self) -> int:
@@ -99,4 +102,5 @@ class Completion:
             logprobs=tuple(logprobs),
             cumulative_logprob=last.cumulative_logprob,
             perf=last.perf,
+            num_cached_tokens=last.num_cached_tokens,
         )

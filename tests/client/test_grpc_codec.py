@@ -80,12 +80,13 @@ def test_the_last_chunk_with_everything() -> None:
         output_ids=[7],
         finish_reason=["length"],
         num_input_tokens=[3],
+        num_cached_tokens=[2],
         cumulative_logprob=[-1.5],
         logprobs=[json.dumps(logprobs)],
         **{name: [value] for name, value in perf.items()},
     )
     chunk = _decode(response)
-    assert chunk.num_input_tokens == 3
+    assert (chunk.num_input_tokens, chunk.num_cached_tokens) == (3, 2)
     assert chunk.cumulative_logprob == -1.5
     assert chunk.logprobs == (TokenLogprob(7, " a", -0.5, (TokenLogprob(7, " a", -0.5),)),)
     assert chunk.perf == PerfMetrics(**perf)

@@ -32,6 +32,7 @@ def test_a_request_carries_prompt_options_and_what_to_return() -> None:
         "exclude_input_in_output": True,
         "return_finish_reason": True,
         "return_num_input_tokens": True,
+        "return_num_cached_tokens": True,
     }
 
 

@@ -11,7 +11,7 @@ def test_chunks_join_to_a_completion() -> None:
         [
             Chunk("He", (11,), None, 4, (first,), -0.25),
             Chunk("", (), None, 4, (), -0.25),
-            Chunk("y!", (12, 13), "length", 4, (second,), -0.75, _PERF),
+            Chunk("y!", (12, 13), "length", 4, (second,), -0.75, _PERF, 2),
         ]
     )
     assert completion == Completion(
@@ -22,6 +22,7 @@ def test_chunks_join_to_a_completion() -> None:
         logprobs=(first, second),
         cumulative_logprob=-0.75,
         perf=_PERF,
+        num_cached_tokens=2,
     )
     assert completion.num_output_tokens == 3
 

@@ -37,6 +37,22 @@ def test_text(client: OpenAI, endpoints: Any) -> None:
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 16
 
 
+def test_usage_says_how_much_of_the_prompts_was_kept(client: OpenAI) -> None:
+    ids = [range(100, 140), range(60, 93)]
+    for cached_tokens in (0, 64):
+        answer = client.completions.create(
+            prompt=[list(prompt) for prompt in ids],
+            n=2,
+            max_tokens=2,
+            extra_body=FORCED,
+            **GREEDY,
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == 73
+        assert answer.usage.prompt_tokens_details is not None
+        assert answer.usage.prompt_tokens_details.cached_tokens == cached_tokens
+
+
 @pytest.mark.parametrize(
     ("prompt", "prompt_tokens"),
     [([5, 6, 7], 3), (["Hello", "Hello"], None), ([[5, 6], [7, 8, 9]], 5), ("Hello", None)],

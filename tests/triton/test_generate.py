@@ -130,6 +130,7 @@ def test_additional_outputs_come_only_on_request(endpoints: Endpoints) -> None:
         temperature=0.0,
         return_finish_reason=True,
         return_num_input_tokens=True,
+        return_num_cached_tokens=True,
         return_num_output_tokens=True,
         return_cumulative_logprob=True,
         return_logprobs=True,
@@ -139,6 +140,7 @@ def test_additional_outputs_come_only_on_request(endpoints: Endpoints) -> None:
     outputs = answer.outputs
     assert outputs[protocol.FINISH_REASON] == b"length"
     assert outputs[protocol.NUM_INPUT_TOKENS] == len(PROMPT) + 1
+    assert outputs[protocol.NUM_CACHED_TOKENS] == 16  # those of `plain` in full blocks
     assert outputs[protocol.NUM_OUTPUT_TOKENS] == 3
     logprobs = json.loads(outputs[protocol.LOGPROBS_OUTPUT])
     assert [entry["token_id"] for entry in logprobs] == answer.token_ids

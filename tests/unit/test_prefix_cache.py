@@ -253,5 +253,18 @@ def test_of_many_jobs_with_one_beginning_the_first_batch_alone_computes_it() -> 
     jobs = [make_job(number, 4 * BLOCK_SIZE + 2, max_tokens=3) for number in range(10)]
     rig.run(jobs)
     assert rig.counters.prefix_cached_tokens == 8 * 4 * BLOCK_SIZE
+    assert [job.num_cached_tokens for job in jobs] == [0] * 2 + [4 * BLOCK_SIZE] * 8
     assert sorted(number for number, _ in rig.ends) == list(range(10))
     assert rig.pool.num_used == 0
+
+
+def test_what_a_preempted_job_finds_of_its_own_is_no_cached_prompt() -> None:
+    policy = make("fcfs", BatchLimits(2, 100))
+    kv_cache = KVCacheSection(strategy="recompute", prefix_caching=True)
+    rig = Rig(policy, num_blocks=6, kv_cache=kv_cache)
+    jobs = [make_job(number, 2 * BLOCK_SIZE + 1, max_tokens=9) for number in range(2)]
+    jobs[1].prompt_ids = array("i", range(900, 900 + 2 * BLOCK_SIZE + 1))
+    rig.run(jobs)
+    assert rig.counters.preemptions > 0
+    assert rig.counters.prefix_cached_tokens > 0
+    assert [job.num_cached_tokens for job in jobs] == [0, 0]

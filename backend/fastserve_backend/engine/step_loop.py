@@ -300,6 +300,7 @@ class StepLoop:
             job.state = JobState.RUNNING
             if job.first_scheduled_s is None:
                 job.first_scheduled_s = now
+                job.num_cached_tokens = job.num_computed
         chosen = {job.number for job, _ in batch}
         set_aside = [
             job

@@ -52,6 +52,7 @@ class GenerateRequest:
     """``params.max_tokens`` may be lowered to what fits."""
     return_finish_reason: bool
     return_num_input_tokens: bool
+    return_num_cached_tokens: bool
     return_num_output_tokens: bool
     return_cumulative_logprob: bool
     return_logprobs: bool
@@ -93,6 +94,7 @@ def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> Gene
         clip_max_tokens=values.boolean(protocol.CLIP_MAX_TOKENS),
         return_finish_reason=values.boolean(protocol.RETURN_FINISH_REASON),
         return_num_input_tokens=values.boolean(protocol.RETURN_NUM_INPUT_TOKENS),
+        return_num_cached_tokens=values.boolean(protocol.RETURN_NUM_CACHED_TOKENS),
         return_num_output_tokens=values.boolean(protocol.RETURN_NUM_OUTPUT_TOKENS),
         return_cumulative_logprob=return_cumulative_logprob,
         return_logprobs=return_logprobs,

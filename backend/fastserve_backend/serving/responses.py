@@ -82,6 +82,9 @@ class ResponseEncoder:
             if request.return_num_input_tokens:
                 number = np.array([self._num_input_tokens], np.uint32)
                 tensors.append((protocol.NUM_INPUT_TOKENS, number))
+            if request.return_num_cached_tokens and last.stats is not None:
+                number = np.array([last.stats.num_cached_tokens], np.uint32)
+                tensors.append((protocol.NUM_CACHED_TOKENS, number))
         if request.return_num_output_tokens:
             number = np.array([len(token_ids)], np.uint32)
             tensors.append((protocol.NUM_OUTPUT_TOKENS, number))

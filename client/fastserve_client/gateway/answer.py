@@ -38,6 +38,7 @@ class Usage:
     num_choices: int
     """Answers to each prompt; those of one prompt are neighbours."""
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     completion_tokens: int = 0
 
     def add(self, index: int, part: Chunk | Completion) -> None:
@@ -45,12 +46,14 @@ class Usage:
         self.completion_tokens += len(part.token_ids)
         if index % self.num_choices == 0:
             self.prompt_tokens += part.num_input_tokens or 0
+            self.cached_tokens += part.num_cached_tokens or 0
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 

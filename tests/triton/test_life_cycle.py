@@ -1,4 +1,4 @@
-"""Starting, stopping, and everything that can die. Afterwards nothing may be left."""
+"""Stopping, and everything that can die. Afterwards nothing may be left."""
 
 from __future__ import annotations
 
@@ -12,26 +12,20 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import httpx2
 import psutil
 import pytest
-from byte_tokenizer import save_byte_tokenizer
-from damaged_model import save_damaged_opt
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.models.errors import ModelError
-from fastserve_backend.serving import launch, process
+from fastserve_backend.serving import process
 from fastserve_backend.serving.endpoints import Endpoints
-from fastserve_backend.serving.errors import ModelLoadError
-from fastserve_backend.serving.launch import TritonServer, serve
+from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_client import protocol
-from interruptions import interrupts_itself
+from launched import leaving_nothing, serve_in_process, start, started_by
 from serving_client import GENERATE, STATUS_HEADER, GrpcStream, metric, post, used_blocks
-from tiny_model import START_TIMEOUT_S
 from waiting import wait_for
 
 RESTART_TIMEOUT_S = 60.0
@@ -42,42 +36,7 @@ STALL_LIMIT_S = 60.0
 # What the stub says then. The second, which is faulthandler's, where the call under way holds the
 # interpreter's lock: metrics' calls do, those of responses do not.
 STALL_SIGNS = ("tritonserver takes no responses any more; ending", "Timeout (0:00:30)!")
-# Less than the time after which a launcher that still fetches exits at once, and the tests with it.
-FETCH_S = 2.0
 RESTARTS = "fastserve_worker_restarts_total"
-SERVE = """
-import sys
-from pathlib import Path
-from fastserve_backend.config import EngineConfig
-from fastserve_backend.serving.launch import TritonServer, serve
-
-def on_ready():
-    print(server.runtime.path, *sys.argv[3:], server.endpoints.http_port, flush=True)
-    print(server.endpoints.grpc_port, server.endpoints.metrics_port, flush=True)
-
-config = EngineConfig.from_yaml(Path(sys.argv[1]))
-log_path = Path(sys.argv[2])
-server = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
-sys.exit(serve(server, on_ready))
-"""
-
-
-@contextmanager
-def leaving_nothing() -> Iterator[list[tuple[RuntimeDirectory, Endpoints]]]:
-    """The body adds what it started; at the end all of it must be gone."""
-    started: list[tuple[RuntimeDirectory, Endpoints]] = []
-    yield started
-    for runtime, endpoints in started:
-        wait_for(lambda runtime=runtime: not runtime.processes(), 10.0)
-        wait_for(lambda runtime=runtime: not runtime.path.exists(), 5.0)
-        assert not list(Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*"))
-        endpoints.claim()  # raises if somebody listens there
-
-
-def start(config: EngineConfig, log_path: Path) -> TritonServer:
-    server = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
-    server.start(START_TIMEOUT_S)
-    return server
 
 
 def kill(pid: int | None) -> None:
@@ -295,8 +254,8 @@ def test_sigterm_finishes_streams_in_flight(tiny_config: EngineConfig, tmp_path:
     config_path = tmp_path / "engine.yaml"
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
     with leaving_nothing() as started:
-        launcher = _serve(config_path, tmp_path / "server.log")
-        runtime, endpoints = _started(launcher)
+        launcher = serve_in_process(config_path, tmp_path / "server.log")
+        runtime, endpoints = started_by(launcher)
         started.append((runtime, endpoints))
         request = {"text_input": "a", "stream": True, "max_tokens": 400, "ignore_eos": True}
         streams = [GrpcStream(endpoints.grpc_url, **request) for _ in range(3)]
@@ -349,8 +308,8 @@ def test_server_ends_with_its_launcher(tiny_config: EngineConfig, tmp_path: Path
     config_path = tmp_path / "engine.yaml"
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
     with leaving_nothing() as started:
-        launcher = _serve(config_path, tmp_path / "server.log")
-        started.append(_started(launcher))
+        launcher = serve_in_process(config_path, tmp_path / "server.log")
+        started.append(started_by(launcher))
         launcher.kill()
         launcher.wait()
 
@@ -362,12 +321,12 @@ def test_a_server_has_its_own_limits_and_removes_no_others_directory(
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
     others = Path("/tmp/python_env_others")
     with leaving_nothing() as started:
-        launcher = _serve(config_path, tmp_path / "server.log")
+        launcher = serve_in_process(config_path, tmp_path / "server.log")
         resource.prlimit(launcher.pid, resource.RLIMIT_NOFILE, (256, 4096))
         wait_for(lambda: bool(psutil.Process(launcher.pid).children()), 30.0)
         others.mkdir()
         try:
-            started.append(_started(launcher))
+            started.append(started_by(launcher))
             (server,) = psutil.Process(launcher.pid).children()
             assert server.rlimit(resource.RLIMIT_NOFILE) == (4096, 4096)
             # Or it would die with who reads its output.
@@ -379,126 +338,6 @@ def test_a_server_has_its_own_limits_and_removes_no_others_directory(
             assert others.exists()
         finally:
             others.rmdir()
-
-
-def test_a_model_that_cannot_load_says_why_in_one_line(tmp_path: Path) -> None:
-    config = EngineConfig().with_keys(model=str(tmp_path / "nowhere"))
-    with pytest.raises(ModelError, match="nowhere"):  # before anything is started
-        start(config, tmp_path / "server.log")
-    config = EngineConfig().with_keys(
-        model="opt-125m", load_format="dummy", tokenizer=str(tmp_path / "nowhere")
-    )
-    with leaving_nothing(), pytest.raises(ModelLoadError, match="nowhere") as caught:
-        start(config, tmp_path / "server.log")
-    assert "\n" not in str(caught.value)
-    assert "Traceback" not in str(caught.value)
-
-
-def test_a_model_that_answers_with_an_error_is_started_only_once(
-    tiny_config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save_damaged_opt(tmp_path / "damaged")
-    keys = {"model": str(tmp_path / "damaged"), "load_format": "auto"}
-    config = tiny_config.with_keys(**keys, tokenizer=str(save_byte_tokenizer(tmp_path)))
-    with leaving_nothing(), pytest.raises(ModelLoadError) as caught:
-        start(config, tmp_path / "server.log")
-    assert str(caught.value).startswith("no token from the model: the model computed NaN instead")
-    assert "\n" not in str(caught.value)
-    assert "start 1 of" not in caplog.text
-
-
-def test_sigterm_while_starting_ends_quietly(tiny_config: EngineConfig, tmp_path: Path) -> None:
-    config_path, log_path = tmp_path / "engine.yaml", tmp_path / "server.log"
-    config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
-    before = _backend_directories()
-    launcher = _serve(config_path, log_path)
-    wait_for(lambda: _backend_directories() > before, 30.0)  # the server's process has been started
-    made = _backend_directories() - before
-    launcher.send_signal(signal.SIGTERM)
-    output, _ = launcher.communicate(timeout=30.0)
-    assert launcher.returncode == 0
-    assert output == ""
-    assert not made & _backend_directories()
-
-
-def _has_stub(runtime: RuntimeDirectory) -> bool:
-    try:
-        names = [psutil.Process(pid).name() for pid in runtime.processes()]
-    except psutil.NoSuchProcess:
-        return False
-    return any(name.startswith("triton_python") for name in names)
-
-
-@pytest.mark.parametrize("tokenizer", [None, "/nowhere"])
-def test_a_server_ends_with_the_launcher_that_was_killed_while_it_started(
-    tiny_config: EngineConfig, tmp_path: Path, tokenizer: str | None
-) -> None:
-    config = tiny_config if tokenizer is None else tiny_config.with_keys(tokenizer=tokenizer)
-    config_path, log_path = tmp_path / "engine.yaml", tmp_path / "server.log"
-    config_path.write_text(config.to_yaml(), encoding="utf-8")
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        launcher = _serve(config_path, log_path, {"TMPDIR": short})
-        wait_for(log_path.exists, 30.0)  # the server's process is about to be started
-        (path,) = Path(short).iterdir()
-        runtime = RuntimeDirectory(path)
-        wait_for(lambda: _has_stub(runtime), 30.0)  # before that nobody would tell the server
-        launcher.kill()
-        launcher.communicate()
-        wait_for(lambda: not runtime.processes(), 30.0)
-        assert not path.exists()
-        assert not list(Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*"))
-
-
-def test_a_stop_may_be_asked_for_while_one_is_asked_for(tiny_config: EngineConfig) -> None:
-    server = TritonServer(tiny_config)
-    assert interrupts_itself(server.request_stop)
-    assert server.stop_requested
-    server.stop()
-
-
-def test_sigterm_while_the_model_is_fetched_ends_at_once(
-    tiny_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fetch(*_: object, **__: object) -> None:
-        assert callable(signal.getsignal(signal.SIGTERM))  # else it would end the tests
-        os.kill(os.getpid(), signal.SIGTERM)
-        threading.Event().wait(FETCH_S)
-        pytest.fail("the model is fetched to its end")
-
-    monkeypatch.setattr(launch, "load_model_config", fetch)
-    assert serve(TritonServer(tiny_config)) == 0
-
-
-def test_a_launcher_that_fails_says_so(tiny_config: EngineConfig) -> None:
-    server = TritonServer(tiny_config)
-
-    def fail() -> None:
-        raise FileNotFoundError("somebody has cleaned up")
-
-    server._keep_running = fail  # type: ignore[method-assign]
-    server._supervise()
-    assert server.failure == "FileNotFoundError: somebody has cleaned up"
-    server.stop()
-
-
-def _serve(
-    config_path: Path, log_path: Path, variables: Mapping[str, str] | None = None
-) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SERVE, str(config_path), str(log_path)]
-    environment = os.environ | dict(variables or {})
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-
-
-def _backend_directories() -> set[Path]:
-    return set(Path("/tmp").glob("python_env_??????"))
-
-
-def _started(launcher: subprocess.Popen[str]) -> tuple[RuntimeDirectory, Endpoints]:
-    assert launcher.stdout is not None
-    path, http_port = launcher.stdout.readline().split()
-    grpc_port, metrics_port = launcher.stdout.readline().split()
-    endpoints = Endpoints("127.0.0.1", int(http_port), int(grpc_port), int(metrics_port))
-    return RuntimeDirectory(Path(path)), endpoints
 
 
 def _refuses(endpoints: Endpoints) -> bool:

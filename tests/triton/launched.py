@@ -1,0 +1,67 @@
+"""Servers that a test starts for itself, by a launcher in this process or in one of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.launch import TritonServer
+from fastserve_backend.serving.runtime import RuntimeDirectory
+from tiny_model import START_TIMEOUT_S
+from waiting import wait_for
+
+SERVE = """
+import sys
+from pathlib import Path
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.launch import TritonServer, serve
+
+def on_ready():
+    print(server.runtime.path, server.endpoints.http_port, flush=True)
+    print(server.endpoints.grpc_port, server.endpoints.metrics_port, flush=True)
+
+config = EngineConfig.from_yaml(Path(sys.argv[1]))
+log_path = Path(sys.argv[2])
+server = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
+sys.exit(serve(server, on_ready))
+"""
+
+
+@contextmanager
+def leaving_nothing() -> Iterator[list[tuple[RuntimeDirectory, Endpoints]]]:
+    """The body adds what it started; at the end all of it must be gone."""
+    started: list[tuple[RuntimeDirectory, Endpoints]] = []
+    yield started
+    for runtime, endpoints in started:
+        wait_for(lambda runtime=runtime: not runtime.processes(), 10.0)
+        wait_for(lambda runtime=runtime: not runtime.path.exists(), 5.0)
+        assert not list(Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*"))
+        endpoints.claim()  # raises if somebody listens there
+
+
+def start(config: EngineConfig, log_path: Path) -> TritonServer:
+    server = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
+    server.start(START_TIMEOUT_S)
+    return server
+
+
+def serve_in_process(
+    config_path: Path, log_path: Path, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SERVE, str(config_path), str(log_path)]
+    environment = os.environ | dict(variables or {})
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def started_by(launcher: subprocess.Popen[str]) -> tuple[RuntimeDirectory, Endpoints]:
+    assert launcher.stdout is not None
+    path, http_port = launcher.stdout.readline().split()
+    grpc_port, metrics_port = launcher.stdout.readline().split()
+    endpoints = Endpoints("127.0.0.1", int(http_port), int(grpc_port), int(metrics_port))
+    return RuntimeDirectory(Path(path)), endpoints

@@ -1,0 +1,130 @@
+"""Starts that fail, or are given up. Afterwards nothing may be left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from byte_tokenizer import save_byte_tokenizer
+from damaged_model import save_damaged_opt
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.models.errors import ModelError
+from fastserve_backend.serving import launch
+from fastserve_backend.serving.errors import ModelLoadError
+from fastserve_backend.serving.launch import TritonServer, serve
+from fastserve_backend.serving.runtime import RuntimeDirectory
+from interruptions import interrupts_itself
+from launched import leaving_nothing, serve_in_process, start
+from waiting import wait_for
+
+# Less than the time after which a launcher that still fetches exits at once, and the tests with it.
+FETCH_S = 2.0
+
+
+def backend_directories() -> set[Path]:
+    return set(Path("/tmp").glob("python_env_??????"))
+
+
+def test_a_model_that_cannot_load_says_why_in_one_line(tmp_path: Path) -> None:
+    config = EngineConfig().with_keys(model=str(tmp_path / "nowhere"))
+    with pytest.raises(ModelError, match="nowhere"):  # before anything is started
+        start(config, tmp_path / "server.log")
+    config = EngineConfig().with_keys(
+        model="opt-125m", load_format="dummy", tokenizer=str(tmp_path / "nowhere")
+    )
+    with leaving_nothing(), pytest.raises(ModelLoadError, match="nowhere") as caught:
+        start(config, tmp_path / "server.log")
+    assert "\n" not in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+
+
+def test_a_model_that_answers_with_an_error_is_started_only_once(
+    tiny_config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_damaged_opt(tmp_path / "damaged")
+    keys = {"model": str(tmp_path / "damaged"), "load_format": "auto"}
+    config = tiny_config.with_keys(**keys, tokenizer=str(save_byte_tokenizer(tmp_path)))
+    with leaving_nothing(), pytest.raises(ModelLoadError) as caught:
+        start(config, tmp_path / "server.log")
+    assert str(caught.value).startswith("no token from the model: the model computed NaN instead")
+    assert "\n" not in str(caught.value)
+    assert "start 1 of" not in caplog.text
+
+
+def test_sigterm_while_starting_ends_quietly(tiny_config: EngineConfig, tmp_path: Path) -> None:
+    config_path, log_path = tmp_path / "engine.yaml", tmp_path / "server.log"
+    config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
+    before = backend_directories()
+    launcher = serve_in_process(config_path, log_path)
+    wait_for(lambda: backend_directories() > before, 30.0)  # the server's process has been started
+    made = backend_directories() - before
+    launcher.send_signal(signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=30.0)
+    assert launcher.returncode == 0
+    assert output == ""
+    assert not made & backend_directories()
+
+
+def _has_stub(runtime: RuntimeDirectory) -> bool:
+    try:
+        names = [psutil.Process(pid).name() for pid in runtime.processes()]
+    except psutil.NoSuchProcess:
+        return False
+    return any(name.startswith("triton_python") for name in names)
+
+
+@pytest.mark.parametrize("tokenizer", [None, "/nowhere"])
+def test_a_server_ends_with_the_launcher_that_was_killed_while_it_started(
+    tiny_config: EngineConfig, tmp_path: Path, tokenizer: str | None
+) -> None:
+    config = tiny_config if tokenizer is None else tiny_config.with_keys(tokenizer=tokenizer)
+    config_path, log_path = tmp_path / "engine.yaml", tmp_path / "server.log"
+    config_path.write_text(config.to_yaml(), encoding="utf-8")
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        launcher = serve_in_process(config_path, log_path, {"TMPDIR": short})
+        wait_for(log_path.exists, 30.0)  # the server's process is about to be started
+        (path,) = Path(short).iterdir()
+        runtime = RuntimeDirectory(path)
+        wait_for(lambda: _has_stub(runtime), 30.0)  # before that nobody would tell the server
+        launcher.kill()
+        launcher.communicate()
+        wait_for(lambda: not runtime.processes(), 30.0)
+        assert not path.exists()
+        assert not list(Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*"))
+
+
+def test_a_stop_may_be_asked_for_while_one_is_asked_for(tiny_config: EngineConfig) -> None:
+    server = TritonServer(tiny_config)
+    assert interrupts_itself(server.request_stop)
+    assert server.stop_requested
+    server.stop()
+
+
+def test_sigterm_while_the_model_is_fetched_ends_at_once(
+    tiny_config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(*_: object, **__: object) -> None:
+        assert callable(signal.getsignal(signal.SIGTERM))  # else it would end the tests
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(FETCH_S)
+        pytest.fail("the model is fetched to its end")
+
+    monkeypatch.setattr(launch, "load_model_config", fetch)
+    assert serve(TritonServer(tiny_config)) == 0
+
+
+def test_a_launcher_that_fails_says_so(tiny_config: EngineConfig) -> None:
+    server = TritonServer(tiny_config)
+
+    def fail() -> None:
+        raise FileNotFoundError("somebody has cleaned up")
+
+    server._keep_running = fail  # type: ignore[method-assign]
+    server._supervise()
+    assert server.failure == "FileNotFoundError: somebody has cleaned up"
+    server.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,9 @@ class Chunk:
     """Sum over all tokens so far, where the request asked for ``logprobs``."""
     perf: PerfMetrics | None = None
     """On the last chunk, where the request asked for it."""
-    num_cached_tokens: int | None = None
-    """Those of the prompt that the server had kept from earlier requests; on the last chunk."""
+    num_cached_tokens: int | None = field(default=None, compare=False)
+    """Those of the prompt that the server had kept from earlier requests; on the last chunk. Equal
+    chunks may differ in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,8 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...]
     cumulative_logprob: float | None
     perf: PerfMetrics | None
-    num_cached_tokens: int | None
+    num_cached_tokens: int | None = field(compare=False)
+    """Equal completions may differ in it."""
 
     @property
     def num_output_tokens(self) -> int:

@@ -24,6 +24,7 @@ def test_chunks_join_to_a_completion() -> None:
         perf=_PERF,
         num_cached_tokens=2,
     )
+    assert completion.num_cached_tokens == 2
     assert completion.num_output_tokens == 3
 
 

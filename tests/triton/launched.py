@@ -51,7 +51,7 @@ def start(config: EngineConfig, log_path: Path) -> TritonServer:
     return server
 
 
-def serve_in_process(
+def start_launcher(
     config_path: Path, log_path: Path, variables: Mapping[str, str] | None = None
 ) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", SERVE, str(config_path), str(log_path)]

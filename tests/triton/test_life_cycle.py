@@ -24,7 +24,7 @@ from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_client import protocol
-from launched import leaving_nothing, serve_in_process, start, started_by
+from launched import leaving_nothing, start, start_launcher, started_by
 from serving_client import GENERATE, STATUS_HEADER, GrpcStream, metric, post, used_blocks
 from waiting import wait_for
 
@@ -254,7 +254,7 @@ def test_sigterm_finishes_streams_in_flight(tiny_config: EngineConfig, tmp_path:
     config_path = tmp_path / "engine.yaml"
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
     with leaving_nothing() as started:
-        launcher = serve_in_process(config_path, tmp_path / "server.log")
+        launcher = start_launcher(config_path, tmp_path / "server.log")
         runtime, endpoints = started_by(launcher)
         started.append((runtime, endpoints))
         request = {"text_input": "a", "stream": True, "max_tokens": 400, "ignore_eos": True}
@@ -308,7 +308,7 @@ def test_server_ends_with_its_launcher(tiny_config: EngineConfig, tmp_path: Path
     config_path = tmp_path / "engine.yaml"
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
     with leaving_nothing() as started:
-        launcher = serve_in_process(config_path, tmp_path / "server.log")
+        launcher = start_launcher(config_path, tmp_path / "server.log")
         started.append(started_by(launcher))
         launcher.kill()
         launcher.wait()
@@ -321,7 +321,7 @@ def test_a_server_has_its_own_limits_and_removes_no_others_directory(
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
     others = Path("/tmp/python_env_others")
     with leaving_nothing() as started:
-        launcher = serve_in_process(config_path, tmp_path / "server.log")
+        launcher = start_launcher(config_path, tmp_path / "server.log")
         resource.prlimit(launcher.pid, resource.RLIMIT_NOFILE, (256, 4096))
         wait_for(lambda: bool(psutil.Process(launcher.pid).children()), 30.0)
         others.mkdir()

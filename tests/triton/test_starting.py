@@ -19,7 +19,7 @@ from fastserve_backend.serving.errors import ModelLoadError
 from fastserve_backend.serving.launch import TritonServer, serve
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from interruptions import interrupts_itself
-from launched import leaving_nothing, serve_in_process, start
+from launched import leaving_nothing, start, start_launcher
 from waiting import wait_for
 
 # Less than the time after which a launcher that still fetches exits at once, and the tests with it.
@@ -60,7 +60,7 @@ def test_sigterm_while_starting_ends_quietly(tiny_config: EngineConfig, tmp_path
     config_path, log_path = tmp_path / "engine.yaml", tmp_path / "server.log"
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
     before = backend_directories()
-    launcher = serve_in_process(config_path, log_path)
+    launcher = start_launcher(config_path, log_path)
     wait_for(lambda: backend_directories() > before, 30.0)  # the server's process has been started
     made = backend_directories() - before
     launcher.send_signal(signal.SIGTERM)
@@ -86,7 +86,7 @@ def test_a_server_ends_with_the_launcher_that_was_killed_while_it_started(
     config_path, log_path = tmp_path / "engine.yaml", tmp_path / "server.log"
     config_path.write_text(config.to_yaml(), encoding="utf-8")
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
-        launcher = serve_in_process(config_path, log_path, {"TMPDIR": short})
+        launcher = start_launcher(config_path, log_path, {"TMPDIR": short})
         wait_for(log_path.exists, 30.0)  # the server's process is about to be started
         (path,) = Path(short).iterdir()
         runtime = RuntimeDirectory(path)

@@ -21,7 +21,7 @@ def test_a_log_probability_that_is_no_number_is_one_in_a_response(bad: float) ->
         "return_cumulative_logprob": np.array([True]),
     }
     request = decode_request(tensors, "")
-    encoder = ResponseEncoder(request, 1, "", WallClock(MonotonicClock()), TOKENS.__getitem__)
+    encoder = ResponseEncoder(request, "", WallClock(MonotonicClock()), TOKENS.__getitem__)
     logprobs = [TokenLogprob(7, bad, ()), TokenLogprob(8, -0.5, ())]
     outputs = dict(encoder.encode([JobOutput("ab", (7, 8), logprobs)]))
     assert outputs["cumulative_logprob"].tolist() == [-9999.5]

@@ -145,13 +145,7 @@ class TritonPythonModel:
         prompt = ""
         if wanted.include_input:
             prompt = wanted.text if wanted.text is not None else engine.tokenizer.decode(prompt_ids)
-        encoder = ResponseEncoder(
-            wanted,
-            len(prompt_ids),
-            prompt,
-            self._wall_clock,
-            engine.tokenizer.token_bytes,
-        )
+        encoder = ResponseEncoder(wanted, prompt, self._wall_clock, engine.tokenizer.token_bytes)
         interval = engine.config.scheduler.stream_interval if wanted.stream else None
         stream = ResponseStream(channel, self._emitter, encoder, interval)
         params = wanted.params

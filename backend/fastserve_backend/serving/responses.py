@@ -51,13 +51,11 @@ class ResponseEncoder:
     def __init__(
         self,
         request: GenerateRequest,
-        num_input_tokens: int,
         prompt: str,
         wall_clock: WallClock,
         token_bytes: Callable[[int], bytes],
     ) -> None:
         self._request = request
-        self._num_input_tokens = num_input_tokens
         self._prompt = prompt
         self._wall_clock = wall_clock
         self._token_bytes = token_bytes
@@ -79,15 +77,13 @@ class ResponseEncoder:
         if last.finish_reason is not None:
             if request.return_finish_reason:
                 tensors.append((protocol.FINISH_REASON, _strings(last.finish_reason.value)))
+            assert last.stats is not None
             if request.return_num_input_tokens:
-                number = np.array([self._num_input_tokens], np.uint32)
-                tensors.append((protocol.NUM_INPUT_TOKENS, number))
-            if request.return_num_cached_tokens and last.stats is not None:
-                number = np.array([last.stats.num_cached_tokens], np.uint32)
-                tensors.append((protocol.NUM_CACHED_TOKENS, number))
+                tensors.append((protocol.NUM_INPUT_TOKENS, _count(last.stats.num_input_tokens)))
+            if request.return_num_cached_tokens:
+                tensors.append((protocol.NUM_CACHED_TOKENS, _count(last.stats.num_cached_tokens)))
         if request.return_num_output_tokens:
-            number = np.array([len(token_ids)], np.uint32)
-            tensors.append((protocol.NUM_OUTPUT_TOKENS, number))
+            tensors.append((protocol.NUM_OUTPUT_TOKENS, _count(len(token_ids))))
         if request.params.logprobs is not None:
             logprobs = [entry for output in outputs for entry in output.logprobs]
             self._add_logprobs(tensors, logprobs)
@@ -138,6 +134,10 @@ class ResponseEncoder:
 
 def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _NO_LOGPROB
+
+
+def _count(number: int) -> NDArray[Any]:
+    return np.array([number], np.uint32)
 
 
 def _strings(text: str) -> NDArray[Any]:

@@ -170,7 +170,8 @@ class KVCacheSection(_Section):
     )
     prefix_caching: bool = Field(
         True,
-        description="Keep KV in blocks that are free, for jobs that begin with the same tokens.",
+        description="Keep KV in blocks that are free, and copy that of running jobs, for jobs that "
+        "begin with the same tokens.",
     )
     strategy: SwapStrategy = Field(
         "proactive", description="What happens when the device's KV blocks are short."

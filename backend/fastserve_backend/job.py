@@ -80,8 +80,8 @@ OutputSink = Callable[[JobOutput], None]
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """The step loop changes it; the policy ``queue_level`` alone, the KV manager ``num_computed``
-    and its counts of swaps."""
+    """The step loop changes it; the policy ``queue_level`` alone, the KV manager ``num_computed``,
+    ``num_shared`` and its counts of swaps."""
 
     id: str
     number: int
@@ -103,8 +103,11 @@ class Job:
     """Tokens after those of ``output_ids`` that unfinished steps give it: at most one a step."""
     num_computed: int = 0
     """Tokens, from the first on, whose K and V are in the cache when its unfinished steps end."""
+    num_shared: int = 0
+    """Tokens after those, whose K and V it copies from other jobs when it runs next; may be out of
+    date until then."""
     num_cached_tokens: int = 0
-    """Of its prompt, those whose K and V were kept from an earlier job when it first ran."""
+    """Of its prompt, those whose K and V other jobs had computed when it first ran."""
     queue_level: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -128,10 +131,15 @@ class Job:
         return len(self.prompt_ids) + self.num_outputs
 
     @property
+    def num_ready(self) -> int:
+        """Tokens that its next step has not to compute."""
+        return self.num_computed + self.num_shared
+
+    @property
     def num_uncomputed(self) -> int:
         """Tokens to run before the next token: 1 in the decode phase, else the rest of the
         prefill."""
-        return self.num_tokens - self.num_computed
+        return self.num_tokens - self.num_ready
 
     @property
     def ended_by_itself(self) -> bool:
@@ -144,15 +152,16 @@ class Job:
     def sent(self, num_tokens: int) -> None:
         """So many of its uncomputed tokens are in a step from now on."""
         gets_token = num_tokens == self.num_uncomputed
-        self.num_computed += num_tokens
+        self.num_computed = self.num_ready + num_tokens
+        self.num_shared = 0
         self.num_pending += gets_token
 
     def uncomputed_ids(self) -> array[int]:
         """Only while no token is pending."""
         prompt_len = len(self.prompt_ids)
-        if self.num_computed >= prompt_len:
-            return self.output_ids[self.num_computed - prompt_len :]
-        return self.prompt_ids[self.num_computed :] + self.output_ids
+        if self.num_ready >= prompt_len:
+            return self.output_ids[self.num_ready - prompt_len :]
+        return self.prompt_ids[self.num_ready :] + self.output_ids
 
     def stats(self) -> JobStats:
         return JobStats(

@@ -61,8 +61,8 @@ class Chunk:
     perf: PerfMetrics | None = None
     """On the last chunk, where the request asked for it."""
     num_cached_tokens: int | None = field(default=None, compare=False)
-    """Those of the prompt that the server had kept from earlier requests; on the last chunk. Equal
-    chunks may differ in it."""
+    """Those of the prompt that other requests had computed; on the last chunk. Equal chunks may
+    differ in it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,5 @@
-"""KV that an engine kept of earlier jobs, on real ranks: tokens are as without it."""
+"""KV that an engine has of other jobs, earlier ones and running ones, on real ranks: tokens are as
+without it."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from collector import DEADLINE_S, Collector
 from fastserve_backend import LLM, SamplingParams
 from live_engine import small_engine
 from small_model import VOCAB_SIZE
@@ -69,6 +71,30 @@ def test_conversations_go_on_from_kept_kv(
         least = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in openings) * 3
         assert llm.engine.counters.prefix_cached_tokens >= least
     assert len({tuple(answer) for turn in expected for answer in turn}) == 16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefill_chunk_tokens": 7}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}],
+)
+def test_running_jobs_are_begun_with(
+    plain: LLM, small: Callable[..., Any], options: dict[str, int]
+) -> None:
+    rng = random.Random(11)
+    system = random_tokens(rng, 50)
+    prompts = [system + random_tokens(rng, rng.randint(1, 30)) for _ in range(6)]
+    # As one whose own part is a block, and one that has nothing of its own.
+    prompts += [prompts[0] + random_tokens(rng, 3), prompts[0][:48], prompts[0]]
+    expected = answers(plain, prompts)
+    with small(device_blocks=100, **options) as llm:
+        first = Collector()
+        long = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+        llm.engine.submit("first", prompts[0], long, first)
+        assert first.started.wait(DEADLINE_S)
+        assert answers(llm, prompts) == expected
+        assert llm.engine.counters.prefix_cached_tokens >= 8 * 48 + 32
+        first.wait()
+        assert first.token_ids[:20] == expected[0]
 
 
 @pytest.mark.parametrize("strategy", ["recompute", "reactive", "proactive"])

@@ -35,6 +35,7 @@ def make_job(
 def run_iteration(job: Job, num_tokens: int | None = None) -> None:
     """What an iteration does to a job: so many tokens (all that are left by default) are in the
     cache, and there is a new one unless some are still left."""
-    job.num_computed += job.num_uncomputed if num_tokens is None else num_tokens
+    num_tokens = job.num_uncomputed if num_tokens is None else num_tokens
+    job.num_computed, job.num_shared = job.num_ready + num_tokens, 0
     if job.num_uncomputed == 0:
         job.output_ids.append(7)

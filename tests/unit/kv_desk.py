@@ -12,7 +12,7 @@ from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
 from fastserve_backend.latency_histograms import LatencyHistograms
 from jobs import make_job, run_iteration
-from policies import LinearTimes
+from policies import TIMES, LinearTimes
 
 FAST_LINK = Link(1e-6, 1e-6)
 SLOW_LINK = Link(1000.0, 1000.0)
@@ -31,6 +31,7 @@ class Desk:
         link: Link = FAST_LINK,
         incremental: bool = True,
         write_back: bool = False,
+        times: LinearTimes = TIMES,
         **kv_cache: object,
     ) -> None:
         config = KVCacheSection.model_validate(
@@ -44,7 +45,7 @@ class Desk:
         )
         self.counters = EngineCounters(LatencyHistograms(slo_s=0.3))
         self.tiers = TwoTierKV(num_blocks, num_host_blocks, 16, incremental=incremental)
-        costs = SwapCosts(LinearTimes(), 100, link)
+        costs = SwapCosts(times, 100, link)
         self.manager = KVManager(self.tiers, self, config, costs, self.counters)
         self.now = 0.0
 
@@ -62,7 +63,11 @@ class Desk:
         self.now += 1.0
         numbers = None if going_on is None else {job.number for job in going_on}
         self.manager.begin(self.now, {job.number for job in in_flight}, numbers)
-        taken = [job for job in jobs if self.manager.take(job, tokens or job.num_uncomputed)]
+        taken = []
+        for job in jobs:
+            self.manager.recall(job)
+            if self.manager.take(job, tokens or job.num_uncomputed):
+                taken.append(job)
         self.begun = self.manager.transfers()
         self.tiers.check_integrity()
         return taken
@@ -77,8 +82,21 @@ class Desk:
     def run(self, *jobs: Job) -> None:
         """An iteration of exactly these jobs."""
         assert self.offer(*jobs) == list(jobs)
+        self.send(*jobs)
+        self.manager.copied(self.manager.copies)
+
+    def run_first(self, *jobs: Job) -> None:
+        """An iteration of the first of these jobs, for which the others wait."""
+        assert self.offer(*jobs) == [jobs[0]]
+        self.send(jobs[0])
+        self.manager.copied(self.manager.copies)
+
+    def send(self, *jobs: Job, tokens: int | None = None) -> None:
+        """The step of the jobs that the last round took; it runs whatever they have left, or so
+        many tokens."""
         for job in jobs:
-            run_iteration(job)
+            run_iteration(job, tokens)
+        self.manager.sent()
 
     def end_copies(self, *, succeeded: bool = True) -> list[Transfer]:
         ended = list(self.tiers.transfers())

@@ -31,12 +31,13 @@ AGING = 0.5  # of speculative
 
 @dataclass(frozen=True)
 class LinearTimes:
-    """A prefill takes ``token_s`` a token, a decode 1 s."""
+    """A prefill takes ``token_s`` a token and no less than ``least_s``, a decode 1 s."""
 
     token_s: float = 1.0
+    least_s: float = 0.0
 
     def prefill_s(self, num_tokens: int) -> float:
-        return num_tokens * self.token_s
+        return max(self.least_s, num_tokens * self.token_s)
 
     def decode_s(self, context_tokens: int) -> float:
         return 1.0

@@ -27,6 +27,7 @@ class RememberedKV:
 
     def run(self, step: Step) -> bytes:
         """The new token of each job that samples, int32."""
+        self._device[array("i", step.copy_to)] = self.copied(step)
         ids = np.array(np.frombuffer(step.token_ids, np.int32))
         rows = np.frombuffer(step.previous_rows, np.int32)
         assert len(rows) in (0, step.num_decodes)
@@ -47,6 +48,10 @@ class RememberedKV:
                 tokens.append(_token(kv[: start + count], step.sampling, row))
         self._last_tokens = np.array(tokens, np.int32)
         return tokens.tobytes()
+
+    def copied(self, step: Step) -> np.ndarray:
+        """What the blocks hold that the step copies."""
+        return self._device[array("i", step.copy_from)]
 
     def copy(self, blocks: CopyBlocks) -> None:
         device, host = array("i", blocks.device_blocks), array("i", blocks.host_blocks)

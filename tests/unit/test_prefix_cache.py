@@ -9,7 +9,7 @@ from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.kept_blocks import KeptBlocks
-from fastserve_backend.kv_cache.prefix_cache import prefix_keys
+from fastserve_backend.kv_cache.prefix_keys import PrefixKeys
 from fastserve_backend.scheduler.base import BatchLimits, fill_batch
 from jobs import make_job, run_iteration
 from kv_desk import Desk
@@ -18,7 +18,9 @@ from policies import make, skip_join
 
 
 def keys_of(tokens: list[int], block_size: int = 4) -> list[bytes]:
-    return list(prefix_keys(array("i", tokens), len(tokens), block_size))
+    job = make_job(0, 0)
+    job.prompt_ids, job.num_computed = array("i", tokens), len(tokens)
+    return list(PrefixKeys(KVCacheSection(), block_size).held(job))
 
 
 def test_a_key_is_of_a_full_block_and_of_all_before_it() -> None:
@@ -89,7 +91,7 @@ def test_a_job_begins_behind_what_was_kept_and_computes_one_token_at_least() -> 
     third = arrive(desk, 2, 80)  # the block that the second could not take; its first is gone
     assert (third.num_computed, desk.held(third)) == (0, [0])
     assert desk.counters.prefix_cached_tokens == 0
-    assert desk.offer(second, third) == [second, third]
+    assert desk.offer(third, second) == [third, second]
     assert desk.counters.prefix_cached_tokens == 48
     assert (desk.held(second, third), desk.counters.recomputed_jobs) == ([4, 5], 0)
 
@@ -247,13 +249,13 @@ def test_what_is_kept_shortens_the_prefill_for_which_a_job_queues() -> None:
     assert others[1].last_token_s == begun_s + 1 + 8 * BLOCK_SIZE + 1
 
 
-def test_of_many_jobs_with_one_beginning_the_first_batch_alone_computes_it() -> None:
+def test_of_many_jobs_with_one_beginning_one_alone_computes_it() -> None:
     policy = make("fcfs", BatchLimits(2, 100))
     rig = Rig(policy, num_blocks=60, kv_cache=KVCacheSection(prefix_caching=True))
     jobs = [make_job(number, 4 * BLOCK_SIZE + 2, max_tokens=3) for number in range(10)]
     rig.run(jobs)
-    assert rig.counters.prefix_cached_tokens == 8 * 4 * BLOCK_SIZE
-    assert [job.num_cached_tokens for job in jobs] == [0] * 2 + [4 * BLOCK_SIZE] * 8
+    assert rig.counters.prefix_cached_tokens == 9 * 4 * BLOCK_SIZE
+    assert [job.num_cached_tokens for job in jobs] == [0] + [4 * BLOCK_SIZE] * 9
     assert sorted(number for number, _ in rig.ends) == list(range(10))
     assert rig.pool.num_used == 0
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections import Counter
+from collections import Counter, deque
 
+import numpy as np
 from collector import Collector
 from fastserve_backend.clock import VirtualClock
 from fastserve_backend.config import KVCacheSection
@@ -52,10 +53,12 @@ class MortalRanks(WatchedExecutor):
         self._kv = kv
         self._calls_to_live = calls_to_live
         self._sent: dict[int, CopyBlocks] = {}
+        self._copied: deque[tuple[Step, np.ndarray]] = deque()
 
     def submit(self, step: Step) -> None:
         self._live()
         super().submit(step)
+        self._copied.append((step, self._kv.copied(step)))
         self._unfinished[-1][1].token_ids = self._kv.run(step)
 
     def copy(self, blocks: CopyBlocks) -> None:
@@ -68,6 +71,9 @@ class MortalRanks(WatchedExecutor):
         result = super().collect(timeout_s)
         if isinstance(result, CopyResult):
             self._kv.copy(self._sent.pop(result.transfer_id))
+        elif result is not None:
+            step, copied = self._copied.popleft()  # real ranks may do it as late as now
+            assert np.array_equal(self._kv.copied(step), copied)
         return result
 
     def check(self) -> None:
@@ -137,7 +143,8 @@ class RecoveringRig(Rig):
 
 
 def rig_of(policy: Policy, num_blocks: int = 100, num_stages: int = 1) -> RecoveringRig:
-    return RecoveringRig(policy, [], num_blocks, 0, KVCacheSection(), num_stages)
+    kv_cache = KVCacheSection(prefix_caching=False)
+    return RecoveringRig(policy, [], num_blocks, 0, kv_cache, num_stages)
 
 
 @settings(max_examples=100)

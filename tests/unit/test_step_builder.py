@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 from fastserve_backend.engine.step_builder import build_step, in_step_order, uniform
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.kv_cache.shared_prefixes import PrefixCopies
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.worker.messages import Step, encoder, to_rank_decoder
 from jobs import make_job
+
+NO_COPIES = PrefixCopies()
 
 
 def ints(data: bytes) -> list[int]:
@@ -24,14 +29,18 @@ def held(pool: BlockPool, *jobs: Job) -> list[tuple[Job, int]]:
 
 def test_a_mixed_step_survives_the_wire() -> None:
     pool = BlockPool(8, 4)
-    scheduled = held(pool, make_job(0, 5, computed=True), make_job(1, 6))
-    step = to_rank_decoder.decode(encoder.encode(build_step(3, scheduled, pool)))
+    begins = make_job(1, 14)
+    begins.num_shared = 8
+    scheduled = held(pool, make_job(0, 5, computed=True), begins)
+    copies = PrefixCopies(array("i", [6, 7]), array("i", [3, 2]), {5})
+    step = to_rank_decoder.decode(encoder.encode(build_step(3, scheduled, pool, copies)))
     assert isinstance(step, Step)
     assert (step.step_id, step.num_decodes, step.num_partial) == (3, 1, 0)
-    assert ints(step.token_ids) == [7, 0, 1, 2, 3, 4, 5]
+    assert ints(step.token_ids) == [7, 8, 9, 10, 11, 12, 13]
     assert ints(step.query_lens) == [1, 6]
-    assert ints(step.starts) == [5, 0]
-    assert ints(step.block_counts) == [2, 2]
+    assert ints(step.starts) == [5, 8]
+    assert ints(step.block_counts) == [2, 4]
+    assert (ints(step.copy_from), ints(step.copy_to)) == ([6, 7], [3, 2])
     assert ints(step.block_ids) == [*pool.table(0), *pool.table(1)]
     assert step.sampling is not None  # the default temperature is 1
 
@@ -41,7 +50,7 @@ def test_a_dropped_job_is_sent_whole() -> None:
     job = make_job(0, 3, computed=True)
     job.output_ids.extend([8, 9])
     job.num_computed = 0
-    step = build_step(0, held(pool, job), pool)
+    step = build_step(0, held(pool, job), pool, NO_COPIES)
     assert ints(step.token_ids) == [0, 1, 2, 7, 8, 9]
     assert (step.num_decodes, step.num_partial) == (0, 0)
     job.num_computed = 2  # partly in the cache, across the end of the prompt
@@ -69,7 +78,7 @@ def test_a_chunk_is_sent_with_its_place_and_samples_nothing_before_the_last() ->
     ending.num_computed, begun.num_computed = 4, 3
     held(pool, decoding, ending)
     pool.grow(begun.number, 8)
-    step = build_step(0, [(decoding, 1), (ending, 5), (begun, 5)], pool)
+    step = build_step(0, [(decoding, 1), (ending, 5), (begun, 5)], pool, NO_COPIES)
     assert (step.num_decodes, step.num_partial) == (1, 1)
     assert ints(step.token_ids) == [7, 4, 5, 6, 7, 8, 3, 4, 5, 6, 7]
     assert ints(step.query_lens) == [1, 5, 5]
@@ -86,7 +95,7 @@ def test_a_chunk_of_a_dropped_job_crosses_the_end_of_its_prompt() -> None:
     job.output_ids.extend([8, 9])
     job.num_computed = 0
     held(pool, job)
-    step = build_step(0, [(job, 5)], pool)
+    step = build_step(0, [(job, 5)], pool, NO_COPIES)
     assert ints(step.token_ids) == [0, 1, 2, 7, 8]
     assert (step.num_decodes, step.num_partial) == (0, 1)
     assert step.sampling is None  # nothing is sampled
@@ -100,7 +109,7 @@ def test_a_pending_token_is_named_by_its_row_in_the_step_before() -> None:
     pending.sent(5)
     assert (pending.num_tokens, pending.num_outputs, pending.num_uncomputed) == (6, 1, 1)
     scheduled = held(pool, known, pending, ending)
-    step = build_step(0, in_step_order(scheduled), pool, {1: 3, 7: 0})
+    step = build_step(0, in_step_order(scheduled), pool, NO_COPIES, {1: 3, 7: 0})
     assert ints(step.previous_rows) == [-1, 3]
     assert ints(step.token_ids) == [7, 0, 0, 1]
     assert ints(step.starts) == [3, 5, 0]
@@ -118,8 +127,8 @@ def test_a_pending_token_is_named_by_its_row_in_the_step_before() -> None:
 def test_steps_that_take_nothing_from_others_do_not_say_so() -> None:
     pool = BlockPool(8, 4)
     job = make_job(0, 3, computed=True)
-    assert build_step(0, held(pool, job), pool).previous_rows == b""
-    assert ints(build_step(0, [(job, 1)], pool, {}).previous_rows) == [-1]
+    assert build_step(0, held(pool, job), pool, NO_COPIES).previous_rows == b""
+    assert ints(build_step(0, [(job, 1)], pool, NO_COPIES, {}).previous_rows) == [-1]
 
 
 def test_uniform_numbers_are_reproducible_spread_out_and_unrelated_between_seeds() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fastserve_backend.job import Job, JobState
+from fastserve_backend.kv_cache.shared_prefixes import PrefixCopies
 from fastserve_backend.worker.messages import Step
 
 
@@ -27,6 +28,8 @@ class Flight:
     rows: dict[int, Job]
     """By number, in the step's order: those that get a token first."""
     step: Step
+    copies: PrefixCopies
+    """That it makes."""
     started_s: float
     """When it was sent, or when the step that it was sent behind ended."""
     predicted_s: float | None = None

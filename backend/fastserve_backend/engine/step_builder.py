@@ -9,6 +9,7 @@ import numpy as np
 
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
+from fastserve_backend.kv_cache.shared_prefixes import PrefixCopies
 from fastserve_backend.kv_cache.tiers import Transfer
 from fastserve_backend.worker.messages import CopyBlocks, Penalties, Sampling, Step
 
@@ -34,12 +35,14 @@ def build_step(
     step_id: int,
     scheduled: Sequence[tuple[Job, int]],
     pool: BlockPool,
+    copies: PrefixCopies,
     previous_rows: Mapping[int, int] | None = None,
 ) -> Step:
     """A step that runs these jobs.
 
     Args:
         scheduled: in the step's order, jobs and how many of their uncomputed tokens to run.
+        copies: for jobs that begin with it.
         previous_rows: where each job with a pending token, by its number, is among the tokens of
             the step before.
     """
@@ -60,7 +63,7 @@ def build_step(
         ids = ids[:num_tokens]
         token_ids.extend(ids)
         query_lens.append(len(ids))
-        starts.append(job.num_computed)
+        starts.append(job.num_ready)
         table = pool.table(job.number)
         block_counts.append(len(table))
         block_ids.extend(table)
@@ -75,6 +78,8 @@ def build_step(
         block_ids=block_ids.tobytes(),
         sampling=_sampling([job for job, _ in scheduled[: len(scheduled) - num_partial]]),
         previous_rows=b"" if previous_rows is None else rows.tobytes(),
+        copy_from=copies.from_blocks.tobytes(),
+        copy_to=copies.to_blocks.tobytes(),
     )
 
 

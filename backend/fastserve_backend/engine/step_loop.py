@@ -67,6 +67,7 @@ class StepLoop:
         predict_s: how long a step takes; not asked if the ranks take no step ahead.
         on_iteration: called with each finished step and its seconds, from submission, or from the
             end of the step that it was sent behind, to its result, without waiting between stages.
+            Not with a step that copied blocks, which no prediction counts.
         check_integrity: verify the block tables after every step, for tests.
     """
 
@@ -194,7 +195,7 @@ class StepLoop:
         self._copies.clear()
         self.kv = kv
         for job in self._jobs.values():
-            job.num_computed = job.num_pending = 0
+            job.num_computed = job.num_shared = job.num_pending = 0
             if job.state is JobState.RUNNING:
                 job.state = JobState.PREEMPTED
         self._flush()
@@ -300,7 +301,7 @@ class StepLoop:
             job.state = JobState.RUNNING
             if job.first_scheduled_s is None:
                 job.first_scheduled_s = now
-                job.num_cached_tokens = job.num_computed
+                job.num_cached_tokens = job.num_ready
         chosen = {job.number for job, _ in batch}
         set_aside = [
             job
@@ -349,13 +350,15 @@ class StepLoop:
     def _send(self, batch: list[tuple[Job, int]], behind: Flight | None) -> None:
         """``batch``, in the step's order."""
         previous = None if behind is None else {n: row for row, n in enumerate(behind.rows)}
-        step = build_step(next(self._step_ids), batch, self.kv.tiers.device, previous)
+        copies = self.kv.copies
+        step = build_step(next(self._step_ids), batch, self.kv.tiers.device, copies, previous)
         for job, num_tokens in batch:
             job.sent(num_tokens)
+        self.kv.sent()
         started_s = self._clock.now()
         if self._last_result_s is not None and not self._flights:
             self._counters.between_s += started_s - self._last_result_s
-        self._flights.append(Flight({job.number: job for job, _ in batch}, step, started_s))
+        self._flights.append(Flight({job.number: job for job, _ in batch}, step, copies, started_s))
         self._executor.submit(step)
 
     def _jobs_in_flight(self) -> dict[int, Job]:
@@ -381,6 +384,7 @@ class StepLoop:
         ahead = flight.ahead
         if ahead is not None and self._flights:
             self._flights[0].started_s = now
+        self.kv.copied(flight.copies)
         in_flight = self._jobs_in_flight()
         for number, job in flight.rows.items():
             if job.state is JobState.FINISHED and number not in in_flight:
@@ -396,7 +400,8 @@ class StepLoop:
             self._count_preemptions(
                 job for job in ahead.set_aside if job.state is not JobState.FINISHED
             )
-        self._on_iteration(flight.step, elapsed_s)
+        if not flight.step.copy_from:
+            self._on_iteration(flight.step, elapsed_s)
 
     def _step_ended(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
         """For these of its jobs a step has ended, or counts as ended."""

@@ -21,7 +21,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice, takewhile
 from typing import Protocol
 
 from fastserve_backend.config import KVCacheSection
@@ -29,6 +29,8 @@ from fastserve_backend.counters import EngineCounters
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.burst_reserve import BurstReserve
 from fastserve_backend.kv_cache.prefix_cache import PrefixCache
+from fastserve_backend.kv_cache.prefix_keys import PrefixKeys
+from fastserve_backend.kv_cache.shared_prefixes import PrefixCopies, SharedPrefixes
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import Transfer, TransferKind, TwoTierKV
 
@@ -47,6 +49,9 @@ _WRITE_BACK_S = 0.005
 # Write-backs begin when this share of the device is used, and leave this share of the host free.
 _WRITE_BACK_USED = 0.5
 _WRITE_BACK_HOST_FREE = 0.25
+# So many jobs wait for what a step computes of their beginnings, and then no other is looked at:
+# they take about a millisecond.
+_MOST_WAITING = 256
 _log = logging.getLogger(__name__)
 
 
@@ -75,6 +80,13 @@ class _Round:
     taken: list[Job] = field(default_factory=list)
     stalled: list[Job] = field(default_factory=list)
     """Would run, but for a copy."""
+    beginning: list[Job] = field(default_factory=list)
+    """Those taken that may have a prefix of which others know nothing yet."""
+    coming: set[bytes] = field(default_factory=set)
+    """Keys of what these have when the step has run."""
+    num_waiting: int = 0
+    """Jobs that wait for that."""
+    copies: PrefixCopies = field(default_factory=PrefixCopies)
     begun: list[Transfer] = field(default_factory=list)
     promised: int = 0
     """Blocks that more urgent jobs wait for."""
@@ -87,7 +99,8 @@ class _Round:
 
 
 class KVManager:
-    """Owns ``tiers``; changes ``num_computed`` of jobs that lose KV, counts swaps of jobs."""
+    """Owns ``tiers``; changes ``num_computed`` of jobs that lose KV, and ``num_shared``; counts
+    swaps of jobs."""
 
     def __init__(
         self,
@@ -103,7 +116,9 @@ class KVManager:
         self._writes_back = (
             config.strategy == "proactive" and config.incremental and config.write_back
         )
-        self._prefixes = PrefixCache(tiers.device, config)
+        self._keys = PrefixKeys(config, tiers.device.block_size)
+        self._prefixes = PrefixCache(tiers.device, self._keys)
+        self._shared = SharedPrefixes(self._keys)
         self._costs = costs
         self._counters = counters
         self._reserve = BurstReserve(tiers.device.num_blocks)
@@ -124,10 +139,12 @@ class KVManager:
         return sum(not self.tiers.may_run(number) for number in list(self._holders))
 
     def arrived(self, job: Job, now: float) -> None:
-        """To be called before the policy learns of the job: what was kept need not be computed."""
+        """To be called before the policy learns of the job: what others have computed it need
+        not."""
         self._reserve.add(self.tiers.device.blocks_for(len(job.prompt_ids)), now)
         self._rounds_to_look = 0
         self._prefixes.recall(job)
+        self._share(job)
 
     def begin(
         self, now: float, in_flight: Collection[int], going_on: Collection[int] | None = None
@@ -142,6 +159,8 @@ class KVManager:
         last = self._round
         for job in last.stalled:
             job.swap_stall_s += now - last.now
+        for job in last.taken:
+            job.num_shared = 0  # of those whose step was not sent
         busy, running = set(in_flight), set(going_on or ())
         ending = busy - running if going_on is not None else ()
         self._round = _Round(
@@ -165,10 +184,40 @@ class KVManager:
         this = self._round
         return this.is_too_early or (this.refuses_new and this.num_unoffered <= 0)
 
+    @property
+    def copies(self) -> PrefixCopies:
+        """To be made with the step of the jobs that were taken in this round, before it runs."""
+        return self._round.copies
+
+    def sent(self) -> None:
+        """That step was sent. The sources of its copies stay as they are until ``copied``."""
+        self._counters.prefix_cached_tokens += (
+            len(self.copies.from_blocks) * self.tiers.device.block_size
+        )
+        for number in self.copies.sources:
+            self.tiers.begin_read(number)
+        for job in self._round.beginning:
+            self._shared.add(job)
+
+    def copied(self, copies: PrefixCopies) -> None:
+        """The step that they were sent with has ended."""
+        for number in copies.sources:
+            self.tiers.end_read(number)
+
     def recall(self, job: Job) -> None:
-        """Give a job without KV what was kept of its first tokens, if no other waits for blocks."""
+        """Find what a job without KV need not compute: it gets what was kept of its first tokens,
+        if no other waits for blocks, and is to copy what running jobs have."""
+        if job.number in self._holders and job.num_computed > 0:
+            return
         if not (self._round.promised or self._round.refuses_new or job.number in self._holders):
             self._prefixes.recall(job)
+        device = self.tiers.device
+        missing = device.missing(job.number, job.num_tokens)
+        # Who needs others' blocks might need those that it is to copy.
+        if missing + self._round.promised <= device.num_free:
+            self._share(job)
+        else:
+            job.num_shared = 0
 
     def take(self, job: Job, num_tokens: int) -> bool:
         """Give the job blocks for its next ``num_tokens`` tokens, if need be from less urgent jobs.
@@ -186,6 +235,8 @@ class KVManager:
         elif self._strategy == "defer" and not self._admit(job):
             self._round.refuses_new = True
             return False
+        if (is_new or job.num_computed == 0) and self._is_coming(job):
+            return False
         self._round.offered.add(job.number)
         if not self.tiers.may_run(job.number):
             if self.tiers.is_swapped_out(job.number):
@@ -193,7 +244,7 @@ class KVManager:
             if self.tiers.transfer(job.number) is not None or self._room_is_coming():
                 self._round.stalled.append(job)
             return False
-        room_for = job.num_computed + num_tokens
+        room_for = job.num_ready + num_tokens
         if not self._make_room(self.tiers.device.missing(job.number, room_for)):
             self._round.refuses_new |= is_new
             if self._room_is_coming():
@@ -204,6 +255,12 @@ class KVManager:
                 self._round.is_too_early = True  # it would be set aside for less urgent ones
             return False
         self.tiers.device.grow(job.number, room_for)
+        if job.num_shared:
+            self._copy_shared(job)
+        if is_new or num_tokens > 1:
+            self._round.beginning.append(job)
+            num_blocks = self.tiers.device.num_blocks_full(room_for)
+            self._round.coming.update(islice(self._keys.wanted(job), num_blocks))
         self._holders[job.number] = job
         self._counters.prefix_cached_tokens += self._prefixes.used(job)
         self._round.busy.add(job.number)
@@ -258,6 +315,8 @@ class KVManager:
                 self._counters.swap_in_bytes += num_bytes
         self.tiers.finish(job_number, succeeded=succeeded)
         job = self._holders.get(job_number)
+        if succeeded and job is not None and transfer.kind is TransferKind.SWAP_IN:
+            self._shared.add(job)
         if not succeeded and job is not None and transfer.kind is not TransferKind.WRITE_BACK:
             _log.warning("job %s computes its KV again: its %s failed", job.id, transfer.kind.value)
             self._forget(job)
@@ -268,7 +327,40 @@ class KVManager:
         self._holders.pop(job.number, None)
         self._admitted.pop(job.number, None)
         self._prefixes.forget(job)
-        self.tiers.release(job.number, self._prefixes.keys(job))
+        self._shared.remove(job)
+        self.tiers.release(job.number, self._prefixes.kept(job))
+        self._keys.forget(job)
+
+    # --- Beginnings that jobs have in common --------------------------------------------------
+
+    def _share(self, job: Job) -> None:
+        job.num_shared = len(self._shared.find(job)) * self.tiers.device.block_size
+
+    def _is_coming(self, job: Job) -> bool:
+        """Whether the job is sooner if it waits for what this step computes of its beginning. That
+        costs it an iteration, of which others have more, as their step is the shorter for it."""
+        if not self._round.coming:
+            return False
+        num_ready = self.tiers.device.num_blocks_full(job.num_ready)
+        keys = islice(self._keys.wanted(job), num_ready, None)
+        num_blocks = sum(1 for _ in takewhile(self._round.coming.__contains__, keys))
+        if num_blocks == 0:
+            return False
+        saved_s = self._costs.prefill_s(num_blocks * self.tiers.device.block_size)
+        if saved_s < 2 * self._costs.least_iteration_s:
+            return False
+        self._round.num_waiting += 1
+        self._round.refuses_new |= self._round.num_waiting == _MOST_WAITING
+        return True
+
+    def _copy_shared(self, job: Job) -> None:
+        """Into blocks that the job has been given."""
+        device, copies = self.tiers.device, self._round.copies
+        first = device.num_blocks_full(job.num_computed)
+        for index, source in enumerate(self._shared.find(job), first):
+            copies.from_blocks.append(device.table(source)[index])
+            copies.to_blocks.append(device.table(job.number)[index])
+            copies.sources.add(source)
 
     # --- Room on the device -------------------------------------------------------------------
 
@@ -322,12 +414,14 @@ class KVManager:
         return []
 
     def _idle_on_device(self) -> Iterator[Job]:
-        """Jobs with blocks on the device that no step, no transfer and no job offered uses."""
-        busy, offered = self._round.busy, self._round.offered
+        """Jobs with blocks on the device that no step, no copy and no job offered uses."""
+        busy, offered, sources = self._round.busy, self._round.offered, self.copies.sources
         for number, job in self._holders.items():
             if (
                 number not in busy
                 and number not in offered
+                and number not in sources
+                and not self.tiers.is_read(number)
                 and self.tiers.transfer(number) is None
                 and self.tiers.device.num_held(number)
             ):
@@ -351,12 +445,13 @@ class KVManager:
 
     def _drop(self, job: Job) -> None:
         self._round.num_unoffered -= 1  # if it is offered later, it is as a new job
-        self.tiers.release(job.number, self._prefixes.keys(job))
+        self.tiers.release(job.number, self._prefixes.kept(job))
         self._forget(job)
 
     def _forget(self, job: Job) -> None:
         """The job's blocks are gone."""
         del self._holders[job.number]
+        self._shared.remove(job)
         if job.num_computed:
             job.num_computed = 0
             self._counters.recomputed_jobs += 1
@@ -404,6 +499,7 @@ class KVManager:
         num_copied = self.tiers.num_to_copy(job.number, job.num_computed)
         self._counters.swap_avoided_bytes += (num_blocks - num_copied) * self._costs.block_bytes
         job.num_swaps += 1
+        self._shared.remove(job)
         transfer = self.tiers.swap_out(job.number, job.num_computed)
         if transfer is not None:
             self._round.begun.append(transfer)

@@ -62,6 +62,10 @@ class SwapCosts:
         """An iteration takes as long as this at least: one that decodes one job."""
         return self._times.prefill_s(1)
 
+    def prefill_s(self, num_tokens: int) -> float:
+        """An iteration that computes so many tokens of a job takes as long as this."""
+        return self._times.prefill_s(num_tokens)
+
     def swap_is_cheaper(self, job: Job, blocks_out: int, blocks_in: int) -> bool:
         """For a job that must leave, with so many blocks ahead of its return on the link in either
         direction."""

@@ -52,7 +52,8 @@ class TwoTierKV:
     * swapped out, or being swapped out or in.
 
     The blocks of an unfinished transfer stay in the tables of their job until it ends, also if the
-    job ends before: nobody else can get them (invariant 1 of docs/architecture.md).
+    job ends before: nobody else can get them (invariant 1 of docs/architecture.md). So do those of
+    a job that is read from for others.
 
     Args:
         incremental: keep what is on the host when the job returns to the device.
@@ -67,7 +68,9 @@ class TwoTierKV:
         self._incremental = incremental
         self._saved: dict[int, int] = {}  # job → tokens of its KV that are good on the host
         self._transfers: dict[int, Transfer] = {}  # job → its unfinished transfer
-        self._ended: set[int] = set()  # jobs that ended during their transfer
+        self._readers: dict[int, int] = {}  # job → steps that copy from its device blocks
+        # Jobs that ended meanwhile → what their device blocks are to keep.
+        self._ended: dict[int, Sequence[bytes]] = {}
         self._ids = itertools.count()
 
     @property
@@ -95,6 +98,10 @@ class TwoTierKV:
     def num_saved(self, job_number: int) -> int:
         """Tokens of the job, from its first, whose KV is good on the host."""
         return self._saved.get(job_number, 0)
+
+    def is_read(self, job_number: int) -> bool:
+        """Whether others copy the job's device blocks."""
+        return job_number in self._readers
 
     def is_swapped_out(self, job_number: int) -> bool:
         """Whether the job's KV is on the host alone; it has no transfer then."""
@@ -163,8 +170,7 @@ class TwoTierKV:
         write-back what the host had of it."""
         transfer = self._transfers.pop(job_number)
         if job_number in self._ended:
-            self._ended.remove(job_number)
-            self.release(job_number)
+            self._release_if_ended(job_number)
         elif not succeeded and transfer.kind is TransferKind.WRITE_BACK:
             self.forget_host(job_number)
         elif not succeeded:
@@ -177,6 +183,17 @@ class TwoTierKV:
             if transfer.kind is TransferKind.SWAP_OUT:
                 self.device.release(job_number)
 
+    def begin_read(self, job_number: int) -> None:
+        """A step copies device blocks of the job, which has no swap under way, for another."""
+        self._readers[job_number] = self._readers.get(job_number, 0) + 1
+
+    def end_read(self, job_number: int) -> None:
+        """That step has ended."""
+        self._readers[job_number] -= 1
+        if self._readers[job_number] == 0:
+            del self._readers[job_number]
+            self._release_if_ended(job_number)
+
     def forget_host(self, job_number: int) -> None:
         """Free the host's blocks of a job on the device, without a transfer."""
         self.host.release(job_number)
@@ -184,14 +201,14 @@ class TwoTierKV:
 
     def release(self, job_number: int, keys: Sequence[bytes] = ()) -> None:
         """The job ended, or its KV is given up: free all its blocks, or as soon as its transfer
-        ends.
+        and what others read of it have ended.
 
         Args:
             keys: as for ``BlockPool.release``, of the device's blocks, if it has any; they are not
                 kept if there is a transfer.
         """
-        if job_number in self._transfers:
-            self._ended.add(job_number)
+        if job_number in self._transfers or job_number in self._readers:
+            self._ended[job_number] = () if job_number in self._transfers else keys
             return
         self.device.release(job_number, keys)
         self.forget_host(job_number)
@@ -210,7 +227,16 @@ class TwoTierKV:
                 (self.host, transfer.host_blocks),
             ):
                 assert set(blocks) <= set(pool.table(number)), "a transfer lost its blocks"
-        assert self._ended <= self._transfers.keys(), "an ended job was forgotten"
+        used = self._transfers.keys() | self._readers.keys()
+        assert self._ended.keys() <= used, "an ended job was forgotten"
+        for number in self._readers:
+            assert self.may_run(number), "a job that is read from was swapped"
+            assert self.device.num_held(number), "a job that is read from lost its blocks"
+
+    def _release_if_ended(self, job_number: int) -> None:
+        is_used = job_number in self._transfers or job_number in self._readers
+        if job_number in self._ended and not is_used:
+            self.release(job_number, self._ended.pop(job_number))
 
     def _begin(
         self, kind: TransferKind, job_number: int, num_tokens: int, first: int, num_blocks: int

@@ -49,7 +49,7 @@ _DESCRIPTIONS = {
     "fastserve_queue_jobs": "Unfinished jobs by level of the scheduler's queues, 0 the highest",
     "fastserve_kv_blocks": "KV cache blocks by tier and state",
     "fastserve_prompt_tokens_total": "Prompt tokens of accepted jobs",
-    "fastserve_prefix_cached_tokens_total": "Tokens of which the KV was kept from an earlier job",
+    "fastserve_prefix_cached_tokens_total": "Tokens of which other jobs had the KV",
     "fastserve_generation_tokens_total": "Generated tokens",
     "fastserve_iterations_total": "Iterations of the model",
     "fastserve_preemptions_total": "Times that a running job was set aside for another",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.model_config import ModelConfig
+from fastserve_backend.worker.block_copies import runs
 from fastserve_backend.worker.host_memory import host_memory
 from fastserve_backend.worker.staging import Uploads
 
@@ -61,14 +62,14 @@ class PlainStore(HostStore):
     def copy_out(
         self, device_blocks: Sequence[int], host_blocks: Sequence[int], num_last_tokens: int
     ) -> None:
-        for device, host in _runs(device_blocks, host_blocks):
+        for device, host in runs(device_blocks, host_blocks):
             if self._on_cpu is not None:
                 self._on_cpu[1][host] = self._on_cpu[0][device]
             else:
                 self._blocks[host].copy_(self._kv[device], non_blocking=True)
 
     def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
-        for device, host in _runs(device_blocks, host_blocks):
+        for device, host in runs(device_blocks, host_blocks):
             if self._on_cpu is not None:
                 self._on_cpu[0][device] = self._on_cpu[1][host]
             else:
@@ -137,14 +138,14 @@ class StagedInt8Store(Int8Store):
                 num_last_tokens if is_last else self._kv.shape[4],
                 out=_int8_parts(staging[: part.stop - part.start], self._kv),
             )
-            for staged, host in _runs(range(part.stop - part.start), host_blocks[part]):
+            for staged, host in runs(range(part.stop - part.start), host_blocks[part]):
                 self._blocks[host].copy_(staging[staged], non_blocking=True)
 
     def copy_in(self, device_blocks: Sequence[int], host_blocks: Sequence[int]) -> None:
         staging = self._staging[1]
         block_ids = self._bring(1, device_blocks)
         for part in self._parts(len(device_blocks)):
-            for staged, host in _runs(range(part.stop - part.start), host_blocks[part]):
+            for staged, host in runs(range(part.stop - part.start), host_blocks[part]):
                 staging[staged].copy_(self._blocks[host], non_blocking=True)
             codes, parameters = _int8_parts(staging[: part.stop - part.start], self._kv)
             self._kernels.dequantize_blocks(codes, parameters, self._kv, block_ids[part])
@@ -226,21 +227,3 @@ def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
                 f"pinned ({error}); lower it, or raise the container's limits"
             ) from None
     return memory
-
-
-def _runs(
-    device_blocks: Sequence[int], host_blocks: Sequence[int]
-) -> Iterator[tuple[slice, slice]]:
-    """The pairs of blocks, those that are neighbours on both sides together: one copy each."""
-    begin = 0
-    for end in range(1, len(device_blocks) + 1):
-        if (
-            end < len(device_blocks)
-            and device_blocks[end] == device_blocks[end - 1] + 1
-            and host_blocks[end] == host_blocks[end - 1] + 1
-        ):
-            continue
-        count = end - begin
-        device, host = device_blocks[begin], host_blocks[begin]
-        yield slice(device, device + count), slice(host, host + count)
-        begin = end

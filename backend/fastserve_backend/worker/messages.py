@@ -150,6 +150,9 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     """Where the step was sent before the tokens of the one before it were known: for each job in
     the decode phase the row of that step's tokens that it runs, or -1 if ``token_ids`` has its
     token. Empty: ``token_ids`` has all."""
+    copy_from: bytes = b""  # int32 [n]
+    """Blocks to copy on the device, before anything else is done."""
+    copy_to: bytes = b""  # int32 [n]: blocks of the step's jobs, none of which is in copy_from
 
     @classmethod
     def of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from functools import partial
 
@@ -14,6 +15,7 @@ from fastserve_backend.models.loader import torch_dtype
 from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.partition import RankPlace
 from fastserve_backend.models.tensor_group import ALONE, TensorGroup
+from fastserve_backend.worker.block_copies import copy_within
 from fastserve_backend.worker.decode_graphs import DecodeGraphs
 from fastserve_backend.worker.last_tokens import LastTokens
 from fastserve_backend.worker.messages import StageDone, Step, StepResult
@@ -117,6 +119,7 @@ class ModelRunner:
         Raises:
             IndexError: the step takes a token that the one before did not choose.
         """
+        copy_within(self._kv, array("i", step.copy_from), array("i", step.copy_to))
         layout = StepLayout.of(step, self._block_size, self._last_tokens.count)
         graphs = self._graphs if layout.only_decodes else None
         tensors = self._inputs.bring(layout) if graphs is None else graphs.bring(layout)

@@ -8,7 +8,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fastserve_client.gateway.jobs import Job
@@ -38,22 +38,27 @@ class Usage:
     num_choices: int
     """Answers to each prompt; those of one prompt are neighbours."""
     prompt_tokens: int = 0
-    cached_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: dict[int, int] = field(default_factory=dict)
+    """Of each prompt: of its answers the one that had least, as others may have been begun with
+    what that computed."""
 
     def add(self, index: int, part: Chunk | Completion) -> None:
         """``index``: of the choice."""
         self.completion_tokens += len(part.token_ids)
-        if index % self.num_choices == 0:
+        prompt, choice = divmod(index, self.num_choices)
+        if choice == 0:
             self.prompt_tokens += part.num_input_tokens or 0
-            self.cached_tokens += part.num_cached_tokens or 0
+        if part.num_cached_tokens is not None:
+            least = self.cached_tokens.get(prompt, part.num_cached_tokens)
+            self.cached_tokens[prompt] = min(least, part.num_cached_tokens)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
         }
 
 

@@ -1,0 +1,274 @@
+"""Jobs that begin alike side by side: who computes, who waits for it, what is copied, and that
+nothing is copied which has gone."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from fastserve_backend.config import KVCacheSection
+from fastserve_backend.job import Job
+from fastserve_backend.scheduler.base import BatchLimits
+from fastserve_backend.worker.messages import Step
+from jobs import make_job
+from kv_desk import SLOW_LINK, Desk
+from loop_driver import BLOCK_SIZE, Rig
+from policies import LinearTimes, make, skip_join
+
+
+def desk_of(num_blocks: int, num_host_blocks: int = 100, **kv_cache: object) -> Desk:
+    return Desk(num_blocks, num_host_blocks, **{"prefix_caching": True} | kv_cache)  # type: ignore[arg-type]
+
+
+def other_job(number: int, prompt_len: int) -> Job:
+    """One that begins like no other."""
+    job = make_job(number, prompt_len)
+    first = 1000 * (number + 1)
+    job.prompt_ids = array("i", range(first, first + prompt_len))
+    return job
+
+
+def copied(desk: Desk) -> tuple[list[int], list[int]]:
+    return list(desk.manager.copies.from_blocks), list(desk.manager.copies.to_blocks)
+
+
+def test_a_job_waits_for_its_beginning_and_copies_it() -> None:
+    desk = desk_of(20)
+    first, second = make_job(0, 70), make_job(1, 50)
+    desk.run_first(first, second)
+    assert desk.offer(second) == [second]
+    tables = [list(desk.tiers.device.table(number)) for number in (0, 1)]
+    assert copied(desk) == (tables[0][:3], tables[1][:3])
+    assert (second.num_ready, second.num_uncomputed, len(tables[1])) == (48, 2, 4)
+    desk.send(second)
+    assert second.num_computed == 50
+    assert desk.counters.prefix_cached_tokens == 48
+
+
+def test_the_copy_of_a_job_is_a_source_too() -> None:
+    desk = desk_of(30)
+    first, second, third = make_job(0, 70), make_job(1, 70), make_job(2, 70)
+    desk.run_first(first, second)
+    desk.run(second)
+    desk.manager.release(first)
+    desk.tiers.device.grow(9, 16 * desk.tiers.device.num_free)  # nothing is kept
+    desk.tiers.device.release(9)
+    desk.manager.arrived(third, desk.now)
+    assert (third.num_computed, third.num_shared) == (0, 64)
+    assert desk.offer(third) == [third]
+    assert copied(desk)[0] == list(desk.tiers.device.table(1)[:4])
+
+
+def test_what_a_job_that_goes_first_has_recalled_is_not_computed_by_the_next() -> None:
+    desk = desk_of(20)
+    earlier, first, second = make_job(0, 65), make_job(1, 65), make_job(2, 65)
+    desk.run(earlier)
+    desk.manager.release(earlier)
+    desk.manager.arrived(first, desk.now)
+    desk.manager.arrived(second, desk.now)
+    assert (first.num_computed, second.num_ready) == (64, 0)
+    desk.run_first(first, second)
+    assert desk.offer(second) == [second]
+    assert second.num_shared == 64
+
+
+def test_a_beginning_that_is_kept_in_part_is_copied_from_there() -> None:
+    desk = desk_of(20)
+    earlier, first, second = make_job(0, 33), make_job(1, 65), make_job(2, 65)
+    earlier.prompt_ids = earlier.prompt_ids[:32] + array("i", [7])
+    desk.run(first)
+    desk.run(earlier)
+    desk.manager.release(earlier)
+    desk.manager.arrived(second, desk.now)
+    assert (second.num_computed, second.num_shared, second.num_uncomputed) == (32, 32, 1)
+    assert desk.offer(second) == [second]
+    tables = [list(desk.tiers.device.table(number)) for number in (1, 2)]
+    assert copied(desk) == (tables[0][2:4], tables[1][2:4])
+
+
+def test_a_job_waits_for_each_chunk_and_no_longer_than_it_is_computed() -> None:
+    desk = desk_of(20)
+    first, second = make_job(0, 80), make_job(1, 80)
+    assert desk.offer(first, second, tokens=32) == [first]
+    desk.send(first, tokens=32)
+    assert desk.offer(first, second, tokens=32) == [first]
+    desk.send(first, tokens=32)
+    assert desk.offer(second) == [second]  # the first has no turn
+    assert (second.num_shared, second.num_uncomputed) == (64, 16)
+
+
+def test_little_in_common_is_copied_but_not_waited_for() -> None:
+    desk = desk_of(20, times=LinearTimes(1 / 16, least_s=1.0))  # one block in an iteration
+    first, second = make_job(0, 17), make_job(1, 17)
+    assert desk.offer(first, second) == [first, second]
+    third = make_job(2, 40)
+    desk.send(first, second)
+    assert desk.offer(third) == [third]
+    assert third.num_shared == 16
+
+
+def test_a_job_that_needs_others_blocks_copies_none() -> None:
+    desk = desk_of(8, strategy="recompute")
+    first, second, least = make_job(1, 64), make_job(0, 64), other_job(2, 32)
+    desk.run(first)
+    desk.run(least)
+    assert desk.offer(second) == [second]
+    assert (second.num_shared, copied(desk)) == (0, ([], []))
+    assert (least.num_computed, first.num_computed) == (0, 64)
+
+
+def test_of_a_step_that_is_not_sent_nothing_is_copied_or_counted() -> None:
+    desk = desk_of(20)
+    first, second = make_job(0, 64), make_job(1, 64)
+    desk.run(first)
+    for _ in range(2):
+        assert desk.offer(second) == [second]
+        assert (second.num_shared, len(copied(desk)[0])) == (48, 3)
+    assert desk.counters.prefix_cached_tokens == 0
+    desk.manager.release(first)
+    desk.manager.begin(9.0, set())
+    assert second.num_ready == 0
+    assert desk.tiers.device.num_held(first.number) == 0
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "reactive", "proactive"])
+def test_a_source_keeps_its_blocks_until_they_are_copied(strategy: str) -> None:
+    desk = desk_of(11, strategy=strategy)
+    source, second, urgent = make_job(5, 64), make_job(3, 64), other_job(0, 80)
+    desk.run(source)
+    assert desk.offer(second, urgent) == [second]  # which takes from nobody
+    assert desk.begun == []
+    desk.send(second)
+    copies = desk.manager.copies
+    assert desk.offer(urgent, in_flight=[second]) == []
+    assert (desk.begun, source.num_computed) == ([], 64)
+    desk.manager.copied(copies)
+    desk.offer(urgent, in_flight=[second])
+    assert desk.begun or source.num_computed == 0
+
+
+@pytest.mark.parametrize("with_write_back", [False, True])
+def test_a_source_that_ends_frees_its_blocks_when_they_are_copied(with_write_back: bool) -> None:
+    desk = desk_of(20)
+    source, second, third = make_job(0, 64), make_job(1, 64), make_job(2, 64)
+    desk.run(source)
+    copies = []
+    for job in (second, third):
+        assert desk.offer(job) == [job]
+        copies.append(desk.manager.copies)
+        desk.send(job)
+    assert [one.sources for one in copies] == [{0}, {0}]
+    if with_write_back:
+        desk.tiers.write_back(source.number, 64, 2)
+    desk.manager.release(source)
+    for one in copies:
+        assert desk.held(source) == [4]
+        desk.manager.copied(one)
+    if with_write_back:
+        assert desk.held(source) == [4]
+        desk.end_copies()
+    assert desk.held(source) == [0]
+    later = make_job(3, 64)
+    desk.manager.arrived(later, desk.now)
+    # Kept, but for what was still being copied to the host.
+    assert (later.num_computed, later.num_shared) == ((0, 48) if with_write_back else (48, 0))
+
+
+@pytest.mark.parametrize("host_dtype", ["same", "int8"])
+def test_a_job_is_a_source_when_it_is_back_if_its_kv_is_as_it_was(host_dtype: str) -> None:
+    desk = desk_of(5, host_dtype=host_dtype)
+    source, urgent, second = make_job(1, 60), other_job(0, 60), make_job(2, 40)
+    desk.run(source)
+    desk.offer(urgent)
+    assert desk.kinds() == [(1, "swap_out")]
+    desk.manager.arrived(second, desk.now)
+    assert second.num_shared == 0
+    desk.end_copies()
+    desk.manager.release(urgent)
+    desk.offer(source)
+    assert desk.kinds() == [(1, "swap_in")]
+    desk.manager.arrived(second, desk.now)
+    assert second.num_shared == 0
+    desk.end_copies()
+    desk.manager.arrived(second, desk.now)
+    assert second.num_shared == (32 if host_dtype == "same" else 0)
+
+
+def test_a_job_that_lost_its_kv_is_no_source() -> None:
+    desk = desk_of(5, link=SLOW_LINK)
+    source, urgent, second = make_job(1, 60), other_job(0, 60), make_job(2, 40)
+    desk.run(source)
+    assert desk.offer(urgent) == [urgent]
+    assert source.num_computed == 0
+    desk.manager.arrived(second, desk.now)
+    assert (second.num_computed, second.num_shared) == (16, 0)  # kept, and nobody has the rest
+
+
+def test_where_all_wait_for_one_not_all_are_looked_at() -> None:
+    desk = desk_of(100)
+    jobs = [make_job(number, 64) for number in range(1000)]
+    desk.manager.begin(1.0, set())
+    looked_at = 0
+    for job in jobs:
+        desk.manager.recall(job)
+        if not desk.manager.take(job, job.num_uncomputed) and desk.manager.is_exhausted:
+            break
+        looked_at += 1
+    assert 100 < looked_at < 500
+
+
+@pytest.mark.parametrize("keys", [{"prefix_caching": False}, {"strategy": "defer"}])
+def test_nothing_is_shared_where_it_is_not_wanted(keys: dict[str, object]) -> None:
+    desk = desk_of(400, **keys)
+    first, second, third = (make_job(number, 64, max_tokens=8) for number in range(3))
+    desk.run(first, second)
+    desk.manager.arrived(third, desk.now)
+    assert desk.offer(third) == [third]
+    assert (third.num_shared, copied(desk)) == (0, ([], []))
+
+
+# --- In the step loop -------------------------------------------------------------------------
+
+
+def tokens_of(step: Step) -> int:
+    return sum(array("i", step.query_lens))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_of_jobs_that_come_together_one_computes_what_they_have_in_common(
+    num_stages: int, ahead: bool, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common, own = 6 * BLOCK_SIZE, 3
+    policy = make("fcfs", BatchLimits(8, 100, chunk))
+    kv_cache = KVCacheSection(prefix_caching=True)
+    rig = Rig(policy, num_blocks=200, num_stages=num_stages, ahead=ahead, kv_cache=kv_cache)
+    steps: list[Step] = []
+    submit = rig.executor.submit
+    monkeypatch.setattr(rig.executor, "submit", lambda step: (steps.append(step), submit(step)))
+    jobs = [make_job(number, common + own, max_tokens=4) for number in range(5)]
+    for job in jobs[1:]:
+        job.prompt_ids[common:] = array("i", (job.number * 100 + n for n in range(own)))
+    rig.run(jobs)
+    # With stages another batch may begin while the first chunk runs, and compute the second.
+    most_twice = 0 if chunk is None or num_stages == 1 else common
+    decodes = 5 * 3
+    assert 0 <= sum(map(tokens_of, steps)) - (common + 5 * own + decodes) <= most_twice
+    assert rig.counters.prefix_cached_tokens >= 4 * common - most_twice
+    assert rig.counters.preemptions == 0
+    assert len(rig.iterations_s) == sum(not step.copy_from for step in steps) < len(steps)
+    assert rig.pool.num_used == 0
+
+
+def test_a_job_queues_for_what_it_does_not_copy() -> None:
+    """Iterations take a second a token of prefill here, and quanta double from 1 s on."""
+    policy = skip_join(BatchLimits(1, 100))
+    rig = Rig(policy, kv_cache=KVCacheSection(prefix_caching=True))
+    first, second = (make_job(n, 8 * BLOCK_SIZE + 1, max_tokens=3) for n in range(2))
+    rig.loop.add(first)
+    rig.turn()
+    rig.loop.add(second)
+    assert (first.queue_level, second.queue_level) == (6, 0)
+    rig.run()
+    assert second.num_cached_tokens == 8 * BLOCK_SIZE

@@ -139,7 +139,9 @@ class Job:
     def num_uncomputed(self) -> int:
         """Tokens to run before the next token: 1 in the decode phase, else the rest of the
         prefill."""
-        return self.num_tokens - self.num_ready
+        # Asked of thousands of waiting jobs an iteration, so without the properties it is made of.
+        num_tokens = len(self.prompt_ids) + len(self.output_ids) + self.num_pending
+        return num_tokens - self.num_computed - self.num_shared
 
     @property
     def ended_by_itself(self) -> bool:

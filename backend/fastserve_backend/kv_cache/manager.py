@@ -83,7 +83,7 @@ class _Round:
     beginning: list[Job] = field(default_factory=list)
     """Those taken that may have a prefix of which others know nothing yet."""
     coming: set[bytes] = field(default_factory=set)
-    """Keys of what these have when the step has run."""
+    """Keys of what these have when the step has run, and of prefills that are in flight."""
     num_waiting: int = 0
     """Jobs that wait for that."""
     copies: PrefixCopies = field(default_factory=PrefixCopies)
@@ -171,6 +171,10 @@ class KVManager:
             is_ahead=going_on is not None,
             ending_blocks=sum(self.tiers.device.num_held(number) for number in ending),
         )
+        for number in busy - running:
+            begun = self._holders.get(number)
+            if begun is not None and begun.finish_reason is None and begun.num_pending == 0:
+                self._round.coming.update(self._keys.wanted(begun))  # a chunk runs, others follow
 
     @property
     def is_too_early(self) -> bool:
@@ -337,8 +341,8 @@ class KVManager:
         job.num_shared = len(self._shared.find(job)) * self.tiers.device.block_size
 
     def _is_coming(self, job: Job) -> bool:
-        """Whether the job is sooner if it waits for what this step computes of its beginning. That
-        costs it an iteration, of which others have more, as their step is the shorter for it."""
+        """Whether the job is sooner if it waits for what others are about to compute of its
+        beginning. That costs it an iteration, which is the shorter for those that do not wait."""
         if not self._round.coming:
             return False
         num_ready = self.tiers.device.num_blocks_full(job.num_ready)

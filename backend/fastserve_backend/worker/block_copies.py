@@ -8,17 +8,17 @@ from torch import Tensor
 
 
 def runs(blocks: Sequence[int], others: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """The pairs of blocks, those that are neighbours on both sides together: one copy each."""
+    """The pairs of blocks, those that are neighbours on both sides together: one copy each, in any
+    order."""
+    # A job's blocks descend where it was given those that another had kept.
+    pairs = sorted(zip(blocks, others, strict=True))
     begin = 0
-    for end in range(1, len(blocks) + 1):
-        if (
-            end < len(blocks)
-            and blocks[end] == blocks[end - 1] + 1
-            and others[end] == others[end - 1] + 1
-        ):
+    for end in range(1, len(pairs) + 1):
+        block, other = pairs[end - 1]
+        if end < len(pairs) and pairs[end] == (block + 1, other + 1):
             continue
         count = end - begin
-        block, other = blocks[begin], others[begin]
+        block, other = pairs[begin]
         yield slice(block, block + count), slice(other, other + count)
         begin = end
 

@@ -1,4 +1,5 @@
-"""Phase "parity": the engine's greedy tokens against those of transformers, while jobs are swapped.
+"""Phase "parity": the engine's greedy tokens against those of transformers, while jobs are swapped,
+and copy the KV of a beginning that they have in common from each other.
 
 An answer is the reference's greedy one exactly if every token is the reference's most likely after
 what stands before it, which one forward pass over prompt and answer shows for all positions. The
@@ -17,7 +18,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.sampling_params import SamplingParams
 from phase_context import CheckFailed, Context
-from replay import run_jobs
+from replay import Answer, run_jobs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -52,6 +53,8 @@ NEAR_TIE = 1e-3
 NUM_JOBS, NUM_TOKENS = 12, 200
 DEVICE_BLOCKS = 70
 """Of 16 tokens: far fewer than the jobs need, so that they lose theirs again and again."""
+BEGINNING = 40
+"""Tokens that every other prompt begins with: two blocks and a half."""
 SEED = 3
 
 
@@ -63,26 +66,31 @@ def run(context: Context) -> None:
         reference = _reference(config, directory).to(device)
         prompts, answers, engine = _answers(context, directory)
         differing = sum(
-            _num_differing(reference, device, prompt, answer)
+            _num_differing(reference, device, prompt, answer.token_ids)
             for prompt, answer in zip(prompts, answers, strict=True)
         )
         swapped = engine.counters.swap_in_bytes
+        # All come together, and first run before any has ended: what they begin with is others'.
+        shared = sum(answer.stats.num_cached_tokens for answer in answers)
         context.recorder.row(
             "token parity with transformers",
             {"model": name, "dtype": "float32"},
             {
                 "jobs": len(answers),
-                "tokens": sum(map(len, answers)),
+                "tokens": sum(len(answer.token_ids) for answer in answers),
                 "tokens that differ": differing,
                 "preemptions": engine.counters.preemptions,
                 "MB swapped in": swapped / 1e6,
+                "prompt tokens copied": shared,
             },
         )
         if differing:
             wrong.append(f"{name}: {differing} tokens are not the reference's")
         if not swapped:
             wrong.append(f"{name}: no job was swapped, so that was not checked")
-        if len({tuple(answer) for answer in answers}) < len(answers):
+        if not shared:
+            wrong.append(f"{name}: no job copied from another, so that was not checked")
+        if len({tuple(answer.token_ids) for answer in answers}) < len(answers):
             wrong.append(f"{name}: answers are alike, so that they show little")
     if wrong:
         raise CheckFailed("; ".join(wrong))
@@ -110,16 +118,18 @@ def _save_tokenizer(directory: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-def _answers(context: Context, directory: Path) -> tuple[list[list[int]], list[list[int]], Engine]:
+def _answers(context: Context, directory: Path) -> tuple[list[list[int]], list[Answer], Engine]:
     """Prompts, the engine's answers, and the engine, closed."""
     num_tokens, positions, blocks = (
         (40, 128, 14) if context.tiny else (NUM_TOKENS, POSITIONS, DEVICE_BLOCKS)
     )
     rng = random.Random(SEED)
-    prompts = [
-        [rng.randrange(4, VOCABULARY) for _ in range(rng.randint(1, positions - num_tokens))]
-        for _ in range(NUM_JOBS)
-    ]
+    beginning = _random_tokens(rng, BEGINNING)
+    prompts = []
+    for number in range(NUM_JOBS):
+        prompt = beginning if number % 2 else []
+        most = positions - num_tokens - len(prompt)
+        prompts.append(prompt + _random_tokens(rng, rng.randint(1, most)))
     config = EngineConfig().with_keys(
         model=str(directory),
         device=context.device.torch_device.type,
@@ -134,10 +144,14 @@ def _answers(context: Context, directory: Path) -> tuple[list[list[int]], list[l
     try:
         params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
         jobs = [(prompt, params) for prompt in prompts]
-        answers = [one.token_ids for one in run_jobs(engine, jobs, context.left_s())]
+        answers = run_jobs(engine, jobs, context.left_s())
     finally:
         engine.close()
     return prompts, answers, engine
+
+
+def _random_tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(4, VOCABULARY) for _ in range(count)]
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ from array import array
 import pytest
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
-from fastserve_backend.scheduler.base import BatchLimits
+from fastserve_backend.scheduler.base import BatchLimits, fill_batch
 from fastserve_backend.worker.messages import Step
 from jobs import make_job
 from kv_desk import SLOW_LINK, Desk
@@ -26,6 +26,15 @@ def other_job(number: int, prompt_len: int) -> Job:
     first = 1000 * (number + 1)
     job.prompt_ids = array("i", range(first, first + prompt_len))
     return job
+
+
+def kept_in_part(desk: Desk) -> None:
+    """Job 1 is on the device, and two blocks that it begins with are kept of a job that ended."""
+    earlier, first = make_job(0, 33), make_job(1, 65)
+    earlier.prompt_ids = earlier.prompt_ids[:32] + array("i", [7])
+    desk.run(first)
+    desk.run(earlier)
+    desk.manager.release(earlier)
 
 
 def copied(desk: Desk) -> tuple[list[int], list[int]]:
@@ -74,11 +83,8 @@ def test_what_a_job_that_goes_first_has_recalled_is_not_computed_by_the_next() -
 
 def test_a_beginning_that_is_kept_in_part_is_copied_from_there() -> None:
     desk = desk_of(20)
-    earlier, first, second = make_job(0, 33), make_job(1, 65), make_job(2, 65)
-    earlier.prompt_ids = earlier.prompt_ids[:32] + array("i", [7])
-    desk.run(first)
-    desk.run(earlier)
-    desk.manager.release(earlier)
+    kept_in_part(desk)
+    second = make_job(2, 65)
     desk.manager.arrived(second, desk.now)
     assert (second.num_computed, second.num_shared, second.num_uncomputed) == (32, 32, 1)
     assert desk.offer(second) == [second]
@@ -215,17 +221,77 @@ def test_a_job_that_lost_its_kv_is_no_source() -> None:
     assert (second.num_computed, second.num_shared) == (16, 0)  # kept, and nobody has the rest
 
 
-def test_where_all_wait_for_one_not_all_are_looked_at() -> None:
+def test_what_a_step_that_was_not_sent_recalled_and_copied_is_there_for_the_next() -> None:
+    desk = desk_of(20)
+    kept_in_part(desk)
+    second = make_job(2, 65)
+    for _ in range(2):
+        assert desk.offer(second) == [second]
+        assert (second.num_computed, second.num_shared) == (32, 32)
+
+
+def test_a_job_that_begins_with_one_token_is_a_source_at_the_second_try_too() -> None:
+    desk = desk_of(20)
+    earlier, first, second = make_job(0, 65), make_job(1, 65), make_job(2, 65)
+    desk.run(earlier)
+    desk.manager.release(earlier)
+    assert desk.offer(first) == [first]
+    desk.run(first)
+    assert desk.offer(second) == [second]
+    assert second.num_shared == 64
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "reactive", "proactive"])
+def test_the_blocks_that_a_waiting_job_is_to_copy_to_stay_free(strategy: str) -> None:
+    desk = desk_of(10, strategy=strategy)
+    first, second, least = make_job(0, 63), make_job(1, 64), other_job(2, 95)
+    desk.run_first(first, second, least)
+    assert desk.offer(second) == [second]
+    assert (second.num_shared, desk.begun) == (48, [])
+
+
+def test_the_blocks_that_a_waiting_job_has_stay_its_own() -> None:
+    desk = desk_of(10, strategy="recompute")
+    first, second, least = make_job(0, 63), make_job(1, 64), other_job(2, 47)
+    assert desk.offer(second) == [second]  # in a step that is not sent
+    assert desk.offer(first, second, least) == [first]
+    assert desk.held(second) == [4]
+
+
+def test_a_job_that_could_not_copy_does_not_wait() -> None:
+    desk = desk_of(12, strategy="recompute")
+    first, second, least = make_job(0, 64), make_job(1, 65), other_job(9, 127)
+    desk.run(least)
+    assert desk.offer(first, second, tokens=16) == [first, second]
+
+
+def test_a_waiting_job_keeps_its_tokens_of_the_iteration() -> None:
     desk = desk_of(100)
-    jobs = [make_job(number, 64) for number in range(1000)]
+    decode, first, second = other_job(3, 8), make_job(0, 40), make_job(1, 40)
+    desk.run(decode)
+    desk.manager.begin(9.0, set())
+    jobs = [first, second, other_job(2, 40), decode]
+    batch = fill_batch(jobs, BatchLimits(8, 100), set(), desk.manager)
+    assert batch == [(first, 40), (decode, 1)]
+
+
+def test_of_those_who_wait_for_one_as_many_are_looked_at_as_have_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = desk_of(1000)
+    offered: list[int] = []
+    take = desk.manager.take
+
+    def note(job: Job, num_tokens: int) -> bool:
+        offered.append(job.number)
+        return take(job, num_tokens)
+
+    monkeypatch.setattr(desk.manager, "take", note)
     desk.manager.begin(1.0, set())
-    looked_at = 0
-    for job in jobs:
-        desk.manager.recall(job)
-        if not desk.manager.take(job, job.num_uncomputed) and desk.manager.is_exhausted:
-            break
-        looked_at += 1
-    assert 100 < looked_at < 500
+    jobs = [make_job(number, 64) for number in range(1000)]
+    batch = fill_batch(jobs, BatchLimits(8, 640), set(), desk.manager)
+    assert [job for job, _ in batch] == jobs[:1]
+    assert offered == list(range(10))
 
 
 @pytest.mark.parametrize("keys", [{"prefix_caching": False}, {"strategy": "defer"}])

@@ -49,9 +49,6 @@ _WRITE_BACK_S = 0.005
 # Write-backs begin when this share of the device is used, and leave this share of the host free.
 _WRITE_BACK_USED = 0.5
 _WRITE_BACK_HOST_FREE = 0.25
-# So many jobs wait for what a step computes of their beginnings, and then no other is looked at:
-# they take about a millisecond.
-_MOST_WAITING = 256
 _log = logging.getLogger(__name__)
 
 
@@ -84,8 +81,8 @@ class _Round:
     """Those taken that may have a prefix of which others know nothing yet."""
     coming: set[bytes] = field(default_factory=set)
     """Keys of what these have when the step has run, and of prefills that are in flight."""
-    num_waiting: int = 0
-    """Jobs that wait for that."""
+    is_waiting: bool = False
+    """The job offered last, for that."""
     copies: PrefixCopies = field(default_factory=PrefixCopies)
     begun: list[Transfer] = field(default_factory=list)
     promised: int = 0
@@ -189,6 +186,12 @@ class KVManager:
         return this.is_too_early or (this.refuses_new and this.num_unoffered <= 0)
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether the job that was offered last was not taken because others are about to compute
+        what it would."""
+        return self._round.is_waiting
+
+    @property
     def copies(self) -> PrefixCopies:
         """To be made with the step of the jobs that were taken in this round, before it runs."""
         return self._round.copies
@@ -209,16 +212,16 @@ class KVManager:
             self.tiers.end_read(number)
 
     def recall(self, job: Job) -> None:
-        """Find what a job without KV need not compute: it gets what was kept of its first tokens,
-        if no other waits for blocks, and is to copy what running jobs have."""
-        if job.number in self._holders and job.num_computed > 0:
+        """Find what a job that has computed nothing need not compute: it gets what was kept of its
+        first tokens, if no other waits for those blocks, and is to copy what running jobs have."""
+        is_new = job.number not in self._holders
+        if (is_new and self._round.refuses_new) or not self._may_begin(job):
             return
-        if not (self._round.promised or self._round.refuses_new or job.number in self._holders):
+        fits = self._fits(job)
+        if is_new and (fits or not self._round.promised):
             self._prefixes.recall(job)
-        device = self.tiers.device
-        missing = device.missing(job.number, job.num_tokens)
         # Who needs others' blocks might need those that it is to copy.
-        if missing + self._round.promised <= device.num_free:
+        if fits:
             self._share(job)
         else:
             job.num_shared = 0
@@ -230,7 +233,11 @@ class KVManager:
         only if that makes it fit. What it waits for, no less urgent job gets. (One that the policy
         passes over for want of tokens is not offered, and may lose its blocks.) So the first job
         offered always runs at last: admission refuses a job that the device cannot hold alone.
+
+        A job that would begin while others compute what it begins with waits for that, if that is
+        sooner.
         """
+        self._round.is_waiting = False
         is_new = job.number not in self._holders
         if not is_new:
             self._round.num_unoffered -= 1
@@ -239,9 +246,12 @@ class KVManager:
         elif self._strategy == "defer" and not self._admit(job):
             self._round.refuses_new = True
             return False
-        if (is_new or job.num_computed == 0) and self._is_coming(job):
-            return False
         self._round.offered.add(job.number)
+        begins = self._may_begin(job)
+        if begins and self._is_coming(job):
+            self._round.promised += self._missing(job)  # for what it is to copy
+            self._round.is_waiting = True
+            return False
         if not self.tiers.may_run(job.number):
             if self.tiers.is_swapped_out(job.number):
                 self._swap_in(job, num_tokens)
@@ -261,7 +271,7 @@ class KVManager:
         self.tiers.device.grow(job.number, room_for)
         if job.num_shared:
             self._copy_shared(job)
-        if is_new or num_tokens > 1:
+        if begins or num_tokens > 1:
             self._round.beginning.append(job)
             num_blocks = self.tiers.device.num_blocks_full(room_for)
             self._round.coming.update(islice(self._keys.wanted(job), num_blocks))
@@ -337,13 +347,26 @@ class KVManager:
 
     # --- Beginnings that jobs have in common --------------------------------------------------
 
+    def _may_begin(self, job: Job) -> bool:
+        """Whether the job could run now, for the first time since it last had no KV."""
+        return not self._shared.knows(job) and self.tiers.may_run(job.number)
+
+    def _missing(self, job: Job) -> int:
+        """Blocks that the job needs for all its tokens, beside those that it has."""
+        return self.tiers.device.missing(job.number, job.num_tokens)
+
+    def _fits(self, job: Job) -> bool:
+        """Whether the device has room for all its tokens, beside what others wait for."""
+        return self._are_free(self._missing(job))
+
     def _share(self, job: Job) -> None:
         job.num_shared = len(self._shared.find(job)) * self.tiers.device.block_size
 
     def _is_coming(self, job: Job) -> bool:
         """Whether the job is sooner if it waits for what others are about to compute of its
-        beginning. That costs it an iteration, which is the shorter for those that do not wait."""
-        if not self._round.coming:
+        beginning. That costs it an iteration, which is the shorter for those that do not wait.
+        Where it does not fit it would copy nothing."""
+        if not self._round.coming or not self._fits(job):
             return False
         num_ready = self.tiers.device.num_blocks_full(job.num_ready)
         keys = islice(self._keys.wanted(job), num_ready, None)
@@ -351,11 +374,7 @@ class KVManager:
         if num_blocks == 0:
             return False
         saved_s = self._costs.prefill_s(num_blocks * self.tiers.device.block_size)
-        if saved_s < 2 * self._costs.least_iteration_s:
-            return False
-        self._round.num_waiting += 1
-        self._round.refuses_new |= self._round.num_waiting == _MOST_WAITING
-        return True
+        return saved_s >= 2 * self._costs.least_iteration_s
 
     def _copy_shared(self, job: Job) -> None:
         """Into blocks that the job has been given."""
@@ -367,6 +386,10 @@ class KVManager:
             copies.sources.add(source)
 
     # --- Room on the device -------------------------------------------------------------------
+
+    def _are_free(self, num_blocks: int) -> bool:
+        """Whether there are so many blocks beside what was promised."""
+        return num_blocks + self._round.promised <= self.tiers.device.num_free
 
     def _admit(self, job: Job) -> bool:
         device = self.tiers.device
@@ -393,7 +416,7 @@ class KVManager:
             self._round.has_no_victims = not victims
             for victim in victims:
                 self._evict(victim)
-        if num_blocks + self._round.promised <= device.num_free:
+        if self._are_free(num_blocks):
             return True
         self._round.promised += num_blocks
         return False
@@ -540,8 +563,7 @@ class KVManager:
                 spare += device.num_held(job.number)
                 self._swap_out(job)
         for job in returning:
-            needed = self._room_to_return(job)
-            if needed + self._round.promised + reserve > device.num_free:
+            if not self._are_free(self._room_to_return(job) + reserve):
                 break
             self._round.begun.append(self.tiers.swap_in(job.number, job.num_tokens))
 

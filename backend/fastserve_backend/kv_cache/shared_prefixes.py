@@ -40,6 +40,10 @@ class SharedPrefixes:
             self._holders.setdefault(key, {})[job.number] = None
             known.append(key)
 
+    def knows(self, job: Job) -> bool:
+        """Whether the job has computed something that is on the device."""
+        return job.number in self._known
+
     def remove(self, job: Job) -> None:
         """The job's KV leaves the device."""
         for key in self._known.pop(job.number, ()):

@@ -75,8 +75,14 @@ class Memory(Protocol):
         """Nothing that is offered from now on in this round would be taken."""
         ...
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the job that was offered last was not taken because others are about to compute
+        what it would."""
+        ...
+
     def recall(self, job: Job) -> None:
-        """The job, which may be offered next, has computed what was kept of its tokens."""
+        """The job may be offered next: what others have computed of its tokens it need not."""
         ...
 
     def take(self, job: Job, num_tokens: int) -> bool:
@@ -88,7 +94,7 @@ class Memory(Protocol):
 class Unlimited:
     """Memory for everyone."""
 
-    is_exhausted = False
+    is_exhausted = is_waiting = False
 
     def recall(self, job: Job) -> None:
         pass
@@ -182,12 +188,13 @@ def fill_batch(
 ) -> list[Scheduled]:
     """Take jobs in order while they fit, but for those in flight: with pipeline stages the next
     batch is chosen from the waiting jobs while others run (FastServe §4.3). Empty only if all are
-    in flight, or have no memory.
+    in flight, wait for those, or have no memory.
 
     A prompt that exceeds the token limit waits, and so do all prompts behind it, but decodes (one
     token) behind it still run; in the next iteration, behind decodes alone, it fits. Jobs without
-    memory are passed over, until no other can have any. Costs O(batch + jobs in flight + jobs
-    passed over).
+    memory are passed over, until no other can have any. A job that waits for what others compute
+    keeps the tokens that it was to have: no prompt behind it makes it wait longer. Costs O(batch +
+    jobs in flight + jobs passed over).
     """
     batch: list[Scheduled] = []
     tokens_left = limits.max_tokens
@@ -208,11 +215,14 @@ def fill_batch(
         needed = limits.tokens_of(job.num_uncomputed, tokens_left, chunk_left, seats_left)
         if needed <= 0:
             prompts_passed_over = 1
-        elif memory.take(job, needed):
+            continue
+        if memory.take(job, needed):
             batch.append(Scheduled(job, needed))
-            tokens_left -= needed
-            if chunk_left is not None and job.num_uncomputed > 1:
-                chunk_left -= needed
         elif memory.is_exhausted:
             break
+        elif not memory.is_waiting:
+            continue
+        tokens_left -= needed
+        if chunk_left is not None and job.num_uncomputed > 1:
+            chunk_left -= needed
     return batch

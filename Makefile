@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 # With the GPU's kernels as PTX. In bfloat16, which is what is mostly served and what Triton's
 # interpreter, where all dtypes are tested, gets wrong.
 EMULATED := -k "not -float16 and not -float32" tests/engine/test_gpu_host.py \
-  $(addprefix tests/kernels/gpu/,test_paged_kernels.py test_rowwise_kernels.py test_staged_int8_store.py)
+  $(addprefix tests/kernels/gpu/,test_linear_kernels.py test_paged_kernels.py test_rowwise_kernels.py test_staged_int8_store.py)
 
 .PHONY: help install run serve test test-sm_80 test-sm_90 perf-analyzer gpu-check check format clean
 

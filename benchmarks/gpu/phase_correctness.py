@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 import attention_cases
+import linear_cases
 import rowwise_cases
 import torch
 from case_runs import CaseRuns
@@ -135,4 +136,4 @@ def outcomes_of(index: int, *, tiny: bool) -> list[Outcome]:
 
 @cache
 def _cases() -> list[Case]:
-    return [*attention_cases.cases(), *rowwise_cases.cases()]
+    return [*attention_cases.cases(), *linear_cases.cases(), *rowwise_cases.cases()]

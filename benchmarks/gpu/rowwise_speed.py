@@ -27,6 +27,8 @@ MakeCall = Callable[[], tuple[Call, Sequence[Tensor]]]
 
 def run(context: Context) -> None:
     rate, _ = copy_rate(context.device)
+    for rows in (3,) if context.tiny else (1, 16, *ROWS):
+        _int8_linear_against_dense(context, rows, rate)
     for rows in (3,) if context.tiny else ROWS:
         speed = _Speed(context, rate, rows)
         for name, make in speed.kernels().items():
@@ -150,6 +152,40 @@ def _bias_relu_against_epilogue(context: Context, rows: int) -> None:
             "spread": ours.spread,
             "torch._addmm_activation, µs": epilogue.seconds * 1e6,
             "its spread": epilogue.spread,
+        },
+    )
+
+
+def _int8_linear_against_dense(context: Context, rows: int, copy_bytes_s: float) -> None:
+    """The feed-forward layer's first linear, with its weight in INT8 and in 16 bits."""
+    device = context.device.torch_device
+    hidden, wide = (64, 128) if context.tiny else (HIDDEN, FEED_FORWARD)
+
+    def inputs() -> tuple[Tensor, Tensor]:
+        x = torch.randn(rows, hidden, dtype=DTYPE, device=device)
+        return x, torch.randn(wide, hidden, dtype=DTYPE, device=device)
+
+    def int8() -> Call:
+        x, weight = inputs()
+        linear = ops.Int8Linear(weight)
+        return lambda: linear(x)
+
+    def dense() -> Call:
+        x, weight = inputs()
+        return lambda: F.linear(x, weight)
+
+    num_bytes = wide * hidden  # of codes
+    ours = context.device.time([int8() for _ in range(context.device.num_inputs(num_bytes))])
+    torchs = context.device.time([dense() for _ in range(context.device.num_inputs(2 * num_bytes))])
+    context.recorder.row(
+        "linear with a weight in INT8",
+        {"rows": rows, "matrix": f"{wide} × {hidden}"},
+        {
+            "µs": ours.seconds * 1e6,
+            "spread": ours.spread,
+            "share of copy rate": num_bytes / ours.seconds / copy_bytes_s,
+            "in 16 bits, µs": torchs.seconds * 1e6,
+            "× as fast": torchs.seconds / ours.seconds,
         },
     )
 

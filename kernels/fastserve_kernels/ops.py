@@ -30,9 +30,11 @@ from fastserve_kernels.backend import (
     uses_triton,
 )
 from fastserve_kernels.cpu import plain_torch
+from fastserve_kernels.int8_linear import Int8Linear
 from fastserve_kernels.linear import PackedLinear
 
 __all__ = [
+    "Int8Linear",
     "PackedLinear",
     "add_layer_norm",
     "add_rms_norm",

@@ -6,6 +6,7 @@ import torch
 from fastserve_kernels.gpu import (
     activations,
     cache_writes,
+    int8_linear,
     kv_int8,
     norms,
     paged_decode,
@@ -64,6 +65,16 @@ def dequantize_blocks(dtype: torch.dtype, kv_heads: int, head_dim: int) -> None:
 
 def copy_words() -> None:
     pinned_copies.copy_words(_empty(torch.int64, 1001), _empty(torch.int64, 1001))
+
+
+def linear(dtype: torch.dtype, rows: int, out_features: int, in_features: int) -> None:
+    int8_linear.int8_linear(
+        _empty(dtype, rows, in_features),
+        _empty(torch.int8, out_features, in_features),
+        _empty(dtype, out_features),
+        _empty(dtype, out_features),
+        relu=True,
+    )
 
 
 def decode(

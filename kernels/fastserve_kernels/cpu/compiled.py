@@ -27,7 +27,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_argmax_rows": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_packed_size": (_INT, [_INT] * 3),
     "fs_pack_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
+    "fs_pack_int8_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_linear": (None, [_INT] + [_POINTER] * 4 + [_INT] * 5),
+    "fs_int8_linear": (None, [_INT] + [_POINTER] * 5 + [_INT] * 5),
 }
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -58,7 +60,9 @@ class CompiledKernels:
         self._argmax_rows = functions.fs_argmax_rows
         self._packed_size = functions.fs_packed_size
         self._pack_weight = functions.fs_pack_weight
+        self._pack_int8_weight = functions.fs_pack_int8_weight
         self._linear = functions.fs_linear
+        self._int8_linear = functions.fs_int8_linear
 
     @classmethod
     def load(cls) -> CompiledKernels:
@@ -185,6 +189,37 @@ class CompiledKernels:
         y = torch.empty((rows, out_features), dtype=x.dtype)
         self._linear(
             _DTYPE_CODES[x.dtype], x.data_ptr(), panels.data_ptr(),
+            None if bias is None else bias.data_ptr(), y.data_ptr(), rows, size, out_features,
+            x.stride(0), relu,
+        )  # fmt: skip
+        return y
+
+    def pack_int8_weight(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        """The packed form of int8 codes [out, in], rows contiguous, from -127 to 127; opaque, for
+        `int8_linear` with x of `dtype`."""
+        out, size = codes.shape
+        code = _DTYPE_CODES[dtype]
+        panels = torch.empty(self._packed_size(code, out, size), dtype=torch.int8)
+        self._pack_int8_weight(
+            code, codes.data_ptr(), panels.data_ptr(), out, size, codes.stride(0)
+        )
+        return panels
+
+    def int8_linear(
+        self,
+        x: Tensor,
+        panels: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        out_features: int,
+        relu: bool,
+    ) -> Tensor:
+        """The same as `linear` with a packed int8 weight, each row of which is to be multiplied by
+        its scale: [out_features], contiguous, of x's dtype."""
+        rows, size = x.shape
+        y = torch.empty((rows, out_features), dtype=x.dtype)
+        self._int8_linear(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), panels.data_ptr(), scale.data_ptr(),
             None if bias is None else bias.data_ptr(), y.data_ptr(), rows, size, out_features,
             x.stride(0), relu,
         )  # fmt: skip

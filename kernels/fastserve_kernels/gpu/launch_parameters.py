@@ -1,4 +1,4 @@
-"""Launch parameters by head dimension, size of an element, group and architecture.
+"""Launch parameters by head dimension or rows, size of an element, group and architecture.
 
 A group is the number of query heads that share a KV head. Architectures are those of compute
 capability 8.0 (the A100's) and 9.0 (the H100's); others from 8.0 on use the newest row not newer
@@ -49,6 +49,19 @@ class PrefillParameters:
     query_tile: int
     """Rows of a program."""
     key_tile: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class LinearParameters:
+    """Of `int8_linear`."""
+
+    row_tile: int
+    """Rows of a program; but for the last of a list, all rows that it is for."""
+    out_tile: int
+    in_tile: int
+    """Elements of a row of x, and of the weight, that a program loads at a time."""
     num_warps: int
     num_stages: int
 
@@ -104,6 +117,24 @@ PREFILL = {
     (256, 2, 90): PrefillParameters(128, 32, 8, 5),
 }
 
+# Keys are (bytes of an element of x, architecture); of each list, the first that takes so many rows
+# of x, or else the last. With few of them the weight's way from memory is what takes time: narrow
+# tiles, so that a layer has more programs than there are multiprocessors, each with 24 KiB of codes
+# under way. These were not timed either.
+LINEAR = {
+    (2, 80): [
+        LinearParameters(16, 32, 256, 4, 4),
+        LinearParameters(64, 64, 128, 4, 3),
+        LinearParameters(128, 128, 64, 8, 3),
+    ],
+    (4, 80): [LinearParameters(16, 32, 128, 4, 4), LinearParameters(64, 64, 32, 8, 3)],
+    (2, 90): [
+        LinearParameters(16, 32, 256, 4, 4),
+        LinearParameters(64, 64, 128, 4, 4),
+        LinearParameters(128, 128, 64, 8, 4),
+    ],
+}
+
 Parameters = TypeVar("Parameters")
 
 
@@ -120,6 +151,20 @@ def prefill(head_dim: int, element_bytes: int, capability: tuple[int, int]) -> P
     return _row(PREFILL, head_dim, element_bytes, capability)
 
 
+def linear(rows: int, element_bytes: int, capability: tuple[int, int]) -> LinearParameters:
+    """Parameters of `int8_linear` for so many rows."""
+    ways = linear_ways(element_bytes, capability)
+    return next((way for way in ways if rows <= way.row_tile), ways[-1])
+
+
+def linear_ways(element_bytes: int, capability: tuple[int, int]) -> list[LinearParameters]:
+    """All that `linear` may choose, each for more rows than those before it."""
+    hopper = (element_bytes, 90)
+    return LINEAR[
+        hopper if _has_shared_memory(capability) and hopper in LINEAR else (element_bytes, 80)
+    ]
+
+
 def _row(
     table: dict[tuple[int, int, int], Parameters],
     head_dim: int,
@@ -128,5 +173,11 @@ def _row(
 ) -> Parameters:
     padded = padded_head_dim(head_dim)
     hopper = (padded, element_bytes, 90)
-    has_shared_memory = (9, 0) <= capability < (12, 0)
-    return table[hopper if has_shared_memory and hopper in table else (*hopper[:2], 80)]
+    return table[
+        hopper if _has_shared_memory(capability) and hopper in table else (*hopper[:2], 80)
+    ]
+
+
+def _has_shared_memory(capability: tuple[int, int]) -> bool:
+    """As much as the rows for 9.0 take."""
+    return (9, 0) <= capability < (12, 0)

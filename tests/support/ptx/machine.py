@@ -14,7 +14,11 @@ from ptx.memory import SHARED_START, GlobalMemory, SharedMemory
 from ptx.program import Instruction, Program
 
 WARP = 32
-_REGISTERS = {"p": np.bool_, "rs": np.uint16, "r": np.uint32, "rd": np.uint64}
+WARP_GROUP = 4 * WARP
+_REGISTERS = {
+    "p": np.bool_, "rs": np.uint16, "r": np.uint32, "rd": np.uint64,
+    "s": np.uint8, "f": np.uint32, "l": np.uint32, "h": np.uint32,  # of inline assembly
+}  # fmt: skip
 _ADDRESS = re.compile(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\d+))?\s*\]")
 
 Mask = Array
@@ -43,8 +47,8 @@ class Machine:
         self.parameters = parameters
         self.memory = memory
         self.num_programs = len(ids)
-        self.shared = SharedMemory(len(ids), shared_bytes)
         self.threads = len(ids) * program.threads
+        self.shared = SharedMemory(len(ids), shared_bytes, -(-self.threads // WARP_GROUP))
         threads = np.arange(self.threads)
         self.program_of = threads // program.threads
         self.warp_of = threads // WARP

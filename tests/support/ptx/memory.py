@@ -76,7 +76,8 @@ class SharedMemory:
     may anything write what a product under way reads.
     """
 
-    def __init__(self, num_programs: int, num_bytes: int) -> None:
+    def __init__(self, num_programs: int, num_bytes: int, num_groups: int) -> None:
+        """num_groups: of four warps, in all programs."""
         self._size = num_bytes
         self._pitch = -(-num_bytes // 16) * 16
         size = num_programs * self._pitch
@@ -86,7 +87,9 @@ class SharedMemory:
         self._written_at, self._writer = np.full(size, -1, np.int32), np.zeros(size, np.int32)
         self._read_at, self._reader = np.full(size, -1, np.int32), np.zeros(size, np.int32)
         self._products = np.zeros(size, np.int32)  # that read it and were not waited for
-        self._under_way: list[tuple[Array, Array]] = []  # places of 16 bytes, and whose they are
+        # Places of 16 bytes, whose they are, and of that warp group how many commits came before.
+        self._under_way: list[tuple[Array, Array, Array]] = []
+        self._commits = np.zeros(num_groups, np.int32)
 
     def barrier(self, programs: Array) -> None:
         self._barriers[programs] += 1
@@ -133,17 +136,21 @@ class SharedMemory:
         """uint8 [n, 16], which the product of a group of warps reads until it is waited for."""
         data = self.read(places, 16, np.full(len(places), SEVERAL))
         np.add.at(self._products, _spread(places, 16), 1)
-        self._under_way.append((places, groups))
+        self._under_way.append((places, groups, self._commits[groups]))
         return data
 
-    def products_ended(self, groups: Array) -> None:
-        """groups: bool, of all groups, those whose products were waited for."""
+    def commit_products(self, groups: Array) -> None:
+        """groups: bool, of all groups. Their products since the last time are waited for as one."""
+        self._commits[groups] += 1
+
+    def wait_for_products(self, groups: Array, count: int) -> None:
+        """Of these groups, so that ``count`` commits at most are under way."""
         left = []
-        for places, of_groups in self._under_way:
-            ended = groups[of_groups]
+        for places, of_groups, at in self._under_way:
+            ended = groups[of_groups] & (at < self._commits[of_groups] - count)
             np.subtract.at(self._products, _spread(places[ended], 16), 1)
             if not ended.all():
-                left.append((places[~ended], of_groups[~ended]))
+                left.append((places[~ended], of_groups[~ended], at[~ended]))
         self._under_way = left
 
     def _of_bytes(self, places: Array, width: int, warps: Array) -> tuple[Array, Array, Array]:

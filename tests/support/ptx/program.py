@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ptx.errors import UnknownCode
@@ -12,7 +13,7 @@ _NOT_EXECUTED = (".loc", ".reg", ".pragma")
 # Behind an instruction's first part, of those that the kernels have; another one may change what it
 # does.
 _MODIFIERS = frozenset([
-    "NaN", "aligned", "approx", "async", "b16", "b32", "b64", "bf16", "bf16x2", "bfly", "ca",
+    "NaN", "aligned", "approx", "async", "b16", "b32", "b64", "b8", "bf16", "bf16x2", "bfly", "ca",
     "cg", "col", "commit_group", "cta", "eq", "f16", "f16x2", "f32", "fence", "ftz", "full", "ge",
     "global", "gt", "hi", "idx", "le", "lo", "lt", "m16n8k16", "m8n8", "mma_async", "ne", "param",
     "pred", "proxy", "rn", "row", "rzi", "s16", "s32", "s64", "s8", "shared", "shared::cta",
@@ -55,14 +56,34 @@ class Program:
             raise UnknownCode("a kernel for any number of threads")
         instructions: list[Instruction] = []
         labels = {}
-        for line in body[: body.index("\n}")].split("\n"):
-            code = line.partition("//")[0].strip()
+        for code in _lines(body):
             if code.endswith(":"):
                 labels[code[:-1]] = len(instructions)
             elif code and not code.startswith(_NOT_EXECUTED):
                 instructions += [_instruction(one.strip()) for one in code.split(";") if one]
         parameters = re.findall(r"\.param .* (\w+),?\n", head)
         return Program(int(threads[1]), tuple(parameters), tuple(instructions), labels)
+
+
+def _lines(body: str) -> Iterator[str]:
+    """Of a kernel, without comments, to its end. Registers of a block within it, which inline
+    assembly has, get the % that others have."""
+    depth, local = 0, ""
+    for line in body.split("\n"):
+        code = line.partition("//")[0].strip()
+        if code == "{":
+            depth, local = depth + 1, ""
+        elif code == "}":
+            if depth == 0:
+                return
+            depth -= 1
+        elif depth and code.startswith(".reg"):
+            names = re.findall(r"(\w+)<\d+>", code)
+            local = "|".join([*filter(None, [local]), *names])
+        elif depth:
+            yield re.sub(rf"(?<![%.\w])({local})(\d+)\b", r"%\1\2", code)
+        else:
+            yield code
 
 
 def vector(operand: str) -> list[str]:

@@ -13,11 +13,10 @@ import numpy as np
 
 from ptx.errors import UnknownCode
 from ptx.formats import Array, decoded, halves, with_one_nan
-from ptx.machine import WARP, Machine, Mask
+from ptx.machine import WARP, WARP_GROUP, Machine, Mask
 from ptx.program import Instruction, vector
 
-_GROUP_WARPS = 4
-_GROUP = _GROUP_WARPS * WARP
+_GROUP_WARPS = WARP_GROUP // WARP
 _LANES = np.arange(WARP)
 _ROWS, _COLUMNS = _LANES // 4, _LANES % 4 * 2
 """Of an 8 x 8 tile, where each lane has two neighbours of a row."""
@@ -75,8 +74,6 @@ def _load_matrices(machine: Machine, i: Instruction, mask: Mask) -> None:
 
 
 def _store_matrices(machine: Machine, i: Instruction, mask: Mask) -> None:
-    if "trans" in i.parts:
-        raise UnknownCode(i.text)
     places, warps, executing = _matrix_rows(machine, i, i.operands[0], mask)
     registers = vector(i.operands[1])
     tiles = np.empty((int(executing.sum()), len(registers), 8, 8), np.uint16)
@@ -84,6 +81,8 @@ def _store_matrices(machine: Machine, i: Instruction, mask: Mask) -> None:
         words = machine.read(register, "b32").reshape(-1, WARP)[executing]
         for side in range(2):
             tiles[:, place, _ROWS, _COLUMNS + side] = words[:, :, None].view(np.uint16)[:, :, side]
+    if "trans" in i.parts:
+        tiles = tiles.swapaxes(2, 3)
     machine.shared.write(places, tiles.reshape(-1, 8).view(np.uint8), warps)
 
 
@@ -104,9 +103,10 @@ def _matrix_rows(
 
 def _multiply_in_group(machine: Machine, i: Instruction, mask: Mask) -> None:
     if i.parts[1] == "wait_group":
-        if i.operands != ("0",):
-            raise UnknownCode(i.text)
-        machine.shared.products_ended(machine.whole_warps(mask, _GROUP))
+        groups = machine.whole_warps(mask, WARP_GROUP)
+        machine.shared.wait_for_products(groups, int(i.operands[0]))
+    elif i.parts[1] == "commit_group":
+        machine.shared.commit_products(machine.whole_warps(mask, WARP_GROUP))
     elif i.parts[1] == "mma_async":
         _begin_product(machine, i, mask)
 
@@ -118,7 +118,7 @@ def _begin_product(machine: Machine, i: Instruction, mask: Mask) -> None:
     target, a, b, adds, *signs_and_layouts = i.operands
     if shape is None or i.parts[5] != "f32" or signs_and_layouts[:2] != ["1", "1"]:
         raise UnknownCode(i.text)
-    executing = machine.whole_warps(mask, _GROUP)
+    executing = machine.whole_warps(mask, WARP_GROUP)
     half = i.parts[6]
     is_transposed = [layout == "1" for layout in signs_and_layouts[2:]]  # of A if it is in memory
     if a.startswith("{"):
@@ -143,7 +143,7 @@ def _shared_operand(
 ) -> Array:
     """float32 [groups, size, 16] as the descriptor says; of a transposed one, neighbours in memory
     are neighbours along ``size``."""
-    words = machine.register(descriptor).reshape(-1, _GROUP)[executing]
+    words = machine.register(descriptor).reshape(-1, WARP_GROUP)[executing]
     if (words != words[:, :1]).any():
         raise UnknownCode("a descriptor that differs between threads")
     bits = words[:, :1, None].astype(np.int64)
@@ -163,7 +163,7 @@ def _shared_operand(
     addresses = start + offsets
     addresses ^= (addresses >> 7 & (pitch // 16 - 1)) << 4
     programs = np.broadcast_to(
-        machine.program_of.reshape(-1, _GROUP)[executing, :1, None], addresses.shape
+        machine.program_of.reshape(-1, WARP_GROUP)[executing, :1, None], addresses.shape
     )
     places = machine.shared.places(addresses.ravel(), programs.ravel(), 16)
     groups = np.broadcast_to(np.flatnonzero(executing)[:, None, None], addresses.shape)

@@ -98,8 +98,8 @@ struct Product<bf16> {
             for (int64_t line = 0; line < 16 * ahead.stride; line += 64)
                 __builtin_prefetch(ahead.first + k * ahead.stride + line, 0, 2);
             _tile_loadd(4, x.first, row_bytes);
-            _tile_loadd(6, panel + k * STEP_SIZE<bf16>, step_bytes);
-            _tile_loadd(7, panel + k * STEP_SIZE<bf16> + PAIR, step_bytes);
+            _tile_loadd(6, panel + (k - begin) * STEP_SIZE<bf16>, step_bytes);
+            _tile_loadd(7, panel + (k - begin) * STEP_SIZE<bf16> + PAIR, step_bytes);
             if (TWO) _tile_loadd(5, x.first + 16 * x.row_stride, row_bytes);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);

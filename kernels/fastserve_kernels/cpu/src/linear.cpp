@@ -1,11 +1,12 @@
-// y = x W^T + b with W [out, in] packed once, in panels of its own type. A row's result does not
-// depend on what it is batched with, bit for bit.
+// y = x W^T + b with W [out, in] packed once, in panels of its own type or in INT8, with a scale for each
+// row of W. A row's result does not depend on what it is batched with, bit for bit.
 #include <omp.h>
 
 #include <algorithm>
 #include <vector>
 
 #include "aligned.h"
+#include "int8_panels.h"
 #include "products.h"
 #include "shares.h"
 
@@ -30,11 +31,11 @@ struct Output {
     T* y;         // [rows, out], from the first of these columns on
     int64_t out;  // elements of a row
     int width;
-    Pair bias;
+    Pair scale, bias;
     bool relu;
 
     void write(int64_t row, Pair sum) const {
-        sum = {sum.a + bias.a, sum.b + bias.b};
+        sum = {sum.a * scale.a + bias.a, sum.b * scale.b + bias.b};
         if (relu) {
             // Written so that a NaN passes through.
             sum.a = sum.a < 0.f ? vf{} : sum.a;
@@ -53,9 +54,31 @@ static void pack(const T* weight, T* panels, int64_t out, int64_t in, int64_t st
                    panels + p * steps_of<T>(in) * STEP_SIZE<T>);
 }
 
+// A panel's elements are narrowed to bytes: whole numbers from -127 to 127.
 template <typename T>
-static void linear(const T* x, const T* panels, const T* bias, T* y, int64_t rows, int64_t in,
-                   int64_t out, int64_t x_stride, bool relu) {
+static void pack_int8(const int8_t* weight, int8_t* panels, int64_t out, int64_t in, int64_t stride) {
+    const int64_t count = (out + PAIR - 1) / PAIR, size = steps_of<T>(in) * STEP_SIZE<T>;
+#pragma omp parallel
+    {
+        AlignedVector<T> column(in), panel(size);
+#pragma omp for
+        for (int64_t p = 0; p < count; ++p) {
+            const auto column_of = [&](int64_t n) {
+                const int8_t* row = weight + (p * PAIR + n) * stride;
+                for (int64_t i = 0; i < in; ++i) column[i] = from_float<T>(row[i]);
+                return column.data();
+            };
+            pack_panel(column_of, out - p * PAIR, in, panel.data());
+            for (int64_t i = 0; i < size; i += STEP_SIZE<T>)
+                Int8Step<T>::narrow(panel.data() + i, panels + p * size + i);
+        }
+    }
+}
+
+// scale and bias [out]; without a scale it is 1.
+template <typename Panels, typename T>
+static void linear(const T* x, const void* panels, const T* scale, const T* bias, T* y, int64_t rows,
+                   int64_t in, int64_t out, int64_t x_stride, bool relu) {
     using P = Product<T>;
     using X = typename P::X;
     // Kept between calls: a fresh large buffer would be page-faulted in every time.
@@ -71,18 +94,24 @@ static void linear(const T* x, const T* panels, const T* bias, T* y, int64_t row
     const auto output_of = [&](int64_t panel) {
         const int64_t column = panel * PAIR;
         const int width = (int)std::min<int64_t>(PAIR, out - column);
-        return Output<T>{y + column, out, width,
-                         bias ? load_pair_n(bias + column, width) : Pair{}, relu};
+        return Output<T>{y + column,
+                         out,
+                         width,
+                         scale ? load_pair_n(scale + column, width) : Pair{splat(1.f), splat(1.f)},
+                         bias ? load_pair_n(bias + column, width) : Pair{},
+                         relu};
     };
     Shares shares(omp_get_max_threads());
 #pragma omp parallel
     {
         [[maybe_unused]] const typename P::Unit unit{};
+        Panels weights(panels, steps);
         static thread_local AlignedVector<float> sums_of_tiles;
         sums_of_tiles.resize(std::min(tiles, most_tiles) * P::ROWS * PAIR);
         for (int64_t block = 0; block < tiles; block += most_tiles) {
             const int64_t end_tile = std::min(tiles, block + most_tiles);
-            const int64_t pass_steps = end_tile - block > FEW_TILES ? P::PASS_STEPS : steps;
+            const int64_t pass_steps = std::min(
+                Panels::PASS_STEPS, end_tile - block > FEW_TILES ? P::PASS_STEPS : steps);
             const int thread = omp_get_thread_num();
             shares.deal(count, thread, omp_get_num_threads());
 #pragma omp for schedule(static)
@@ -91,16 +120,16 @@ static void linear(const T* x, const T* panels, const T* bias, T* y, int64_t row
                         first_row(tile + 1) - first_row(tile), in,
                         buffer + (tile - block) * tile_size);
             for (int64_t p; (p = shares.take(thread)) >= 0;) {
-                const T* const panel = panels + p * steps * STEP_SIZE<T>;
                 const Output<T> output = output_of(p);
                 for (int64_t begin = 0, end; begin < steps; begin = end) {
                     end = begin + std::min(pass_steps, steps - begin);
+                    const T* const panel = weights.steps(p, begin, end);
                     for (int64_t tile = block; tile < end_tile; ++tile) {
                         const int64_t first = first_row(tile), height = first_row(tile + 1) - first;
                         float* const sums = sums_of_tiles.data() + (tile - block) * P::ROWS * PAIR;
                         P::of_tile(sums, PAIR, buffer + (tile - block) * tile_size, height, panel,
                                    begin, end,
-                                   next_panel(panel, steps, tile - block, end_tile - block));
+                                   weights.next(p, tile - block, end_tile - block));
                         for (int64_t m = 0; m < height && end == steps; ++m)
                             output.write(first + m, load_pair(sums + m * PAIR));
                     }
@@ -130,12 +159,33 @@ extern "C" void fs_pack_weight(int64_t dtype, const void* weight, void* panels, 
     });
 }
 
+// weight [out, in] of whole numbers from -127 to 127; the packed form has a byte for each element.
+extern "C" void fs_pack_int8_weight(int64_t dtype, const void* weight, void* panels, int64_t out,
+                                    int64_t in, int64_t stride) {
+    fastserve::with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        fastserve::pack_int8<T>((const int8_t*)weight, (int8_t*)panels, out, in, stride);
+    });
+}
+
 extern "C" void fs_linear(int64_t dtype, const void* x, const void* panels, const void* bias,
                           void* y, int64_t rows, int64_t in, int64_t out, int64_t x_stride,
                           int64_t relu) {
     fastserve::with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        fastserve::linear((const T*)x, (const T*)panels, (const T*)bias, (T*)y, rows, in, out,
-                          x_stride, relu != 0);
+        fastserve::linear<fastserve::SamePanels<T>>((const T*)x, panels, (const T*)nullptr,
+                                                    (const T*)bias, (T*)y, rows, in, out, x_stride,
+                                                    relu != 0);
+    });
+}
+
+extern "C" void fs_int8_linear(int64_t dtype, const void* x, const void* panels, const void* scale,
+                               const void* bias, void* y, int64_t rows, int64_t in, int64_t out,
+                               int64_t x_stride, int64_t relu) {
+    fastserve::with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        fastserve::linear<fastserve::Int8Panels<T>>((const T*)x, panels, (const T*)scale,
+                                                    (const T*)bias, (T*)y, rows, in, out, x_stride,
+                                                    relu != 0);
     });
 }

@@ -156,7 +156,7 @@ static void prefill(const PrefillArgs& a) {
                     for (int i = 0; i < seen; i += PAIR, panel += key_panel)
                         P::of_tile(queries[first].weights + i, QUERY_SIZE,
                                    packed.data() + first * steps, height, panel, 0, steps,
-                                   next_panel(panel, steps, 0, 1));
+                                   next_panel<T>(panel, steps, 0, 1));
                 });
                 for (int64_t i = 0; i < count; ++i)
                     weigh<T>(queries[i], a.context_of(tile.job, tile.first + i / group) - position,
@@ -167,7 +167,7 @@ static void prefill(const PrefillArgs& a) {
                     for (int64_t c = 0; c < pairs; ++c, panel += value_panel_of(*chunk))
                         P::template add_rows<QUERY_SIZE>(
                             queries[first].acc + c * PAIR, acc_size, (const X*)queries[first].weights,
-                            height, panel, steps_of<T>(seen), next_panel(panel, all_steps, 0, 1));
+                            height, panel, steps_of<T>(seen), next_panel<T>(panel, all_steps, 0, 1));
                 });
             }
             for (int64_t i = 0; i < count; ++i)

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -133,13 +134,34 @@ struct Ahead {
     int64_t stride;  // bytes
 };
 
-// What lies behind so many steps of a panel, in equal parts by all passes over them: from memory up to
-// a third faster than without.
-template <typename T>
-static inline Ahead next_panel(const T* panel, int64_t steps, int64_t pass, int64_t passes) {
-    constexpr int64_t STEP_BYTES = STEP_SIZE<T> * sizeof(T);
+// What lies behind so many steps of a panel, whose type is that of its elements in memory, in equal parts
+// by all passes over them: from memory up to a third faster than without.
+template <typename T, typename Stored>
+static inline Ahead next_panel(const Stored* panel, int64_t steps, int64_t pass, int64_t passes) {
+    constexpr int64_t STEP_BYTES = STEP_SIZE<T> * sizeof(Stored);
     const int64_t bytes = steps * STEP_BYTES;
     return {(const char*)panel + bytes + pass * bytes / passes, STEP_BYTES / passes};
 }
+
+// A weight's panels, as they are in memory.
+template <typename T>
+class SamePanels {
+   public:
+    static constexpr int64_t PASS_STEPS = std::numeric_limits<int64_t>::max();
+
+    SamePanels(const void* panels, int64_t steps) : panels_((const T*)panels), steps_(steps) {}
+
+    // Steps of a panel from `begin` up to `end`; good until the next call.
+    const T* steps(int64_t panel, int64_t begin, int64_t) {
+        return panels_ + (panel * steps_ + begin) * STEP_SIZE<T>;
+    }
+    Ahead next(int64_t panel, int64_t pass, int64_t passes) const {
+        return next_panel<T>(panels_ + panel * steps_ * STEP_SIZE<T>, steps_, pass, passes);
+    }
+
+   private:
+    const T* panels_;
+    int64_t steps_;
+};
 
 }  // namespace fastserve

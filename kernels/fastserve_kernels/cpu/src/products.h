@@ -58,7 +58,7 @@ struct Product {
     }
 
     // sums [height], `stride` apart, each a Pair, of a packed tile: of its steps from `begin` up to
-    // `end`, added to those before if there are any.
+    // `end`, added to those before if there are any. `panel`: its steps from `begin` on.
     static void of_tile(float* sums, int64_t stride, const X* tile, int64_t height, const T* panel,
                         int64_t begin, int64_t end, Ahead ahead) {
         with_rows<ROWS>(height, [&](auto constant) {
@@ -89,7 +89,7 @@ struct Product {
         for (int64_t k = begin; k < end; ++k) {
             for (int64_t line = 0; line < STEP_SIZE<T> * (int64_t)sizeof(T); line += 64)
                 __builtin_prefetch(ahead.first + k * ahead.stride + line);
-            const auto weights = Dot<T>::load(panel + k * STEP_SIZE<T>);
+            const auto weights = Dot<T>::load(panel + (k - begin) * STEP_SIZE<T>);
             for (int m = 0; m < M; ++m) Dot<T>::add(acc[m], weights, x(k, m));
         }
         for (int m = 0; m < M; ++m) store_pair(sums + m * stride, acc[m]);

@@ -122,6 +122,18 @@ static inline float to_float(bf16 x) {
     return f;
 }
 
+// Of a value that T has.
+template <typename T>
+static inline T from_float(float x) {
+    if constexpr (sizeof(T) == sizeof(float)) return x;
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    T value;
+    u >>= 16;
+    std::memcpy(&value, &u, sizeof value);  // the lower half, x86's order of bytes
+    return value;
+}
+
 // y where either is NaN.
 static inline vf vmax(vf x, vf y) { return x > y ? x : y; }
 

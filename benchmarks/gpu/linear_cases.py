@@ -1,0 +1,50 @@
+"""Cases of linears with a weight in INT8, for a CPU's implementations and a GPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from fastserve_kernels import ops, reference
+from fastserve_kernels.weight_quantization import dequantize_rows, quantize_rows, row_magnitudes
+from kernel_cases import DTYPES, NAN, Case, Comparison, near
+
+# Rows, out features, in features: around and beyond tiles, and no multiple of them.
+SIZES = [
+    (1, 64, 64), (3, 7, 33), (5, 96, 576), (16, 100, 256), (17, 40, 130), (64, 130, 96),
+    (65, 33, 80), (140, 200, 64), (2, 48, 1500), (0, 64, 64),
+]  # fmt: skip
+
+
+def cases(*, interpreted: bool = False) -> Iterator[Case]:
+    """``interpreted``: without bfloat16, whose products Triton's interpreter gets wrong."""
+    for dtype in DTYPES:
+        if interpreted and dtype == torch.bfloat16:
+            continue
+        for rows, out_features, in_features in SIZES:
+            for extras in ("bias", "bias and ReLU", "none"):
+                arguments = (dtype, rows, out_features, in_features, extras)
+                yield Case("int8_linear", arguments, _int8_linear)
+
+
+def _int8_linear(
+    dtype: torch.dtype,
+    rows: int,
+    out_features: int,
+    in_features: int,
+    extras: str,
+    device: torch.device,
+) -> Iterator[Comparison]:
+    weight = torch.randn(out_features, in_features) * torch.rand(out_features, 1) * 0.1
+    weight[0] = 0.0
+    weight = weight.to(dtype)
+    bias = None if extras == "none" else torch.randn(out_features).to(dtype)
+    wide = torch.full((rows, in_features + 16), NAN, dtype=dtype)  # rows with a gap between them
+    wide[:, :in_features] = torch.randn(rows, in_features)
+    x = wide[:, :in_features]
+    linear = ops.Int8Linear(
+        weight.to(device), None if bias is None else bias.to(device), extras == "bias and ReLU"
+    )
+    rounded = dequantize_rows(*quantize_rows(weight, row_magnitudes(weight)))
+    expected = reference.linear(x, rounded, bias, extras == "bias and ReLU")
+    yield near("result", linear(wide.to(device)[:, :in_features]).cpu(), expected, dtype)

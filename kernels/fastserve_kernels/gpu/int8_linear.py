@@ -1,0 +1,76 @@
+"""Products of rows with a weight in INT8, which is widened in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastserve_kernels.gpu import launch_parameters
+from fastserve_kernels.gpu.device import capability
+from fastserve_kernels.gpu.launch_parameters import cdiv
+
+
+def variants(dtype: torch.dtype, device: torch.device) -> list[int]:
+    """A number of rows for each way in which `int8_linear` is compiled for x of this dtype."""
+    ways = launch_parameters.linear_ways(dtype.itemsize, capability(device))
+    return [way.row_tile for way in ways]
+
+
+def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
+    """x @ (codes * scale[:, None]).T + bias, with products of x's dtype and sums in fp32, rounded
+    once.
+
+    x: [T, in], rows contiguous. codes: int8 [out, in], contiguous. scale: [out] of x's dtype. bias:
+    the same, or None. Returns a new contiguous tensor [T, out].
+
+    Grid: (tiles of T, tiles of out); neighbours read the same codes.
+    """
+    rows, size = x.shape
+    out_features = codes.shape[0]
+    y = torch.empty((rows, out_features), dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return y
+    parameters = launch_parameters.linear(rows, x.element_size(), capability(x.device))
+    grid = (cdiv(rows, parameters.row_tile), cdiv(out_features, parameters.out_tile))
+    _int8_linear[grid](
+        x, codes, scale, scale if bias is None else bias, y,
+        rows, out_features, size, x.stride(0),
+        HAS_BIAS=bias is not None, RELU=relu,
+        ROW_TILE=parameters.row_tile, OUT_TILE=parameters.out_tile, IN_TILE=parameters.in_tile,
+        num_warps=parameters.num_warps, num_stages=parameters.num_stages,
+    )  # fmt: skip
+    return y
+
+
+# The weight's tile is the first factor: tensor cores take that one from registers, where it is
+# widened, and of 8 rows and more as the second.
+@triton.jit(do_not_specialize=["rows"])
+def _int8_linear(
+    x, codes, scale, bias, y, rows, out_features, in_features, x_stride,
+    HAS_BIAS: tl.constexpr, RELU: tl.constexpr, ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr,
+    IN_TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROW_TILE + tl.arange(0, ROW_TILE)
+    out = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
+    has_row, has_out = row < rows, out < out_features
+    inner = tl.arange(0, IN_TILE)
+    row_of_x = x + row.to(tl.int64)[None, :] * x_stride
+    row_of_codes = codes + out.to(tl.int64)[:, None] * in_features
+    sums = tl.zeros([OUT_TILE, ROW_TILE], tl.float32)
+    for start in range(0, in_features, IN_TILE):
+        at = start + inner
+        inside = at < in_features
+        weight = tl.load(row_of_codes + at[None, :], has_out[:, None] & inside[None, :], other=0)
+        values = tl.load(row_of_x + at[:, None], inside[:, None] & has_row[None, :], other=0.0)
+        sums = tl.dot(weight.to(values.dtype), values, acc=sums, input_precision="ieee")
+    sums *= tl.load(scale + out, has_out, other=0.0).to(tl.float32)[:, None]
+    if HAS_BIAS:
+        sums += tl.load(bias + out, has_out, other=0.0).to(tl.float32)[:, None]
+    if RELU:
+        sums = tl.maximum(sums, 0.0, tl.PropagateNan.ALL)
+    tl.store(
+        y + row.to(tl.int64)[None, :] * out_features + out[:, None],
+        sums.to(y.dtype.element_ty), has_out[:, None] & has_row[None, :],
+    )  # fmt: skip

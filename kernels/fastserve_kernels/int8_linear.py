@@ -1,0 +1,95 @@
+"""Inference-only linear layers whose weight is kept in INT8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastserve_kernels.backend import compiled_for, uses_triton
+from fastserve_kernels.weight_quantization import quantize_rows, row_magnitudes
+
+
+class Int8Linear:
+    """y = x @ weight.T + bias, optionally with a ReLU, with the weight rounded to INT8
+    (`weight_quantization`): a byte an element, which is what reading weights takes.
+
+    Products are of x's own type and sums in float32, so x is not rounded. `path` says what runs:
+
+    - "compiled": this package's kernel, float32 and bfloat16 on a CPU. Results do not depend on the
+      number of rows in a call, bit for bit.
+    - "triton": a kernel in the Triton language, on a GPU.
+    - "torch": plain torch in float32, for all else. It makes the weight anew in each call.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        relu: bool = False,
+        magnitudes: Tensor | None = None,
+    ) -> None:
+        """weight [out, in], bias [out] of the same dtype and device, or None. magnitudes [out] of
+        whole rows, where weight has only some of their columns; None: it has all."""
+        weight = weight.detach()
+        bias = None if bias is None else bias.detach().contiguous()
+        self.out_features, self.in_features = weight.shape
+        codes, scale = quantize_rows(
+            weight, row_magnitudes(weight) if magnitudes is None else magnitudes
+        )
+        self.path, self._apply = _choose(weight, codes, scale, bias, relu)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [T, in] of the weight's dtype, T may be 0 -> [T, out], contiguous."""
+        return self._apply(x)
+
+
+def _choose(
+    weight: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, relu: bool
+) -> tuple[str, Callable[[Tensor], Tensor]]:
+    if uses_triton(weight.device):
+        return "triton", _on_gpu(codes, scale, bias, relu)
+    kernels = compiled_for(weight)
+    if kernels is None:
+        return "torch", _plain(codes, scale, bias, relu)
+    panels = kernels.pack_int8_weight(codes, weight.dtype)
+    out_features = weight.shape[0]
+
+    def apply(x: Tensor) -> Tensor:
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        return kernels.int8_linear(x, panels, scale, bias, out_features, relu)
+
+    return "compiled", apply
+
+
+def _on_gpu(
+    codes: Tensor, scale: Tensor, bias: Tensor | None, relu: bool
+) -> Callable[[Tensor], Tensor]:
+    from fastserve_kernels.gpu.int8_linear import int8_linear, variants
+
+    def apply(x: Tensor) -> Tensor:
+        return int8_linear(x, codes, scale, bias, relu)
+
+    # Compiled now: serving must not wait for it.
+    for rows in variants(scale.dtype, scale.device):
+        apply(scale.new_zeros(rows, codes.shape[1]))
+    return apply
+
+
+def _plain(
+    codes: Tensor, scale: Tensor, bias: Tensor | None, relu: bool
+) -> Callable[[Tensor], Tensor]:
+    wide_scale = scale.float()
+    wide_bias = None if bias is None else bias.float()
+
+    def apply(x: Tensor) -> Tensor:
+        y = F.linear(x.float(), codes.float()).mul_(wide_scale)
+        if wide_bias is not None:
+            y += wide_bias
+        if relu:
+            y.relu_()
+        return y.to(x.dtype)
+
+    return apply

@@ -1,0 +1,56 @@
+"""Machine code of linears with a weight in INT8, for sm_80 (A100) and sm_90 (H100, H200)."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from ahead_of_time import CompiledKernel, Launch, compile_launches
+
+ROWS = (1, 16, 17, 64, 65, 2048)
+CASES = list(product((80, 90), ("bfloat16", "float16"), ROWS, ((5120, 20480), (768, 768))))
+LAUNCHES = [
+    Launch(
+        "linear",
+        architecture,
+        {"dtype": dtype, "rows": rows, "out_features": sizes[0], "in_features": sizes[1]},
+    )
+    for architecture, dtype, rows, sizes in CASES
+]
+# Of a program. The row for 8.0 also serves cards with less than an A100 has.
+MOST_SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[CompiledKernel]]:
+    kernels = compile_launches(LAUNCHES)
+    return {str(launch): found for launch, found in zip(LAUNCHES, kernels, strict=True)}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=map(str, LAUNCHES))
+def test_machine_code(compiled: dict[str, list[CompiledKernel]], launch: Launch) -> None:
+    (kernel,) = compiled[str(launch)]
+    what = f"{kernel.registers} registers, {kernel.shared_bytes} bytes, {dict(kernel.instructions)}"
+    rows = int(launch.arguments["rows"])
+    assert kernel.stack_bytes == 0, what
+    assert kernel.count("LDL", "STL") == 0, what
+    # x and codes come by asynchronous copies; only scale and bias are loaded.
+    assert kernel.count("LDGSTS.128") > 0, what
+    assert kernel.copies_ahead >= 2, what
+    assert kernel.count("HMMA", "HGMMA") > 0, what
+    if launch.architecture == 90 and rows > 16:
+        assert kernel.count("HGMMA") > 0, what
+    assert kernel.shared_bytes <= MOST_SHARED_BYTES[launch.architecture], what
+
+
+def test_steps_of_all_sizes_take_what_was_compiled_at_the_start(
+    compiled: dict[str, list[CompiledKernel]],
+) -> None:
+    """For each layer and architecture a variant for each way to choose, and no more."""
+    for architecture, dtype, sizes in product((80, 90), ("bfloat16",), ((5120, 20480),)):
+        variants = {
+            compiled[str(launch)][0].variant
+            for launch, case in zip(LAUNCHES, CASES, strict=True)
+            if case[0] == architecture and case[1] == dtype and case[3] == sizes
+        }
+        assert len(variants) == 3

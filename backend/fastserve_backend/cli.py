@@ -327,7 +327,7 @@ app.command()(bench)
 @app.command()
 @with_config_flags(
     only=(
-        "load_format", "dtype", "device", "max_model_len",
+        "load_format", "dtype", "quantization", "device", "max_model_len",
         "tensor_parallel_size", "pipeline_parallel_size", "nnodes", "master_addr", "master_port",
         "block_size", "device_blocks", "device_memory_utilization",
         "max_num_seqs", "max_num_batched_tokens",

@@ -56,6 +56,11 @@ class ModelConfigSection(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Type of weights and KV; auto: the checkpoint's (CPU: never float16)."
     )
+    quantization: Literal["int8"] | None = Field(
+        None,
+        description="Round the weights of linear layers to int8, which takes half of the memory "
+        "and changes outputs a little; default: they stay as they are.",
+    )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="auto reads the checkpoint; dummy makes random weights."
     )

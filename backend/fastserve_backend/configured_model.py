@@ -20,6 +20,7 @@ def load_configured_model(config: EngineConfig) -> ModelConfig:
         load_format=model.load_format,
         device="cuda" if model.device == "cuda" else "cpu",
         dtype=model.dtype,
+        quantization=model.quantization,
         max_model_len=model.max_model_len,
     )
     check_parallel(described, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import job_steps
 import pytest
@@ -43,9 +43,13 @@ def launch(gpu: EmulatedGPU, runner: ModelRunner, step: Step) -> Any:
     return answer
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_prompts_chunks_and_decodes(name: str, tmp_path: Path) -> None:
-    config = model_config(tmp_path, MODELS[name])
+@pytest.mark.parametrize(
+    ("name", "quantization"), [*((name, None) for name in MODELS), ("opt", "int8")]
+)
+def test_prompts_chunks_and_decodes(
+    name: str, quantization: Literal["int8"] | None, tmp_path: Path
+) -> None:
+    config = model_config(tmp_path, MODELS[name], quantization)
     with emulated_gpu() as gpu:
         found = generate(config, 35, DEVICE, partial(launch, gpu))
     assert found == generate(config, 35)

@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -67,9 +67,13 @@ def gpu_kernels() -> Iterator[None]:
     ops.set_cpu_backend("auto")
 
 
-def model_config(directory: Path, values: dict[str, Any]) -> Any:
+def model_config(
+    directory: Path, values: dict[str, Any], quantization: Literal["int8"] | None = None
+) -> Any:
     (directory / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    return load_model_config(str(directory), load_format="dummy", dtype="float32")
+    return load_model_config(
+        str(directory), load_format="dummy", dtype="float32", quantization=quantization
+    )
 
 
 def empty_cache(config: Any, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
@@ -121,9 +125,14 @@ def generate(
 
 
 # The longest is over one split of the context; the interpreter takes its time for it.
-@pytest.mark.parametrize(("name", "longest"), list(zip(MODELS, (258, 35, 35), strict=True)))
-def test_tokens_are_those_of_the_cpu_kernels(name: str, longest: int, tmp_path: Path) -> None:
-    config = model_config(tmp_path, MODELS[name])
+@pytest.mark.parametrize(
+    ("name", "longest", "quantization"),
+    [*zip(MODELS, (258, 35, 35), (None,) * 3, strict=True), ("opt", 35, "int8")],
+)
+def test_tokens_are_those_of_the_cpu_kernels(
+    name: str, longest: int, quantization: Literal["int8"] | None, tmp_path: Path
+) -> None:
+    config = model_config(tmp_path, MODELS[name], quantization)
     expected = generate(config, longest)
     ops.set_cpu_backend("triton")
     try:

@@ -48,6 +48,9 @@ class ThreadGroup(TensorGroup):
             self._meeting.num_sums += 1
         return x.copy_(torch.stack(self._meeting.exchange(self.rank, x)).sum(0))
 
+    def maximum(self, x: Tensor) -> Tensor:
+        return x.copy_(torch.stack(self._meeting.exchange(self.rank, x)).amax(0))
+
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor | None:
         assert x.shape[1] == len(span(num_columns, self.rank, self.size))
         parts = self._meeting.exchange(self.rank, x)
@@ -64,15 +67,7 @@ class DividedModel:
         self.meetings = [Meeting(tensor_size) for _ in self._stages]
         self._pool = ThreadPoolExecutor(tensor_size)
         self._parts: list[list[CausalLM]] = [
-            [
-                load_model(
-                    config,
-                    torch.device("cpu"),
-                    layers=layers,
-                    tensor=ThreadGroup(rank, meeting),
-                )
-                for rank in range(tensor_size)
-            ]
+            self._on_all(partial(_load, config, layers, meeting))
             for layers, meeting in zip(self._stages, self.meetings, strict=True)
         ]
 
@@ -110,6 +105,11 @@ class DividedModel:
                 return run(rank)
 
         return list(self._pool.map(without_gradients, range(self._size)))
+
+
+def _load(config: ModelConfig, layers: range, meeting: Meeting, rank: int) -> CausalLM:
+    tensor = ThreadGroup(rank, meeting)
+    return load_model(config, torch.device("cpu"), layers=layers, tensor=tensor)
 
 
 def _forward(

@@ -8,38 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from divisible_models import MODELS, saved
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.loader import load_model
 from opt_checkpoints import FORMATS, random_opt
-from opt_checkpoints import VARIANTS as OPT_VARIANTS
 from paged_executor import PagedExecutor, check, prompts
 from rank_threads import DividedModel
-from rotary_checkpoints import LLAMA, NEOX, random_model
 from safetensors.torch import load_file, save_file
-from transformers import GPTNeoXConfig, LlamaConfig, PreTrainedModel
-
-WIDE = {"num_attention_heads": 4, "num_key_value_heads": 4}
-ROTARY = {
-    "llama": LlamaConfig(**LLAMA | WIDE),
-    "llama_grouped": LlamaConfig(
-        **LLAMA | {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
-    ),
-    "llama_tied": LlamaConfig(**LLAMA | WIDE, tie_word_embeddings=True),
-    "llama_biases": LlamaConfig(**LLAMA | WIDE, attention_bias=True, mlp_bias=True),
-    # 83 in 4 parts: not all ranks have as many.
-    "llama_uneven": LlamaConfig(**LLAMA | WIDE | {"intermediate_size": 83}),
-    "neox": GPTNeoXConfig(**NEOX),
-    "neox_sequential": GPTNeoXConfig(**NEOX, use_parallel_residual=False),
-    "neox_tied": GPTNeoXConfig(**NEOX, tie_word_embeddings=True),
-}
-MODELS: dict[str, Any] = ROTARY | {f"opt_{name}": None for name in OPT_VARIANTS}
-
-
-def saved(name: str, directory: Path) -> PreTrainedModel:
-    theirs = random_model(ROTARY[name]) if name in ROTARY else random_opt(**OPT_VARIANTS[name[4:]])
-    theirs.save_pretrained(directory)
-    return theirs
 
 
 @pytest.mark.parametrize("name", MODELS)

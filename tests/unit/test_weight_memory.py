@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.config import ModelConfig, load_model_config
@@ -19,10 +21,20 @@ def test_all_ranks_of_a_host_are_counted_and_no_others() -> None:
     config = opt_125m("float32")
     check_weights_fit(config, num_ranks=1, num_local_ranks=1)
     check_weights_fit(config, num_ranks=MANY, num_local_ranks=1)
-    message = r"the weights are .* GiB on this host in float32.* model\.dtype bfloat16 or more"
+    message = (
+        r"the weights are .* GiB on this host in float32.* model\.dtype bfloat16, "
+        r"model\.quantization int8 or more"
+    )
     with pytest.raises(ConfigError, match=message):
         check_weights_fit(config, num_ranks=1, num_local_ranks=MANY)
 
 
 def test_weights_that_may_stay_in_mapped_files_are_not_counted() -> None:
     check_weights_fit(opt_125m("float16"), num_ranks=1, num_local_ranks=MANY)
+
+
+def test_rounded_weights_are_counted_as_what_they_take() -> None:
+    config = replace(opt_125m("float16"), quantization="int8")
+    assert config.weight_bytes < opt_125m("bfloat16").weight_bytes * 0.7  # its table is a third
+    with pytest.raises(ConfigError, match=r"GiB on this host in int8.* take a smaller model or"):
+        check_weights_fit(config, num_ranks=1, num_local_ranks=MANY)

@@ -14,7 +14,13 @@ from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.gguf import converted
 from fastserve_backend.models.hf_config import HFConfig
 from fastserve_backend.models.hub import download, is_hub_id
-from fastserve_backend.models.model_config import DTYPE_BYTES, DType, LoadFormat, ModelConfig
+from fastserve_backend.models.model_config import (
+    DTYPE_BYTES,
+    DType,
+    LoadFormat,
+    ModelConfig,
+    Quantization,
+)
 from fastserve_backend.models.registry import ARCHITECTURES
 
 _log = logging.getLogger(__name__)
@@ -39,6 +45,7 @@ def load_model_config(
     load_format: LoadFormat,
     device: str = "cpu",
     dtype: DType | Literal["auto"] = "auto",
+    quantization: Quantization | None = None,
     max_model_len: int | None = None,
 ) -> ModelConfig:
     """Describe `model`: a local directory in Hugging Face format, a GGUF file, a hub id, the
@@ -59,7 +66,8 @@ def load_model_config(
     if "quantization_config" in raw:
         raise ModelError(
             f"{raw.source}: quantization_config is set, but quantized checkpoints are not "
-            "supported; use the model's unquantized checkpoint"
+            "supported; use the model's unquantized checkpoint, with quantization int8 if its "
+            "weights are to take less memory"
         )
     config = ARCHITECTURES[model_type].config.from_hf(
         raw,
@@ -67,6 +75,7 @@ def load_model_config(
         directory=directory,
         load_format=load_format,
         dtype=_resolve_dtype(raw, dtype, device),
+        quantization=quantization,
     )
     positions = config.max_model_len
     if max_model_len is not None:

@@ -230,6 +230,7 @@ def _read_config(config: dict[str, Any]) -> LlamaConfig:
         directory=None,
         load_format="dummy",
         dtype="bfloat16",
+        quantization=None,
     )
 
 

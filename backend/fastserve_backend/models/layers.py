@@ -7,12 +7,13 @@ all. Inference only: the caller runs everything under `torch.inference_mode`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from fastserve_kernels import ops
+from fastserve_kernels.weight_quantization import row_magnitudes
 from torch import Tensor
 
 from fastserve_backend.models.attention_batch import AttentionBatch
@@ -84,7 +85,7 @@ class Linear:
         self._waiting = len(parts) * (2 if bias else 1)
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
-        self._packed: ops.PackedLinear | None = None
+        self._packed: Callable[[Tensor], Tensor] | None = None
 
     def parameters(self) -> dict[str, Parameter]:
         """The wanted tensors, "part.weight" [out, in] and "part.bias" [out]."""
@@ -114,7 +115,7 @@ class Linear:
 
     def tie(self, table: Tensor) -> None:
         """Take `table` [out, in] for the weight instead; it is shared where the device allows."""
-        self._packed = ops.PackedLinear(table, None, relu=self._relu)
+        self._packed = self._pack(table, None)
 
     def _rows(self, size: int) -> slice:
         """Which of `size` out features are this rank's."""
@@ -148,8 +149,17 @@ class Linear:
         self._waiting -= 1
         if self._waiting == 0:
             assert self._weight is not None
-            self._packed = ops.PackedLinear(self._weight, self._bias, relu=self._relu)
+            self._packed = self._pack(self._weight, self._bias)
             self._weight = self._bias = None  # the packed form is the only copy that stays
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        if self._part.quantization is None:
+            return ops.PackedLinear(weight, bias, self._relu)
+        return ops.Int8Linear(weight, bias, self._relu, self._magnitudes(weight))
+
+    def _magnitudes(self, weight: Tensor) -> Tensor:
+        """Of whole rows, so that their scales do not depend on how the columns are divided."""
+        return row_magnitudes(weight)
 
 
 class ColumnLinear(Linear):
@@ -189,6 +199,9 @@ class RowLinear(Linear):
 
     def _columns(self) -> slice:
         return self._part.tensor.part(self._in_features)
+
+    def _magnitudes(self, weight: Tensor) -> Tensor:
+        return self._part.tensor.maximum(super()._magnitudes(weight))
 
     def _take_bias(self, rows: slice, tensor: Tensor) -> None:
         if self._part.tensor.is_first:

@@ -40,7 +40,9 @@ def load_model(
     dtype = torch_dtype(config)
     model_class = ARCHITECTURES[config.architecture].model_class()
     every_layer = range(config.num_layers)
-    part = ModelPart(device, dtype, layers or every_layer, config.num_layers, tensor)
+    part = ModelPart(
+        device, dtype, layers or every_layer, config.num_layers, tensor, config.quantization
+    )
     model: CausalLM = model_class(config, part)
     whole = model
     if part.layers != every_layer:  # to know the names of other stages' tensors; has no memory

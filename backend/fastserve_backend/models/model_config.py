@@ -11,6 +11,8 @@ from fastserve_backend.models.hf_config import HFConfig
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["float32", "bfloat16", "float16"]
+Quantization = Literal["int8"]
+"""What weights of linear layers are rounded to, when they are loaded."""
 
 DTYPE_BYTES: Mapping[DType, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
@@ -22,11 +24,12 @@ class CommonFields(TypedDict):
     directory: str | None
     load_format: LoadFormat
     dtype: DType
+    quantization: Quantization | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape and number format of one model; each architecture adds its own fields in a subclass.
+    """Shape and number formats of one model; each architecture adds its own fields in a subclass.
 
     `name` is what the user asked for; `directory` is the local directory with its files, None for a
     built-in configuration. Sizes count elements, `max_model_len` counts tokens (prompt plus
@@ -46,6 +49,7 @@ class ModelConfig:
     vocab_size: int
     max_model_len: int
     dtype: DType
+    quantization: Quantization | None = None
     eos_token_ids: tuple[int, ...]
 
     # Built-in configurations: name -> the fields of a config.json.
@@ -73,6 +77,18 @@ class ModelConfig:
     def num_head_parameters(self) -> int:
         """Elements of the LM head's matrix, its own or that of the embedding it is tied to."""
         return self.vocab_size * self.hidden_size
+
+    @property
+    def linear_element_bytes(self) -> int:
+        """Of an element of a linear layer's weight, the LM head's among them."""
+        return DTYPE_BYTES[self.dtype] if self.quantization is None else 1
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights, at least: the head that an embedding is tied to may be a second copy."""
+        embedding = self.num_head_parameters
+        linears = self.num_parameters - embedding
+        return linears * self.linear_element_bytes + embedding * DTYPE_BYTES[self.dtype]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of one KV block of `block_size` tokens: keys and values of every layer."""

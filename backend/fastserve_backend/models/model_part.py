@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fastserve_backend.models.model_config import Quantization
 from fastserve_backend.models.tensor_group import ALONE, TensorGroup
 
 
@@ -23,6 +24,7 @@ class ModelPart:
     num_layers: int
     """Of the whole model."""
     tensor: TensorGroup = ALONE
+    quantization: Quantization | None = None
 
     @property
     def is_first(self) -> bool:

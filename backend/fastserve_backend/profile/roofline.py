@@ -59,7 +59,8 @@ class Roofline(LatencyModel):
 
     Weights are counted from ``num_parameters``: the LM head is vocabulary × hidden, all else lies
     in the layers. That is exact for tied embeddings but for the table of positions (0.1% of
-    OPT-13B); an untied table of inputs counts as part of the layers.
+    OPT-13B); an untied table of inputs counts as part of the layers. With INT8 a table in 16 bits
+    stays beside them; products are of 16 bits as ever.
 
     Raises:
         ConfigError: a size that does not divide the model, a type that is not 16 bits wide, or
@@ -79,13 +80,16 @@ class Roofline(LatencyModel):
         self._hardware = hardware
         # Of a job's KV, on one GPU. The fullest stage decides what fits and how long swaps take.
         self.share_of_kv = share_of_kv(model, tensor_parallel, pipeline_parallel)
-        element_bytes = DTYPE_BYTES[model.dtype]
+        element_bytes = model.linear_element_bytes
         head = model.vocab_size * model.hidden_size
         layers = model.num_parameters - head
         stages = [len(stage) for stage in layers_of_stages(model, pipeline_parallel)]
         weights = [layers * count / model.num_layers for count in stages]
         weights[-1] += head
-        self._weight_bytes = max(weights) / tensor_parallel * element_bytes
+        stage_bytes = [count * element_bytes for count in weights]
+        if model.quantization is not None:
+            stage_bytes[0] += head * DTYPE_BYTES[model.dtype]
+        self._weight_bytes = max(stage_bytes) / tensor_parallel
         if self._weight_bytes > hardware.hbm_bytes:
             raise ConfigError(
                 f"hardware: got {hardware.name!r} with {hardware.hbm_bytes / 2**30:.0f} GiB; "

@@ -117,6 +117,7 @@ class _Modelled:
             load_format=config.model.load_format,
             device="cuda",
             dtype=config.model.dtype if profile is None else _measured_dtype(profile, config),
+            quantization=config.model.quantization,
             max_model_len=config.model.max_model_len,
         )
         if profile is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from fastserve_backend.models.hub import at_commit
-from fastserve_backend.models.model_config import DType
+from fastserve_backend.models.model_config import DType, Quantization
 
 if TYPE_CHECKING:  # pydantic takes a rank a quarter of a second to import
     from fastserve_backend.config import EngineConfig
@@ -35,6 +35,7 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
     model: str
     load_format: Literal["auto", "dummy"]
     dtype: DType | Literal["auto"]
+    quantization: Quantization | None
     max_model_len: int | None
     device: Literal["auto", "cpu", "cuda"]
     tensor_parallel_size: int
@@ -62,6 +63,7 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
             model=files,
             load_format=model.load_format,
             dtype=model.dtype,
+            quantization=model.quantization,
             max_model_len=model.max_model_len,
             device=model.device,
             tensor_parallel_size=parallel.tensor_parallel_size,

@@ -7,7 +7,7 @@ from fastserve_kernels import ops
 
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.loader import torch_dtype
-from fastserve_backend.models.model_config import DTYPE_BYTES, ModelConfig
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.worker.host_memory import host_memory
 
 
@@ -15,22 +15,24 @@ def check_weights_fit(config: ModelConfig, num_ranks: int, num_local_ranks: int)
     """To be called before any rank of the host loads its part, which leaves less to see.
 
     The system promises memory that it does not have, and kills whoever then writes to it. Weights
-    that are not packed are not counted: they may stay in the checkpoint's mapped files.
+    that are neither packed nor rounded are not counted: they may stay in the checkpoint's mapped
+    files.
 
     Raises:
         ConfigError: the weights of the host's ranks exceed its free memory, or its container's,
             swap included.
     """
-    if ops.PackedLinear(torch.empty(1, 1, dtype=torch_dtype(config))).path == "torch":
+    linear = ops.PackedLinear(torch.empty(1, 1, dtype=torch_dtype(config)))
+    if config.quantization is None and linear.path == "torch":
         return
-    # At least: a packed LM head is a second copy of the embedding that it is tied to.
-    weights = config.num_parameters * DTYPE_BYTES[config.dtype] * num_local_ranks // num_ranks
+    weights = config.weight_bytes * num_local_ranks // num_ranks
     memory = host_memory()
     free = memory.available + memory.free_swap
     if weights > free:
-        halved = ", model.dtype bfloat16" if config.dtype == "float32" else ""
+        wide = ", model.dtype bfloat16" if config.dtype == "float32" else ""
+        exact = ", model.quantization int8" if config.quantization is None else ""
         raise ConfigError(
             f"model.model: the weights are {weights / 2**30:.1f} GiB on this host in "
-            f"{config.dtype}, where {free / 2**30:.1f} GiB of memory are free (within the "
-            f"container's limit); take a smaller model{halved} or more hosts"
+            f"{config.quantization or config.dtype}, where {free / 2**30:.1f} GiB of memory are "
+            f"free (within the container's limit); take a smaller model{wide}{exact} or more hosts"
         )

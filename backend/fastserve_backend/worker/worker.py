@@ -19,7 +19,7 @@ from fastserve_kernels import ops
 from fastserve_backend.errors import ConfigError, FastServeError
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.loader import load_model
-from fastserve_backend.models.model_config import DTYPE_BYTES, ModelConfig
+from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.partition import RankPlace, layers_of_stages
 from fastserve_backend.worker.answering import AnsweringThread
 from fastserve_backend.worker.cores import num_cores
@@ -123,6 +123,7 @@ def _set_up(
         load_format=setup.load_format,
         device=device.type,
         dtype=setup.dtype,
+        quantization=setup.quantization,
         max_model_len=setup.max_model_len,
     )
     layers = layers_of_stages(config, place.num_stages)[place.stage]
@@ -178,9 +179,10 @@ def _set_up(
 def _does_not_fit(setup: Setup, config: ModelConfig, device: torch.device) -> ConfigError:
     total = torch.cuda.get_device_properties(device).total_memory
     ranks = setup.tensor_parallel_size * setup.pipeline_parallel_size
-    weights = config.num_parameters * DTYPE_BYTES[config.dtype] / ranks
+    weights = config.weight_bytes / ranks
     return ConfigError(
-        f"model.model: the weights are {weights / 2**30:.1f} GiB a rank in {config.dtype}; with a "
+        f"model.model: the weights are {weights / 2**30:.1f} GiB a rank in "
+        f"{config.quantization or config.dtype}; with a "
         f"step of scheduler.max_num_batched_tokens {setup.max_num_batched_tokens} they do not fit "
         f"the {total / 2**30:.1f} GiB of {torch.cuda.get_device_name(device)}; raise "
         "tensor_parallel_size or pipeline_parallel_size, or lower max_num_batched_tokens"

@@ -1,0 +1,59 @@
+"""Models whose linear layers are rounded to INT8, against transformers with the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from divisible_models import saved
+from fastserve_backend.models.causal_lm import CausalLM
+from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.loader import load_model
+from fastserve_kernels.weight_quantization import dequantize_rows, quantize_rows, row_magnitudes
+from paged_executor import PagedExecutor, check, prompts
+from rank_threads import DividedModel
+from torch import nn
+from transformers import PreTrainedModel
+
+MODELS = ["opt_base", "opt_350m", "llama_grouped", "llama_biases", "neox_tied"]
+
+
+def rounded(model: PreTrainedModel) -> PreTrainedModel:
+    """With the weights of its linear layers as INT8 has them; a head is no longer tied."""
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            weight = layer.weight.detach()
+            values = dequantize_rows(*quantize_rows(weight, row_magnitudes(weight)))
+            layer.weight = nn.Parameter(values)
+    return model
+
+
+def check_prompts(ours: CausalLM | DividedModel, theirs: PreTrainedModel) -> None:
+    executor = PagedExecutor(ours, theirs.config, prompts(20, 1, 9), seed=2)  # type: ignore[arg-type]
+    executor.step([(0, 20), (1, 1), (2, 5)])
+    executor.step([(2, 3)])
+    executor.step([(2, 1)])
+    check(theirs, executor)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name: str, tmp_path: Path) -> None:
+    theirs = rounded(saved(name, tmp_path))
+    config = load_model_config(
+        str(tmp_path), load_format="auto", dtype="float32", quantization="int8"
+    )
+    check_prompts(load_model(config, torch.device("cpu")), theirs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("tensor_size", "num_stages"), [(2, 1), (2, 2)])
+def test_ranks_round_as_one_does(
+    name: str, tensor_size: int, num_stages: int, tmp_path: Path
+) -> None:
+    """Also those that have parts of a row, of which another may have the largest number."""
+    theirs = rounded(saved(name, tmp_path))
+    config = load_model_config(
+        str(tmp_path), load_format="auto", dtype="float32", quantization="int8"
+    )
+    check_prompts(DividedModel(config, tensor_size, num_stages), theirs)

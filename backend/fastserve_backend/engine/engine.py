@@ -456,9 +456,11 @@ class Engine:
 
     def _describe_ranks(self) -> str:
         ready, kv_config = self._ready, self.config.kv_cache
+        weights = self.config.model.quantization or ready.dtype
         return (
-            f"{ready.hardware}, {ready.num_blocks} KV blocks of {kv_config.block_size} tokens and "
-            f"{ready.num_host_blocks} on the host ({kv_config.strategy})"
+            f"{ready.hardware}, weights in {weights}, {ready.num_blocks} KV blocks of "
+            f"{kv_config.block_size} tokens and {ready.num_host_blocks} on the host "
+            f"({kv_config.strategy})"
         )
 
     def _observe(self, step: Step, elapsed_s: float) -> None:

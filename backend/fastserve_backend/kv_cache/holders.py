@@ -1,0 +1,79 @@
+"""The jobs that have KV, and how they come to have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from fastserve_backend.counters import EngineCounters
+from fastserve_backend.job import Job
+from fastserve_backend.kv_cache.prefix_cache import PrefixCache
+from fastserve_backend.kv_cache.round import Round
+from fastserve_backend.kv_cache.shared_prefixes import SharedPrefixes
+from fastserve_backend.kv_cache.tiers import TwoTierKV
+
+
+class Holders:
+    """Jobs with KV of their own in either tier. Changes ``num_computed`` of those that lose it."""
+
+    def __init__(
+        self,
+        tiers: TwoTierKV,
+        prefix_cache: PrefixCache,
+        shared: SharedPrefixes,
+        counters: EngineCounters,
+    ) -> None:
+        self._tiers = tiers
+        self._prefix_cache = prefix_cache
+        self._shared = shared
+        self._counters = counters
+        self._jobs: dict[int, Job] = {}
+        self.numbers = self._jobs.keys()
+        """Of them all, a view. Thousands of waiting jobs an iteration may be looked for in it."""
+
+    def __iter__(self) -> Iterator[Job]:
+        return iter(self._jobs.values())
+
+    def get(self, job_number: int) -> Job | None:
+        return self._jobs.get(job_number)
+
+    def of(self, job_numbers: Iterable[int]) -> list[Job]:
+        """Those among the jobs with these numbers."""
+        return [self._jobs[number] for number in job_numbers if number in self._jobs]
+
+    def idle_on_device(self, this: Round) -> Iterator[Job]:
+        """Those with blocks on the device that no step, no copy and no job offered uses."""
+        busy, offered, sources = this.busy, this.offered, self._shared.copies.sources
+        for number, job in self._jobs.items():
+            if (
+                number not in busy
+                and number not in offered
+                and number not in sources
+                and not self._tiers.is_read(number)
+                and self._tiers.transfer(number) is None
+                and self._tiers.device.num_held(number)
+            ):
+                yield job
+
+    def add(self, job: Job) -> None:
+        """What the job has is its own from now on."""
+        self._jobs[job.number] = job
+
+    def drop(self, job: Job) -> None:
+        """The job is to compute its KV again."""
+        self._tiers.release(job.number, self._prefix_cache.kept(job))
+        self.lost(job)
+
+    def lost(self, job: Job) -> None:
+        """The job's blocks are gone."""
+        del self._jobs[job.number]
+        self._shared.remove(job)
+        if job.num_computed:
+            job.num_computed = 0
+            self._counters.recomputed_jobs += 1
+
+    def release(self, job: Job) -> None:
+        """The job, which may have no KV, ended."""
+        self._jobs.pop(job.number, None)
+        self._prefix_cache.forget(job)
+        self._shared.remove(job)
+        self._tiers.release(job.number, self._prefix_cache.kept(job))

@@ -1,0 +1,48 @@
+"""One round of giving out KV blocks: a scheduling turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fastserve_backend.job import Job
+
+Urgency = Callable[[Job], tuple[float, float]]
+"""A key by which jobs sort by when they will run next, the soonest first."""
+
+
+class RunningOrder(Protocol):
+    """What is asked of the scheduling policy."""
+
+    def urgency(self, now: float) -> Urgency: ...
+
+
+@dataclass(slots=True)
+class Round:
+    """What it begins with, and what has become of the jobs so far. Only the KV manager changes it,
+    all others read."""
+
+    now: float
+    order: RunningOrder
+    busy: set[int] = field(default_factory=set)
+    """Jobs in flight or taken."""
+    running: set[int] = field(default_factory=set)
+    """In flight, and may be offered for the step after."""
+    is_ahead: bool = False
+    """Of the end of a step."""
+    num_settled: int = 0
+    """Holders that the policy will not offer any more."""
+    offered: set[int] = field(default_factory=set)
+    taken: list[Job] = field(default_factory=list)
+    stalled: list[Job] = field(default_factory=list)
+    """Would run, but for a copy."""
+    is_waiting: bool = False
+    """The job offered last, for what others are about to compute."""
+    refuses_new: bool = False
+    _urgency: Urgency | None = None
+
+    def urgency(self) -> Urgency:
+        if self._urgency is None:
+            self._urgency = self.order.urgency(self.now)
+        return self._urgency

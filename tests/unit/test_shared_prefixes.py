@@ -164,6 +164,18 @@ def test_a_source_keeps_its_blocks_until_they_are_copied(strategy: str) -> None:
     assert desk.begun or source.num_computed == 0
 
 
+def test_a_running_job_is_not_made_to_leave_by_the_step_that_copies_from_it() -> None:
+    desk = desk_of(13, strategy="recompute")
+    source, idle = make_job(3, 64), other_job(2, 64)
+    second, urgent = make_job(0, 64), other_job(1, 80)
+    desk.run(idle)
+    desk.run(source)
+    offered = [second, urgent]
+    assert desk.offer(*offered, in_flight=[source], going_on=[source]) == offered
+    assert not desk.manager.is_too_early
+    assert desk.held(source, idle) == [4, 0]
+
+
 @pytest.mark.parametrize("with_write_back", [False, True])
 def test_a_source_that_ends_frees_its_blocks_when_they_are_copied(with_write_back: bool) -> None:
     desk = desk_of(20)

@@ -92,9 +92,9 @@ class DeviceRoom:
         """Jobs that have to go for ``num_blocks`` blocks, the last to run first; none if even all
         have fewer."""
         victims = []
-        running = self._holders.of(self._round.running - self._round.offered)
-        jobs = chain(self._holders.idle_on_device(self._round), running)
-        for job in sorted(jobs, key=self._round.urgency(), reverse=True):
+        this = self._round
+        jobs = chain(self._holders.idle_on_device(this), self._holders.idle_after_step(this))
+        for job in sorted(jobs, key=this.urgency(), reverse=True):
             victims.append(job)
             num_blocks -= self._tiers.device.num_held(job.number)
             if num_blocks <= 0:

@@ -54,6 +54,10 @@ class Holders:
             ):
                 yield job
 
+    def idle_after_step(self, this: Round) -> list[Job]:
+        """Those of the running step that neither are offered for the next nor copied from in it."""
+        return self.of(this.running - this.offered - self._shared.copies.sources)
+
     def add(self, job: Job) -> None:
         """What the job has is its own from now on."""
         self._jobs[job.number] = job

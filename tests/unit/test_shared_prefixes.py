@@ -164,6 +164,28 @@ def test_a_source_keeps_its_blocks_until_they_are_copied(strategy: str) -> None:
     assert desk.begun or source.num_computed == 0
 
 
+@pytest.mark.parametrize("strategy", ["recompute", "reactive", "proactive"])
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_nobody_leaves_for_what_a_source_that_ended_will_free(
+    strategy: str, is_ahead: bool
+) -> None:
+    desk = desk_of(12, strategy=strategy)
+    source, second = make_job(1, 64), make_job(2, 64)
+    idle, urgent = other_job(3, 64), other_job(0, 64)
+    desk.run(source)
+    desk.run(idle)
+    assert desk.offer(second) == [second]
+    desk.send(second)
+    copies = desk.manager.copies
+    desk.manager.release(source)
+    going_on = [second] if is_ahead else None
+    assert desk.offer(urgent, in_flight=[second], going_on=going_on) == []
+    assert (desk.held(source, idle), desk.begun) == ([4, 4], [])
+    desk.manager.copied(copies)
+    assert desk.offer(urgent) == [urgent]
+    assert desk.held(source, idle) == [0, 4]
+
+
 def test_a_running_job_is_not_made_to_leave_by_the_step_that_copies_from_it() -> None:
     desk = desk_of(13, strategy="recompute")
     source, idle = make_job(3, 64), other_job(2, 64)

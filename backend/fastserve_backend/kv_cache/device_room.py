@@ -32,7 +32,8 @@ class DeviceRoom:
             ending: jobs that end with the running step.
         """
         self._round = this
-        self._ending_blocks = sum(map(self._tiers.device.num_held, ending))
+        # Nobody need leave for what these blocks are enough for.
+        self._ending_blocks = self._tiers.num_ended + sum(map(self._tiers.device.num_held, ending))
         self._has_no_victims = False
         self.num_promised = 0
         """Blocks that more urgent jobs wait for."""

@@ -87,6 +87,17 @@ class TwoTierKV:
             if transfer.kind is TransferKind.SWAP_OUT
         )
 
+    @property
+    def num_ended(self) -> int:
+        """Device blocks of jobs that have ended, which are free when what still copies them has
+        too; without ``num_leaving``."""
+        return sum(
+            self.device.num_held(number)
+            for number in self._ended
+            if (transfer := self.transfer(number)) is None
+            or transfer.kind is not TransferKind.SWAP_OUT
+        )
+
     def transfers(self) -> Iterable[Transfer]:
         """The unfinished ones."""
         return self._transfers.values()

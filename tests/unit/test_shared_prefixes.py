@@ -245,6 +245,26 @@ def test_a_job_is_a_source_when_it_is_back_if_its_kv_is_as_it_was(host_dtype: st
     assert second.num_shared == (32 if host_dtype == "same" else 0)
 
 
+@pytest.mark.parametrize("strategy", ["reactive", "proactive"])
+def test_what_a_job_was_to_copy_before_it_was_swapped_out_it_computes(strategy: str) -> None:
+    desk = desk_of(12, strategy=strategy)
+    kept_in_part(desk)
+    first, job, urgent = make_job(1, 65), make_job(5, 64), other_job(0, 80)
+    assert desk.offer(job) == [job]
+    assert (job.num_computed, job.num_shared) == (32, 16)
+    desk.manager.begin(8.0, set())  # the step was not sent, and the next one has no tokens for it
+    desk.manager.recall(job)
+    assert desk.offer(urgent) == []
+    assert desk.kinds() == [(5, "swap_out")]
+    desk.end_copies()
+    desk.manager.release(first)
+    assert desk.offer(job) == []
+    desk.end_copies()
+    assert desk.offer(job) == [job]
+    assert copied(desk) == ([], [])
+    assert job.num_ready == 32
+
+
 def test_a_job_that_lost_its_kv_is_no_source() -> None:
     desk = desk_of(5, link=SLOW_LINK)
     source, urgent, second = make_job(1, 60), other_job(0, 60), make_job(2, 40)

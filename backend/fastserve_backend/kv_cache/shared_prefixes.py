@@ -51,7 +51,8 @@ class SharedPrefixes:
         return job.number in self._known
 
     def remove(self, job: Job) -> None:
-        """The job's KV leaves the device."""
+        """The job's KV leaves the device. What it was to copy may have gone when it is back."""
+        job.num_shared = 0
         for key in self._known.pop(job.number, ()):
             del self._holders[key][job.number]
             if not self._holders[key]:
@@ -101,7 +102,9 @@ class SharedPrefixes:
     def copy(self, job: Job) -> None:
         """What the job is to copy goes into blocks that it has been given."""
         first = self._device.num_blocks_full(job.num_computed)
-        for index, source in enumerate(self._sources(job), first):
+        sources = self._sources(job)
+        assert len(sources) * self._device.block_size == job.num_shared, "not all is there to copy"
+        for index, source in enumerate(sources, first):
             self.copies.from_blocks.append(self._device.table(source)[index])
             self.copies.to_blocks.append(self._device.table(job.number)[index])
             self.copies.sources.add(source)

@@ -1,5 +1,5 @@
 """Phase "parity": the engine's greedy tokens against those of transformers, while jobs are swapped,
-and copy the KV of a beginning that they have in common from each other.
+and while they copy the KV of a beginning that they have in common from each other.
 
 An answer is the reference's greedy one exactly if every token is the reference's most likely after
 what stands before it, which one forward pass over prompt and answer shows for all positions. The
@@ -50,9 +50,9 @@ SPREAD, POSITIONS_SPREAD = 0.2, 0.8
 """Standard deviations of random weights. Strong positions keep greedy answers from settling."""
 NEAR_TIE = 1e-3
 """Several times what rounding changes a logit by, far less than a wrong key or value does."""
-NUM_JOBS, NUM_TOKENS = 12, 200
-DEVICE_BLOCKS = 70
-"""Of 16 tokens: far fewer than the jobs need, so that they lose theirs again and again."""
+NUM_JOBS, NUM_TOKENS, BLOCK_SIZE = 12, 200, 16
+FEW_BLOCKS = 70
+"""Far fewer than the jobs need, so that they lose theirs again and again."""
 BEGINNING = 40
 """Tokens that every other prompt begins with: two blocks and a half."""
 SEED = 3
@@ -60,38 +60,44 @@ SEED = 3
 
 def run(context: Context) -> None:
     device = context.device.torch_device
+    num_tokens, positions, few = (
+        (40, 128, 14) if context.tiny else (NUM_TOKENS, POSITIONS, FEW_BLOCKS)
+    )
+    # With room for all, those that do not begin first copy from those that do.
+    ways = {"swapped": few, "copied": NUM_JOBS * positions // BLOCK_SIZE}
+    prompts = _prompts(positions - num_tokens)
     wrong = []
     for name, config in list(MODELS.items())[: 1 if context.tiny else None]:
         directory = context.scratch / name.split(",")[0]
         reference = _reference(config, directory).to(device)
-        prompts, answers, engine = _answers(context, directory)
-        differing = sum(
-            _num_differing(reference, device, prompt, answer.token_ids)
-            for prompt, answer in zip(prompts, answers, strict=True)
-        )
-        swapped = engine.counters.swap_in_bytes
-        # All come together, and first run before any has ended: what they begin with is others'.
-        shared = sum(answer.stats.num_cached_tokens for answer in answers)
-        context.recorder.row(
-            "token parity with transformers",
-            {"model": name, "dtype": "float32"},
-            {
-                "jobs": len(answers),
-                "tokens": sum(len(answer.token_ids) for answer in answers),
-                "tokens that differ": differing,
-                "preemptions": engine.counters.preemptions,
-                "MB swapped in": swapped / 1e6,
-                "prompt tokens copied": shared,
-            },
-        )
-        if differing:
-            wrong.append(f"{name}: {differing} tokens are not the reference's")
-        if not swapped:
-            wrong.append(f"{name}: no job was swapped, so that was not checked")
-        if not shared:
-            wrong.append(f"{name}: no job copied from another, so that was not checked")
-        if len({tuple(answer.token_ids) for answer in answers}) < len(answers):
-            wrong.append(f"{name}: answers are alike, so that they show little")
+        for way, blocks in ways.items():
+            answers, engine = _answers(context, directory, prompts, num_tokens, positions, blocks)
+            differing = sum(
+                _num_differing(reference, device, prompt, answer.token_ids)
+                for prompt, answer in zip(prompts, answers, strict=True)
+            )
+            done = {
+                "swapped": engine.counters.swap_in_bytes,
+                "copied": sum(answer.stats.num_cached_tokens for answer in answers),
+            }
+            context.recorder.row(
+                "token parity with transformers",
+                {"model": name, "dtype": "float32", "KV blocks": blocks},
+                {
+                    "jobs": len(answers),
+                    "tokens": sum(len(answer.token_ids) for answer in answers),
+                    "tokens that differ": differing,
+                    "preemptions": engine.counters.preemptions,
+                    "MB swapped in": done["swapped"] / 1e6,
+                    "prompt tokens copied": done["copied"],
+                },
+            )
+            if differing:
+                wrong.append(f"{name}: {differing} tokens are not the reference's")
+            if not done[way]:
+                wrong.append(f"{name}: nothing was {way}, so that was not checked")
+            if len({tuple(answer.token_ids) for answer in answers}) < len(answers):
+                wrong.append(f"{name}: answers are alike, so that they show little")
     if wrong:
         raise CheckFailed("; ".join(wrong))
 
@@ -118,23 +124,32 @@ def _save_tokenizer(directory: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
-def _answers(context: Context, directory: Path) -> tuple[list[list[int]], list[Answer], Engine]:
-    """Prompts, the engine's answers, and the engine, closed."""
-    num_tokens, positions, blocks = (
-        (40, 128, 14) if context.tiny else (NUM_TOKENS, POSITIONS, DEVICE_BLOCKS)
-    )
+def _prompts(most_tokens: int) -> list[list[int]]:
     rng = random.Random(SEED)
     beginning = _random_tokens(rng, BEGINNING)
     prompts = []
     for number in range(NUM_JOBS):
         prompt = beginning if number % 2 else []
-        most = positions - num_tokens - len(prompt)
-        prompts.append(prompt + _random_tokens(rng, rng.randint(1, most)))
+        own = rng.randint(1, most_tokens - len(prompt))
+        prompts.append(prompt + _random_tokens(rng, own))
+    return prompts
+
+
+def _answers(
+    context: Context,
+    directory: Path,
+    prompts: list[list[int]],
+    num_tokens: int,
+    positions: int,
+    blocks: int,
+) -> tuple[list[Answer], Engine]:
+    """The engine's, and the engine, closed."""
     config = EngineConfig().with_keys(
         model=str(directory),
         device=context.device.torch_device.type,
         max_num_seqs=5,
         max_model_len=positions,
+        block_size=BLOCK_SIZE,
         device_blocks=blocks,
         swap_space_gib=0.1,
         base_quantum_ms=0.01,
@@ -144,10 +159,9 @@ def _answers(context: Context, directory: Path) -> tuple[list[list[int]], list[A
     try:
         params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
         jobs = [(prompt, params) for prompt in prompts]
-        answers = run_jobs(engine, jobs, context.left_s())
+        return run_jobs(engine, jobs, context.left_s()), engine
     finally:
         engine.close()
-    return prompts, answers, engine
 
 
 def _random_tokens(rng: random.Random, count: int) -> list[int]:

@@ -60,7 +60,12 @@ FORBIDDEN = {
     BACKEND / "length_prediction": ("fastserve_backend.engine", "fastserve_backend.serving",
                                     "fastserve_backend.scheduler", "fastserve_backend.kv_cache",
                                     "fastserve_backend.executor", "fastserve_backend.worker"),
-    BACKEND / "worker": ("fastserve_backend.engine", "fastserve_backend.serving",
+    BACKEND / "grammars": ("torch", "fastserve_backend.engine", "fastserve_backend.serving",
+                           "fastserve_backend.scheduler", "fastserve_backend.kv_cache",
+                           "fastserve_backend.executor", "fastserve_backend.worker",
+                           "fastserve_backend.models"),
+    BACKEND / "worker": ("fastserve_backend.engine", "fastserve_backend.grammars",
+                         "fastserve_backend.serving",
                          "fastserve_backend.scheduler", "fastserve_backend.kv_cache",
                          "fastserve_backend.profile", "fastserve_backend.executor"),
     BACKEND / "models": ("fastserve_backend.worker", "fastserve_backend.engine",
@@ -107,6 +112,14 @@ def test_a_part_of_a_package_is_imported(folder: Path, package: str) -> None:
                 assert any(is_of(name, one) for one in allowed), f"{path} imports {name}"
 
 
+def test_compiling_grammars_is_left_to_their_process() -> None:
+    for path in python_files(BACKEND):
+        if path.name not in ("compiler.py", "process.py", "check.py", "__main__.py"):
+            for name in imported_names(path):
+                assert not is_of(name, "llguidance"), path
+                assert not is_of(name, "fastserve_backend.grammars.compiler"), path
+
+
 def test_only_serving_knows_triton() -> None:
     for path in python_files(BACKEND):
         if path.parent.name != "serving":
@@ -133,7 +146,7 @@ def test_a_rank_does_not_wait_for_imports_that_it_has_no_use_for() -> None:
 
 # Of the extra "engine"; a machine with the gateway or the client alone has none of them.
 ENGINE_PACKAGES = ("torch", "huggingface_hub", "tokenizers", "safetensors", "gguf", "jinja2",
-                   "msgspec", "zmq", "platformdirs", "psutil")  # fmt: skip
+                   "llguidance", "msgspec", "zmq", "platformdirs", "psutil")  # fmt: skip
 
 
 def test_the_gateway_needs_nothing_of_the_engine() -> None:

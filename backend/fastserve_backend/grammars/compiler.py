@@ -1,0 +1,144 @@
+"""From what a client asks for to a matcher of llguidance.
+
+https://github.com/guidance-ai/llguidance, which vLLM, SGLang and llama.cpp use too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from llguidance import (
+    LLMatcher,
+    LLParserLimits,
+    LLTokenizer,
+    TokenizerWrapper,
+    regex_to_lark,
+)
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+# Beyond these a mask takes tens of milliseconds, or a matcher tens of megabytes, and the job fails.
+# Rows have about four items for each optional property of a JSON object.
+_LIMITS = LLParserLimits(
+    max_items_in_row=1000,
+    step_max_items=20_000,
+    step_lexer_fuel=100_000,
+    max_lexer_states=10_000,
+    verbose_errors=False,
+)
+# Between the parts of a JSON text: a line break and its indentation. Small models would go on with
+# white space for ever.
+_WHITE_SPACE = r"[ \n\t]{0,24}"
+_MAX_REASON_CHARS = 300
+_NOTHING_MATCHES = "NoExtension"
+_OWN_STATE = re.compile(r"<(?:backtrace|state|non-verbose/|grammar)>")
+
+
+class GrammarError(Exception):
+    """There is no such grammar, or it is too much; the message says why, in one line."""
+
+
+class Compiler:
+    """For one vocabulary.
+
+    Args:
+        tokens: the bytes of each, by id; those without any are never allowed, but for the
+            end-of-sequence tokens, which are where an answer may end.
+        eos_token_ids: one at least.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], eos_token_ids: Sequence[int]) -> None:
+        wrapper = TokenizerWrapper(_Vocabulary(tokens, eos_token_ids[0]))
+        self._tokenizer = LLTokenizer(wrapper, eos_token=list(eos_token_ids))
+
+    def compile(self, kind: str, text: str) -> LLMatcher:
+        """A matcher of the whole answer. The first mask is computed, so that some token is allowed.
+
+        Takes a millisecond mostly, and for some grammars for ever, all memory, or all of the stack.
+
+        Raises:
+            GrammarError: see there.
+        """
+        try:
+            grammar = _grammar(kind, text)
+        except ValueError as error:
+            raise GrammarError(_reason(str(error))) from None
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        next_mask(matcher)
+        return matcher
+
+
+def next_mask(matcher: LLMatcher) -> bytes:
+    """What the next token may be; as in ``Masks``.
+
+    Raises:
+        GrammarError: nothing, or that takes more than the limits.
+    """
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise GrammarError(_reason(matcher.get_error()))
+    return mask
+
+
+def accept(matcher: LLMatcher, token_id: int) -> None:
+    """The answer goes on with this token.
+
+    Raises:
+        GrammarError: it must not.
+    """
+    if not matcher.consume_token(token_id):
+        raise GrammarError(_reason(matcher.get_error()))
+
+
+class _Vocabulary:
+    """What llguidance asks of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: Sequence[bytes], eos_token_id: int) -> None:
+        self.tokens = tokens
+        self.eos_token_id = eos_token_id
+        # Of tokens that are alike the first.
+        self._ids = {token: n for n, token in reversed(list(enumerate(tokens))) if token}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokens of a text that the grammar forces, the longest first. The model's own tokenizer
+        might split it otherwise, but would also see special tokens in it."""
+        found, begin = [], 0
+        while begin < len(text):
+            for end in range(min(len(text), begin + self._longest), begin, -1):
+                token_id = self._ids.get(text[begin:end])
+                if token_id is not None:
+                    found.append(token_id)
+                    begin = end
+                    break
+            else:
+                break  # the vocabulary cannot spell it
+        return found
+
+
+def _grammar(kind: str, text: str) -> str:
+    if kind in ("json_schema", "json_object"):
+        options: JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
+        return LLMatcher.grammar_from_json_schema(text, overrides=options)
+    if kind == "regex":
+        # Else \d is any of the digits that Unicode has.
+        return f"start: /{regex_to_lark(text, use_ascii='d')}/"
+    if kind == "choice":
+        # One lexeme, however many there are: of alternatives of the grammar there is a limit.
+        choices = (json.dumps(one, ensure_ascii=False) for one in json.loads(text))
+        return "start: CHOICE\nCHOICE: " + " | ".join(choices)
+    return LLMatcher.grammar_from_lark(text)
+
+
+def _reason(message: str) -> str:
+    """On one line, without what llguidance says of its own state."""
+    if message.startswith(_NOTHING_MATCHES):
+        return "nothing matches it"
+    reason = " ".join(_OWN_STATE.split(message)[0].split())
+    return reason if len(reason) <= _MAX_REASON_CHARS else reason[:_MAX_REASON_CHARS] + "…"

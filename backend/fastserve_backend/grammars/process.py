@@ -1,0 +1,200 @@
+"""The loop of the grammars' process: a matcher for each job, and masks for its tokens."""
+
+from __future__ import annotations
+
+import select
+import time
+from array import array
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from llguidance import LLMatcher
+
+from fastserve_backend.grammars.check import Check
+from fastserve_backend.grammars.compiler import Compiler, GrammarError, accept, next_mask
+from fastserve_backend.grammars.messages import (
+    Accept,
+    Begin,
+    End,
+    Failed,
+    FromGrammars,
+    Mask,
+    Masks,
+    Refused,
+    Vocabulary,
+    encoder,
+    to_grammars_decoder,
+)
+from fastserve_backend.grammars.packets import Packets
+
+# Clients mostly send the same few again and again.
+_MAX_KNOWN = 64
+# Compiled at once: others that are quick pass one that is not.
+_MAX_CHECKS = 2
+# Of processor time, in which others wait, at each token anew. Schemas with hundreds of properties
+# take a tenth of it, very ambiguous grammars ten times as much before they exceed other limits.
+_MOST_MASK_S = 0.05
+# Masks that are ready wait no longer for others, to be sent together.
+_MASKS_TOGETHER_S = 0.001
+
+
+class _Grammar(NamedTuple):
+    kind: str
+    text: str
+
+
+@dataclass(slots=True)
+class _Job:
+    number: int
+    matcher: LLMatcher
+    num_tokens: int = 0
+
+    def accept(self, token_id: int) -> None:
+        """Raises GrammarError."""
+        accept(self.matcher, token_id)
+        self.num_tokens += 1
+
+    def mask(self) -> Mask:
+        """Raises GrammarError."""
+        return Mask(self.number, self.num_tokens, next_mask(self.matcher))
+
+    def mask_after(self, token_id: int) -> Mask:
+        """Raises GrammarError, also where it takes too long."""
+        started_s = time.thread_time()
+        self.accept(token_id)
+        mask = self.mask()
+        if time.thread_time() - started_s > _MOST_MASK_S:
+            raise GrammarError(
+                f"it takes more than {_MOST_MASK_S * 1e3:.0f} ms to find out what may follow a "
+                "token; make it less ambiguous"
+            )
+        return mask
+
+
+class GrammarLoop:
+    """Serves one engine. It has a single thread, because it forks.
+
+    Args:
+        engine: the engine's socket; the loop ends when its other end closes.
+    """
+
+    def __init__(self, engine: Packets) -> None:
+        self._engine = engine
+        self._compiler: Compiler
+        self._jobs: dict[int, _Job] = {}
+        self._known: OrderedDict[_Grammar, LLMatcher | str] = OrderedDict()
+        """Those used last: one to copy, or why there is none."""
+        self._waiting: dict[_Grammar, list[Begin]] = {}
+        """Jobs of each grammar that is not known yet."""
+        self._unchecked: deque[_Grammar] = deque()
+        self._checks: dict[int, tuple[_Grammar, Check]] = {}
+
+    def run(self) -> None:
+        """Raises OSError: the engine is gone."""
+        while True:
+            poller = select.poll()
+            poller.register(self._engine, self._engine.events)
+            for check in self._checks:
+                poller.register(check, select.POLLIN)
+            ready = {fileno for fileno, _ in poller.poll()}
+            if self._engine.fileno() in ready:
+                self._engine.flush()
+                for data in self._engine.receive():
+                    self._take(data)
+            for fileno in ready & self._checks.keys():
+                self._end_check(fileno)
+
+    def _take(self, data: bytes) -> None:
+        message = to_grammars_decoder.decode(data)
+        if isinstance(message, Accept):
+            self._accept(message)
+        elif isinstance(message, Begin):
+            self._begin(message)
+        elif isinstance(message, End):
+            self._jobs.pop(message.number, None)
+            for begins in self._waiting.values():
+                begins[:] = [begin for begin in begins if begin.number != message.number]
+        else:
+            assert isinstance(message, Vocabulary)
+            self._compiler = Compiler(message.tokens, message.eos_token_ids)
+
+    def _send(self, message: FromGrammars) -> None:
+        self._engine.send(encoder.encode(message))
+
+    # --- Jobs that begin ----------------------------------------------------------------------
+
+    def _begin(self, begin: Begin) -> None:
+        grammar = _Grammar(begin.kind, begin.text)
+        if grammar in self._known:
+            self._known.move_to_end(grammar)
+            self._start(begin, self._known[grammar])
+        elif grammar in self._waiting:
+            self._waiting[grammar].append(begin)
+        else:
+            self._waiting[grammar] = [begin]
+            self._unchecked.append(grammar)
+            self._check_next()
+
+    def _check_next(self) -> None:
+        while self._unchecked and len(self._checks) < _MAX_CHECKS:
+            grammar = self._unchecked.popleft()
+            if self._waiting[grammar]:
+                check = Check(self._compiler, *grammar)
+                self._checks[check.fileno()] = grammar, check
+            else:
+                del self._waiting[grammar]  # its jobs were cancelled
+
+    def _end_check(self, fileno: int) -> None:
+        grammar, check = self._checks.pop(fileno)
+        reason = check.reason()
+        try:
+            known = self._compiler.compile(*grammar) if reason is None else reason
+        except GrammarError as error:
+            known = str(error)
+        self._known[grammar] = known
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+        for begin in self._waiting.pop(grammar):
+            self._start(begin, known)
+        self._check_next()
+
+    def _start(self, begin: Begin, known: LLMatcher | str) -> None:
+        if isinstance(known, str):
+            self._send(Refused(begin.number, known))
+            return
+        job = _Job(begin.number, known.deep_copy())
+        try:
+            for token_id in array("i", begin.output_ids):
+                job.accept(token_id)
+            mask = job.mask()
+        except GrammarError as error:
+            self._send(Failed(job.number, str(error)))
+            return
+        self._jobs[job.number] = job
+        self._send(Masks([mask]))
+
+    # --- Jobs that go on ----------------------------------------------------------------------
+
+    def _accept(self, message: Accept) -> None:
+        masks: list[Mask] = []
+        oldest_s = 0.0
+        for number, token_id in message.tokens:
+            job = self._jobs.get(number)
+            if job is None:
+                continue  # it has failed
+            try:
+                mask = job.mask_after(token_id)
+            except GrammarError as error:
+                del self._jobs[number]
+                self._send(Failed(number, str(error)))
+                continue
+            now = time.monotonic()
+            if masks and now - oldest_s > _MASKS_TOGETHER_S:
+                self._send(Masks(masks))
+                masks = []
+            if not masks:
+                oldest_s = now
+            masks.append(mask)
+        if masks:
+            self._send(Masks(masks))

@@ -1,0 +1,97 @@
+"""What an answer may look like, as a client asks for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from fastserve_backend.errors import InvalidRequestError
+
+FIELD = "structured_output"
+Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+# What is compiled of a larger one would hardly fit the limits of the compiler.
+MAX_TEXT_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutput:
+    """Exactly one of these; whether a grammar can be made of it is found out later.
+
+    Raises:
+        InvalidRequestError: none or several are given, or one of another type or size.
+    """
+
+    json_schema: Mapping[str, Any] | None = None
+    """The answer is JSON that this schema describes."""
+    json_object: bool | None = None
+    """True: the answer is any JSON object."""
+    regex: str | None = None
+    """The whole answer matches it (syntax of Rust's crate regex, without lookaround)."""
+    choice: Sequence[str] | None = None
+    """The answer is one of these."""
+    grammar: str | None = None
+    """The answer is of the language of this grammar, in llguidance's variant of Lark."""
+    kind: Kind = field(init=False)
+    text: str = field(init=False)
+    """Of the one that is given; the schema, the object's and choices as JSON."""
+
+    def __post_init__(self) -> None:
+        given = {name: value for name in KINDS if (value := getattr(self, name)) is not None}
+        if len(given) != 1:
+            what = " and ".join(given) or "none"
+            raise InvalidRequestError(FIELD, what, f"must have exactly one of {', '.join(KINDS)}")
+        [(kind, value)] = given.items()
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "text", _text(kind, value))
+        try:
+            size = len(self.text.encode())
+        except UnicodeEncodeError:
+            raise _invalid(kind, value, "must be valid Unicode") from None
+        if size > MAX_TEXT_BYTES:
+            raise _invalid(kind, f"{size} bytes", f"at most {MAX_TEXT_BYTES} bytes are allowed")
+
+    @classmethod
+    def of(cls, value: object) -> StructuredOutput:
+        """From a request's JSON."""
+        if not isinstance(value, Mapping):
+            allowed = f"must be a JSON object with one of {', '.join(KINDS)}"
+            raise InvalidRequestError(FIELD, value, allowed)
+        for name in value:
+            if name not in KINDS:
+                allowed = f"unknown; allowed is one of {', '.join(KINDS)}"
+                raise InvalidRequestError(FIELD, name, allowed)
+        return cls(**value)
+
+
+KINDS = tuple(one.name for one in fields(StructuredOutput) if one.init)
+
+
+def _text(kind: str, value: Any) -> str:
+    match kind:
+        case "json_object":
+            if value is not True:
+                raise _invalid(kind, value, "must be true, or left out")
+            return '{"type": "object"}'
+        case "json_schema":
+            if not isinstance(value, Mapping):
+                raise _invalid(kind, value, "must be a JSON object")
+        case "choice":
+            if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+                raise _invalid(kind, value, "must be a list of at least one text")
+            for one in value:
+                if not isinstance(one, str) or not one:
+                    raise _invalid(kind, one, "each choice is a text of at least one character")
+        case _:
+            if not isinstance(value, str) or not value:
+                raise _invalid(kind, value, "must be a text of at least one character")
+            return value
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise _invalid(kind, value, "must be valid JSON") from None
+
+
+def _invalid(kind: str, given: object, allowed: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{FIELD}.{kind}", given, allowed)

@@ -1,0 +1,282 @@
+"""The process that knows what an answer may go on with, and how it comes to no harm."""
+
+from __future__ import annotations
+
+import json
+import queue
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import psutil
+import pytest
+from fastserve_backend.grammars import client
+from fastserve_backend.grammars.client import GrammarClient
+from fastserve_backend.grammars.compiler import Compiler, accept, next_mask
+from fastserve_backend.grammars.messages import (
+    Failed,
+    FromGrammars,
+    Masks,
+    Refused,
+    Vocabulary,
+    encoder,
+)
+from fastserve_backend.structured_output import StructuredOutput
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+
+DEADLINE_S = 60.0
+EOS = (2, 3)
+# Two end tokens, all bytes, some words; 270 has no text.
+WORDS = [b'{"', b'": ', b'", "', b"true", b"12", b"yes", b" no", "ö".encode(), b"", b"yes"]
+TOKENS = [b""] * 4 + [bytes([value]) for value in range(256)] + WORDS
+CHAIN = {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(1500)}
+# Recursion, time without end, memory.
+HOSTILE = {
+    "stack": {"json_schema": {"$defs": CHAIN | {"a1500": {}}, "$ref": "#/$defs/a0"}},
+    "time": {"json_schema": {"allOf": [{"type": "integer", "multipleOf": n} for n in
+                                       (9973, 9967, 9949, 9941)]}},
+    "rules": {"grammar": "start: r0\n" + "\n".join(f'r{n}: r{n + 1} "a" | r{n + 1}' for n in
+                                                   range(2500)) + '\nr2500: "b"'},
+}  # fmt: skip
+
+
+def allowed(mask: bytes) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")))
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Compiler:
+    return Compiler(TOKENS, EOS)
+
+
+class TestCompiler:
+    def test_an_answer_ends_where_it_is_complete_and_with_any_end_token(
+        self, compiler: Compiler
+    ) -> None:
+        matcher = compiler.compile("choice", '["yes", "yes no"]')
+        assert allowed(next_mask(matcher)) == {265}  # where there is no choice, the longest token
+        accept(matcher, 265)
+        assert allowed(next_mask(matcher)) == {*EOS, 4 + ord(" "), 266}
+        accept(matcher, 266)
+        assert allowed(next_mask(matcher)) == set(EOS)
+
+    @pytest.mark.parametrize(
+        ("wanted", "answers"),
+        [
+            (StructuredOutput(regex=r"\d{2}/[a-c]+"), {b"12/ab": True, "٤٢/a".encode(): False}),
+            (StructuredOutput(json_object=True), {b'{"a":\n  [1]}': True, b"[1]": False}),
+            (StructuredOutput(choice=['a"\\\n/\u2028😀']), {'a"\\\n/\u2028😀'.encode(): True}),
+            (StructuredOutput(grammar='start: "a"+ /[xy]/'), {b"aay": True, b"y": False}),
+        ],
+    )
+    def test_what_is_of_the_language(
+        self, compiler: Compiler, wanted: StructuredOutput, answers: dict[bytes, bool]
+    ) -> None:
+        for text, is_answer in answers.items():
+            matcher = compiler.compile(wanted.kind, wanted.text)
+            ids = [4 + byte for byte in text]
+            assert (matcher.validate_tokens([*ids, EOS[0]]) > len(ids)) == is_answer
+
+    def test_white_space_comes_to_an_end(self, compiler: Compiler) -> None:
+        matcher = compiler.compile("json_object", '{"type": "object"}')
+        ids = [4 + byte for byte in b"{" + b" " * 30]
+        assert matcher.validate_tokens(ids) == 25
+
+
+def schemas() -> st.SearchStrategy[dict[str, Any]]:
+    simple: st.SearchStrategy[dict[str, Any]] = st.one_of(
+        st.just({"type": "boolean"}),
+        st.just({"type": "null"}),
+        st.builds(lambda low, n: {"type": "integer", "minimum": low, "maximum": low + n},
+                  st.integers(-50, 50), st.integers(0, 300)),
+        st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(0, 5)),
+        st.builds(lambda values: {"enum": values},
+                  st.lists(st.text(max_size=4) | st.integers(), min_size=1, max_size=3)),
+    )  # fmt: skip
+
+    def compound(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+        return st.one_of(
+            st.builds(
+                lambda properties: {"type": "object", "properties": properties,
+                                    "required": sorted(properties)[::2],
+                                    "additionalProperties": False},
+                st.dictionaries(st.text("abcä\"\\ ", max_size=3), inner, max_size=3),
+            ),
+            st.builds(lambda items: {"type": "array", "items": items, "maxItems": 2}, inner),
+            st.builds(lambda some: {"anyOf": some}, st.lists(inner, min_size=1, max_size=2)),
+        )  # fmt: skip
+
+    return st.recursive(simple, compound, max_leaves=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schema=schemas(), seed=st.integers(0, 2**32))
+def test_whatever_a_model_chooses_is_json_that_the_schema_describes(
+    compiler: Compiler, schema: dict[str, Any], seed: int
+) -> None:
+    matcher = compiler.compile("json_schema", StructuredOutput(json_schema=schema).text)
+    text = random_answer(matcher, random.Random(seed))
+    jsonschema.validate(json.loads(text), schema)
+
+
+def random_answer(matcher: LLMatcher, rng: random.Random) -> bytes:
+    text = b""
+    for _ in range(5000):
+        token_id = int(rng.choice(sorted(allowed(next_mask(matcher)))))
+        if token_id in EOS:
+            return text
+        text += TOKENS[token_id]
+        accept(matcher, token_id)
+    raise AssertionError("it has no end")
+
+
+class Asker:
+    """A client whose answers wait to be taken."""
+
+    def __init__(self) -> None:
+        self.answers: queue.SimpleQueue[FromGrammars] = queue.SimpleQueue()
+        self.client = GrammarClient(lambda: Vocabulary(TOKENS, EOS), self.answers.put)
+
+    def answer(self) -> FromGrammars:
+        return self.answers.get(timeout=DEADLINE_S)
+
+    def masks(self, count: int) -> dict[int, set[int]]:
+        found: dict[int, set[int]] = {}
+        while len(found) < count:
+            answer = self.answer()
+            assert isinstance(answer, Masks), answer
+            found |= {mask.number: allowed(mask.bits) for mask in answer.masks}
+        return found
+
+    def process(self) -> psutil.Process:
+        [process] = [
+            one
+            for one in psutil.Process().children()
+            if "fastserve_backend.grammars" in one.cmdline()
+        ]
+        return process
+
+
+@pytest.fixture
+def asker() -> Iterator[Asker]:
+    asker = Asker()
+    yield asker
+    asker.client.close()
+    assert asker.answers.empty()
+
+
+class TestProcess:
+    def test_jobs_side_by_side(self, asker: Asker) -> None:
+        wanted = StructuredOutput(choice=["ab", "ac"])
+        for number in range(3):
+            asker.client.begin(number, wanted)
+        assert asker.masks(3) == {number: {4 + ord("a")} for number in range(3)}
+        asker.client.accept([(0, 4 + ord("a")), (2, 4 + ord("a"))])
+        asker.client.end(1)
+        b_or_c = {4 + ord("b"), 4 + ord("c")}
+        assert asker.masks(2) == {0: b_or_c, 2: b_or_c}
+        asker.client.accept([(0, 4 + ord("x"))])  # which no mask allows
+        failed = asker.answer()
+        assert isinstance(failed, Failed)
+        assert failed.number == 0
+        asker.client.end(0)
+        asker.client.accept([(2, 4 + ord("c"))])
+        assert asker.masks(1) == {2: set(EOS)}
+
+    @pytest.mark.parametrize("name", HOSTILE)
+    def test_a_grammar_that_takes_too_much_is_refused_and_others_go_on(
+        self, asker: Asker, name: str
+    ) -> None:
+        wanted = StructuredOutput(choice=["a" * 40])
+        asker.client.begin(0, wanted)
+        asker.masks(1)
+        process = asker.process()
+        asker.client.begin(1, StructuredOutput(**HOSTILE[name]))
+        asker.client.begin(2, StructuredOutput(regex="b"))
+        answers: list[FromGrammars] = []
+        while len(answers) < 12:
+            asker.client.accept([(0, 4 + ord("a"))])
+            answers.append(asker.answer())
+        refused = [one for one in answers if isinstance(one, Refused)]
+        while not refused:
+            refused = [one for one in [asker.answer()] if isinstance(one, Refused)]
+        assert refused[0].number == 1
+        assert "too complex" in refused[0].reason
+        while not asker.answers.empty():
+            asker.answers.get()
+        assert asker.process() == process
+
+    def test_what_is_no_grammar_is_refused_with_a_reason(self, asker: Asker) -> None:
+        for number, (wanted, reason) in enumerate(
+            [
+                (StructuredOutput(regex="(a"), "unclosed group"),
+                (StructuredOutput(regex="(?=a)b"), "look-around"),
+                (StructuredOutput(regex=r"[^\s\S]"), "nothing matches it"),
+                (StructuredOutput(json_schema={"type": "strin"}), "Invalid type"),
+                (StructuredOutput(json_schema={"uniqueItems": True}), "uniqueItems"),
+                (StructuredOutput(grammar="start: other"), "unknown name"),
+                (StructuredOutput(grammar="start: <|nothing|>"), ""),
+            ]
+        ):
+            for _ in range(2):  # at once the second time
+                asker.client.begin(number, wanted)
+                refused = asker.answer()
+                assert isinstance(refused, Refused), wanted
+                assert refused.number == number
+                assert reason in refused.reason
+                assert "\n" not in refused.reason
+                asker.client.end(number)
+
+    def test_jobs_go_on_in_a_fresh_process_where_they_were(self, asker: Asker) -> None:
+        for number in range(4):
+            asker.client.begin(number, StructuredOutput(choice=[f"x{number}y", "z"]))
+        asker.masks(4)
+        asker.client.accept([(number, 4 + ord("x")) for number in range(4)])
+        assert asker.masks(4) == {number: {4 + ord(str(number))} for number in range(4)}
+        asker.process().kill()
+        again = asker.masks(4)  # what was known is told again
+        assert again == {number: {4 + ord(str(number))} for number in range(4)}
+        asker.client.accept([(2, 4 + ord("2"))])
+        assert asker.masks(1) == {2: {4 + ord("y")}}
+
+    def test_what_it_dies_at_twice_fails_and_at_last_all_that_comes(
+        self, asker: Asker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        # In place of the process: it dies when the first job comes.
+        num_bytes = 4 + len(encoder.encode(Vocabulary(TOKENS, EOS))) + 1
+        program = tmp_path / "program"
+        program.write_text(f"#!/bin/sh\nexec head -c {num_bytes} > /dev/null\n")
+        program.chmod(0o700)
+        monkeypatch.setattr(client, "python_executable", lambda: str(program))
+        for number, reason in enumerate(["died at it", "died at it", "3 restarts", "3 restarts"]):
+            asker.client.begin(number, StructuredOutput(regex="a*"))
+            failed = asker.answer()
+            assert isinstance(failed, Failed)
+            assert failed.number == number
+            assert reason in failed.reason
+            asker.client.end(number)
+
+    def test_a_job_of_which_a_token_takes_too_much_fails_alone(self, asker: Asker) -> None:
+        asker.client.begin(0, StructuredOutput(grammar='start: (x{1,1000}){1,1000}\nx: "a" | "b"'))
+        asker.client.begin(1, StructuredOutput(regex="a{500}"))
+        asker.masks(2)
+        failed: Failed | None = None
+        while failed is None:
+            asker.client.accept([(0, 4 + ord("a")), (1, 4 + ord("a"))])
+            waiting = {0, 1}
+            while waiting:
+                answer = asker.answer()
+                if isinstance(answer, Masks):
+                    waiting -= {mask.number for mask in answer.masks}
+                else:
+                    assert isinstance(answer, Failed)
+                    failed = answer
+                    waiting.remove(answer.number)
+        assert failed.number == 0
+        asker.client.accept([(1, 4 + ord("a"))])
+        assert asker.masks(1) == {1: {4 + ord("a")}}

@@ -55,13 +55,15 @@ def test_prompts_chunks_and_decodes(
     assert found == generate(config, 35)
 
 
-def test_steps_sent_ahead_with_tokens_chosen_at_random(tmp_path: Path) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_steps_sent_ahead_with_tokens_chosen_at_random(masked: bool, tmp_path: Path) -> None:
     config = model_config(tmp_path, MODELS["opt"])
+    vocab = config.vocab_size if masked else None
 
     def tokens(device: torch.device, launch: Callable[[ModelRunner, Step], Any]) -> list[bytes]:
         cache = empty_cache(config, job_steps.NUM_BLOCKS).to(device)
         runner = ModelRunner(load_model(config, device), config, cache, device, LIMITS)
-        results = run_turns(partial(launch, runner), ahead=True)
+        results = run_turns(partial(launch, runner), ahead=True, masked_vocab=vocab)
         runner.close()
         return [result.token_ids for result in results]
 

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from fastserve_backend.worker.messages import Penalties, Sampling, Step, StepResult
+from fastserve_backend.worker.messages import (
+    LogitBias,
+    Penalties,
+    Sampling,
+    Step,
+    StepResult,
+)
 
 BLOCK_SIZE = 16
 PROMPTS = [[17 + 3 * job + 5 * place for place in range(n)] for job, n in enumerate((5, 9, 20, 18))]
@@ -18,6 +24,8 @@ NUM_BLOCKS = 8
 NOT_KNOWN = -1
 """Stands in a step for a token that the rank itself has."""
 PENALISED = (1, 3)
+MASKED = (0, 3)
+BIASED = 2
 Launch = Callable[[Step], Callable[[], StepResult]]
 
 
@@ -45,13 +53,17 @@ TURNS = [
 ]
 
 
-def run_turns(launch: Launch, *, ahead: bool, sampled: bool = True) -> list[StepResult]:
+def run_turns(
+    launch: Launch, *, ahead: bool, sampled: bool = True, masked_vocab: int | None = None
+) -> list[StepResult]:
     """
     Args:
         launch: begins a step, and returns what waits for its result.
         ahead: each step is launched before the result of the one before is waited for.
         sampled: half of the jobs at random, with penalties, some with log-probabilities; False:
             all greedily.
+        masked_vocab: size of the vocabulary, of which the masked jobs may choose every third token,
+            and one that is biased is certain of the last; None: no masks and biases.
     """
     done = [0] * len(PROMPTS)
     outputs: list[list[int]] = [[] for _ in PROMPTS]
@@ -81,6 +93,8 @@ def run_turns(launch: Launch, *, ahead: bool, sampled: bool = True) -> list[Step
             step.previous_rows = _ints(rows)
         if sampled and jobs:
             step.sampling = _sampling([(job, outputs[job]) for job in jobs])
+            if masked_vocab is not None:
+                _bound(step.sampling, jobs, masked_vocab)
         unanswered.append(launch(step))
         if ahead and step_id > 0:
             take(chosen, unanswered.pop(0))
@@ -125,6 +139,18 @@ def _sampling(rows: Sequence[tuple[int, list[int]]]) -> Sampling:
             if job in PENALISED
         ],
     )
+
+
+def _bound(sampling: Sampling, jobs: Sequence[int], vocab: int) -> None:
+    rows = [row for row, job in enumerate(jobs) if job in MASKED]
+    may = np.arange(-(-vocab // 32) * 32) % 3 == 0
+    sampling.masked_rows = _ints(rows)
+    sampling.masks = np.packbits(may, bitorder="little").tobytes() * len(rows)
+    sampling.biases = [
+        LogitBias(row, _ints([vocab - 1]), np.array([1000.0], np.float32).tobytes())
+        for row, job in enumerate(jobs)
+        if job == BIASED
+    ]
 
 
 def _ints(values: Sequence[int]) -> bytes:

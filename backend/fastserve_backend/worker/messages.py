@@ -116,6 +116,19 @@ class Sampling(msgspec.Struct, array_like=True):
     no_eos: bytes  # bool [R]: end-of-sequence tokens may not be chosen
     num_logprobs: bytes  # int32 [R]: -1 = none, n = the token's own and the n most likely
     penalties: list[Penalties]
+    biases: list[LogitBias] = []
+    masked_rows: bytes = b""  # int32 [m]: rows that may not choose every token
+    masks: bytes = b""
+    """Of each of these a bit for each token that it may choose, the lowest of each byte first, in
+    whole words of 32 bits: int32 [m, ceil(vocab / 32)]."""
+
+
+class LogitBias(msgspec.Struct, array_like=True):
+    """Added to a row's logits."""
+
+    row: int
+    token_ids: bytes  # int32 [n], no two the same
+    values: bytes  # float32 [n]
 
 
 class Penalties(msgspec.Struct, array_like=True):

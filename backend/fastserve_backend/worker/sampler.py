@@ -21,7 +21,13 @@ import torch
 from fastserve_kernels import ops
 from torch import Tensor
 
-from fastserve_backend.worker.messages import NO_TOKEN, Penalties, Sampling, TopLogprobs
+from fastserve_backend.worker.messages import (
+    NO_TOKEN,
+    LogitBias,
+    Penalties,
+    Sampling,
+    TopLogprobs,
+)
 from fastserve_backend.worker.staging import Uploads, to_host
 
 Array = npt.NDArray[Any]
@@ -105,11 +111,15 @@ def sample(
     without_eos = np.flatnonzero(np.frombuffer(sampling.no_eos, dtype=np.bool_))
     bans_eos = len(without_eos) > 0 and len(eos_token_ids) > 0
     scores = raw
-    if bans_eos or sampling.penalties:
+    if sampling.masks or bans_eos or sampling.biases or sampling.penalties:
         scores = raw.clone(memory_format=torch.contiguous_format)
+    if sampling.masks:
+        _mask(scores, sampling, uploads)
     if bans_eos:
         ends = without_eos[:, None] * scores.shape[1] + np.array(eos_token_ids)
         scores.view(-1).index_fill_(0, uploads.bring(ends.ravel()), -math.inf)
+    if sampling.biases:
+        _add_biases(scores, sampling.biases, uploads)
     if sampling.penalties:
         _penalise(scores, sampling.penalties, input_ids, uploads)
     token_ids, chosen = _choose(scores, sampling, uploads)
@@ -217,6 +227,32 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
+
+
+def _mask(scores: Tensor, sampling: Sampling, uploads: Uploads) -> None:
+    """In place: what a row may not choose is infinitely unlikely."""
+    rows = np.frombuffer(sampling.masked_rows, dtype=np.int32)
+    words = np.frombuffer(sampling.masks, dtype=np.int32).reshape(len(rows), -1)
+    vocab = scores.shape[1]
+    if scores.device.type == "cpu":  # without copies of all that, which take longer than the rest
+        for row, allowed in zip(rows.tolist(), words, strict=True):
+            bits = np.unpackbits(allowed.view(np.uint8), count=vocab, bitorder="little")
+            scores[row].masked_fill_(torch.from_numpy(bits == 0), -math.inf)
+        return
+    shifts = torch.arange(32, dtype=torch.int32, device=scores.device)
+    bits_of_words = (uploads.bring(words)[:, :, None] >> shifts) & 1
+    banned = bits_of_words.flatten(1)[:, :vocab] == 0
+    index = uploads.bring(rows.astype(np.int64))
+    scores[index] = scores[index].masked_fill(banned, -math.inf)
+
+
+def _add_biases(scores: Tensor, biases: Sequence[LogitBias], uploads: Uploads) -> None:
+    """In place."""
+    offsets = np.array([bias.row for bias in biases]) * scores.shape[1]
+    places = uploads.bring(_joined([bias.token_ids for bias in biases], offsets))
+    values = np.concatenate([np.frombuffer(bias.values, dtype=np.float32) for bias in biases])
+    flat = scores.view(-1)
+    flat[places] += uploads.bring(values)
 
 
 def _penalise(

@@ -66,7 +66,7 @@ def run_largest_step(
     model: CausalLM, config: ModelConfig, kv: Tensor, limits: StepLimits, place: RankPlace
 ) -> None:
     """As many prompts as give the most tokens, and a token chosen by top-p for each of the most
-    jobs, with log-probabilities."""
+    jobs, under a mask, with log-probabilities."""
     layout = _largest_layout(limits, kv.shape[4])
     inputs = WorkListInputs(kv, config.num_heads // place.tensor_size, limits)
     tensors = inputs.bring(layout)
@@ -79,7 +79,9 @@ def run_largest_step(
         return
     logits = model.logits(hidden[tensors.sampled])
     if logits is not None:
-        sample(logits, _costliest_sampling(limits.max_jobs), config.eos_token_ids)
+        sample(
+            logits, _costliest_sampling(limits.max_jobs, config.vocab_size), config.eos_token_ids
+        )
 
 
 def _largest_layout(limits: StepLimits, block_size: int) -> StepLayout:
@@ -104,7 +106,7 @@ def _largest_layout(limits: StepLimits, block_size: int) -> StepLayout:
     )
 
 
-def _costliest_sampling(num_rows: int) -> Sampling:
+def _costliest_sampling(num_rows: int, vocab_size: int) -> Sampling:
     return Sampling(
         temperature=np.ones(num_rows, dtype=np.float32).tobytes(),
         top_k=np.zeros(num_rows, dtype=np.int32).tobytes(),
@@ -113,4 +115,6 @@ def _costliest_sampling(num_rows: int) -> Sampling:
         no_eos=np.ones(num_rows, dtype=np.bool_).tobytes(),
         num_logprobs=np.zeros(num_rows, dtype=np.int32).tobytes(),
         penalties=[],
+        masked_rows=np.arange(num_rows, dtype=np.int32).tobytes(),
+        masks=b"\xff" * (4 * -(-vocab_size // 32) * num_rows),
     )

@@ -1,6 +1,6 @@
 """FastServe on Triton: a preemptive LLM server.
 
-``LLM`` and ``SamplingParams`` are loaded on first use, so that the command line's client side works
+``LLM`` and the rest are loaded on first use, so that the command line's client side works
 where only the client's dependencies are installed.
 """
 
@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastserve_backend.llm import LLM, Completion
     from fastserve_backend.sampling_params import SamplingParams
+    from fastserve_backend.structured_output import StructuredOutput
 
-__all__ = ["LLM", "Completion", "SamplingParams"]
+__all__ = ["LLM", "Completion", "SamplingParams", "StructuredOutput"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,4 +25,8 @@ def __getattr__(name: str) -> Any:
         from fastserve_backend.sampling_params import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutput":
+        from fastserve_backend.structured_output import StructuredOutput
+
+        return StructuredOutput
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

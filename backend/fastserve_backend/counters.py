@@ -39,7 +39,9 @@ class EngineCounters:
     swap_stall_s: float = 0.0
     """Seconds in which no step ran because all that could have run waited for copies."""
     finished: Counter[str] = field(default_factory=Counter)
-    """Jobs by finish reason."""
+    """Jobs by finish reason, but for those that were refused."""
+    refused: int = 0
+    """Jobs that turned out to ask for what cannot be: a grammar that is none."""
     worker_restarts: int = 0
     """How often all ranks were started anew because one died or hung."""
 

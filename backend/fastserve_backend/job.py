@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.sampling_params import SamplingParams
 
 
@@ -70,6 +71,8 @@ class JobOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None
     """Why the engine failed the job (``finish_reason`` ERROR)."""
+    refusal: InvalidRequestError | None = None
+    """In its place where the request is at fault, which only showed after it was accepted."""
     stats: JobStats | None = None
     """Set with ``finish_reason``."""
 
@@ -99,6 +102,11 @@ class Job:
     finish_reason: FinishReason | None = None
     """Set when ``state`` is FINISHED."""
     output_ids: array[int] = field(default_factory=lambda: array("i"))
+    mask: bytes | None = None
+    """With ``params.structured_output``: what the token after ``output_ids`` may be, as in
+    ``Sampling.masks``. None: that is not known yet."""
+    refusal: InvalidRequestError | None = None
+    """See ``JobOutput``."""
     num_pending: int = 0
     """Tokens after those of ``output_ids`` that unfinished steps give it: at most one a step."""
     num_computed: int = 0

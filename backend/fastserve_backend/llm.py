@@ -84,7 +84,8 @@ class LLM:
             params: one for all prompts, or one each.
 
         Raises:
-            InvalidRequestError: a prompt or its parameters are not possible; nothing is generated.
+            InvalidRequestError: a prompt or its parameters are not possible; nothing is generated
+                (but where it is a grammar that cannot be compiled).
             EngineError: the engine broke.
         """
         jobs = _as_list(prompts)
@@ -189,6 +190,8 @@ def _add(completion: Completion, output: JobOutput) -> bool:
     completion.text += output.text
     completion.token_ids.extend(output.token_ids)
     completion.logprobs.extend(output.logprobs)
+    if output.refusal is not None:
+        raise output.refusal
     if output.finish_reason is FinishReason.ERROR:
         raise EngineError(output.error or "the engine failed")
     completion.finish_reason = output.finish_reason

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.structured_output import FIELD, StructuredOutput
 
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20  # the OpenAI API's limit; each alternative is a string per token on the wire
 # Each new piece of text is compared with each prefix of each stop word: these bound that work.
 MAX_STOP_WORDS = 16
 MAX_STOP_WORD_CHARS = 256
+# OpenAI's limits. A hundred more or less is as good as certain or impossible.
+MAX_LOGIT_BIASES = 300
+MAX_LOGIT_BIAS = 100.0
 # Divided by less, logits may overflow; by this they choose the most likely token anyway.
 LEAST_TEMPERATURE = 1e-5
 
@@ -48,6 +53,11 @@ class SamplingParams:
     """Go on after an end-of-sequence token (benchmarks force output lengths with it)."""
     logprobs: int | None = None
     """None: no log-probabilities. n ≥ 0: that of each token, and of the n most likely ones."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these tokens, by id, before all else; from -100 to 100."""
+    structured_output: StructuredOutput | None = None
+    """What the answer has to look like. It ends where that allows no more, or allows an end and the
+    model chooses it; ``max_tokens`` and ``stop`` may cut it short."""
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -71,6 +81,15 @@ class SamplingParams:
             if not isinstance(word, str) or not 0 < len(word) <= MAX_STOP_WORD_CHARS:
                 allowed = f"each stop word has 1 to {MAX_STOP_WORD_CHARS} characters"
                 raise InvalidRequestError("stop_words", word, allowed)
+        if self.logit_bias is not None:
+            _check_logit_bias(self.logit_bias)
+        if self.structured_output is not None:
+            if self.ignore_eos:
+                allowed = f"must be false with {FIELD}, which ends with an end-of-sequence token"
+                raise InvalidRequestError("ignore_eos", True, allowed)
+            if self.min_tokens:
+                allowed = f"must be 0 with {FIELD}, which may allow no more"
+                raise InvalidRequestError("min_tokens", self.min_tokens, allowed)
 
     @property
     def greedy(self) -> bool:
@@ -95,3 +114,12 @@ def _check_float(field: str, value: object, low: float, high: float) -> None:
     # NaN is in no range, so the comparison refuses it too.
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
         raise InvalidRequestError(field, value, f"must be a finite number, {low:g} to {high:g}")
+
+
+def _check_logit_bias(biases: Mapping[int, float]) -> None:
+    if len(biases) > MAX_LOGIT_BIASES:
+        allowed = f"at most {MAX_LOGIT_BIASES} tokens"
+        raise InvalidRequestError("logit_bias", f"{len(biases)} tokens", allowed)
+    for token_id, bias in biases.items():
+        _check_int("logit_bias", token_id, 0, 2**31 - 1, "a token id")
+        _check_float(f"logit_bias[{token_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 from itertools import chain, islice
 
+from delayed_masks import DelayedMasks
 from fastserve_backend.clock import VirtualClock
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.counters import EngineCounters
 from fastserve_backend.engine.delivery import NewToken, OnEnd
+from fastserve_backend.engine.masks import NO_MASKS
 from fastserve_backend.engine.step_loop import StepLoop
 from fastserve_backend.executor.simulated import SimulatedExecutor
 from fastserve_backend.job import FinishReason, Job
@@ -154,7 +156,9 @@ class Rig:
         kv_cache: KVCacheSection = RECOMPUTE,
         eos_token_ids: tuple[int, ...] = (),
         ahead: bool = False,
+        masks: DelayedMasks | None = None,
     ) -> None:
+        self.masks = masks
         self.clock = VirtualClock()
         self.ahead = ahead
         model = SimpleModel(num_stages)
@@ -178,8 +182,11 @@ class Rig:
             predict_s=lambda step: model.iteration_s(IterationLoad.of_step(step)),
             on_end=lambda job, reason: self.ends.append((job.number, reason)),
             on_iteration=lambda step, elapsed_s: self.iterations_s.append(elapsed_s),
+            masks=NO_MASKS if masks is None else masks,
             check_integrity=True,
         )
+        if masks is not None:
+            masks.loop = self.loop
 
     def make_executor(self, model: LatencyModel, link: Link) -> WatchedExecutor:
         return WatchedExecutor(model, self.clock, link, self.ahead)
@@ -200,16 +207,18 @@ class Rig:
         first chance from these times on."""
         arriving = sorted(arrivals, key=lambda job: job.arrival_s)
         to_cancel = dict(cancellations or {})
-        while arriving or not self.loop.is_idle:
+        while arriving or self.loop.jobs or not self.loop.is_idle:
             now = self.clock.now()
             while arriving and arriving[0].arrival_s <= now:
                 self.loop.add(arriving.pop(0))
             for number in [number for number, time_s in to_cancel.items() if time_s <= now]:
                 self.loop.cancel(number)
                 del to_cancel[number]
+            if self.masks is not None:
+                self.masks.deliver()
             next_s = arriving[0].arrival_s if arriving else float("inf")
             if self.loop.is_idle:
-                if arriving:
+                if arriving and not self.loop.jobs:
                     self.clock.advance_to(next_s)
                 continue
             self.executor.wake_s = next_s

@@ -17,7 +17,8 @@ class RememberedKV:
     """What a rank's KV blocks hold, which is here the ids of the tokens themselves.
 
     A job's next token is a hash of all tokens that its block table leads to, and of what its
-    sampling adds. So KV that is missing, stale or another job's changes tokens.
+    sampling adds, its mask of 4 bytes too. So KV that is missing, stale or another job's changes
+    tokens.
     """
 
     def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
@@ -70,4 +71,7 @@ def _token(ids: np.ndarray, sampling: Sampling | None, row: int) -> int:
             if penalties.row == row:
                 newest = ids[-1:].tobytes() if penalties.is_pending else b""
                 value = zlib.crc32(penalties.prompt_ids + penalties.output_ids + newest, value)
+        masks = dict(zip(array("i", sampling.masked_rows), array("i", sampling.masks), strict=True))
+        if row in masks:
+            value = zlib.crc32(masks[row].to_bytes(4, "little", signed=True), value)
     return FIRST_TOKEN + value % NUM_TOKENS

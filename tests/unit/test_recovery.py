@@ -9,6 +9,7 @@ from collections import Counter, deque
 
 import numpy as np
 from collector import Collector
+from delayed_masks import DelayedMasks
 from fastserve_backend.clock import VirtualClock
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.engine.delivery import Delivery
@@ -21,6 +22,7 @@ from fastserve_backend.models.tokenizer import ByteTokenizer
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits, Policy
+from fastserve_backend.structured_output import StructuredOutput
 from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step, StepResult
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,6 +100,7 @@ class RecoveringRig(Rig):
         kv_cache: KVCacheSection,
         num_stages: int,
         ahead: bool = False,
+        masks: DelayedMasks | None = None,
     ) -> None:
         self.lives = lives
         self.sizes = (num_blocks, num_host_blocks)
@@ -111,6 +114,7 @@ class RecoveringRig(Rig):
             kv_cache=kv_cache,
             eos_token_ids=(END_TOKEN,),
             ahead=ahead,
+            masks=masks,
         )
 
     def make_delivery(self) -> Delivery:
@@ -180,7 +184,8 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
     ) -> tuple[RecoveringRig, list[Collector]]:
         policy = make(name, limits, starvation_s=20.0, longest=16.0)
         kv_cache = KVCacheSection(strategy=strategy, prefix_caching=prefix_caching)
-        rig = RecoveringRig(policy, lives, *sizes, kv_cache, num_stages, ahead)
+        masks = DelayedMasks(rng, most_turns=0 if not lives else 3)
+        rig = RecoveringRig(policy, lives, *sizes, kv_cache, num_stages, ahead, masks)
         jobs = random_jobs(job_seed)
         rig.run(jobs, cancellations)
         return rig, [job.sink for job in jobs]
@@ -217,6 +222,7 @@ def random_jobs(seed: int) -> list[Job]:
             temperature=rng.choice([0.0, 0.9]),
             presence_penalty=rng.choice([0.0] * 7 + [0.5]),
             stop=rng.choice([(), ("a", "bc")]),
+            structured_output=rng.choice([None, None, StructuredOutput(regex=f"{number}")]),
         )
         job.sink = Collector()
         jobs.append(job)

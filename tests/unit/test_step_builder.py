@@ -10,6 +10,7 @@ from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.shared_prefixes import PrefixCopies
 from fastserve_backend.sampling_params import SamplingParams
+from fastserve_backend.structured_output import StructuredOutput
 from fastserve_backend.worker.messages import Step, encoder, to_rank_decoder
 from jobs import make_job
 
@@ -143,3 +144,24 @@ def test_uniform_numbers_are_reproducible_spread_out_and_unrelated_between_seeds
     assert np.abs(correlation).max() < 0.25
     shifted = np.corrcoef(numbers[:-1, 1:].ravel(), numbers[1:, :-1].ravel())[0, 1]
     assert abs(shifted) < 0.05
+
+
+def test_masks_and_biases_of_the_jobs_that_get_a_token() -> None:
+    pool = BlockPool(16, 4)
+    jobs = [make_job(number, 5, computed=True) for number in range(3)]
+    wanted = StructuredOutput(regex="a*")
+    for job in jobs[1:]:
+        job.params = SamplingParams(temperature=0, structured_output=wanted)
+    jobs[0].params = SamplingParams(temperature=0, logit_bias={7: -1.5, 3: 100.0})
+    jobs[1].mask, jobs[2].mask = b"\x01\x00\x00\x80", b"\x02\x00\x00\x00"
+    partial = make_job(3, 9)
+    partial.params, partial.mask = jobs[1].params, b"\xff" * 4
+    scheduled = [*held(pool, *jobs), *((job, 4) for job, _ in held(pool, partial))]
+    step = to_rank_decoder.decode(encoder.encode(build_step(0, scheduled, pool, NO_COPIES)))
+    assert isinstance(step, Step)
+    assert step.sampling is not None
+    assert ints(step.sampling.masked_rows) == [1, 2]
+    assert step.sampling.masks == b"\x01\x00\x00\x80\x02\x00\x00\x00"
+    (bias,) = step.sampling.biases
+    assert (bias.row, ints(bias.token_ids)) == (0, [7, 3])
+    assert np.frombuffer(bias.values, np.float32).tolist() == [-1.5, 100.0]

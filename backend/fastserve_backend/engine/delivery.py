@@ -84,7 +84,7 @@ class Delivery:
         """End the job, whose end was not sent, without a further token."""
         del self._texts[job]
         self._pending = [item for item in self._pending if item[0] is not job]
-        _emit(job, JobOutput("", (), (), reason, error, job.stats()))
+        _emit(job, JobOutput("", (), (), reason, error, job.refusal, job.stats()))
 
     def close_all(self, reason: FinishReason, error: str) -> list[Job]:
         """End all jobs whose end was not sent; returns them."""
@@ -108,7 +108,7 @@ class Delivery:
         if job.params.logprobs is not None:
             logprobs = (TokenLogprob(token.token_id, token.logprob, token.top),)
         stats = job.stats() if reason is not None else None
-        _emit(job, JobOutput(text, (token.token_id,), logprobs, reason, None, stats))
+        _emit(job, JobOutput(text, (token.token_id,), logprobs, reason, stats=stats))
 
 
 def _emit(job: Job, output: JobOutput) -> None:

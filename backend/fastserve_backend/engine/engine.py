@@ -35,6 +35,8 @@ from fastserve_backend.errors import (
 from fastserve_backend.executor.base import OwnedExecutor
 from fastserve_backend.executor.cluster import Cluster
 from fastserve_backend.executor.distributed import DistributedExecutor
+from fastserve_backend.grammars.client import GrammarClient
+from fastserve_backend.grammars.messages import FromGrammars, Vocabulary
 from fastserve_backend.job import FinishReason, Job, OutputSink
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
@@ -78,7 +80,7 @@ class _Wake:
 
 
 # An arrival, the number of a job to cancel, or one of those above.
-_InboxItem = Job | int | Predicted | _Stop | _Wake
+_InboxItem = Job | int | Predicted | FromGrammars | _Stop | _Wake
 
 
 class Engine:
@@ -122,6 +124,7 @@ class Engine:
         self._watches = Watches()
         self._next_drift_log_s = -math.inf
         self._inbox: queue.SimpleQueue[_InboxItem] = queue.SimpleQueue()
+        self._grammars = GrammarClient(self._vocabulary, self._inbox.put)
         self._thread: threading.Thread | None = None
         self._numbers = itertools.count()
         self._admission = threading.Condition()  # guards the next two
@@ -284,6 +287,7 @@ class Engine:
             self._fail(reason)
             self._executor.close()
             self._close_cluster()
+            self._grammars.close()
 
     def _serve(self) -> None:
         """Returns when the engine is closed.
@@ -347,12 +351,14 @@ class Engine:
             return True
 
     def _take_inbox(self, *, wait: bool) -> bool:
-        """Arrivals and cancellations; with ``wait``, waits for one a while. False to stop."""
+        """Arrivals, cancellations and answers; with ``wait``, waits for one a while. False to
+        stop."""
         self._show_watchers()
         timeout_s = min(IDLE_CHECK_S, self._watches.due_in_s(self.clock.now()))
         while True:
+            wait_s = timeout_s if wait else self._loop.mask_wait_s
             try:
-                item = self._inbox.get(block=wait, timeout=timeout_s)
+                item = self._inbox.get(block=wait_s > 0, timeout=wait_s)
             except queue.Empty:
                 return True
             wait = False
@@ -364,6 +370,8 @@ class Engine:
                 self._loop.cancel(item)
             elif isinstance(item, Predicted):
                 self._take_prediction(item)
+            elif not isinstance(item, _Wake):
+                self._loop.masked(item)
 
     def _take_prediction(self, answer: Predicted) -> None:
         assert self.predictions is not None
@@ -392,7 +400,10 @@ class Engine:
         self._loop.fail_all(reason)
 
     def _count_end(self, job: Job, reason: FinishReason) -> None:
-        self.counters.finished[reason.value] += 1
+        if job.refusal is None:
+            self.counters.finished[reason.value] += 1
+        else:
+            self.counters.refused += 1
         with self._admission:
             self._num_unfinished -= 1
             self._admission.notify_all()
@@ -405,6 +416,10 @@ class Engine:
         model = self.config.model
         self.model_config = load_configured_model(self.config)
         self.tokenizer = load_tokenizer(model.model, model.tokenizer, self.model_config)
+
+    def _vocabulary(self) -> Vocabulary:
+        tokens = [self.tokenizer.token_bytes(one) for one in range(self.model_config.vocab_size)]
+        return Vocabulary(tokens, self.model_config.eos_token_ids)
 
     def _make_distributed(self) -> OwnedExecutor:
         return DistributedExecutor(self._cluster)
@@ -439,6 +454,7 @@ class Engine:
             predict_s=lambda step: self.profile.iteration_s(IterationLoad.of_step(step)),
             on_end=self._count_end,
             on_iteration=self._observe,
+            masks=self._grammars,
             check_integrity=self._check_integrity,
         )
 

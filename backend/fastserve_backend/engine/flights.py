@@ -41,6 +41,12 @@ class Flight:
     def num_sampling(self) -> int:
         return len(self.rows) - self.step.num_partial
 
+    @property
+    def decides_masks(self) -> bool:
+        """Whether what a job may go on with depends on the token that it gets."""
+        sampling = self.step.sampling
+        return sampling is not None and len(sampling.masks) > 0
+
 
 def is_ending(job: Job) -> bool:
     """Whether the job has ended, or will with its pending token whatever that is."""

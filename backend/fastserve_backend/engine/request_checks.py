@@ -14,6 +14,7 @@ from fastserve_backend.models.chat_template import Message
 from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.tokenizer import TokenizationError, Tokenizer
 from fastserve_backend.sampling_params import SamplingParams
+from fastserve_backend.structured_output import FIELD
 
 _CHARS_A_TOKEN = 8
 # A word that is cut may have more tokens than the whole word.
@@ -96,12 +97,20 @@ class RequestChecks:
         """Whether this model and cache can ever serve such a job.
 
         Raises:
-            InvalidRequestError: no tokens, or one that the vocabulary lacks.
+            InvalidRequestError: no tokens, or one that the vocabulary lacks; a structured output
+                that could not end.
             ContextLengthError: prompt and output are too long together.
         """
         if len(prompt_ids) == 0:
             raise InvalidRequestError("input_ids", "no tokens", "must have at least one token")
         self._check_vocabulary(prompt_ids)
+        for token_id in params.logit_bias or ():
+            if token_id >= self._model_config.vocab_size:
+                raise self._unknown_token("logit_bias", token_id)
+        wanted = params.structured_output
+        if wanted is not None and not self._model_config.eos_token_ids:
+            allowed = "the model has no end-of-sequence token, with which such an answer ends"
+            raise InvalidRequestError(FIELD, wanted.kind, allowed)
         room = self._context_len - len(prompt_ids)
         if room < 1:
             raise self._too_long("text_input", f"{len(prompt_ids)} tokens")
@@ -123,7 +132,11 @@ class RequestChecks:
         vocab_size = self._model_config.vocab_size
         if min(ids) < 0 or max(ids) >= vocab_size:
             bad = next(token for token in ids if not 0 <= token < vocab_size)
-            raise InvalidRequestError("input_ids", bad, f"token ids are 0 to {vocab_size - 1}")
+            raise self._unknown_token("input_ids", bad)
+
+    def _unknown_token(self, field: str, token_id: int) -> InvalidRequestError:
+        last = self._model_config.vocab_size - 1
+        return InvalidRequestError(field, token_id, f"token ids are 0 to {last}")
 
     def _check_length(self, field: str, num_chars: int) -> None:
         if num_chars > self._max_prompt_tokens * self._tokenizer.max_token_bytes:

@@ -11,7 +11,13 @@ from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.shared_prefixes import PrefixCopies
 from fastserve_backend.kv_cache.tiers import Transfer
-from fastserve_backend.worker.messages import CopyBlocks, Penalties, Sampling, Step
+from fastserve_backend.worker.messages import (
+    CopyBlocks,
+    LogitBias,
+    Penalties,
+    Sampling,
+    Step,
+)
 
 _MASK = 2**64 - 1
 _UNKNOWN = array("i", [0])  # a pending token
@@ -98,6 +104,7 @@ def _sampling(jobs: Sequence[Job]) -> Sampling | None:
     if all(_is_plain_greedy(job) for job in jobs):
         return None
     params = [job.params for job in jobs]
+    masks = {row: job.mask for row, job in enumerate(jobs) if job.mask is not None}
     return Sampling(
         temperature=np.array([0 if p.greedy else p.temperature for p in params], "f4").tobytes(),
         top_k=np.array([max(0, p.top_k) for p in params], "i4").tobytes(),
@@ -120,6 +127,17 @@ def _sampling(jobs: Sequence[Job]) -> Sampling | None:
             for row, (job, p) in enumerate(zip(jobs, params, strict=True))
             if p.has_penalties
         ],
+        biases=[
+            LogitBias(
+                row=row,
+                token_ids=np.array(list(p.logit_bias), "i4").tobytes(),
+                values=np.array(list(p.logit_bias.values()), "f4").tobytes(),
+            )
+            for row, p in enumerate(params)
+            if p.logit_bias
+        ],
+        masked_rows=np.array(list(masks), "i4").tobytes(),
+        masks=b"".join(masks.values()),
     )
 
 
@@ -129,6 +147,8 @@ def _is_plain_greedy(job: Job) -> bool:
         params.greedy
         and params.logprobs is None
         and not params.has_penalties
+        and not params.logit_bias
+        and params.structured_output is None
         and not _must_not_end(job)
     )
 

@@ -23,6 +23,7 @@ from fastserve_backend.clock import Clock
 from fastserve_backend.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.engine.delivery import NewToken, OnEnd
 from fastserve_backend.engine.flights import Ahead, Flight, is_ending
+from fastserve_backend.engine.masks import NO_MASKS, MaskAnswer, MaskedJobs, Masks
 from fastserve_backend.engine.step_builder import build_copy, build_step, in_step_order
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import FinishReason, Job, JobState
@@ -68,6 +69,8 @@ class StepLoop:
         on_iteration: called with each finished step and its seconds, from submission, or from the
             end of the step that it was sent behind, to its result, without waiting between stages.
             Not with a step that copied blocks, which no prediction counts.
+        masks: asked what tokens of jobs with structured output may be; the answers go to
+            ``masked``.
         check_integrity: verify the block tables after every step, for tests.
     """
 
@@ -84,6 +87,7 @@ class StepLoop:
         predict_s: Callable[[Step], float],
         on_end: OnEnd,
         on_iteration: Callable[[Step, float], None],
+        masks: Masks = NO_MASKS,
         check_integrity: bool = False,
     ) -> None:
         self.policy = policy
@@ -100,6 +104,7 @@ class StepLoop:
         self.num_running = 0
         """Jobs of the latest step, of each stage's; 0 if none is left."""
         self._jobs: dict[int, Job] = {}
+        self._masked = MaskedJobs(masks)
         self._flights: deque[Flight] = deque()
         self._returned: list[Job] = []  # jobs for which a step ended since the last was sent
         self._step_ids = itertools.count()
@@ -110,8 +115,18 @@ class StepLoop:
 
     @property
     def is_idle(self) -> bool:
-        """No job, no token and no copy is left to work on."""
-        return not self._jobs and not self._flights and not self._copies and self._delivery.is_empty
+        """No job, no token and no copy is left to work on, but for jobs that wait for masks."""
+        return (
+            len(self._jobs) == self._masked.num_waiting
+            and not self._flights
+            and not self._copies
+            and self._delivery.is_empty
+        )
+
+    @property
+    def mask_wait_s(self) -> float:
+        """Seconds for which it is worth waiting for ``masked`` before the next turn."""
+        return self._masked.worth_waiting_s(self._clock.now())
 
     @property
     def jobs(self) -> Collection[Job]:
@@ -145,6 +160,7 @@ class StepLoop:
         self.kv.arrived(job, self._serving_time(self._clock.now()))
         self.policy.add(job, self._serving_time(job.arrival_s))
         self._counters.prompt_tokens += len(job.prompt_ids)
+        self._masked.add(job)
         self._fail_if_too_long(job)  # admission may have asked the ranks before these
 
     def predicted(self, number: int, num_tokens: int) -> bool:
@@ -155,6 +171,11 @@ class StepLoop:
         job.predicted_tokens = num_tokens
         self.policy.predicted(job)
         return True
+
+    def masked(self, answer: MaskAnswer) -> None:
+        """What jobs may go on with is known; or one ends, because nobody can say."""
+        if (failed := self._masked.answered(answer)) is not None:
+            self._close(failed[0], FinishReason.ERROR, failed[1])
 
     def cancel(self, number: int) -> None:
         """End the job with CANCELLED; unknown numbers are ignored."""
@@ -265,11 +286,11 @@ class StepLoop:
 
     def _ahead_in_s(self) -> float | None:
         """Seconds until the step after the running one is to be chosen; None: not before the
-        running one has ended."""
+        running one has ended, as where that decides on a job's mask."""
         if not self._executor.can_submit_ahead or self.kv.holds_steps:
             return None
         flight = self._flights[0]
-        if flight.ahead is not None:
+        if flight.ahead is not None or flight.decides_masks:
             return None
         if flight.predicted_s is None:
             flight.predicted_s = self._predict_s(flight.step)
@@ -338,6 +359,7 @@ class StepLoop:
         self.kv.begin(now, in_flight, None if ahead is None else ahead.going_on)
         if ahead is not None:
             in_flight -= ahead.going_on
+        in_flight |= self._masked.waiting  # they run and starve as little as those
         jobs = self.policy.walk(now, in_flight)
         batch = fill_batch(jobs, self.policy.limits, in_flight, self.kv)
         for transfer in self.kv.transfers():
@@ -431,6 +453,9 @@ class StepLoop:
             self._delivery.add(job, token, reason)
             if reason is not None:
                 self._end(job, reason)
+            else:
+                self._masked.has_token(job)
+        self._masked.ask(now)
 
     def _finish_reason(self, job: Job, token_id: int) -> FinishReason | None:
         if not job.params.ignore_eos and token_id in self._eos_token_ids:
@@ -463,6 +488,7 @@ class StepLoop:
         job.state = JobState.FINISHED
         job.finish_reason = reason
         job.num_pending = 0
+        self._masked.remove(job)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._counters.latencies.completed(job)
         if not any(job.number in flight.rows for flight in self._flights):

@@ -82,6 +82,7 @@ class ResponseChannel:
         """``errors_end_call``: the gRPC stream ends with the first error, as its status."""
         self._sender = sender
         self.errors_end_call = errors_end_call
+        self._may_fail_s = time.monotonic() + (_CALL_IN_USE_S if errors_end_call else 0.0)
         self.finished = False
 
     def is_cancelled(self) -> bool:
@@ -100,6 +101,13 @@ class ResponseChannel:
     def end(self) -> None:
         self.finished = True
         self._sender.send(flags=_FINAL)
+
+    def fail_if_may(self, error: RequestError) -> None:
+        """Not at once if it ends the call: Triton's thread that has just handed over the request
+        goes on to read from that call, and reading from one that has ended is a segmentation fault.
+        Try again with the next poll, then."""
+        if time.monotonic() >= self._may_fail_s:
+            self.fail(error)
 
     def fail(self, error: RequestError) -> None:
         triton_error = pb_utils.TritonError(str(error), error.code)
@@ -157,17 +165,14 @@ class RequestStream(ABC):
 
 class RefusedStream(RequestStream):
     """A request that nobody accepted: ``error`` is its only response. ``Emitter.wake`` sends it,
-    or a later poll if it ends the call: Triton's thread that has just handed over the request goes
-    on to read from that call, and reading from one that has ended is a segmentation fault."""
+    or a later poll."""
 
     def __init__(self, channel: ResponseChannel, emitter: Emitter, error: RequestError) -> None:
         super().__init__(channel, emitter)
         self._error = error
-        self._send_s = time.monotonic() + (_CALL_IN_USE_S if channel.errors_end_call else 0.0)
 
     def emit(self) -> None:
-        if time.monotonic() >= self._send_s:
-            self._channel.fail(self._error)
+        self._channel.fail_if_may(self._error)
 
     def poll(self) -> None:
         """There is nothing to cancel."""
@@ -200,6 +205,7 @@ class ResponseStream(RequestStream):
         self._oldest_s = 0.0
         self._ended = False
         self._cancelled = False
+        self._error: RequestError | None = None  # that it is about to end with
 
     def push(self, output: JobOutput) -> None:
         """Hands over new tokens, or the end. Returns at once."""
@@ -218,19 +224,21 @@ class ResponseStream(RequestStream):
         if self._is_whole and not self._ended:
             return
         outputs: list[JobOutput] = []
-        error: RequestError | None = None
-        while self._pending and error is None:
+        while self._pending and self._error is None:
             output = self._pending.popleft()
-            error = self._error_of(output)
-            if error is None and not self._cancelled:
+            self._error = self._error_of(output)
+            if self._error is None and not self._cancelled:
                 outputs.append(output)
-        if outputs and (error is None or not self._is_whole):
+        if outputs and (self._error is None or not self._is_whole):
             ends = outputs[-1].finish_reason is not None
             self._channel.send(self._encoder.encode(outputs), ends=ends)
-        if error is not None:
-            self._channel.fail(error)
+        if self._error is not None:
+            self._channel.fail_if_may(self._error)
 
     def poll(self) -> None:
+        if self._error is not None:
+            self._channel.fail_if_may(self._error)
+            return
         # A job that is set aside, or whose ranks are restarted, must not keep what it has.
         if self._pending and time.monotonic() - self._oldest_s > _MOST_HELD_S:
             self.emit()
@@ -248,6 +256,8 @@ class ResponseStream(RequestStream):
             return cancelled_error()
         if output.finish_reason is FinishReason.CANCELLED:
             return shut_down_error()
+        if output.refusal is not None:
+            return RequestError(str(output.refusal), pb_utils.TritonError.INVALID_ARG)
         if output.finish_reason is FinishReason.ERROR:
             return RequestError(output.error or "", pb_utils.TritonError.INTERNAL)
         return None

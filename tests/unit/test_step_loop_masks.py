@@ -1,0 +1,113 @@
+"""Jobs that wait for masks, beside jobs that do not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from delayed_masks import DelayedMasks
+from fastserve_backend.grammars.messages import Mask, Masks
+from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.sampling_params import SamplingParams
+from fastserve_backend.scheduler.base import BatchLimits
+from fastserve_backend.structured_output import StructuredOutput
+from jobs import make_job
+from loop_driver import Rig
+from policies import make
+
+
+def rig_of(*, ahead: bool = False, num_stages: int = 1, late: int = 0) -> Rig:
+    masks = DelayedMasks(random.Random(1), late)
+    policy = make("fcfs", BatchLimits(4, 100))
+    return Rig(policy, masks=masks, ahead=ahead, num_stages=num_stages)
+
+
+def bound_job(number: int, max_tokens: int = 5) -> Job:
+    job = make_job(number, 3)
+    wanted = StructuredOutput(regex="a*")
+    job.params = SamplingParams(max_tokens=max_tokens, temperature=0, structured_output=wanted)
+    return job
+
+
+def test_without_its_mask_a_job_is_in_no_step_and_others_are() -> None:
+    rig = rig_of()
+    free, bound = make_job(0, 3, max_tokens=9), bound_job(1)
+    rig.loop.add(free)
+    rig.loop.add(bound)
+    rig.turn(2)
+    assert (len(free.output_ids), len(bound.output_ids)) == (2, 0)
+    rig.masks.deliver()
+    rig.turn(2)
+    assert (len(free.output_ids), len(bound.output_ids)) == (4, 1)
+    rig.run()
+    assert (len(free.output_ids), len(bound.output_ids)) == (9, 5)
+    assert rig.pool.num_used == 0
+
+
+def test_alone_it_leaves_the_loop_idle_until_its_mask_comes() -> None:
+    rig = rig_of()
+    bound = bound_job(0)
+    rig.loop.add(bound)
+    assert rig.loop.is_idle
+    assert rig.loop.mask_wait_s == 0  # nobody knows how long it takes to compile
+    rig.masks.deliver()
+    assert not rig.loop.is_idle
+    rig.turn()
+    assert len(bound.output_ids) == 1
+    assert 0 < rig.loop.mask_wait_s < 0.01
+    rig.masks.deliver()
+    assert rig.loop.mask_wait_s == 0
+    rig.loop.cancel(0)
+    rig.turn()
+    assert rig.loop.is_idle
+
+
+def test_a_step_that_decides_on_a_mask_is_not_followed_ahead() -> None:
+    rig = rig_of(ahead=True)
+    jobs = [make_job(0, 3, max_tokens=40), bound_job(1, max_tokens=10)]
+    rig.run(jobs)
+    assert [len(job.output_ids) for job in jobs] == [40, 10]
+    steps, ahead = len(rig.iterations_s), rig.executor.num_ahead
+    assert steps == 40  # neither has ever waited for the other
+    assert 20 <= ahead < 30
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_a_job_whose_mask_there_is_not_ends_alone(is_refused: bool, num_tokens: int) -> None:
+    rig = rig_of()
+    free, bound = make_job(0, 3, max_tokens=9), bound_job(1)
+    rig.loop.add(free)
+    rig.loop.add(bound)
+    while len(bound.output_ids) < num_tokens:
+        rig.masks.deliver()
+        rig.turn()
+    (rig.masks.refuse if is_refused else rig.masks.fail)(1, "too much")
+    assert rig.ends == [(1, FinishReason.ERROR)]
+    ((_, _, error),) = rig.delivery.closed
+    assert error == "structured_output.regex: too much"
+    assert (bound.refusal is not None) == is_refused
+    rig.run()
+    assert len(free.output_ids) == 9
+    assert rig.pool.num_used == 0
+
+
+def test_with_stages_masks_come_while_other_batches_run() -> None:
+    rig = rig_of(num_stages=2, late=2)
+    jobs = [bound_job(n) if n % 2 else make_job(n, 3, max_tokens=5) for n in range(8)]
+    rig.run(jobs)
+    assert [len(job.output_ids) for job in jobs] == [5] * 8
+    assert rig.masks.num_late > 0
+
+
+def test_a_mask_for_fewer_tokens_than_there_are_is_ignored() -> None:
+    rig = rig_of()
+    bound = bound_job(0)
+    rig.loop.add(bound)
+    rig.masks.deliver()
+    rig.turn()
+    rig.loop.masked(Masks([Mask(0, 0, b"late")]))  # told again, by a fresh process
+    assert bound.mask is None
+    assert rig.loop.is_idle == rig.delivery.is_empty
+    rig.run()
+    assert len(bound.output_ids) == 5

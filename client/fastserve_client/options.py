@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, get_args, get_type_hints
+from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 
 from fastserve_client.errors import InvalidRequest, shown
 
@@ -36,6 +36,11 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     ignore_eos: bool | None
+    logit_bias: Mapping[int, float] | Mapping[str, float] | None
+    """Added to the logits of these tokens, by id: from -100, which bans one, to 100."""
+    structured_output: Mapping[str, Any] | None
+    """What the answer has to look like: exactly one of ``json_schema`` (a dict), ``json_object``
+    (True), ``regex`` (text), ``choice`` (texts) and ``grammar`` (text, llguidance's Lark)."""
     logprobs: int | None
     """Also return the log-probability of each token, and this many of the most likely ones."""
 
@@ -48,6 +53,7 @@ _ALLOWED = {
     float: "a finite number",
     bool: "a bool",
     str: "text or a list of texts",
+    Mapping: "a mapping that JSON can carry",
 }
 
 
@@ -80,4 +86,4 @@ def encode_options(options: Mapping[str, Any], flags: Mapping[str, bool]) -> str
 def _allowed(name: str) -> str:
     """What the option is without ``None``, which comes last in its annotation."""
     kind, *_ = get_args(get_type_hints(SamplingOptions)[name])
-    return _ALLOWED[kind]
+    return _ALLOWED[get_origin(kind) or kind]

@@ -71,6 +71,13 @@ the ``logprobs`` output lists for each generated token (it needs ``return_logpro
 CLIP_MAX_TOKENS: Final = "clip_max_tokens"
 """As ``LOGPROBS`` no tensor. True: a ``max_tokens`` for which the prompt leaves no room becomes as
 many as fit, instead of an error."""
+LOGIT_BIAS: Final = "logit_bias"
+"""As ``LOGPROBS`` no tensor. A JSON object (or its text): what is added to the logits of which
+token, by its id as a string."""
+STRUCTURED_OUTPUT: Final = "structured_output"
+"""As ``LOGPROBS`` no tensor. A JSON object (or its text) with exactly one of ``json_schema`` (an
+object), ``json_object`` (true), ``regex`` (a string), ``choice`` (a list of strings) and
+``grammar`` (a string)."""
 REQUEST_ID: Final = "id"
 """Only a request parameter: the request's id, for the generate endpoints of HTTP. Release 24.10 has
 no place for one there."""
@@ -165,6 +172,8 @@ PARAMETER_KEYS: Final = (
     STOP,
     LOGPROBS,
     CLIP_MAX_TOKENS,
+    LOGIT_BIAS,
+    STRUCTURED_OUTPUT,
 )
 """What may also be a key of ``SAMPLING_PARAMETERS`` or a request parameter. A tensor beats the
 former, that beats the latter; numbers and booleans may be strings; other keys are errors."""

@@ -135,3 +135,16 @@ async def test_a_timeout_is_above_0(scheme: str, timeout_s: float) -> None:
     async with AsyncFastServeClient(url) as client:
         with pytest.raises(InvalidRequest, match=message):
             client.stream("Hello", timeout_s=timeout_s)
+
+
+def test_forms_and_biases_travel_as_json() -> None:
+    options: dict[str, Any] = {
+        "logit_bias": {7: -100, 9: 0.5},
+        "structured_output": {"json_schema": {"type": "object"}},
+    }
+    parameters = _parameters(build_request("fastserve", "x", options, stream=False))
+    assert parameters["logit_bias"] == {"7": -100, "9": 0.5}
+    assert parameters["structured_output"] == options["structured_output"]
+    for name, value in [("logit_bias", {7: float("nan")}), ("structured_output", {"regex": b"a"})]:
+        with pytest.raises(InvalidRequest, match=f"{name}: got .*; must be a mapping that JSON"):
+            build_request("fastserve", "x", {name: value}, stream=False)

@@ -50,6 +50,16 @@ def in_object(name: str, value: Any, label: str = "") -> Bad:
     return Bad(f"object {name}={label or value!r}", name, inputs)
 
 
+def form(kind: str, value: Any, label: str = "") -> Bad:
+    inputs = {"sampling_parameters": json.dumps({"structured_output": {kind: value}})}
+    return Bad(f"{kind}={label or value!r}", f"structured_output.{kind}", inputs)
+
+
+def bias(value: Any) -> Bad:
+    inputs = {"sampling_parameters": json.dumps({"logit_bias": {"5": value}})}
+    return Bad(f"bias {value!r}", "logit_bias[5]", inputs)
+
+
 def as_parameter(name: str, value: Any) -> Bad:
     return Bad(f"parameter {name}={value!r}", name, parameters={name: value})
 
@@ -64,6 +74,12 @@ def prompt(label: str, field_name: str, **inputs: Any) -> Bad:
 
 CHAT = '[{"role": "user", "content": "Hello"}]'
 NAN, INFINITY = float("nan"), float("inf")
+FOR_EVER = [{"type": "integer", "multipleOf": n} for n in (9973, 9967, 9949, 9941)]
+CHAIN = (
+    "start: r0\n"
+    + "\n".join(f'r{n}: r{n + 1} "a" | r{n + 1}' for n in range(2000))
+    + ('\nr2000: "b"')
+)
 
 CASES = [
     # The prompt.
@@ -163,6 +179,32 @@ CASES = [
     in_object("logprobs", -1),
     in_object("logprobs", 21),
     in_object("best_of", 2),
+    in_object("logit_bias", [5]),
+    in_object("logit_bias", {"a": 1}),
+    in_object("logit_bias", {"1024": 1.0}, "no such token"),
+    in_object("logit_bias", {"5": 1, "05": 1}, "a token twice"),
+    in_object("logit_bias", {str(n): 0 for n in range(301)}, "too many"),
+    bias(101),
+    bias(NAN),
+    bias("much"),
+    in_object("structured_output", "json"),
+    in_object("structured_output", {}),
+    in_object("structured_output", {"regex": "a", "choice": ["b"]}),
+    in_object("structured_output", {"json": {}}),
+    form("json_schema", {"type": "strin"}),
+    form("json_schema", {"type": "object", "uniqueItems": True}),
+    form("json_schema", {"allOf": FOR_EVER}, "that takes too long to compile"),
+    form("json_schema", {"not": {"a": "x" * 70_000}}, "too large"),
+    form("json_object", False),
+    form("regex", "(a"),
+    form("regex", "(" * 20_000, "deep"),
+    form("regex", r"[^\s\S]"),
+    form("choice", []),
+    form("choice", ["\ud800"], "a lone surrogate"),
+    form("grammar", "start: other"),
+    form("grammar", CHAIN, "that takes too much stack"),
+    Bad("form and ignore_eos", "ignore_eos", form("regex", "a").inputs | {"ignore_eos": True}),
+    Bad("form and min_tokens", "min_tokens", form("regex", "a").inputs | {"min_tokens": 1}),
     in_object("text_input", "no"),
     Bad("object, a surrogate as a name", r"'\ud800'", {"sampling_parameters": r'{"\ud800": 1}'}),
     Bad("object, a long name", "x" * 80 + "…", {"sampling_parameters": f'{{"{"x" * 9999}": 1}}'}),
@@ -180,6 +222,7 @@ CASES = [
     as_parameter("max_tokens", "many"),
     as_parameter("temperature", "nan"),
     as_parameter("return_logprobs", "perhaps"),
+    as_parameter("structured_output", "{"),
     # Combinations.
     Bad(
         "prompt in a stream",
@@ -230,9 +273,12 @@ def test_request_parameters_may_be_any_bytes(
     assert response.status_code == status, response.text
 
 
-def test_the_code_of_a_call_that_asks_for_it(endpoints: Endpoints) -> None:
+@pytest.mark.parametrize("request_", [{"max_tokens": 0}, form("regex", "(a").inputs])
+def test_the_code_of_a_call_that_asks_for_it(
+    request_: dict[str, Any], endpoints: Endpoints
+) -> None:
     sent_s = time.monotonic()
-    stream = GrpcStream(endpoints.grpc_url, headers=STATUS_HEADER, text_input="a", max_tokens=0)
+    stream = GrpcStream(endpoints.grpc_url, headers=STATUS_HEADER, text_input="a", **request_)
     assert stream.until_error(10.0).status() == "StatusCode.INVALID_ARGUMENT"
     # Sooner, and one such call in thousands ends tritonserver 24.10, which still reads from it.
     assert time.monotonic() - sent_s >= 0.1

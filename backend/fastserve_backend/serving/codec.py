@@ -18,7 +18,8 @@ from fastserve_client import protocol
 from numpy.typing import NDArray
 
 from fastserve_backend.errors import InvalidRequestError
-from fastserve_backend.sampling_params import SamplingParams
+from fastserve_backend.sampling_params import MAX_LOGIT_BIASES, SamplingParams
+from fastserve_backend.structured_output import StructuredOutput
 
 GRPC_STATUS_HEADER = "triton_grpc_error"
 """Header of a gRPC stream that wants errors as the status of the call. The launcher has the server
@@ -316,6 +317,32 @@ def _to_words(name: str, value: Any) -> tuple[str, ...]:
     return tuple(_to_text(name, word) for word in words)
 
 
+def _to_object(name: str, value: Any) -> dict[str, Any]:
+    """A JSON object, or its text: request parameters are no objects."""
+    if isinstance(value, str):
+        return _json_object(name, value)
+    if isinstance(value, dict):
+        return value
+    raise InvalidRequestError(name, value, "must be a JSON object")
+
+
+def _to_structured_output(name: str, value: Any) -> StructuredOutput:
+    return StructuredOutput.of(_to_object(name, value))
+
+
+def _to_logit_bias(name: str, value: Any) -> dict[int, float]:
+    biases = _to_object(name, value)
+    if len(biases) > MAX_LOGIT_BIASES:  # before any of them is looked at
+        raise InvalidRequestError(name, f"{len(biases)} tokens", f"at most {MAX_LOGIT_BIASES}")
+    converted = {
+        _to_int(name, token_id): _to_float(f"{name}[{token_id}]", bias)
+        for token_id, bias in biases.items()
+    }
+    if len(converted) < len(biases):
+        raise InvalidRequestError(name, "a token twice", "each token may be there once")
+    return converted
+
+
 # Fields of SamplingParams, which has the same names and the defaults, in the order of checking.
 _SAMPLING: dict[str, Callable[[str, Any], Any]] = {
     protocol.MAX_TOKENS: _to_int,
@@ -328,4 +355,6 @@ _SAMPLING: dict[str, Callable[[str, Any], Any]] = {
     protocol.FREQUENCY_PENALTY: _to_float,
     protocol.SEED: _to_int,
     protocol.IGNORE_EOS: _to_bool,
+    protocol.LOGIT_BIAS: _to_logit_bias,
+    protocol.STRUCTURED_OUTPUT: _to_structured_output,
 }

@@ -17,6 +17,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.serving.launch import TritonServer
 from openai import OpenAI
+from pydantic import BaseModel
 from running_gateway import COMMAND, RunningGateway, running_gateway
 from running_server import running_server
 
@@ -135,7 +136,7 @@ def test_logprobs(client: OpenAI) -> None:
         ({"logprobs": 3}, "logprobs"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(client: OpenAI, fields: dict[str, Any], param: str) -> None:
@@ -224,7 +225,8 @@ def test_the_gateways_examples(gateway: RunningGateway) -> None:
     def here(text: str) -> str:
         return text.replace("http://127.0.0.1:9000", gateway.url)
 
-    (python,) = examples("gateway.md", "python")
+    python, form = examples("gateway.md", "python")
+    assert output(sys.executable, "-c", here(form)).startswith("city='Paris'")
     printed = output(sys.executable, "-c", here(python)).splitlines()
     assert printed[0] == "The capital of France is Paris."
     assert [line[0] for line in printed[1:3]] == ["0", "1"]
@@ -233,3 +235,73 @@ def test_the_gateways_examples(gateway: RunningGateway) -> None:
     printed = output("bash", "-c", here(curl)).splitlines()
     assert '"chat.completion"' in printed[0]
     assert "data: [DONE]" in printed
+
+
+class City(BaseModel):
+    city: str
+    country: str
+
+
+QUESTION = "Which city is the capital of France? Answer in JSON."
+
+
+def test_an_answer_becomes_a_pydantic_object(client: OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        messages=[{"role": "user", "content": QUESTION}], response_format=City, **GREEDY
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    parsed = answer.choices[0].message.parsed
+    assert isinstance(parsed, City)
+    assert parsed.city == "Paris"
+    with client.chat.completions.stream(
+        messages=[{"role": "user", "content": QUESTION}], response_format=City, **GREEDY
+    ) as events:
+        *_, last = events
+        assert last.type == "content.done"
+        assert last.parsed == parsed
+
+
+def test_json_mode_and_forms_that_are_not_openais(client: OpenAI) -> None:
+    answer = ask(client, user(QUESTION), response_format={"type": "json_object"}, max_tokens=60)
+    assert isinstance(json.loads(answer.choices[0].message.content), dict)
+    form = {"structured_output": {"choice": ["London", "Paris"]}}
+    answer = ask(client, user(CAPITAL), n=2, extra_body=form)
+    assert [choice.message.content for choice in answer.choices] == ["Paris"] * 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"type": "strin"}},
+                }
+            },
+            "response_format.json_schema.schema",
+        ),
+        ({"extra_body": {"structured_output": {"regex": "(a"}}}, "structured_output.regex"),
+        ({"extra_body": {"structured_output": {}}}, "structured_output"),
+        ({"logit_bias": {"49152": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
+        (
+            {"response_format": {"type": "json_object"}, "extra_body": {"ignore_eos": True}},
+            "ignore_eos",
+        ),
+    ],
+)
+def test_what_cannot_be_is_named(
+    fields: dict[str, Any], param: str, stream: bool, client: OpenAI
+) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        ask(client, user(CAPITAL), stream=stream, **fields)
+    assert raised.value.param == param
+    assert raised.value.body["message"].startswith(f"{param}: got ")
+
+
+def test_biased_tokens(client: OpenAI) -> None:
+    # "The", with which the answer begins.
+    answer = ask(client, user(CAPITAL), logit_bias={"504": -100})
+    assert not answer.choices[0].message.content.startswith("The")

@@ -84,10 +84,6 @@ def refusal(schema: type[ChatRequest | CompletionRequest], **fields: Any) -> dic
         ("tools", [{"type": "function", "function": {"name": "secret"}}]),
         ("functions", [{"name": "secret"}]),
         ("functions", "secret"),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {"name": "secret"}}),
-        ("response_format", ["text"]),
-        ("logit_bias", {"50256": -100}),
         ("suffix", "secret"),
         ("best_of", 3),
         pytest.param("best_of", 10**5000, id="long"),
@@ -122,3 +118,57 @@ def test_fields_that_ask_for_nothing_are_taken(name: str, value: Any) -> None:
         CompletionRequest.model_validate(PROMPT | {"n": 2, name: value}),
     ):
         assert request.unknown_fields() == []
+
+
+@pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": ["text"]}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+            "response_format.json_schema.name",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_object",
+                    "json_schema": {"name": "a", "schema": {}},
+                }
+            },
+            "response_format",
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "structured_output": {"regex": "a"}},
+            "structured_output",
+        ),
+        ({"logit_bias": ["secret"]}, "logit_bias"),
+        ({"logit_bias": {"5": "secret"}}, "logit_bias"),
+        ({"logit_bias": {str(n): 1 for n in range(301)}}, "logit_bias"),
+    ],
+)
+def test_forms_and_biases_that_are_none(schema: Any, fields: dict[str, Any], param: str) -> None:
+    error = refusal(schema, **fields)
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+    assert "secret" not in error["message"]
+
+
+def test_what_forms_become_and_which_of_their_fields_are_not_read() -> None:
+    schema = {"type": "object", "secret": {}}
+    wanted = {"name": "a", "description": "b", "strict": True, "schema": schema, "other": 1}
+    request = ChatRequest.model_validate(
+        MESSAGES | {"response_format": {"type": "json_schema", "json_schema": wanted, "also": 2}}
+    )
+    assert request.options()["structured_output"] == {"json_schema": schema}
+    assert request.unknown_fields() == ["response_format.also", "response_format.json_schema.other"]
+    request = ChatRequest.model_validate(MESSAGES | {"response_format": {"type": "json_object"}})
+    assert request.options()["structured_output"] == {"json_object": True}
+    request = ChatRequest.model_validate(MESSAGES | {"structured_output": {"choice": ["a"]}})
+    assert request.options()["structured_output"] == {"choice": ["a"]}

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from fastserve_client import protocol
 from fastserve_client.gateway.jobs import Job
 from fastserve_client.gateway.schemas import ChatRequest, CompletionRequest
 from fastserve_client.results import Chunk, Completion
@@ -75,6 +76,15 @@ class Answer(ABC):
         self._request = request
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
+        self._fields: dict[str, str] = {}
+        """What ``field_names`` returns."""
+        if request.structured_output is None:
+            wanted = protocol.STRUCTURED_OUTPUT
+            self._fields |= {
+                f"{wanted}.json_schema": "response_format.json_schema.schema",
+                f"{wanted}.json_object": "response_format",
+                wanted: "response_format",
+            }
 
     @property
     def streams(self) -> bool:
@@ -89,9 +99,9 @@ class Answer(ABC):
     def delta(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         """A choice of a stream's event; ``None``: the chunk says nothing."""
 
-    @abstractmethod
     def field_names(self) -> Mapping[str, str]:
-        """The API's names of the server's fields, where completions have others."""
+        """The request's names of the server's fields, where they are not those of completions."""
+        return self._fields
 
     def jobs(self) -> list[Job]:
         """``n`` for each prompt, those of one prompt together; these differ by their seeds."""

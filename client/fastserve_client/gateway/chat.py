@@ -21,14 +21,11 @@ class ChatAnswer(Answer):
     def __init__(self, request: ChatRequest) -> None:
         super().__init__(request)
         self._wants_logprobs = bool(request.logprobs)
-        self._fields = {protocol.TEXT_INPUT: "messages", protocol.LOGPROBS: "top_logprobs"}
+        self._fields |= {protocol.TEXT_INPUT: "messages", protocol.LOGPROBS: "top_logprobs"}
         if request.max_completion_tokens is not None:
             self._fields[protocol.MAX_TOKENS] = "max_completion_tokens"
         self._begun: set[int] = set()
         """Choices whose role has been told."""
-
-    def field_names(self) -> Mapping[str, str]:
-        return self._fields
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         message = {"role": _ROLE, "content": completion.text}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 from fastserve_client.gateway.answer import Answer
@@ -22,9 +21,6 @@ class CompletionAnswer(Answer):
         self._wants_logprobs = request.logprobs is not None
         self._offsets: defaultdict[int, _TextOffsets] = defaultdict(_TextOffsets)
         """By choice."""
-
-    def field_names(self) -> Mapping[str, str]:
-        return {}
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         return self._choice(index, completion)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 from typing_extensions import TypedDict  # pydantic takes typing's only since Python 3.12
@@ -14,6 +14,8 @@ from fastserve_client.protocol import MAX_INT32, MAX_SEED
 
 MAX_CHOICES = 128
 """OpenAI's limit of ``n``."""
+MAX_LOGIT_BIASES = 300
+"""OpenAI's, and the server's."""
 
 # Values of a field that may hold millions are checked as a whole, and at the first that is wrong:
 # pydantic would keep an error for each, and for each member of a union.
@@ -43,6 +45,16 @@ def _check_stop(value: Any) -> Any:
     raise ValueError("must be text or a list of texts")
 
 
+def _check_biases(value: Any) -> Any:
+    if value is None or (
+        isinstance(value, dict)
+        and len(value) <= MAX_LOGIT_BIASES
+        and set(map(type, value.values())) <= {int, float}
+    ):
+        return value
+    raise ValueError(f"must give at most {MAX_LOGIT_BIASES} token ids a number each")
+
+
 def _all(kind: type, value: Any) -> bool:
     # A bool is an int to Python, and is no token. Without Python for each: there may be millions.
     return isinstance(value, list) and set(map(type, value)) == {kind}
@@ -51,8 +63,6 @@ def _all(kind: type, value: Any) -> bool:
 _UNSUPPORTED = {
     "tools": "must be empty or left out",
     "functions": "must be empty or left out",
-    "response_format": "must be of type text or left out",
-    "logit_bias": "must be empty or left out",
     "suffix": "must be empty or left out",
     "best_of": "must be at most n or left out",
 }
@@ -63,8 +73,6 @@ _JSON_KINDS = {list: "a list", dict: "an object", str: "a text", int: "a number"
 
 def _asks_for_nothing(name: str, value: Any, num_choices: int) -> bool:
     """Whether one of ``_UNSUPPORTED`` leaves the answer as it is; agents send empty lists."""
-    if name == "response_format" and isinstance(value, dict):
-        return bool(value.get("type", "text") == "text")
     if name == "best_of" and type(value) is int:
         return value <= num_choices
     return not value
@@ -93,6 +101,26 @@ class StreamOptions(_Fields):
     include_usage: bool | None = None
 
 
+class JSONSchema(_Fields):
+    """The answer follows it, ``strict`` or not."""
+
+    name: str
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(_Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("json_schema goes with the type json_schema, and with no other")
+        return self
+
+
 class _GenerationRequest(_Fields):
     """What completions and chat completions have in common."""
 
@@ -111,6 +139,16 @@ class _GenerationRequest(_Fields):
     seed: int | None = None
     stop: Annotated[str | list[str] | None, PlainValidator(_check_stop)] = None
     ignore_eos: bool | None = None
+    logit_bias: Annotated[dict[str, float] | None, PlainValidator(_check_biases)] = None
+    response_format: ResponseFormat | None = None
+    structured_output: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_structured_output(self) -> _GenerationRequest:
+        formatted = self.response_format is not None and self.response_format.type != "text"
+        if formatted and self.structured_output is not None:
+            raise ValueError("structured_output: response_format is given too; give one of them")
+        return self
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> _GenerationRequest:
@@ -140,9 +178,16 @@ class _GenerationRequest(_Fields):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def unknown_fields(self) -> list[str]:
-        nested = self.stream_options.unknown_fields() if self.stream_options else []
         names = [name for name in super().unknown_fields() if name not in _UNSUPPORTED]
-        return [*names, *(f"stream_options.{name}" for name in nested)]
+        wanted = self.response_format
+        for prefix, part in (
+            ("stream_options", self.stream_options),
+            ("response_format", wanted),
+            ("response_format.json_schema", wanted and wanted.json_schema),
+        ):
+            if part:
+                names += [f"{prefix}.{name}" for name in part.unknown_fields()]
+        return names
 
     def _common_options(self) -> SamplingOptions:
         return SamplingOptions(
@@ -156,7 +201,17 @@ class _GenerationRequest(_Fields):
             repetition_penalty=self.repetition_penalty,
             stop=None if self.stop == [] else self.stop,
             ignore_eos=self.ignore_eos,
+            logit_bias=self.logit_bias or None,
+            structured_output=self._structured_output(),
         )
+
+    def _structured_output(self) -> dict[str, Any] | None:
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return self.structured_output
+        if wanted.json_schema is None:
+            return {"json_object": True}
+        return {"json_schema": wanted.json_schema.json_schema}
 
     def choice_seed(self, choice: int) -> int | None:
         """Seed of answer ``choice`` to a prompt: the next whole number for each next answer.

@@ -12,7 +12,6 @@ from fastserve_backend.clock import VirtualClock
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.counters import EngineCounters
 from fastserve_backend.engine.delivery import NewToken, OnEnd
-from fastserve_backend.engine.masks import NO_MASKS
 from fastserve_backend.engine.step_loop import StepLoop
 from fastserve_backend.executor.simulated import SimulatedExecutor
 from fastserve_backend.job import FinishReason, Job
@@ -182,7 +181,7 @@ class Rig:
             predict_s=lambda step: model.iteration_s(IterationLoad.of_step(step)),
             on_end=lambda job, reason: self.ends.append((job.number, reason)),
             on_iteration=lambda step, elapsed_s: self.iterations_s.append(elapsed_s),
-            masks=NO_MASKS if masks is None else masks,
+            masks=masks,
             check_integrity=True,
         )
         if masks is not None:

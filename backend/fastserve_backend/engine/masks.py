@@ -34,27 +34,15 @@ class Masks(Protocol):
     def end(self, number: int) -> None: ...
 
 
-class _NoMasks:
-    """For engines that take no such jobs."""
-
-    def begin(self, number: int, wanted: StructuredOutput) -> None:
-        raise NotImplementedError
-
-    def accept(self, tokens: Sequence[tuple[int, int]]) -> None:
-        raise NotImplementedError
-
-    def end(self, number: int) -> None:
-        raise NotImplementedError
-
-
-NO_MASKS = _NoMasks()
-
-
 class MaskedJobs:
     """The unfinished jobs with structured output, by number. Jobs of other kinds are passed over.
-    Used by the step loop's thread alone."""
+    Used by the step loop's thread alone.
 
-    def __init__(self, masks: Masks) -> None:
+    Args:
+        masks: None: there are no such jobs.
+    """
+
+    def __init__(self, masks: Masks | None) -> None:
         self._masks = masks
         self._jobs: dict[int, Job] = {}
         self._waiting: set[int] = set()
@@ -76,6 +64,7 @@ class MaskedJobs:
 
     def add(self, job: Job) -> None:
         if job.params.structured_output is not None:
+            assert self._masks is not None
             self._jobs[job.number] = job
             self._waiting.add(job.number)
             self._masks.begin(job.number, job.params.structured_output)
@@ -89,7 +78,7 @@ class MaskedJobs:
 
     def ask(self, now: float) -> None:
         """What follows the new tokens?"""
-        if self._tokens:
+        if self._masks is not None and self._tokens:
             self._masks.accept(self._tokens)
             self._awaited |= {number for number, _ in self._tokens}
             self._wait_until_s = now + _WORTH_WAITING_S
@@ -117,7 +106,7 @@ class MaskedJobs:
 
     def remove(self, job: Job) -> None:
         """It has ended, for whatever reason."""
-        if self._jobs.pop(job.number, None) is not None:
+        if self._masks is not None and self._jobs.pop(job.number, None) is not None:
             self._waiting.discard(job.number)
             self._awaited.discard(job.number)
             self._tokens = [one for one in self._tokens if one[0] != job.number]

@@ -23,7 +23,7 @@ from fastserve_backend.clock import Clock
 from fastserve_backend.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.engine.delivery import NewToken, OnEnd
 from fastserve_backend.engine.flights import Ahead, Flight, is_ending
-from fastserve_backend.engine.masks import NO_MASKS, MaskAnswer, MaskedJobs, Masks
+from fastserve_backend.engine.masks import MaskAnswer, MaskedJobs, Masks
 from fastserve_backend.engine.step_builder import build_copy, build_step, in_step_order
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import FinishReason, Job, JobState
@@ -70,7 +70,7 @@ class StepLoop:
             end of the step that it was sent behind, to its result, without waiting between stages.
             Not with a step that copied blocks, which no prediction counts.
         masks: asked what tokens of jobs with structured output may be; the answers go to
-            ``masked``.
+            ``masked``. None: no job has one.
         check_integrity: verify the block tables after every step, for tests.
     """
 
@@ -87,7 +87,7 @@ class StepLoop:
         predict_s: Callable[[Step], float],
         on_end: OnEnd,
         on_iteration: Callable[[Step, float], None],
-        masks: Masks = NO_MASKS,
+        masks: Masks | None = None,
         check_integrity: bool = False,
     ) -> None:
         self.policy = policy

@@ -35,7 +35,7 @@ def set_cpu_backend(choice: Literal["auto", "compiled", "torch", "triton"]) -> C
     "auto" compiles, and falls back to plain torch with a logged warning; "compiled" raises
     BuildError instead of falling back. "triton" runs the GPU's kernels in Triton's interpreter,
     which is thousands of times slower: for tests, with TRITON_INTERPRET=1 in the environment. A
-    PackedLinear keeps what it was built with.
+    PackedLinear or Int8Linear keeps what it was built with.
 
     Raises ValueError for any other choice.
     """

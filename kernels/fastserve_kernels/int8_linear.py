@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,7 +21,8 @@ class Int8Linear:
     - "compiled": this package's kernel, float32 and bfloat16 on a CPU. Results do not depend on the
       number of rows in a call, bit for bit.
     - "triton": a kernel in the Triton language, on a GPU.
-    - "torch": plain torch in float32, for all else. It makes the weight anew in each call.
+    - "torch": plain torch in float32, for all else. It widens the weight in each call, and so takes
+      many times as long as `PackedLinear`.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ def _choose(
     weight: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, relu: bool
 ) -> tuple[str, Callable[[Tensor], Tensor]]:
     if uses_triton(weight.device):
-        return "triton", _on_gpu(codes, scale, bias, relu)
+        return "triton", _on_gpu(weight.dtype, codes, scale, bias, relu)
     kernels = compiled_for(weight)
     if kernels is None:
         return "torch", _plain(codes, scale, bias, relu)
@@ -65,16 +67,18 @@ def _choose(
 
 
 def _on_gpu(
-    codes: Tensor, scale: Tensor, bias: Tensor | None, relu: bool
+    dtype: torch.dtype, codes: Tensor, scale: Tensor, bias: Tensor | None, relu: bool
 ) -> Callable[[Tensor], Tensor]:
     from fastserve_kernels.gpu.int8_linear import int8_linear, variants
 
     def apply(x: Tensor) -> Tensor:
+        if x.stride(1) != 1:
+            x = x.contiguous()
         return int8_linear(x, codes, scale, bias, relu)
 
     # Compiled now: serving must not wait for it.
-    for rows in variants(scale.dtype, scale.device):
-        apply(scale.new_zeros(rows, codes.shape[1]))
+    for rows in variants(dtype, codes.device):
+        apply(torch.zeros(rows, codes.shape[1], dtype=dtype, device=codes.device))
     return apply
 
 

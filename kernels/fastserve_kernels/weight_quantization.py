@@ -1,7 +1,8 @@
 """Weights in INT8: whole numbers from -127 to 127, and a scale for each output (row) of a linear.
 
 Only the weights are rounded; activations keep their type. A scale is a number of the weight's own
-type, chosen before the codes, so that it rounds nothing more.
+type, chosen before the codes, so that it rounds nothing more; of float16, which does not reach as
+far down as scales do, one of float32.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ def quantize_rows(weight: Tensor, magnitudes: Tensor) -> tuple[Tensor, Tensor]:
         magnitudes: ``[out]`` of its type: of whole rows, where it has only some of their columns.
 
     Returns:
-        codes: int8 ``[out, in]``, contiguous. scale: ``[out]`` of the weight's type; NaN and
-        infinite magnitudes stay so, and with them all results of the row.
+        codes: int8 ``[out, in]``, contiguous. scale: ``[out]``. NaN and infinite magnitudes stay
+        so, and with them all results of the row.
     """
-    scale = (magnitudes.float() / MOST).to(weight.dtype)
+    scale = magnitudes.float() / MOST
+    if weight.dtype != torch.float16:
+        scale = scale.to(weight.dtype)
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     for start in range(0, len(weight), _ROWS):

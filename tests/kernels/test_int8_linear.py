@@ -41,10 +41,10 @@ def test_every_code_is_multiplied_exactly(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weight_is_rounded_by_half_a_scale_at_most(dtype: torch.dtype) -> None:
-    weight = (torch.randn(5000, 40) * torch.logspace(-3, 2, 5000)[:, None]).to(dtype)
+    weight = (torch.randn(5000, 40) * torch.logspace(-5, 2, 5000)[:, None]).to(dtype)
     codes, scale = quantize_rows(weight, row_magnitudes(weight))
     error = (dequantize_rows(codes, scale) - weight.float()).abs()
-    # The scale is rounded to the dtype, and so may end a little below the largest value.
+    # The scale is rounded to bfloat16 too, and so may end a little below the largest value.
     slack = 127 * torch.finfo(dtype).eps
     assert (error <= scale.float()[:, None] * (0.5 + slack)).all()
     assert (codes.abs().amax(1) >= 126).all()

@@ -48,9 +48,6 @@ class ThreadGroup(TensorGroup):
             self._meeting.num_sums += 1
         return x.copy_(torch.stack(self._meeting.exchange(self.rank, x)).sum(0))
 
-    def maximum(self, x: Tensor) -> Tensor:
-        return x.copy_(torch.stack(self._meeting.exchange(self.rank, x)).amax(0))
-
     def gather_columns(self, x: Tensor, num_columns: int) -> Tensor | None:
         assert x.shape[1] == len(span(num_columns, self.rank, self.size))
         parts = self._meeting.exchange(self.rank, x)

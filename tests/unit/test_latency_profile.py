@@ -56,6 +56,23 @@ def test_a_curve_that_could_fall_is_refused(
         Curve(knots, slopes)
 
 
+def test_rounded_weights_have_profiles_of_their_own() -> None:
+    exact = load_model_config("opt-125m", load_format="dummy")
+    rounded = replace(exact, quantization="int8")
+    keys = set()
+    for model in (exact, rounded):
+        of_model = Identity.of(
+            model, hardware="cpu", dtype="bfloat16", block_size=16, parallel=ParallelSection()
+        )
+        keys.add(of_model.key)
+        profile = replace(known_profile(), identity=of_model)
+        profile.require(model, ParallelSection(), 16)
+        other = rounded if model is exact else exact
+        with pytest.raises(ConfigError, match=r"quantization .*; set model\.quantization to that"):
+            profile.require(other, ParallelSection(), 16)
+    assert len(keys) == 2
+
+
 def test_a_profile_survives_the_disk(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "profile.json"
     profile = replace(known_profile(), held_out_error=0.05, num_samples=40)

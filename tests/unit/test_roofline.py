@@ -57,6 +57,7 @@ TINY = TinyConfig(
     head_dim=2,
     intermediate_size=32,
     vocab_size=100,
+    tie_word_embeddings=True,
     max_model_len=64,
     dtype="float16",
     eos_token_ids=(2,),
@@ -84,6 +85,19 @@ loads = st.builds(
     prefill_pairs=st.integers(0, 4_000_000),
 )
 parallelism = st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (4, 4), (8, 3)])
+
+
+def test_rounded_weights_are_read_faster_and_leave_room() -> None:
+    """Of 4,000 weights of layers, a head of 800, and its table of 800 in 16 bits."""
+    exact, rounded = (
+        Roofline(replace(TINY, quantization=quantization), SLOW) for quantization in (None, "int8")
+    )
+    one = IterationLoad.of([(0, 1, True)])
+    # 9,600 bytes at first, then 4,800; 2 operations for each weight take less.
+    assert exact.iteration_s(one) - rounded.iteration_s(one) == pytest.approx(4800 / 1e5)
+    block_bytes = TINY.kv_bytes_per_block(16)
+    for model, weight_bytes in ((exact, 9600), (rounded, 4800 + 1600)):
+        assert model.num_device_blocks(16, 1.0) == (20_000 - weight_bytes) // block_bytes
 
 
 def batch_of_16() -> IterationLoad:

@@ -35,6 +35,10 @@ def test_weights_that_may_stay_in_mapped_files_are_not_counted() -> None:
 
 def test_rounded_weights_are_counted_as_what_they_take() -> None:
     config = replace(opt_125m("float16"), quantization="int8")
-    assert config.weight_bytes < opt_125m("bfloat16").weight_bytes * 0.7  # its table is a third
+    # A byte for each weight, its head's among them, and the table beside it.
+    assert config.weight_bytes == config.num_parameters + 2 * 50272 * 768
+    untied = replace(config, tie_word_embeddings=False)
+    assert untied.num_parameters == config.num_parameters + 50272 * 768
+    assert untied.weight_bytes == config.weight_bytes
     with pytest.raises(ConfigError, match=r"GiB on this host in int8.* take a smaller model or"):
         check_weights_fit(config, num_ranks=1, num_local_ranks=MANY)

@@ -38,7 +38,6 @@ class GPTNeoXConfig(ModelConfig):
     activation: str
     use_parallel_residual: bool
     attention_bias: bool
-    tie_word_embeddings: bool
 
     builtin: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {

@@ -85,6 +85,8 @@ class Linear:
         self._waiting = len(parts) * (2 if bias else 1)
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
+        self._magnitudes: Tensor | None = None
+        """Of whole rows, where the weight has only some of their columns."""
         self._packed: Callable[[Tensor], Tensor] | None = None
 
     def parameters(self) -> dict[str, Parameter]:
@@ -114,7 +116,8 @@ class Linear:
         return self._packed(x)
 
     def tie(self, table: Tensor) -> None:
-        """Take `table` [out, in] for the weight instead; it is shared where the device allows."""
+        """Take `table` [out, in] for the weight instead; it is shared where the device allows, and
+        the table is not rounded."""
         self._packed = self._pack(table, None)
 
     def _rows(self, size: int) -> slice:
@@ -150,16 +153,14 @@ class Linear:
         if self._waiting == 0:
             assert self._weight is not None
             self._packed = self._pack(self._weight, self._bias)
-            self._weight = self._bias = None  # the packed form is the only copy that stays
+            self._weight = self._bias = self._magnitudes = (
+                None  # the packed form is the only copy that stays
+            )
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         if self._part.quantization is None:
             return ops.PackedLinear(weight, bias, self._relu)
-        return ops.Int8Linear(weight, bias, self._relu, self._magnitudes(weight))
-
-    def _magnitudes(self, weight: Tensor) -> Tensor:
-        """Of whole rows, so that their scales do not depend on how the columns are divided."""
-        return row_magnitudes(weight)
+        return ops.Int8Linear(weight, bias, self._relu, self._magnitudes)
 
 
 class ColumnLinear(Linear):
@@ -178,7 +179,7 @@ class RowLinear(Linear):
     divides its out features: this rank's [T, in / ranks] -> [T, out], the sum over the ranks.
 
     `reduce` False leaves the sum to the caller. The bias is the first rank's, so that the sum has
-    it once.
+    it once. To be rounded, rows are read whole: their scales are those of an undivided layer.
     """
 
     def __init__(
@@ -198,10 +199,21 @@ class RowLinear(Linear):
         return self._part.tensor.sum(y) if self._reduce else y
 
     def _columns(self) -> slice:
+        if self._reads_whole_rows:
+            return super()._columns()
         return self._part.tensor.part(self._in_features)
 
-    def _magnitudes(self, weight: Tensor) -> Tensor:
-        return self._part.tensor.maximum(super()._magnitudes(weight))
+    @property
+    def _reads_whole_rows(self) -> bool:
+        return self._part.quantization is not None and self._part.tensor.size > 1
+
+    def _take_weight(self, rows: slice, tensor: Tensor) -> None:
+        if self._reads_whole_rows:
+            if self._magnitudes is None:
+                self._magnitudes = self._empty()
+            self._magnitudes[rows] = row_magnitudes(tensor.to(self._part.dtype))
+            tensor = tensor[:, self._part.tensor.part(self._in_features)]
+        super()._take_weight(rows, tensor)
 
     def _take_bias(self, rows: slice, tensor: Tensor) -> None:
         if self._part.tensor.is_first:

@@ -39,7 +39,6 @@ def _published(
 class LlamaConfig(ModelConfig):
     rms_norm_eps: float
     rotary: Rotary
-    tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
 

@@ -47,6 +47,7 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     vocab_size: int
+    tie_word_embeddings: bool
     max_model_len: int
     dtype: DType
     quantization: Quantization | None = None
@@ -85,10 +86,13 @@ class ModelConfig:
 
     @property
     def weight_bytes(self) -> int:
-        """Of all weights, at least: the head that an embedding is tied to may be a second copy."""
-        embedding = self.num_head_parameters
-        linears = self.num_parameters - embedding
-        return linears * self.linear_element_bytes + embedding * DTYPE_BYTES[self.dtype]
+        """Of all weights, at least: a head that is packed is a second copy of its tied embedding;
+        one that is rounded is counted."""
+        table = self.num_head_parameters
+        if self.quantization is None:
+            return self.num_parameters * DTYPE_BYTES[self.dtype]
+        others = self.num_parameters - (0 if self.tie_word_embeddings else table)
+        return others * self.linear_element_bytes + table * DTYPE_BYTES[self.dtype]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes of one KV block of `block_size` tokens: keys and values of every layer."""

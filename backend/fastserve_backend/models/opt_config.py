@@ -40,7 +40,6 @@ class OPTConfig(ModelConfig):
     do_layer_norm_before: bool
     has_final_layer_norm: bool
     activation: str
-    tie_word_embeddings: bool
     enable_bias: bool
     layer_norm_elementwise_affine: bool
 

@@ -39,12 +39,6 @@ class TensorGroup:
             dist.all_reduce(x, group=self._process_group)
         return x
 
-    def maximum(self, x: Tensor) -> Tensor:
-        """The largest of all ranks' ``x``, one by one, in its place; every rank gets it."""
-        if self.size > 1:
-            dist.all_reduce(x, dist.ReduceOp.MAX, group=self._process_group)
-        return x
-
     def broadcast(self, x: Tensor) -> Tensor:
         """The first rank's ``x``, in the place of every rank's."""
         if self.size > 1:

@@ -114,8 +114,9 @@ def _measure(config: EngineConfig) -> Measurement:
 
 def _print(console: Console, profile: LatencyProfile, held_out: list[Sample]) -> None:
     identity = profile.identity
+    weights = identity.shape.get("quantization", identity.dtype)
     console.print(
-        f"[bold]{identity.model}[/], {identity.dtype}, {identity.hardware}, "
+        f"[bold]{identity.model}[/], weights in {weights}, {identity.hardware}, "
         f"{profile.num_blocks} KV blocks of {identity.block_size} tokens"
     )
     table = Table("tokens", "of them decodes", "context", "predicted ms", "measured ms", "error")

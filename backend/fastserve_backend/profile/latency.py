@@ -81,6 +81,8 @@ class Identity:
 def shape_of(model: ModelConfig) -> dict[str, Any]:
     """The part of the configuration that iteration times depend on."""
     shape = {key: value for key, value in asdict(model).items() if key not in _NOT_SHAPE}
+    if model.quantization is None:
+        del shape["quantization"]
     plain: dict[str, Any] = json.loads(json.dumps(shape))  # compares equal to what a file gives
     return plain
 
@@ -169,6 +171,12 @@ class LatencyProfile(LatencyModel):
             key for key in {*wanted, *measured} if wanted.get(key) != measured.get(key)
         )
         if differing:
+            if "quantization" in differing:
+                of_profile = measured.get("quantization")
+                raise ConfigError(
+                    f"profile: was measured with quantization {of_profile}, not "
+                    f"{model.quantization}; set model.quantization to that"
+                )
             first = differing[0]
             raise ConfigError(
                 f"profile: got one of {self.identity.model!r} for {model.name!r}; {first} is "

@@ -60,7 +60,7 @@ class Roofline(LatencyModel):
     Weights are counted from ``num_parameters``: the LM head is vocabulary × hidden, all else lies
     in the layers. That is exact for tied embeddings but for the table of positions (0.1% of
     OPT-13B); an untied table of inputs counts as part of the layers. With INT8 a table in 16 bits
-    stays beside them; products are of 16 bits as ever.
+    is beside them, tied or not; products are of 16 bits as ever.
 
     Raises:
         ConfigError: a size that does not divide the model, a type that is not 16 bits wide, or
@@ -82,19 +82,21 @@ class Roofline(LatencyModel):
         self.share_of_kv = share_of_kv(model, tensor_parallel, pipeline_parallel)
         element_bytes = model.linear_element_bytes
         head = model.vocab_size * model.hidden_size
-        layers = model.num_parameters - head
+        # A table that is rounded nowhere is no part of the layers.
+        table = 0 if model.quantization is None else head
+        layers = model.num_parameters - head - (0 if model.tie_word_embeddings else table)
         stages = [len(stage) for stage in layers_of_stages(model, pipeline_parallel)]
         weights = [layers * count / model.num_layers for count in stages]
         weights[-1] += head
         stage_bytes = [count * element_bytes for count in weights]
-        if model.quantization is not None:
-            stage_bytes[0] += head * DTYPE_BYTES[model.dtype]
+        stage_bytes[0] += table * DTYPE_BYTES[model.dtype]
         self._weight_bytes = max(stage_bytes) / tensor_parallel
         if self._weight_bytes > hardware.hbm_bytes:
+            smaller = ", or quantization int8" if model.quantization is None else ""
             raise ConfigError(
                 f"hardware: got {hardware.name!r} with {hardware.hbm_bytes / 2**30:.0f} GiB; "
                 f"{model.name} needs {self._weight_bytes / 2**30:.1f} GiB a GPU for its weights, "
-                "use more GPUs or larger ones"
+                f"use more GPUs or larger ones{smaller}"
             )
 
         # Seconds per unit of load, for all layers of all stages.

@@ -186,6 +186,7 @@ def _does_not_fit(setup: Setup, config: ModelConfig, device: torch.device) -> Co
         f"step of scheduler.max_num_batched_tokens {setup.max_num_batched_tokens} they do not fit "
         f"the {total / 2**30:.1f} GiB of {torch.cuda.get_device_name(device)}; raise "
         "tensor_parallel_size or pipeline_parallel_size, or lower max_num_batched_tokens"
+        f"{', or set quantization int8' if config.quantization is None else ''}"
     )
 
 

@@ -22,8 +22,8 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, re
     """x @ (codes * scale[:, None]).T + bias, with products of x's dtype and sums in fp32, rounded
     once.
 
-    x: [T, in], rows contiguous. codes: int8 [out, in], contiguous. scale: [out] of x's dtype. bias:
-    the same, or None. Returns a new contiguous tensor [T, out].
+    x: [T, in], rows contiguous. codes: int8 [out, in], contiguous. scale: [out] of any float
+    dtype. bias: [out] of x's dtype, or None. Returns a new contiguous tensor [T, out].
 
     Grid: (tiles of T, tiles of out); neighbours read the same codes.
     """

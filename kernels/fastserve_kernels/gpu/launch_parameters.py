@@ -120,7 +120,7 @@ PREFILL = {
 # Keys are (bytes of an element of x, architecture); of each list, the first that takes so many rows
 # of x, or else the last. With few of them the weight's way from memory is what takes time: narrow
 # tiles, so that a layer has more programs than there are multiprocessors, each with 24 KiB of codes
-# under way. These were not timed either.
+# under way (for float32, which is not meant to be fast, 12). These were not timed either.
 LINEAR = {
     (2, 80): [
         LinearParameters(16, 32, 256, 4, 4),

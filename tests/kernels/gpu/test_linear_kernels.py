@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fastserve_kernels import ops
 from kernel_cases import Case
 from linear_cases import cases
 from triton import knobs
+
+
+def test_rows_whose_elements_are_apart(kernel_device: torch.device) -> None:
+    torch.manual_seed(0)
+    linear = ops.Int8Linear(torch.randn(40, 24).to(kernel_device))
+    x = torch.randn(24, 5).to(kernel_device).t()
+    torch.testing.assert_close(linear(x), linear(x.contiguous()), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("case", list(cases(interpreted=knobs.runtime.interpret)), ids=str)

@@ -105,7 +105,7 @@ struct Int8Step<bf16> {
 template <typename T>
 class Int8Panels {
    public:
-    static constexpr int64_t PASS_STEPS = 128;  // widened 8 to 16 KiB
+    static constexpr int64_t PASS_STEPS = 128;  // widened 16 KiB at most
 
     Int8Panels(const void* panels, int64_t steps) : panels_((const int8_t*)panels), steps_(steps) {}
 

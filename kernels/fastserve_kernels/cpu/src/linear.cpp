@@ -84,7 +84,7 @@ static void linear(const T* x, const void* panels, const T* scale, const T* bias
     // Kept between calls: a fresh large buffer would be page-faulted in every time.
     static thread_local AlignedVector<X> packed;
     const int64_t steps = steps_of<T>(in), count = (out + PAIR - 1) / PAIR;
-    const int64_t tile_size = P::ROWS * steps;
+    const int64_t tile_size = P::ROWS * std::max<int64_t>(1, steps);
     const int64_t most_tiles =
         std::max<int64_t>(1, BLOCK_BYTES / (tile_size * (int64_t)sizeof(X)));
     const int64_t tiles = (rows + P::ROWS - 1) / P::ROWS;
@@ -121,7 +121,8 @@ static void linear(const T* x, const void* panels, const T* scale, const T* bias
                         buffer + (tile - block) * tile_size);
             for (int64_t p; (p = shares.take(thread)) >= 0;) {
                 const Output<T> output = output_of(p);
-                for (int64_t begin = 0, end; begin < steps; begin = end) {
+                int64_t begin = 0, end;
+                do {  // once for rows without elements, too
                     end = begin + std::min(pass_steps, steps - begin);
                     const T* const panel = weights.steps(p, begin, end);
                     for (int64_t tile = block; tile < end_tile; ++tile) {
@@ -133,7 +134,8 @@ static void linear(const T* x, const void* panels, const T* scale, const T* bias
                         for (int64_t m = 0; m < height && end == steps; ++m)
                             output.write(first + m, load_pair(sums + m * PAIR));
                     }
-                }
+                    begin = end;
+                } while (begin < steps);
             }
 #pragma omp barrier
         }

@@ -73,7 +73,7 @@ def _on_gpu(
 
     def apply(x: Tensor) -> Tensor:
         if x.stride(1) != 1:
-            x = x.contiguous()
+            x = x.clone(memory_format=torch.contiguous_format)
         return int8_linear(x, codes, scale, bias, relu)
 
     # Compiled now: serving must not wait for it.

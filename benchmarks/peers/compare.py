@@ -42,7 +42,7 @@ KV_CACHE_GIB = 2
 BLOCK_SIZE = 16
 KV_ELEMENTS_PER_TOKEN = 2 * 12 * 768
 
-OURS, OURS_BF16 = "FastServe float32", "FastServe bfloat16"
+OURS, OURS_BF16, OURS_INT8 = "FastServe float32", "FastServe bfloat16", "FastServe int8"
 VLLM, VLLM_AUTO, VLLM_BF16 = "vLLM float32", "vLLM float32 auto", "vLLM bfloat16"
 
 
@@ -143,12 +143,13 @@ class Comparison:
         self._stack = stack
         self.servers: dict[str, Running] = {}
 
-    def start_ours(self, label: str, dtype: str) -> None:
+    def start_ours(self, label: str, dtype: str, quantization: str | None = None) -> None:
         element_bytes = {"float32": 4, "bfloat16": 2}[dtype]
         block_bytes = BLOCK_SIZE * KV_ELEMENTS_PER_TOKEN * element_bytes
         config = EngineConfig().with_keys(
             model=str(self._checkpoint),
             dtype=dtype,
+            quantization=quantization,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
             max_model_len=MAX_MODEL_LEN,
@@ -324,8 +325,9 @@ def compare(comparison: Comparison, arguments: argparse.Namespace) -> str:
     sweep = comparison.bench("sweep", [OURS, OURS_BF16, vllm], sweep_flags)
     parts = [checks, speed_table(speeds), sweep_table(sweep), objectives_table(sweep)]
     if not arguments.quick:
+        comparison.start_ours(OURS_INT8, "bfloat16", "int8")
         comparison.start_vllm(VLLM_BF16, "bfloat16", bindings[vllm])
-        labels = [OURS_BF16, VLLM_BF16]
+        labels = [OURS_BF16, OURS_INT8, VLLM_BF16]
         # This takes minutes where the processor has no AVX-512.
         repeats = arguments.repeats if _has_bfloat16() else 1
         parts.append(speed_table(measure_speeds(comparison, "bfloat16", labels, loops, repeats)))

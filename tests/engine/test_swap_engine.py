@@ -55,6 +55,7 @@ def make_config(dtype: DType) -> ModelConfig:
         head_dim=8,
         intermediate_size=64,
         vocab_size=128,
+        tie_word_embeddings=True,
         max_model_len=64,
         dtype=dtype,
         eos_token_ids=(),

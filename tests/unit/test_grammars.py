@@ -139,6 +139,7 @@ class Asker:
     """A client whose answers wait to be taken."""
 
     def __init__(self) -> None:
+        self._others = grammars_processes()
         self.answers: queue.SimpleQueue[FromGrammars] = queue.SimpleQueue()
         self.client = GrammarClient(lambda: Vocabulary(TOKENS, EOS), self.answers.put)
 
@@ -154,12 +155,14 @@ class Asker:
         return found
 
     def process(self) -> psutil.Process:
-        [process] = [
-            one
-            for one in psutil.Process().children()
-            if "fastserve_backend.grammars" in one.cmdline()
-        ]
+        [process] = grammars_processes() - self._others
         return process
+
+
+def grammars_processes() -> set[psutil.Process]:
+    """Of this process: engines of other tests may have some."""
+    children = psutil.Process().children()
+    return {one for one in children if "fastserve_backend.grammars" in one.cmdline()}
 
 
 @pytest.fixture

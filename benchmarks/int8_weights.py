@@ -24,7 +24,7 @@ import psutil
 import torch
 from cpu_decode import MODEL, PREFILL_BATCH, PROMPT_TOKENS, Run, engine, summary
 from fastserve_backend.models.embedded import EMBEDDED_MODEL
-from fastserve_kernels.weight_quantization import dequantize_rows, quantize_rows, row_magnitudes
+from fastserve_kernels.weight_quantization import rounded
 from int8_kv_error import load
 from rich.console import Console
 from rich.progress import track
@@ -74,9 +74,7 @@ def round_linears(model: PreTrainedModel) -> None:
     """As the engine rounds them; of a head that is tied to the embedding, the head alone."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            weight = layer.weight.detach()
-            values = dequantize_rows(*quantize_rows(weight, row_magnitudes(weight)))
-            layer.weight = nn.Parameter(values)
+            layer.weight = nn.Parameter(rounded(layer.weight.detach()))
 
 
 def speed(model: str, repeats: int) -> None:

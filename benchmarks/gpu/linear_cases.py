@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from fastserve_kernels import ops, reference
-from fastserve_kernels.weight_quantization import dequantize_rows, quantize_rows, row_magnitudes
+from fastserve_kernels.weight_quantization import rounded
 from kernel_cases import DTYPES, NAN, Case, Comparison, near
 
 # Rows, out features, in features: around and beyond tiles, and no multiple of them.
@@ -46,6 +46,5 @@ def _int8_linear(
     linear = ops.Int8Linear(
         weight.to(device), None if bias is None else bias.to(device), extras == "bias and ReLU"
     )
-    rounded = dequantize_rows(*quantize_rows(weight, row_magnitudes(weight)))
-    expected = reference.linear(x, rounded, bias, extras == "bias and ReLU")
+    expected = reference.linear(x, rounded(weight), bias, extras == "bias and ReLU")
     yield near("result", linear(wide.to(device)[:, :in_features]).cpu(), expected, dtype)

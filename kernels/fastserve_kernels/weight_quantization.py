@@ -50,3 +50,8 @@ def quantize_rows(weight: Tensor, magnitudes: Tensor) -> tuple[Tensor, Tensor]:
 def dequantize_rows(codes: Tensor, scale: Tensor) -> Tensor:
     """The weight that the codes stand for, in float32."""
     return codes.float() * scale.float()[:, None]
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """The weight as `Int8Linear` has it, in float32: what its results are compared with."""
+    return dequantize_rows(*quantize_rows(weight, row_magnitudes(weight)))

@@ -10,7 +10,7 @@ from divisible_models import saved
 from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.loader import load_model
-from fastserve_kernels.weight_quantization import dequantize_rows, quantize_rows, row_magnitudes
+from fastserve_kernels.weight_quantization import rounded
 from paged_executor import PagedExecutor, check, prompts
 from rank_threads import DividedModel
 from torch import nn
@@ -19,13 +19,11 @@ from transformers import PreTrainedModel
 MODELS = ["opt_base", "opt_350m", "llama_grouped", "llama_biases", "neox_tied"]
 
 
-def rounded(model: PreTrainedModel) -> PreTrainedModel:
+def with_rounded_linears(model: PreTrainedModel) -> PreTrainedModel:
     """With the weights of its linear layers as INT8 has them; a head is no longer tied."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            weight = layer.weight.detach()
-            values = dequantize_rows(*quantize_rows(weight, row_magnitudes(weight)))
-            layer.weight = nn.Parameter(values)
+            layer.weight = nn.Parameter(rounded(layer.weight.detach()))
     return model
 
 
@@ -39,7 +37,7 @@ def check_prompts(ours: CausalLM | DividedModel, theirs: PreTrainedModel) -> Non
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits(name: str, tmp_path: Path) -> None:
-    theirs = rounded(saved(name, tmp_path))
+    theirs = with_rounded_linears(saved(name, tmp_path))
     config = load_model_config(
         str(tmp_path), load_format="auto", dtype="float32", quantization="int8"
     )
@@ -52,7 +50,7 @@ def test_ranks_round_as_one_does(
     name: str, tensor_size: int, num_stages: int, tmp_path: Path
 ) -> None:
     """Also those that have parts of a row, of which another may have the largest number."""
-    theirs = rounded(saved(name, tmp_path))
+    theirs = with_rounded_linears(saved(name, tmp_path))
     config = load_model_config(
         str(tmp_path), load_format="auto", dtype="float32", quantization="int8"
     )

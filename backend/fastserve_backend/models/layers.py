@@ -153,9 +153,8 @@ class Linear:
         if self._waiting == 0:
             assert self._weight is not None
             self._packed = self._pack(self._weight, self._bias)
-            self._weight = self._bias = self._magnitudes = (
-                None  # the packed form is the only copy that stays
-            )
+            # The packed form is the only copy that stays.
+            self._weight = self._bias = self._magnitudes = None
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         if self._part.quantization is None:

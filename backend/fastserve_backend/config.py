@@ -201,26 +201,34 @@ class KVCacheSection(_Section):
 PolicyName = Literal[
     "skip_join_mlfq", "speculative", "gittins", "mlfq", "fixed_priority", "srpt", "fcfs"
 ]
-Objective = Literal["normalized_latency", "jct"]
+Objective = Literal["balanced", "normalized_latency", "jct"]
+
+MOST_AUTO_SEQS = 256
+"""``max_num_seqs: auto`` stays within it. Ranks set memory aside for so many jobs, and the latency
+profile measures up to so many."""
+_MOST_SEQS = 4096
 
 
 class SchedulerSection(_Section):
-    policy: PolicyName = Field("skip_join_mlfq", description="Scheduling policy.")
+    policy: PolicyName = Field("gittins", description="Scheduling policy.")
     objective: Objective = Field(
-        "normalized_latency",
-        description="What the policy gittins minimises the mean of: latency per output token, or "
-        "job completion time.",
+        "balanced",
+        description="What the policy gittins minimises the mean of: latency per output token, job "
+        "completion time, or a balance of both.",
     )
-    max_num_seqs: int = Field(16, ge=1, le=4096, description="Most jobs in one iteration.")
+    max_num_seqs: int | Literal["auto"] = Field(
+        "auto",
+        description="Most jobs in one iteration; auto: what KV memory holds and slo_ms allows, "
+        f"{MOST_AUTO_SEQS} at most.",
+    )
     max_num_batched_tokens: int = Field(
         2048, ge=1, description="Most tokens in one iteration, prefill and decode together."
     )
-    prefill_chunk_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Most prefill tokens in one iteration; longer prompts run in chunks. "
-        "Default: prompts run whole that fit beside max_num_seqs decodes; where the model takes "
-        "longer ones than max_num_batched_tokens, it is that.",
+    prefill_chunk_tokens: int | Literal["auto", "whole"] = Field(
+        "auto",
+        description="Most prefill tokens in one iteration; longer prompts run in chunks. auto: "
+        "what slo_ms allows by the latency profile. whole: a prompt runs in one iteration if it "
+        "fits beside max_num_seqs decodes.",
     )
     quantum_ratio: float = Field(
         2.0, ge=1.1, le=64.0, description="Quantum of a queue over that of the queue above it."
@@ -267,6 +275,13 @@ class SchedulerSection(_Section):
         if isinstance(value, bool):
             return "on" if value else "off"
         return value
+
+    @property
+    def most_seqs(self) -> int:
+        """Jobs that one iteration of the ranks must be able to hold."""
+        if self.max_num_seqs == "auto":
+            return min(MOST_AUTO_SEQS, self.max_num_batched_tokens)
+        return self.max_num_seqs
 
     @property
     def predicts_lengths(self) -> bool:
@@ -348,10 +363,21 @@ class EngineConfig(_Section):
     def _impossible_combinations(self) -> list[str]:
         problems = self.parallel.impossible_combinations()
         scheduler = self.scheduler
-        if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        if scheduler.max_num_seqs != "auto" and not 1 <= scheduler.max_num_seqs <= _MOST_SEQS:
+            problems.append(
+                f"scheduler.max_num_seqs: got {scheduler.max_num_seqs}; must be 'auto' or from 1 "
+                f"to {_MOST_SEQS}"
+            )
+        elif scheduler.max_num_batched_tokens < scheduler.most_seqs:
             problems.append(
                 f"scheduler.max_num_batched_tokens: got {scheduler.max_num_batched_tokens}; "
                 f"must be at least scheduler.max_num_seqs ({scheduler.max_num_seqs})"
+            )
+        chunk = scheduler.prefill_chunk_tokens
+        if isinstance(chunk, int) and not 1 <= chunk <= scheduler.max_num_batched_tokens:
+            problems.append(
+                f"scheduler.prefill_chunk_tokens: got {chunk}; must be 'auto', 'whole' or from 1 "
+                f"to scheduler.max_num_batched_tokens ({scheduler.max_num_batched_tokens})"
             )
         if scheduler.policy == "speculative" and not scheduler.predicts_lengths:
             problems.append(

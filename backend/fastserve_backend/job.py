@@ -152,6 +152,11 @@ class Job:
         return num_tokens - self.num_computed - self.num_shared
 
     @property
+    def waits_for_mask(self) -> bool:
+        """Whether it cannot run before a grammar says what its next token may be."""
+        return self.params.structured_output is not None and self.mask is None
+
+    @property
     def ended_by_itself(self) -> bool:
         """Its number of output tokens is what such a prompt makes: it was not cancelled, nor cut
         off by ``max_tokens`` (which with ``ignore_eos`` is a length that a load test forces)."""

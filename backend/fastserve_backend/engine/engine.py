@@ -442,7 +442,12 @@ class Engine:
         return ready, self._profiled
 
     def _make_loop(self) -> StepLoop:
-        policy = make_policy(self.config.scheduler, self.profile, self.model_config.max_model_len)
+        policy = make_policy(
+            self.config.scheduler,
+            self.profile,
+            max_model_len=self.model_config.max_model_len,
+            kv_tokens=self._ready.num_blocks * self.config.kv_cache.block_size,
+        )
         return StepLoop(
             policy,
             self._new_kv(policy),

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fastserve_backend.job import Job, JobState
 from fastserve_backend.kv_cache.shared_prefixes import PrefixCopies
+from fastserve_backend.scheduler.base import Scheduled
 from fastserve_backend.worker.messages import Step
 
 
@@ -15,8 +16,6 @@ class Ahead:
 
     going_on: set[int]
     """The jobs for which it does, by number."""
-    counted_s: float
-    """What it counts for with them."""
     set_aside: list[Job] = field(default_factory=list)
     """Those of them that are not in the step after it."""
 
@@ -25,8 +24,8 @@ class Ahead:
 class Flight:
     """A step that was sent."""
 
-    rows: dict[int, Job]
-    """By number, in the step's order: those that get a token first."""
+    batch: list[Scheduled]
+    """In the step's order: those that get a token first."""
     step: Step
     copies: PrefixCopies
     """That it makes."""
@@ -36,6 +35,12 @@ class Flight:
     """How long it takes, if that was asked."""
     ahead: Ahead | None = None
     """Set once the step after it has been chosen, be it in vain."""
+
+    rows: dict[int, Job] = field(init=False)
+    """The jobs of ``batch`` by number, in its order."""
+
+    def __post_init__(self) -> None:
+        self.rows = {job.number: job for job, _ in self.batch}
 
     @property
     def num_sampling(self) -> int:

@@ -11,6 +11,7 @@ from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.shared_prefixes import PrefixCopies
 from fastserve_backend.kv_cache.tiers import Transfer
+from fastserve_backend.scheduler.base import Scheduled
 from fastserve_backend.worker.messages import (
     CopyBlocks,
     LogitBias,
@@ -23,7 +24,7 @@ _MASK = 2**64 - 1
 _UNKNOWN = array("i", [0])  # a pending token
 
 
-def in_step_order(scheduled: Iterable[tuple[Job, int]]) -> list[tuple[Job, int]]:
+def in_step_order(scheduled: Iterable[Scheduled]) -> list[Scheduled]:
     """Decodes, then prefills that end in this step, then those that go on in a later one."""
     decodes, last_chunks, partial = [], [], []
     for item in scheduled:

@@ -106,6 +106,8 @@ class StepLoop:
         self._jobs: dict[int, Job] = {}
         self._masked = MaskedJobs(masks)
         self._flights: deque[Flight] = deque()
+        self._without_token: set[int] = set()  # unfinished jobs that wait for their first
+        self._num_decodes = 0  # in the latest step
         self._returned: list[Job] = []  # jobs for which a step ended since the last was sent
         self._step_ids = itertools.count()
         self._last_result_s: float | None = None
@@ -156,6 +158,7 @@ class StepLoop:
     def add(self, job: Job) -> None:
         """A new job. Its waiting counts from its arrival."""
         self._jobs[job.number] = job
+        self._without_token.add(job.number)
         self._delivery.open(job)
         self.kv.arrived(job, self._serving_time(self._clock.now()))
         self.policy.add(job, self._serving_time(job.arrival_s))
@@ -196,6 +199,7 @@ class StepLoop:
             job.finish_reason = FinishReason.ERROR
             self._on_end(job, FinishReason.ERROR)
         self._jobs.clear()
+        self._without_token.clear()
         self.num_running = 0
 
     def suspend(self, kv: KVManager) -> None:
@@ -300,12 +304,9 @@ class StepLoop:
     def _schedule_ahead(self) -> None:
         """Choose and send the step after the running one as if that had ended."""
         flight = self._flights[0]
-        going_on = [job for job in flight.rows.values() if not is_ending(job)]
-        now = self._clock.now()
-        assert flight.predicted_s is not None
-        counted_s = max(now - flight.started_s, flight.predicted_s)
-        flight.ahead = Ahead({job.number for job in going_on}, counted_s)
-        self._step_ended(going_on, counted_s, now)
+        going_on = [one for one in flight.batch if not is_ending(one.job)]
+        flight.ahead = Ahead({job.number for job, _ in going_on})
+        self._step_ended(going_on, self._clock.now())
         self._schedule(behind=flight)
 
     def _schedule(self, behind: Flight | None = None) -> None:
@@ -361,7 +362,8 @@ class StepLoop:
             in_flight -= ahead.going_on
         in_flight |= self._masked.waiting  # they run and starve as little as those
         jobs = self.policy.walk(now, in_flight)
-        batch = fill_batch(jobs, self.policy.limits, in_flight, self.kv)
+        limits = self.policy.limits.for_load(len(self._without_token), self._num_decodes)
+        batch = fill_batch(jobs, limits, in_flight, self.kv)
         for transfer in self.kv.transfers():
             self._copies[transfer.id] = transfer
             self._executor.copy(build_copy(transfer, self.kv.tiers.device.block_size))
@@ -369,7 +371,7 @@ class StepLoop:
             return None
         return batch
 
-    def _send(self, batch: list[tuple[Job, int]], behind: Flight | None) -> None:
+    def _send(self, batch: list[Scheduled], behind: Flight | None) -> None:
         """``batch``, in the step's order."""
         previous = None if behind is None else {n: row for row, n in enumerate(behind.rows)}
         copies = self.kv.copies
@@ -380,7 +382,8 @@ class StepLoop:
         started_s = self._clock.now()
         if self._last_result_s is not None and not self._flights:
             self._counters.between_s += started_s - self._last_result_s
-        self._flights.append(Flight({job.number: job for job, _ in batch}, step, copies, started_s))
+        self._flights.append(Flight(batch, step, copies, started_s))
+        self._num_decodes = step.num_decodes
         self._executor.submit(step)
 
     def _jobs_in_flight(self) -> dict[int, Job]:
@@ -413,22 +416,20 @@ class StepLoop:
                 self._release(job)  # it ended while the step ran
         self._apply(flight, result, now, elapsed_s)
         # Those that ended, now or before, are only forgotten: they sink to no other queue.
-        unfinished = [job for job in flight.rows.values() if job.state is not JobState.FINISHED]
         if ahead is None:
-            self._step_ended(unfinished, elapsed_s, now)
+            unfinished = [one for one in flight.batch if one.job.state is not JobState.FINISHED]
+            self._step_ended(unfinished, now)
         else:
-            going_on = [job for job in unfinished if job.number in ahead.going_on]
-            self.policy.overran(going_on, elapsed_s - ahead.counted_s, in_flight)
             self._count_preemptions(
                 job for job in ahead.set_aside if job.state is not JobState.FINISHED
             )
         if not flight.step.copy_from:
             self._on_iteration(flight.step, elapsed_s)
 
-    def _step_ended(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
+    def _step_ended(self, ran: Sequence[Scheduled], now: float) -> None:
         """For these of its jobs a step has ended, or counts as ended."""
-        self._returned += jobs
-        self.policy.iteration_done(jobs, elapsed_s, self._serving_time(now))
+        self._returned += [job for job, _ in ran]
+        self.policy.iteration_done(ran, self._serving_time(now))
 
     def _apply(self, flight: Flight, result: StepResult, now: float, elapsed_s: float) -> None:
         """Update the jobs of the step, and end those that end with it."""
@@ -447,6 +448,7 @@ class StepLoop:
             self._counters.latencies.new_token(job, now)
             if job.first_token_s is None:
                 job.first_token_s = now
+                self._without_token.remove(job.number)
             job.last_token_s = now
             self._counters.generation_tokens += 1
             reason = self._finish_reason(job, token.token_id)
@@ -483,6 +485,7 @@ class StepLoop:
     def _end(self, job: Job, reason: FinishReason) -> None:
         """Forget the job. What a running step uses is released when that step has ended."""
         del self._jobs[job.number]
+        self._without_token.discard(job.number)
         if not self._jobs:
             self.num_running = 0  # whatever steps still run
         job.state = JobState.FINISHED

@@ -41,7 +41,7 @@ class Limits:
     def of(cls, config: EngineConfig, max_model_len: int, num_blocks: int) -> Limits:
         """Those of an engine whose rank has ``num_blocks`` blocks."""
         return cls(
-            max_seqs=config.scheduler.max_num_seqs,
+            max_seqs=config.scheduler.most_seqs,
             max_batched_tokens=config.scheduler.max_num_batched_tokens,
             max_model_len=max_model_len,
             num_blocks=num_blocks,

@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from fastserve_backend.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSizes:
+    """Chunks of prefill to choose from, by how many jobs wait for what.
+
+    With chunks of c tokens, an iteration that takes t(c), a prefill token takes t(c) / c. Each
+    waiting prompt is delayed by that. So is each decode, but it gets 1 / c of a token meanwhile,
+    for which it needs t(1) anyhow. The best chunk makes the sum of all delays the least::
+
+        ((prompts + decodes) · t(c) − decodes · t(1)) / c
+
+    Up to the knee of the profile an iteration takes as long as without prefill, so with many
+    decodes the best chunk is there. With many prompts it is the largest.
+    """
+
+    seconds: Mapping[int, float]
+    """By size in tokens: how long an iteration with such a chunk alone takes."""
+    decode_s: float
+    """How long an iteration with one decode takes."""
+
+    def best(self, num_prompts: int, num_decodes: int) -> int:
+        """Tokens.
+
+        Args:
+            num_prompts: jobs that wait for their first token.
+            num_decodes: jobs that decode.
+        """
+        num_jobs = num_prompts + num_decodes
+        decodes_s = num_decodes * self.decode_s
+        return min(
+            self.seconds, key=lambda size: (num_jobs * self.seconds[size] - decodes_s) / size
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,30 +51,43 @@ class BatchLimits:
     """Prefill and decode tokens together; at least ``max_seqs``."""
     prefill_chunk_tokens: int | None = None
     """Most prefill tokens, all jobs together: a longer prefill runs in chunks, over several
-    iterations (Sarathi-Serve, Agrawal et al. 2024). None: every prefill runs whole that fits beside
-    a batch of decodes."""
+    iterations (Sarathi-Serve, Agrawal et al. 2024). None: a prefill runs in one iteration if it
+    fits beside a batch of decodes."""
+    chunk_sizes: ChunkSizes | None = None
+    """From which each iteration takes its ``prefill_chunk_tokens``. None: they stay as they are."""
+
+    def for_load(self, num_prompts: int, num_decodes: int) -> BatchLimits:
+        """The limits of one iteration; arguments as of ``ChunkSizes.best``."""
+        if self.chunk_sizes is None:
+            return self
+        chunk_tokens = self.chunk_sizes.best(num_prompts, num_decodes)
+        return BatchLimits(self.max_seqs, self.max_tokens, chunk_tokens)
 
     def tokens_of(
         self, needed: int, tokens_left: int, chunk_left: int | None, seats_left: int
     ) -> int:
-        """Of the tokens that a job needs, how many it gets in this iteration; 0 or less: none.
+        """Tokens that a job gets in this iteration, of those that it needs; 0 or less: none.
+
+        A prefill leaves one token for each seat behind it, so that no decode waits for tokens.
 
         Args:
             seats_left: of the batch, behind this job.
         """
-        if chunk_left is not None and needed > 1:
-            needed = min(needed, chunk_left, tokens_left)
-        if needed <= tokens_left:
+        if needed == 1:
+            return min(needed, tokens_left)
+        available = tokens_left - seats_left
+        if chunk_left is not None:
+            return min(needed, chunk_left, available)
+        if needed <= available:
             return needed
-        if needed > self.max_tokens - (self.max_seqs - 1):
-            # Jobs that decode might never leave room for the whole of it: it takes what those leave
-            # that may follow.
-            return tokens_left - seats_left
-        return 0
+        never_fits = needed > self.max_tokens - (self.max_seqs - 1)
+        return available if never_fits else 0
 
     def describe(self) -> str:
         chunk = self.prefill_chunk_tokens
         chunks = "" if chunk is None else f", prefill in chunks of {chunk}"
+        if self.chunk_sizes is not None:
+            chunks = f", prefill in chunks of {min(self.chunk_sizes.seconds)} to {chunk}"
         return f"at most {self.max_seqs} jobs and {self.max_tokens} tokens an iteration{chunks}"
 
 
@@ -58,6 +104,19 @@ class IterationTimes(Protocol):
     def prefill_s(self, num_tokens: int) -> float: ...
 
     def decode_s(self, context_tokens: int) -> float: ...
+
+
+def own_time_s(job: Job, num_tokens: int, times: IterationTimes) -> float:
+    """Seconds that the ``num_tokens`` tokens that a job ran last would have taken alone.
+
+    What other jobs of the same iteration ran does not count. A prefill in chunks costs as much in
+    all as the whole prefill.
+    """
+    if num_tokens == 1:
+        return times.decode_s(job.num_computed)
+    first = job.num_computed - num_tokens
+    before_s = times.prefill_s(first) if first else 0.0
+    return times.prefill_s(job.num_computed) - before_s
 
 
 def time_to_next_token(job: Job, times: IterationTimes) -> float:
@@ -146,14 +205,9 @@ class Policy(Protocol):
         """
         ...
 
-    def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        """The iteration of these jobs took ``elapsed_s``, or is predicted to; they have its tokens,
-        be they pending. Not called for those that are known to end with it."""
-        ...
-
-    def overran(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
-        """The latest iteration done of these jobs took so much longer than predicted; less than 0:
-        shorter. Those ``in_flight``, by number, are in the next one already."""
+    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+        """An iteration has ended, or counts as ended: these jobs ran these tokens in it. Their new
+        tokens may still be pending. Jobs that are known to end with it are left out."""
         ...
 
     def predicted(self, job: Job) -> None:
@@ -184,7 +238,10 @@ _MOST_PASSED_OVER = 4096
 
 
 def fill_batch(
-    jobs: Iterable[Job], limits: BatchLimits, in_flight: Collection[int], memory: Memory
+    jobs: Iterable[Job],
+    limits: BatchLimits,
+    in_flight: Collection[int],
+    memory: Memory,
 ) -> list[Scheduled]:
     """Take jobs in order while they fit, but for those in flight: with pipeline stages the next
     batch is chosen from the waiting jobs while others run (FastServe §4.3). Empty only if all are

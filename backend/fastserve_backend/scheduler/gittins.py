@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from fastserve_backend.config import Objective
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import BatchLimits, IterationTimes
-from fastserve_backend.scheduler.gittins_index import GittinsIndex
+from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, Scheduled
+from fastserve_backend.scheduler.gittins_index import Capacity, GittinsIndex
 from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
 from fastserve_backend.scheduler.length_distribution import (
     DistributionOfPredicted,
@@ -29,19 +29,24 @@ _MOST_NEWS = 200
 # Jobs that are put in order by a new index at each selection. All at once would hold up a step by
 # tens of milliseconds with 10,000 of them.
 _PLACED_AT_ONCE = 8
-_PROMOTED_KEY = -2.0  # the others have their indices, from 0 to 1, with a minus
+# Jobs with a turn, in the order in which those began. The others have their indices, up to some
+# hundreds, with a minus.
+_FIRST_TURN_KEY = -1e12
 
 
 class _Learned:
     """Lengths of all jobs, or of those of a class, and the index that follows from them."""
 
-    def __init__(self, lengths: LengthDistribution, objective: Objective) -> None:
+    def __init__(
+        self, lengths: LengthDistribution, objective: Objective, capacity: Capacity
+    ) -> None:
         self.lengths = lengths
         self._objective: Objective = objective
+        self._capacity = capacity
         self.update()
 
     def update(self) -> None:
-        self.index = GittinsIndex(self.lengths, self._objective)
+        self.index = GittinsIndex(self.lengths, self._objective, self._capacity)
 
 
 @dataclass(slots=True)
@@ -56,7 +61,8 @@ class _Entry:
 class Gittins(KeyedPolicy):
     """The job of the largest index runs first, at every token; of equal ones the first to arrive.
 
-    Jobs that starve come before all others, see ``Promotion``.
+    Jobs that starve come before all others, see ``Promotion``. Until a job has its first token, no
+    prediction puts it behind where it would stand without one.
     """
 
     name = "gittins"
@@ -67,20 +73,27 @@ class Gittins(KeyedPolicy):
         times: IterationTimes,
         *,
         max_model_len: int,
+        kv_tokens: int,
         objective: Objective,
         starvation_s: float,
     ) -> None:
+        """
+        Args:
+            kv_tokens: tokens whose K and V the device holds.
+        """
         super().__init__(limits)
         self._times = times
         self._objective: Objective = objective
+        self._capacity = Capacity(limits.max_seqs, kv_tokens)
         self._max_model_len = max_model_len
-        self._of_all = _Learned(LengthDistribution(max_model_len), objective)
+        lengths = LengthDistribution(max_model_len)
+        self._of_all = _Learned(lengths, objective, self._capacity)
         self._of_class: dict[int, _Learned] = {}
         self._ended_of_index = 0
         self._outdated: list[_Learned] = []
         self._num_to_place = 0  # jobs, from the first of the entries on, with keys of old indices
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        self._promotion = Promotion(starvation_s)
+        self._promotion = Promotion(starvation_s, limits.max_seqs)
 
     @property
     def num_promotions(self) -> int:
@@ -93,20 +106,23 @@ class Gittins(KeyedPolicy):
 
     def key(self, job: Job) -> float:
         if self._promotion.has_turn(job):
-            return _PROMOTED_KEY
+            return _FIRST_TURN_KEY + self._promotion.turn_number(job)
         extra = 0.0
         if job.num_uncomputed > 1:
-            # A prefill makes the iteration longer for all that are in it, a decode hardly.
+            # A prefill takes an iteration from all jobs, a decode hardly.
             prefill_s = self._times.prefill_s(job.num_uncomputed)
             decode_s = self._times.decode_s(job.num_tokens)
-            extra = self.limits.max_seqs * (prefill_s - decode_s) / decode_s
-        index = self._entries[job.number].learned[-1].index
-        return -index.of(extra, job.num_outputs, self._most_tokens(job))
+            extra = max(0.0, prefill_s - decode_s) / decode_s
+        learned = self._entries[job.number].learned
+        # The last of these knows the prediction.
+        which = learned[-1:] if job.num_outputs else learned
+        prompt, most = len(job.prompt_ids), self._most_tokens(job)
+        return -max(one.index.of(extra, prompt, job.num_outputs, most) for one in which)
 
     def add(self, job: Job, now: float) -> None:
         self._entries[job.number] = _Entry(job, self._learned_of(job))
         super().add(job, now)
-        self._promotion.begin(job, now)
+        self._promotion.start_waiting(job, now)
 
     def remove(self, job: Job) -> None:
         super().remove(job)
@@ -121,23 +137,17 @@ class Gittins(KeyedPolicy):
 
     def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
         self._place_some()
-        promoted = self._promotion.promote(now, in_flight)
-        if promoted is not None:
-            self._jobs.move(promoted, self.key(promoted))
+        changes = self._promotion.update(now, in_flight)
+        for job in changes.over + changes.begun:
+            self._jobs.move(job, self.key(job))
         return super().walk(now, in_flight)
 
-    def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        self._promotion.ran(jobs, elapsed_s)
-        for job in jobs:
-            self._promotion.begin(job, now)
+    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+        for job, _ in ran:
+            self._promotion.start_waiting(job, now)
             if job.output_ids:
                 self._pass(self._entries[job.number], job)
             self._jobs.move(job, self.key(job))
-
-    def overran(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
-        its_turn_is_over = self._promotion.ran(jobs, seconds, in_flight)
-        if its_turn_is_over is not None:
-            self._jobs.move(its_turn_is_over, self.key(its_turn_is_over))
 
     def predicted(self, job: Job) -> None:
         entry = self._entries[job.number]
@@ -161,7 +171,7 @@ class Gittins(KeyedPolicy):
         if name not in self._of_class:
             shortest = 2 ** (name - 1)
             lengths = DistributionOfPredicted(self._of_all.lengths, shortest, 2 * shortest)
-            self._of_class[name] = _Learned(lengths, self._objective)
+            self._of_class[name] = _Learned(lengths, self._objective, self._capacity)
         return self._of_all, self._of_class[name]
 
     def _most_tokens(self, job: Job) -> int:

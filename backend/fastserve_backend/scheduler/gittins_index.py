@@ -2,71 +2,104 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
 
 import numpy as np
 
 from fastserve_backend.config import Objective
 from fastserve_backend.scheduler.length_distribution import Array, LengthDistribution
 
-# How much longer than a decode a job's next token takes, in decodes: the rows of the table.
-_EXTRA_RATIO = 1.5
-_MOST_EXTRA = 10_000.0
+# How much longer than a decode a job's next token takes, in decodes: bins of the index.
+_EXTRA_RATIO = 2 ** (1 / 6)
+_LEAST_EXTRA, _MOST_EXTRA = 0.05, 10_000.0
+# Bins of prompt lengths. They only decide what a token's KV costs, so they may be wide.
+_PROMPT_RATIO = 1.25
+# What the end of a job with N tokens is worth: N to the power of minus this.
+_WORTH_EXPONENT: dict[Objective, float] = {
+    "normalized_latency": 1.0,
+    "balanced": 0.5,
+    "jct": 0.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the jobs of one iteration share."""
+
+    max_seqs: int
+    kv_tokens: int
+    """Tokens whose K and V the device holds."""
+
+    def share(self, prompt_tokens: int, num_tokens: Array) -> Array:
+        """Iterations' worth of the scarcer of seats and KV memory that a job's first
+        ``num_tokens`` output tokens take, shape of ``num_tokens``."""
+        seats = num_tokens / self.max_seqs
+        memory = (prompt_tokens * num_tokens + num_tokens**2 / 2) / self.kv_tokens
+        return np.maximum(seats, memory)
 
 
 class GittinsIndex:
-    """A table by extra time, age and most tokens, each in bins; a look-up costs O(1).
+    """Looks indices up by extra time, prompt length, age and most tokens, each in bins. A row of
+    all extra times is computed when it is first asked for; after that a look-up costs O(1).
 
-    For a job that has ``a`` tokens, whose next one takes ``x`` decodes longer than a decode, with N
-    the tokens that it will have and r(N) the worth of its end (1 for the mean JCT, 1 / N for the
-    mean normalized latency)::
+    For a job that has ``a`` tokens and whose next one takes ``x`` iterations of prefill, with N the
+    tokens that it will have, r(N) = N^-p the worth of its end, and c(n) the iterations' worth of
+    seats or KV memory that its tokens up to the n-th take::
 
                         E[ r(N) ; N ≤ b | N > a ]
-        G(a) = max    ─────────────────────────────
-               b > a   x + E[ min(N, b) − a | N > a ]
+        G(a) = max    ─────────────────────────────────
+               b > a   x + E[ c(min(N, b)) − c(a) | N > a ]
 
     the worth that is to be had for each unit of time spent on the job, if it is given up at ``b``
     tokens, for the best ``b``. On one server that always runs the job of the largest index, the
     mean of r(N) · JCT is the least that is possible without knowing N (Gittins 1979; for jobs
-    of unknown size Aalto, Ayesta and Righter 2009, Scully and Harchol-Balter 2018).
+    of unknown size Aalto, Ayesta and Righter 2009, Scully and Harchol-Balter 2018). p is 0 for the
+    mean JCT, 1 for the mean normalized latency, and ½ for a balance of both.
     """
 
-    def __init__(self, lengths: LengthDistribution, objective: Objective) -> None:
+    def __init__(
+        self, lengths: LengthDistribution, objective: Objective, capacity: Capacity
+    ) -> None:
+        self._exponent = _WORTH_EXPONENT[objective]
+        self._capacity = capacity
         self._edges = lengths.edges
-        self._extras = [0.0, 1.0]
+        self._survival = lengths.survival()
+        self._extras = [0.0, _LEAST_EXTRA]
         while self._extras[-1] < _MOST_EXTRA:
             self._extras.append(self._extras[-1] * _EXTRA_RATIO)
-        # Lists: reading one number of an array takes ten times as long.
-        self._table: list[list[list[float]]] = self._compute(lengths.survival(), objective).tolist()
+        # By bins of prompt, age and most tokens. Lists: reading one number of an array takes ten
+        # times as long.
+        self._rows: dict[tuple[int, int, int], list[float]] = {}
 
-    def _compute(self, survival: Array, objective: Objective) -> Array:
-        """Shape [extra, age, most tokens]; an age must be below the most tokens."""
-        edges = np.asarray(self._edges, dtype=np.float64)
-        middles = (edges[:-1] + 1 + edges[1:]) / 2  # of the lengths in each bin
-        is_jct = objective == "jct"
-        # [age, b], of the jobs that reach the age: worth and tokens until b.
-        ended = survival[:, :-1] - survival[:, 1:]
-        worth = _sums(ended if is_jct else ended / middles)
-        ages = edges[:, None]
-        tokens = _sums(ended * middles) - ages * (1 - survival) + survival * (edges - ages)
-        time = tokens + np.asarray(self._extras)[:, None, None]
-        is_after = edges > ages
-        ratio = np.divide(worth, time, out=np.zeros_like(time), where=is_after)
-        # Those that reach the most tokens end there.
-        last = survival * (1.0 if is_jct else 1 / np.maximum(edges, 1))
-        ratio_last = np.divide(worth + last, time, out=np.zeros_like(time), where=is_after)
-        table: Array = np.maximum(np.maximum.accumulate(ratio, axis=2), ratio_last)
-        return table
-
-    def of(self, extra: float, num_tokens: int, max_tokens: int) -> float:
+    def of(self, extra: float, prompt_tokens: int, num_tokens: int, max_tokens: int) -> float:
         """Of a job with ``num_tokens`` that ends at ``max_tokens`` at the latest, whose next token
-        takes ``extra`` decodes longer than a decode. Larger is to run sooner."""
-        by_age = self._table[max(0, bisect_right(self._extras, extra) - 1)]
-        by_most = by_age[bisect_right(self._edges, num_tokens) - 1]
-        return by_most[min(bisect_left(self._edges, max_tokens), len(self._edges) - 1)]
+        takes ``extra`` iterations longer than a decode. Larger is to run sooner."""
+        prompt = round(math.log(max(1, prompt_tokens), _PROMPT_RATIO))
+        age = bisect_right(self._edges, num_tokens) - 1
+        most = max(age + 1, min(bisect_left(self._edges, max_tokens), len(self._edges) - 1))
+        key = (prompt, age, most)
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = self._row(round(_PROMPT_RATIO**prompt), age, most)
+        return row[max(0, bisect_right(self._extras, extra) - 1)]
 
-
-def _sums(values: Array) -> Array:
-    """[i, j]: the sum of ``values[i, :j]``."""
-    sums: Array = np.pad(np.cumsum(values, axis=1), ((0, 0), (1, 0)))
-    return sums
+    def _row(self, prompt_tokens: int, age: int, most: int) -> list[float]:
+        """Of all extra times; the age must be below the most tokens. Ages and most tokens are
+        numbers of edges."""
+        edges = np.asarray(self._edges[age : most + 1], dtype=np.float64)
+        middles = (edges[:-1] + 1 + edges[1:]) / 2  # of the lengths in each bin
+        survival = self._survival[age, age : most + 1]
+        ended = survival[:-1] - survival[1:]
+        # For each bin as the last that the job may use: worth, and what it takes until there.
+        worth = np.cumsum(ended * middles**-self._exponent)
+        # Those that reach the most tokens end there.
+        worth[-1] += survival[-1] * edges[-1] ** -self._exponent
+        spent = self._capacity.share(prompt_tokens, edges[:1])
+        until_end = self._capacity.share(prompt_tokens, middles) - spent
+        until_edge = self._capacity.share(prompt_tokens, edges[1:]) - spent
+        taken = np.cumsum(ended * until_end) + survival[1:] * until_edge
+        time = np.asarray(self._extras)[:, None] + taken
+        row: list[float] = (worth / time).max(axis=1).tolist()
+        return row

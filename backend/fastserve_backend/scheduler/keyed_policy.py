@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import BatchLimits, Urgency
+from fastserve_backend.scheduler.base import BatchLimits, Scheduled, Urgency
 from fastserve_backend.scheduler.ordered_jobs import OrderedJobs
 
 
@@ -41,10 +41,7 @@ class KeyedPolicy:
     def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
         return self._jobs
 
-    def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        pass
-
-    def overran(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
+    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
         pass
 
     def predicted(self, job: Job) -> None:

@@ -4,6 +4,10 @@ Queues Q1 (level 0) to Qn with quanta ``base · ratio^level``. A job sinks as it
 that short jobs overtake long ones at every token although nobody knows which are short. A job that
 has waited too long is promoted to Q1 (FastServe §4.1, Algorithm 1), where it has its turn before
 all others, see ``Promotion``.
+
+A job uses up its quantum by the time that its own tokens take (``own_time_s``). The paper charges
+it for the whole iteration. With prefill in chunks a decode would then pay for others' prompts, and
+sink although it ran little.
 """
 
 from __future__ import annotations
@@ -14,8 +18,17 @@ from dataclasses import dataclass
 from itertools import chain, count
 
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import BatchLimits, Urgency
+from fastserve_backend.scheduler.base import (
+    BatchLimits,
+    IterationTimes,
+    Scheduled,
+    Urgency,
+    own_time_s,
+)
 from fastserve_backend.scheduler.promotion import Promotion
+
+# Jobs with a turn stand before all others in Q1.
+_FIRST_TICKET = -(2**62)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +54,7 @@ class _Entry:
 
     num_tokens: int  # of the job when it entered this level
     ticket: int  # ascends along each queue
-    used_s: float = 0.0  # execution time at this level
+    used_s: float = 0.0  # time of the job's own tokens at this level
 
 
 class MLFQ:
@@ -52,9 +65,10 @@ class MLFQ:
 
     name = "mlfq"
 
-    def __init__(self, limits: BatchLimits, quanta: Quanta) -> None:
+    def __init__(self, limits: BatchLimits, quanta: Quanta, times: IterationTimes) -> None:
         self.limits = limits
         self._quanta = quanta
+        self._times = times
         num_queues, quantum_s = 1, quanta.base_s()
         while quantum_s < quanta.longest_job_s:
             quantum_s *= quanta.ratio
@@ -62,7 +76,7 @@ class MLFQ:
         # FIFOs with O(1) removal from anywhere; a plain dict walks over what was removed in front.
         self._queues: list[OrderedDict[int, Job]] = [OrderedDict() for _ in range(num_queues)]
         self._entries: dict[int, _Entry] = {}
-        self._promotion = Promotion(quanta.starvation_s)
+        self._promotion = Promotion(quanta.starvation_s, limits.max_seqs)
         self._tickets = count()
         self.num_demotions = 0
         self.quanta_s: tuple[float, ...] = ()
@@ -89,7 +103,7 @@ class MLFQ:
         job.queue_level = self.join_level(job)
         self._entries[job.number] = _Entry(job.num_tokens, next(self._tickets))
         self._queues[job.queue_level][job.number] = job
-        self._promotion.begin(job, now)
+        self._promotion.start_waiting(job, now)
 
     def remove(self, job: Job) -> None:
         del self._entries[job.number]
@@ -97,21 +111,30 @@ class MLFQ:
         self._promotion.remove(job)
 
     def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
-        promoted = self._promotion.promote(now, in_flight)
-        if promoted is not None:
-            entry = self._entries[promoted.number]
-            self._move(promoted, entry, 0)
-            self._queues[0].move_to_end(promoted.number, last=False)
-            entry.ticket = -entry.ticket
+        changes = self._promotion.update(now, in_flight)
+        for job in changes.over:
+            self._move(job, self._entries[job.number], 0)
+        for job in changes.begun:
+            self._move(job, self._entries[job.number], 0)
+            self._entries[job.number].ticket = _FIRST_TICKET + self._promotion.turn_number(job)
+        if changes.begun:
+            for job in reversed(list(self._promotion.jobs_with_turns())):
+                self._queues[0].move_to_end(job.number, last=False)
         return chain.from_iterable(queue.values() for queue in self._queues)
 
-    def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        self._charge(jobs, elapsed_s, in_flight=())
-        for job in jobs:
-            self._promotion.begin(job, now)
-
-    def overran(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
-        self._charge(jobs, seconds, in_flight)
+    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+        for job, num_tokens in ran:
+            entry = self._entries[job.number]
+            entry.used_s += own_time_s(job, num_tokens, self._times)
+            self._promotion.start_waiting(job, now)
+            if self.has_turn(job):
+                continue
+            used_up = entry.used_s >= self.quanta_s[job.queue_level]
+            # Never within a prefill in chunks: when KV memory is short, jobs that sink before they
+            # have a token could take each other's KV for ever.
+            has_token = job.num_tokens > entry.num_tokens
+            if used_up and has_token:
+                self._demote(job, entry)
 
     def predicted(self, job: Job) -> None:
         pass  # its order knows nothing of output lengths
@@ -159,24 +182,6 @@ class MLFQ:
             f"{self.quanta_s[-1] * 1e3:.0f} ms (ratio {self._quanta.ratio:g}), promotion after "
             f"{self._quanta.starvation_s * 1e3:.0f} ms, {self.limits.describe()}"
         )
-
-    def _charge(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
-        """The jobs ran for so long; who used a quantum up by that sinks, but not while it runs or
-        has its turn."""
-        its_turn_is_over = self._promotion.ran(jobs, seconds, in_flight)
-        for job in jobs:
-            entry = self._entries[job.number]
-            entry.used_s += seconds
-            if self.has_turn(job):
-                continue
-            used_up = entry.used_s >= self.quanta_s[job.queue_level]
-            # Never within a prefill in chunks: when KV memory is short, jobs that sink before they
-            # have a token could take each other's KV for ever.
-            has_token = job.num_tokens > entry.num_tokens
-            if used_up and has_token and job.number not in in_flight:
-                self._demote(job, entry)
-        if its_turn_is_over is not None and its_turn_is_over.queue_level == 0:
-            self._move(its_turn_is_over, self._entries[its_turn_is_over.number], 0)
 
     def _demote(self, job: Job, entry: _Entry) -> None:
         if job.queue_level == len(self._queues) - 1:

@@ -1,91 +1,136 @@
-"""Jobs that have waited too long come first, one at a time: what keeps jobs from starving."""
+"""Starving jobs run before all others, a few at a time: the bound on waiting."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from fastserve_backend.job import Job
 
-# Turns within the starvation threshold.
-_TURNS = 10
+# A turn lasts for this share of the starvation threshold.
+_TURN_SHARE = 0.1
+# Jobs that have a turn at once, of the seats of a batch. With all seats the queue would be
+# round-robin under overload; with one, the wait of the last starving job grows with their number.
+_SEAT_SHARE = 0.25
+
+
+class TurnChanges(NamedTuple):
+    """What a selection changes."""
+
+    begun: list[Job]
+    """In the order in which they starved."""
+    over: list[Job]
+
+
+@dataclass(slots=True)
+class _Turn:
+    job: Job
+    number: int  # ascends
+    waited_since_s: float
+    ends_s: float
+    num_tokens: int  # outputs of the job when its turn began
 
 
 class Promotion:
-    """Jobs by the time at which they last ran, or arrived, and the one that has its turn.
+    """Knows since when each job waits, and which jobs have a turn.
 
-    A job that has waited for ``starvation_s`` is promoted: it comes before all others until it has
-    run for a tenth of that time. One has its turn at a time, the one that waited longest first, so
-    a job waits for ``starvation_s`` and the turns of those that starved before it. FastServe
-    promotes all of them at once, each for a quantum (§4.1, Algorithm 1). Where jobs' KV exceeds
-    the memory, each of those is swapped in, or computed again, for one token, and the longer the
-    queue, the less the server gets done.
+    A job that has not run for ``starvation_s`` (since its arrival, if it never ran) starves. The
+    job that has starved longest gets the next free turn: it comes before all others for a tenth of
+    ``starvation_s``, and until it has a token. There are ``num_turns`` turns, a quarter of the
+    seats of a batch. So of S starving jobs none waits longer than::
 
-    Each operation costs O(1), but ``promote`` goes over those in flight that it leaves out.
+        starvation_s + ceil(S / num_turns) · (turn_s + num_turns · token_s)
+
+    ``token_s`` is the longest time in which one job gets its KV back and computes a token.
+
+    FastServe promotes all starving jobs at once, each for a quantum (§4.1, Algorithm 1). Where
+    their KV exceeds the memory, each of them is swapped in for one token, and the server does less
+    the longer the queue is.
+
+    Every operation costs O(1), ``update`` O(turns + jobs in flight).
     """
 
-    def __init__(self, starvation_s: float) -> None:
+    def __init__(self, starvation_s: float, max_seqs: int) -> None:
         self.starvation_s = starvation_s
+        self.turn_s = starvation_s * _TURN_SHARE
+        self.num_turns = max(1, int(max_seqs * _SEAT_SHARE))
         self.num_promotions = 0
-        # A job is appended again when it ran, so the first has waited longest, but for arrivals
-        # during an iteration: those stand behind the jobs that ran in it, and are found at most
-        # that iteration late.
+        # A job is appended again when it ran, so the first has waited longest. A job that arrives
+        # during an iteration stands behind those that ran in it: it is found that iteration late.
         self._waiting: OrderedDict[int, tuple[float, Job]] = OrderedDict()
-        self._promoted: Job | None = None
-        self._turn_s = 0.0  # that it may still run
-        self._turn_tokens = 0  # that it had when its turn began
+        self._turns: dict[int, _Turn] = {}  # by job number, in order of their beginning
 
-    def begin(self, job: Job, now: float) -> None:
-        """The job waits from now on: it arrived, or an iteration of it ended."""
-        self._waiting.pop(job.number, None)
-        self._waiting[job.number] = (now, job)
+    def start_waiting(self, job: Job, now: float) -> None:
+        """The job arrived, or an iteration of it ended."""
+        if job.number not in self._turns:
+            self._waiting.pop(job.number, None)
+            self._waiting[job.number] = (now, job)
 
     def remove(self, job: Job) -> None:
-        """The job ended, or its order is another's from now on."""
+        """The job ended, or another policy orders it from now on."""
         self._waiting.pop(job.number, None)
-        if job is self._promoted:
-            self._promoted = None
+        self._turns.pop(job.number, None)
 
     def has_turn(self, job: Job) -> bool:
-        return job is self._promoted
+        return job.number in self._turns
 
-    def promote(self, now: float, in_flight: Collection[int]) -> Job | None:
-        """The job whose turn begins now, if one's does; those in flight do not starve."""
-        if self._promoted is not None:
-            return None
-        for number, (since, job) in self._waiting.items():
-            if now - since < self.starvation_s:
-                return None
-            if number not in in_flight:
-                del self._waiting[number]
-                self._promoted = job
-                self._turn_s = self.starvation_s / _TURNS
-                self._turn_tokens = job.num_outputs
-                self.num_promotions += 1
-                return job
-        return None
+    def turn_number(self, job: Job) -> int:
+        """Ascends in the order in which turns began; the job has one."""
+        return self._turns[job.number].number
 
-    def ran(
-        self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int] = ()
-    ) -> Job | None:
-        """These jobs ran for so long. Returns the one whose turn is over with that, if it is: not
-        while the job is in flight."""
-        job = self._promoted
-        if job is None or job not in jobs:
-            return None
-        self._turn_s -= seconds
-        # Never without a token: when KV memory is short, jobs whose turns end within their prefills
-        # could take each other's KV for ever.
-        has_token = job.num_outputs > self._turn_tokens
-        if self._turn_s > 0 or not has_token or job.number in in_flight:
-            return None
-        self._promoted = None
-        return job
+    def jobs_with_turns(self) -> Iterable[Job]:
+        """The first to have begun its turn comes first."""
+        return (turn.job for turn in self._turns.values())
+
+    def update(self, now: float, in_flight: Collection[int]) -> TurnChanges:
+        """End turns and begin others.
+
+        Args:
+            in_flight: jobs of unfinished iterations. They do not starve, and keep their turns.
+        """
+        over = [turn for turn in self._turns.values() if self._is_over(turn, now, in_flight)]
+        for turn in over:
+            del self._turns[turn.job.number]
+            if turn.job.waits_for_mask:  # it could not use its turn, and starves still
+                self._waiting[turn.job.number] = (turn.waited_since_s, turn.job)
+                self._waiting.move_to_end(turn.job.number, last=False)
+            else:
+                self._waiting[turn.job.number] = (now, turn.job)
+        return TurnChanges(self._begin_turns(now, in_flight), [turn.job for turn in over])
 
     def turn_in(self, job: Job, now: float) -> float | None:
-        """Seconds until the job's turn, at least 0, if it is the one to have the next turn."""
+        """Seconds until the job's turn, at least 0. None: another job has the next turn."""
         first = next(iter(self._waiting), None)
         if job.number != first:
             return None
-        starves_in = self._waiting[first][0] + self.starvation_s - now
-        return max(0.0, starves_in, 0.0 if self._promoted is None else self._turn_s)
+        starves_s = self._waiting[first][0] + self.starvation_s
+        if len(self._turns) == self.num_turns:
+            starves_s = max(starves_s, min(turn.ends_s for turn in self._turns.values()))
+        return max(0.0, starves_s - now)
+
+    def _is_over(self, turn: _Turn, now: float, in_flight: Collection[int]) -> bool:
+        job = turn.job
+        if job.waits_for_mask:
+            return True
+        # Never without a token: when KV memory is short, jobs whose turns end within their prefills
+        # could take each other's KV for ever.
+        has_token = job.num_outputs > turn.num_tokens
+        return now >= turn.ends_s and has_token and job.number not in in_flight
+
+    def _begin_turns(self, now: float, in_flight: Collection[int]) -> list[Job]:
+        begun: list[Job] = []
+        num_free = self.num_turns - len(self._turns)
+        for number, (since_s, job) in self._waiting.items():
+            if len(begun) == num_free or now - since_s < self.starvation_s:
+                break
+            if number in in_flight:
+                continue
+            self.num_promotions += 1
+            ends_s = now + self.turn_s
+            self._turns[number] = _Turn(job, self.num_promotions, since_s, ends_s, job.num_outputs)
+            begun.append(job)
+        for job in begun:
+            del self._waiting[job.number]
+        return begun

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from fastserve_backend.config import SchedulerSection
-from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, Policy
+from fastserve_backend.profile.iteration import LatencyModel
+from fastserve_backend.scheduler.base import IterationTimes, Policy
+from fastserve_backend.scheduler.batch_limits import batch_limits
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.gittins import Gittins
@@ -22,9 +24,15 @@ STARVATION_TOKENS = 100
 AGING = 0.1
 
 
-def make_policy(config: SchedulerSection, times: IterationTimes, max_model_len: int) -> Policy:
-    """The policy that ``config.policy`` names; derived values come from ``times`` and the SLO."""
-    limits = _batch_limits(config, max_model_len)
+def make_policy(
+    config: SchedulerSection, times: LatencyModel, *, max_model_len: int, kv_tokens: int
+) -> Policy:
+    """The policy that ``config.policy`` names; derived values come from ``times`` and the SLO.
+
+    Args:
+        kv_tokens: tokens whose K and V the device holds.
+    """
+    limits = batch_limits(config, times, max_model_len=max_model_len, kv_tokens=kv_tokens)
     if config.policy == "fcfs":
         return FCFS(limits)
     if config.policy == "fixed_priority":
@@ -36,22 +44,16 @@ def make_policy(config: SchedulerSection, times: IterationTimes, max_model_len: 
             limits,
             times,
             max_model_len=max_model_len,
+            kv_tokens=kv_tokens,
             objective=config.objective,
             starvation_s=_starvation_s(config),
         )
     quanta = _quanta(config, times, max_model_len)
     if config.policy == "mlfq":
-        return MLFQ(limits, quanta)
+        return MLFQ(limits, quanta, times)
     if config.policy == "speculative":
         return Speculative(limits, quanta, times, AGING)
     return SkipJoinMLFQ(limits, quanta, times)
-
-
-def _batch_limits(config: SchedulerSection, max_model_len: int) -> BatchLimits:
-    chunk_tokens = config.prefill_chunk_tokens
-    if chunk_tokens is None and config.max_num_batched_tokens < max_model_len:
-        chunk_tokens = config.max_num_batched_tokens  # or the longest prompts could never run
-    return BatchLimits(config.max_num_seqs, config.max_num_batched_tokens, chunk_tokens)
 
 
 def _quanta(config: SchedulerSection, times: IterationTimes, max_model_len: int) -> Quanta:

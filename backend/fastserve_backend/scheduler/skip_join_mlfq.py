@@ -8,8 +8,8 @@ above, and is demoted past queues whose quantum its next iteration would not fit
 from __future__ import annotations
 
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, time_to_next_token
-from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
+from fastserve_backend.scheduler.base import time_to_next_token
+from fastserve_backend.scheduler.mlfq import MLFQ
 
 
 class SkipJoinMLFQ(MLFQ):
@@ -19,10 +19,6 @@ class SkipJoinMLFQ(MLFQ):
     """
 
     name = "skip_join_mlfq"
-
-    def __init__(self, limits: BatchLimits, quanta: Quanta, times: IterationTimes) -> None:
-        super().__init__(limits, quanta)
-        self._times = times
 
     def join_level(self, job: Job) -> int:
         return self._level_for(job, highest=0)

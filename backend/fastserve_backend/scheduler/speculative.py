@@ -15,6 +15,7 @@ from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import (
     BatchLimits,
     IterationTimes,
+    Scheduled,
     Urgency,
     time_to_next_token,
 )
@@ -44,6 +45,9 @@ class Speculative:
     prediction is in a queue of skip-join MLFQ. The first job there stands beside those with a
     prediction as if its queue's quantum were its remaining time; with no prediction at all the
     schedule is that of skip-join MLFQ.
+
+    **First tokens**: until a job has its first token, no prediction puts it behind where it would
+    stand without one.
 
     ``job.queue_level`` of a job with a prediction is the queue whose quantum covers its remaining
     time, and ``level_sizes`` counts it there.
@@ -95,7 +99,7 @@ class Speculative:
     def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
         queued = iter(self._queues.walk(now, in_flight))
         first = next(queued, None)
-        if first is not None and self._queues.has_turn(first):
+        while first is not None and self._queues.has_turn(first):
             yield first  # before those with a prediction too
             first = next(queued, None)
         for key, job in self._order.items():
@@ -107,16 +111,16 @@ class Speculative:
             yield first
             yield from queued
 
-    def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        self._queues.iteration_done(self._queued(jobs), elapsed_s, now)
-        for job in jobs:
-            entry = self._entries[job.number]
-            if entry.num_tokens is not None:
-                self._num_outlived += job.num_outputs > entry.num_tokens
-                self._order.move(job, self._key_if(job, entry.num_tokens))
-
-    def overran(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
-        self._queues.overran(self._queued(jobs), seconds, in_flight)
+    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+        queued = []
+        for one in ran:
+            entry = self._entries[one.job.number]
+            if entry.num_tokens is None:
+                queued.append(one)
+            else:
+                self._num_outlived += one.job.num_outputs > entry.num_tokens
+                self._order.move(one.job, self._key_if(one.job, entry.num_tokens))
+        self._queues.iteration_done(queued, now)
 
     def predicted(self, job: Job) -> None:
         assert job.predicted_tokens is not None
@@ -171,10 +175,6 @@ class Speculative:
             f"{self._queues.describe()}"
         )
 
-    def _queued(self, jobs: Sequence[Job]) -> list[Job]:
-        """Those of these jobs that have no prediction."""
-        return [job for job in jobs if self._entries[job.number].num_tokens is None]
-
     def _queued_key(self, job: Job) -> float:
         """Of a job in a queue, beside jobs with a prediction."""
         quantum_s = self._queues.quanta_s[job.queue_level]
@@ -204,7 +204,10 @@ class Speculative:
         self._ordered_sizes[job.queue_level] -= 1
         job.queue_level = self._level_of(entry.remaining_s)
         self._ordered_sizes[job.queue_level] += 1
-        return entry.remaining_s + self._aging * entry.arrived_s
+        remaining_s = entry.remaining_s
+        if job.num_outputs == 0:
+            remaining_s = min(remaining_s, self.quanta_s[self._queues.join_level(job)])
+        return remaining_s + self._aging * entry.arrived_s
 
     def _remaining_s(self, job: Job, num_tokens: int) -> float:
         """ALISE's T_pre + T_dec: what is left of the prefill, and the decodes after that, each as

@@ -9,7 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, time_to_next_token
+from fastserve_backend.scheduler.base import (
+    BatchLimits,
+    IterationTimes,
+    Scheduled,
+    time_to_next_token,
+)
 from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
 
 
@@ -29,8 +34,8 @@ class SRPT(KeyedPolicy):
             job.num_tokens
         )
 
-    def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        for job in jobs:
+    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+        for job, _ in ran:
             self._jobs.move(job, self.key(job))
 
     def recalibrate(self) -> None:

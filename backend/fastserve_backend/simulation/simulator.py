@@ -69,7 +69,12 @@ def simulate(
         raise ValueError(f"a job is longer than {capacity} tokens")
     clock = VirtualClock()
     executor = SimulatedExecutor(latency, clock, memory.link)
-    policy = make_policy(scheduler, latency, max_model_len)
+    policy = make_policy(
+        scheduler,
+        latency,
+        max_model_len=max_model_len,
+        kv_tokens=memory.num_blocks * kv_cache.block_size,
+    )
     counters = EngineCounters(LatencyHistograms(scheduler.slo_ms / 1e3))
     tiers = TwoTierKV(
         memory.num_blocks,

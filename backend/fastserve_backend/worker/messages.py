@@ -73,7 +73,7 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
             device_blocks=kv.device_blocks,
             swap_space_gib=kv.swap_space_gib if kv.is_swapping else 0.0,
             host_dtype=kv.host_dtype,
-            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_seqs=config.scheduler.most_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         )
 

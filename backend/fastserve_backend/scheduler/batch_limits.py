@@ -1,0 +1,78 @@
+"""The bounds of an iteration that the configuration leaves open (``auto``), from the profile."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+
+from fastserve_backend.config import SchedulerSection
+from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+from fastserve_backend.scheduler.base import BatchLimits, ChunkSizes
+
+# An iteration may take this share of slo_ms, so that the queue leaves a job most of its objective.
+_ITERATION_SHARE = 0.25
+# Or so many decodes of one job, whatever slo_ms is: then half of it is spent on prefill.
+_MOST_DECODES = 2.0
+# The smallest chunk makes an iteration so much longer than a decode, which is about the knee of
+# the profile: there, computing tokens takes as long as reading the weights, which is done anyhow.
+_KNEE_DECODES = 1.25
+# Each size of chunk over the one before it.
+_SIZE_RATIO = 2**0.5
+# A seat needs KV memory for so many tokens at least: a short prompt and its answer.
+_SEAT_TOKENS = 64
+
+
+def batch_limits(
+    config: SchedulerSection, times: LatencyModel, *, max_model_len: int, kv_tokens: int
+) -> BatchLimits:
+    """What ``config`` sets, and for ``auto`` what the profile and the KV memory carry.
+
+    Args:
+        kv_tokens: tokens whose K and V the device holds.
+    """
+    max_tokens = config.max_num_batched_tokens
+    longest_s = max(_MOST_DECODES * times.decode_s(1), _ITERATION_SHARE * config.slo_ms / 1e3)
+    max_seqs = config.max_num_seqs
+    if max_seqs == "auto":
+        max_seqs = _auto_seqs(config.most_seqs, times, longest_s, max_model_len, kv_tokens)
+    chunk = config.prefill_chunk_tokens
+    if chunk == "whole":
+        # Or the longest prompts could never run.
+        return BatchLimits(max_seqs, max_tokens, max_tokens if max_tokens < max_model_len else None)
+    if chunk != "auto":
+        return BatchLimits(max_seqs, max_tokens, chunk)
+    most = max(1, max_tokens - (max_seqs - 1))
+    largest = _largest(most, times.prefill_s, longest_s)
+    smallest = _largest(most, times.prefill_s, _KNEE_DECODES * times.decode_s(1))
+    return BatchLimits(max_seqs, max_tokens, largest, _chunk_sizes(times, smallest, largest))
+
+
+def _auto_seqs(
+    most: int, times: LatencyModel, longest_s: float, max_model_len: int, kv_tokens: int
+) -> int:
+    """Jobs that decode within ``longest_s`` while they fill the KV memory."""
+
+    def decodes_s(num_jobs: int) -> float:
+        context = min(max_model_len, max(1, kv_tokens // num_jobs))
+        return times.iteration_s(IterationLoad.of([(context - 1, 1, True)] * num_jobs))
+
+    by_memory = max(1, kv_tokens // min(max_model_len, _SEAT_TOKENS))
+    return _largest(min(most, by_memory), decodes_s, longest_s)
+
+
+def _chunk_sizes(times: LatencyModel, smallest: int, largest: int) -> ChunkSizes | None:
+    sizes = {largest}
+    size = float(smallest)
+    while size < largest:
+        sizes.add(round(size))
+        size *= _SIZE_RATIO
+    if len(sizes) == 1:
+        return None
+    seconds = {size: times.prefill_s(size) for size in sorted(sizes)}
+    return ChunkSizes(seconds, times.decode_s(1))
+
+
+def _largest(most: int, seconds: Callable[[int], float], limit_s: float) -> int:
+    """The largest number from 1 to ``most`` that takes no longer than ``limit_s``; at least 1.
+    More never takes less."""
+    return max(1, bisect_right(range(1, most + 1), limit_s, key=seconds))

@@ -71,6 +71,12 @@ class System:
         return kv_cache(**{"swap_space_gib": gib, **keys})
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens whose K and V the GPUs hold."""
+        memory = memory_of_roofline(self.latency, self.config, self.swapping())
+        return memory.num_blocks * BLOCK_SIZE
+
+    @property
     def decode_s(self) -> float:
         """One decode iteration of a full batch."""
         load = IterationLoad.of([(_TYPICAL_CONTEXT - 1, 1, True)] * BATCH)
@@ -139,7 +145,9 @@ class Run:
 
 
 def scheduler(policy: str, max_num_seqs: int = BATCH, **keys: Any) -> SchedulerSection:
-    keys = {"policy": policy, "max_num_seqs": max_num_seqs, **keys}
+    """The paper's testbed: whole prefills, and the objective of its figures."""
+    testbed = {"prefill_chunk_tokens": "whole", "objective": "normalized_latency"}
+    keys = {"policy": policy, "max_num_seqs": max_num_seqs, **testbed, **keys}
     return EngineConfig().with_keys(**keys).scheduler
 
 

@@ -70,7 +70,12 @@ def main(argv: Sequence[str] | None = None) -> Table:
     )
     for (rate, index), summary in zip(points, summaries, strict=True):
         config = scheduler("skip_join_mlfq", **settings[index])
-        policy = make_policy(config, OPT_13B.latency, MAX_MODEL_LEN)
+        policy = make_policy(
+            config,
+            OPT_13B.latency,
+            max_model_len=MAX_MODEL_LEN,
+            kv_tokens=OPT_13B.kv_tokens,
+        )
         name, value = next(iter(settings[index].items()))
         table.add_row(
             f"{rate:g}, {name} {value:g}",

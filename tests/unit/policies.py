@@ -26,6 +26,7 @@ POLICIES = (
     "speculative",
 )
 NEVER_S = 1e9
+ENDLESS = 10**12  # KV memory in tokens, where seats are scarcer
 AGING = 0.5  # of speculative
 
 
@@ -40,6 +41,9 @@ class LinearTimes:
         return max(self.least_s, num_tokens * self.token_s)
 
     def decode_s(self, context_tokens: int) -> float:
+        return 1.0
+
+    def decodes_s(self, num_jobs: int, context_tokens: int) -> float:
         return 1.0
 
 
@@ -59,7 +63,7 @@ def one_job() -> BatchLimits:
 def mlfq(
     limits: BatchLimits | None = None, starvation_s: float = NEVER_S, longest: float = 64.0
 ) -> MLFQ:
-    return MLFQ(limits or one_job(), quanta(longest, starvation_s))
+    return MLFQ(limits or one_job(), quanta(longest, starvation_s), TIMES)
 
 
 def skip_join(
@@ -88,9 +92,16 @@ def make(
     if name == "srpt":
         return SRPT(limits, times)
     if name == "gittins":
-        return Gittins(limits, times, max_model_len=100, objective="jct", starvation_s=starvation_s)
+        return Gittins(
+            limits,
+            times,
+            max_model_len=100,
+            kv_tokens=ENDLESS,
+            objective="jct",
+            starvation_s=starvation_s,
+        )
     if name == "mlfq":
-        return MLFQ(limits, quanta(longest, starvation_s))
+        return MLFQ(limits, quanta(longest, starvation_s), times)
     if name == "speculative":
         return Speculative(limits, quanta(longest, starvation_s), times, AGING)
     return SkipJoinMLFQ(limits, quanta(longest, starvation_s), times)
@@ -117,6 +128,5 @@ def iterate(policy: Policy, now: float, elapsed_s: float = 1.0) -> list[Job]:
     batch = select(policy, now)
     for job, num_tokens in batch:
         run_iteration(job, num_tokens)
-    jobs = [job for job, _ in batch]
-    policy.iteration_done(jobs, elapsed_s, now + elapsed_s)
-    return jobs
+    policy.iteration_done(batch, now + elapsed_s)
+    return [job for job, _ in batch]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import BatchLimits
+from fastserve_backend.scheduler.base import BatchLimits, Scheduled
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.srpt import SRPT
@@ -144,5 +144,5 @@ def test_srpt_counts_the_chunks_that_have_run() -> None:
     policy.add(other, 0.0)
     assert by_priority(policy, [chunked, other]) == [other, chunked]
     chunked.num_computed += 4
-    policy.iteration_done([chunked], 4.0, 4.0)  # 5 s left
+    policy.iteration_done([Scheduled(chunked, 4)], 4.0)  # 5 s left
     assert by_priority(policy, [chunked, other]) == [chunked, other]

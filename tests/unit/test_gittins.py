@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from fastserve_backend.config import Objective
 from fastserve_backend.job import FinishReason, Job
-from fastserve_backend.scheduler.base import BatchLimits
+from fastserve_backend.scheduler.base import BatchLimits, Scheduled
 from fastserve_backend.scheduler.gittins import Gittins
-from fastserve_backend.scheduler.gittins_index import GittinsIndex
+from fastserve_backend.scheduler.gittins_index import Capacity, GittinsIndex
 from fastserve_backend.scheduler.length_distribution import (
     DistributionOfPredicted,
     LengthDistribution,
 )
 from jobs import make_job, run_iteration
-from policies import NEVER_S, TIMES, by_priority, iterate, one_job, select
+from policies import ENDLESS, NEVER_S, TIMES, by_priority, iterate, one_job, select
 
 MAX_TOKENS = 512
 
@@ -41,6 +41,7 @@ def policy(
         limits or one_job(),
         TIMES,
         max_model_len=MAX_TOKENS,
+        kv_tokens=ENDLESS,
         objective=objective,
         starvation_s=starvation_s,
     )
@@ -140,19 +141,28 @@ def test_a_class_of_predictions_begins_around_its_lengths_and_learns_what_they_a
 
 # --- The index --------------------------------------------------------------------------------
 
+# One job at a time, and memory without end: what a token takes is an iteration.
+ONE_SEAT = Capacity(max_seqs=1, kv_tokens=ENDLESS)
+EXPONENTS: dict[Objective, float] = {"jct": 0.0, "balanced": 0.5, "normalized_latency": 1.0}
+
 
 def by_definition(
     lengths: Sequence[int],
-    reward: Callable[[float], float],
+    objective: Objective,
+    taken: Callable[[int], float],
     extra: float,
     age: int,
     most: int,
 ) -> float:
-    """The formula, by summing over all jobs, for equally likely lengths."""
+    """The formula, by summing over all jobs, for equally likely lengths.
+
+    Args:
+        taken: by the first so many tokens.
+    """
     left = [min(length, most) for length in lengths if length > age]
     return max(
-        sum(reward(length) for length in left if length <= stop)
-        / (extra * len(left) + sum(min(length, stop) - age for length in left))
+        sum(length ** -EXPONENTS[objective] for length in left if length <= stop)
+        / sum(extra + taken(min(length, stop)) - taken(age) for length in left)
         for stop in range(age + 1, most + 1)
     )
 
@@ -172,64 +182,85 @@ class Exact(LengthDistribution):
         return np.array([[share(age, edge) for edge in self.edges] for age in self.edges])
 
 
-@pytest.mark.parametrize("objective", ["jct", "normalized_latency"])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_table_is_the_formula(objective: Objective, seed: int) -> None:
+@pytest.mark.parametrize("objective", EXPONENTS)
+@pytest.mark.parametrize("capacity", [ONE_SEAT, Capacity(max_seqs=4, kv_tokens=100)])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_index_is_the_formula(seed: int, capacity: Capacity, objective: Objective) -> None:
     rng = random.Random(seed)
     lengths = [rng.randint(1, 30) for _ in range(12)]
-    index = GittinsIndex(Exact(lengths), objective)
-    reward = (lambda n: 1.0) if objective == "jct" else (lambda n: 1.0 / n)
+    index = GittinsIndex(Exact(lengths), objective, capacity)
+    prompt = 3  # the middle of its bin
+
+    def taken(num_tokens: int) -> float:
+        memory = (prompt * num_tokens + num_tokens**2 / 2) / capacity.kv_tokens
+        return max(num_tokens / capacity.max_seqs, memory)
+
     longest = max(lengths)
-    for extra, age in itertools.product((0.0, 1.0, 1.5), range(longest)):
+    for extra, age in itertools.product((0.0, 0.05), range(longest)):
         for most in range(age + 1, longest + 1):
-            expected = by_definition(lengths, reward, extra, age, most)
-            assert index.of(extra, age, most) == pytest.approx(expected)
+            expected = by_definition(lengths, objective, taken, extra, age, most)
+            assert index.of(extra, prompt, age, most) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("objective", ["jct", "normalized_latency"])
+@pytest.mark.parametrize("objective", EXPONENTS)
 @pytest.mark.parametrize(("num_jobs", "longest"), [(1000, 32), (5000, 8), (60_000, 4)])
 def test_jobs_that_outlived_all_others_keep_an_order(
     objective: Objective, num_jobs: int, longest: int
 ) -> None:
     """Where the share of jobs that came so far is less than rounding, and at last 0."""
     max_tokens = 32_768
-    index = GittinsIndex(learned([1 + n % longest for n in range(num_jobs)], max_tokens), objective)
+    lengths = learned([1 + n % longest for n in range(num_jobs)], max_tokens)
+    index = GittinsIndex(lengths, objective, ONE_SEAT)
     ages = range(2 * longest, max_tokens, 97)
-    values = np.array([index.of(extra, age, max_tokens) for extra in (0.0, 5.0) for age in ages])
+    values = np.array([index.of(extra, 1, age, max_tokens) for extra in (0.0, 5.0) for age in ages])
     assert np.isfinite(values).all()
     assert (values > 0).all()
     # However old a job is, it is worth more when it is sure to end soon.
     for age in (100, 1000):
-        assert index.of(0.0, age, age + 1) > index.of(0.0, age, max_tokens)
+        assert index.of(0.0, 1, age, age + 1) > index.of(0.0, 1, age, max_tokens)
 
 
 def test_a_known_length_is_shortest_remaining_time() -> None:
-    index = GittinsIndex(Exact([20] * 5), "jct")
-    values = [index.of(0.0, age, 20) for age in range(20)]
+    index = GittinsIndex(Exact([20] * 5), "jct", ONE_SEAT)
+    values = [index.of(0.0, 1, age, 20) for age in range(20)]
     assert values == sorted(values)
     assert values[15] == pytest.approx(1 / 5)
 
 
 def test_with_a_falling_hazard_those_that_ran_least_come_first() -> None:
     """Then the Gittins policy is what MLFQ approximates: least attained service."""
-    index = GittinsIndex(Exact([1] * 50 + [2] * 20 + [4] * 10 + [16] * 5 + [64] * 5), "jct")
-    values = [index.of(0.0, age, 64) for age in (0, 1, 2, 4)]
+    lengths = Exact([1] * 50 + [2] * 20 + [4] * 10 + [16] * 5 + [64] * 5)
+    index = GittinsIndex(lengths, "jct", ONE_SEAT)
+    values = [index.of(0.0, 1, age, 64) for age in (0, 1, 2, 4)]
     assert values == sorted(values, reverse=True)
 
 
 def test_worth_by_length_favours_young_jobs_more() -> None:
     lengths = list(range(1, 41))
-    jct = GittinsIndex(Exact(lengths), "jct")
-    normalized = GittinsIndex(Exact(lengths), "normalized_latency")
-    assert jct.of(0.0, 20, 40) > jct.of(0.0, 0, 40)
-    assert normalized.of(0.0, 20, 40) < normalized.of(0.0, 0, 40)
+    jct = GittinsIndex(Exact(lengths), "jct", ONE_SEAT)
+    normalized = GittinsIndex(Exact(lengths), "normalized_latency", ONE_SEAT)
+    assert jct.of(0.0, 1, 20, 40) > jct.of(0.0, 1, 0, 40)
+    assert normalized.of(0.0, 1, 20, 40) < normalized.of(0.0, 1, 0, 40)
 
 
 def test_what_it_takes_to_begin_lowers_the_index() -> None:
-    index = GittinsIndex(learned([40] * 100), "jct")
-    values = [index.of(extra, 0, MAX_TOKENS) for extra in (0.0, 2.0, 30.0, 1e3, 1e9)]
+    index = GittinsIndex(learned([40] * 100), "jct", ONE_SEAT)
+    values = [index.of(extra, 1, 0, MAX_TOKENS) for extra in (0.0, 2.0, 30.0, 1e3, 1e9)]
     assert values == sorted(values, reverse=True)
     assert values[0] > values[-1] > 0
+
+
+def test_a_long_context_lowers_the_index_where_memory_is_scarcer_than_seats() -> None:
+    lengths = learned([40] * 100)
+    scarce, ample = (
+        GittinsIndex(lengths, "jct", Capacity(16, kv_tokens)) for kv_tokens in (8_000, 8_000_000)
+    )
+    prompts = (10, 2000, 8000)
+    by_memory = [scarce.of(0.0, prompt, 0, MAX_TOKENS) for prompt in prompts]
+    assert by_memory == sorted(by_memory, reverse=True)
+    assert by_memory[0] > 10 * by_memory[-1]
+    by_seats = [ample.of(0.0, prompt, 0, MAX_TOKENS) for prompt in prompts]
+    assert by_seats == pytest.approx([by_seats[0]] * 3)
 
 
 # --- The policy -------------------------------------------------------------------------------
@@ -346,6 +377,17 @@ def test_jobs_with_short_predictions_come_first() -> None:
     assert by_priority(gittins, [long, short]) == [short, long]
 
 
+def test_a_job_predicted_long_has_its_first_token_as_soon_as_without_a_prediction() -> None:
+    gittins = policy()
+    teach(gittins, [20] * 40)
+    long, unknown = make_job(0, 1, predicted_tokens=400), make_job(1, 1)
+    for job in (long, unknown):
+        gittins.add(job, 0.0)
+    assert gittins.urgency(0.0)(long)[0] == gittins.urgency(0.0)(unknown)[0]
+    assert iterate(gittins, 0.0) == [long]
+    assert by_priority(gittins, [long, unknown]) == [unknown, long]
+
+
 def test_a_prediction_may_come_late() -> None:
     gittins = policy()
     early, late = make_job(0, 1, predicted_tokens=40), make_job(1, 1)
@@ -359,7 +401,7 @@ def test_a_prediction_may_come_late() -> None:
     late.predicted_tokens = 300  # while it is in flight
     gittins.predicted(late)
     run_iteration(late)
-    gittins.iteration_done([late], 1.0, 2.0)
+    gittins.iteration_done([Scheduled(late, 1)], 2.0)
     assert by_priority(gittins, [early, late]) == [early, late]
 
 
@@ -399,7 +441,9 @@ def test_a_pending_token_that_a_job_turns_out_not_to_have_is_not_learned() -> No
             iterate(gittins, 0.0)
         select(gittins, 0.0)
         job.sent(1)
-        gittins.iteration_done([job], 1.0, 0.0)  # the next step is sent before this one's token
+        gittins.iteration_done(
+            [Scheduled(job, 1)], 0.0
+        )  # the next step is sent before this one's token
         job.num_pending = 0  # a stop word in the second token
         finish(gittins, job)
     seen = learned([2] * 40)
@@ -415,6 +459,6 @@ def test_a_prefill_that_has_one_token_left_has_passed_no_length() -> None:
         for num_tokens in (4, 1):
             select(gittins, 0.0)
             run_iteration(job, num_tokens)
-            gittins.iteration_done([job], 1.0, 0.0)
+            gittins.iteration_done([Scheduled(job, num_tokens)], 0.0)
         finish(gittins, job)
     assert gittins._of_all.lengths.goes_on().tolist() == learned([1] * 10).goes_on().tolist()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from fastserve_backend.scheduler.base import BatchLimits
+from fastserve_backend.scheduler.base import BatchLimits, Scheduled, own_time_s
 from fastserve_backend.scheduler.mlfq import MLFQ
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from jobs import make_job, run_iteration
@@ -50,7 +50,7 @@ def test_a_job_joins_the_highest_queue_whose_quantum_covers_its_prefill(
 
 def test_a_job_that_used_its_quantum_is_demoted_to_the_next_queue() -> None:
     policy = skip_join()
-    job = make_job(0, 4)
+    job = make_job(0, 3)
     policy.add(job, 0.0)
     iterate(policy, 0.0, elapsed_s=3.0)
     assert job.queue_level == 2  # 3 of 4 s used: it keeps its place
@@ -69,11 +69,43 @@ def test_demotion_skips_queues_whose_quantum_the_next_iteration_does_not_fit() -
     job = make_job(0, 2)
     policy.add(job, 0.0)
     assert job.queue_level == 1
-    select(policy, 0.0)
-    job.output_ids.extend([0] * 30)  # its KV was dropped: the next iteration is a prefill of 32
-    policy.iteration_done([job], 2.0, 2.0)
+    iterate(policy, 0.0, elapsed_s=2.0)
+    assert job.queue_level == 2
+    for now in range(2, 5):
+        iterate(policy, float(now))
+    job.output_ids.extend([0] * 26)
+    job.num_computed = 0  # its KV was dropped: it is computed again but for the last token
+    run_iteration(job, 1)
+    policy.iteration_done([Scheduled(job, 1)], 6.0)
     assert job.queue_level == 5
-    assert policy.num_demotions == 1
+    assert policy.num_demotions == 2
+
+
+def test_a_job_pays_for_its_own_tokens_alone() -> None:
+    """A decode beside a prefill of 16 s uses 1 s of its quantum."""
+    policy = skip_join(BatchLimits(max_seqs=2, max_tokens=100))
+    decodes, prefills = make_job(0, 3), make_job(1, 16)
+    policy.add(decodes, 0.0)
+    iterate(policy, 0.0)
+    iterate(policy, 3.0)
+    assert decodes.queue_level == 3
+    policy.add(prefills, 4.0)
+    for now in range(4, 11):
+        assert iterate(policy, float(now), elapsed_s=17.0) == [decodes, prefills]
+    assert decodes.queue_level == 3  # 7 of 8 s
+    assert prefills.queue_level == 5
+    iterate(policy, 11.0)
+    assert decodes.queue_level == 4
+
+
+def test_chunks_cost_what_the_whole_prefill_does() -> None:
+    whole, chunked = make_job(0, 8), make_job(1, 8)
+    run_iteration(whole)
+    chunks = []
+    for num_tokens in (3, 1, 4):
+        run_iteration(chunked, num_tokens)
+        chunks.append(own_time_s(chunked, num_tokens, TIMES))
+    assert own_time_s(whole, 8, TIMES) == sum(chunks) == 8.0
 
 
 def test_the_naive_queue_demotes_one_level_at_a_time() -> None:
@@ -144,9 +176,9 @@ def test_the_naive_queue_lets_a_long_prefill_run_before_a_short_newcomer() -> No
     assert iterate(policy, 8.0) == [short]
 
 
-@BOTH
-def test_fifo_within_a_level(make: Make) -> None:
-    policy = make(BatchLimits(2, 1000))
+@pytest.mark.parametrize("kind", [MLFQ, SkipJoinMLFQ])
+def test_fifo_within_a_level(kind: type[MLFQ]) -> None:
+    policy = kind(BatchLimits(2, 1000), quanta(base_s=lambda: 8.0), TIMES)
     jobs = [make_job(n, 4) for n in range(4)]
     for job in jobs:
         policy.add(job, 0.0)
@@ -212,10 +244,9 @@ def test_a_promoted_job_comes_before_those_in_q1_for_a_tenth_of_the_threshold() 
     assert iterate(policy, 31.0) == [long]
     assert long.queue_level == 0
     assert by_priority(policy, [stream, long])[0] is long
-    policy.overran([long], 1.0, in_flight=[0])  # its turn is over, but it is in flight
     assert iterate(policy, 32.0) == [long]
-    assert long.queue_level == 1
     assert iterate(policy, 33.0) != [long]
+    assert long.queue_level == 1  # it has used more than the quantum of Q1
 
 
 def test_a_turn_lasts_until_there_is_a_token() -> None:
@@ -286,25 +317,13 @@ def test_a_job_in_flight_is_not_promoted() -> None:
     select(policy, 91.0, [0])
     assert long.queue_level == 3
     run_iteration(long)
-    policy.iteration_done([long], 95.0, 95.0)
+    policy.iteration_done([Scheduled(long, 8)], 95.0)
     assert (long.queue_level, policy.num_promotions) == (4, 0)
     policy.remove(other)
     select(policy, 97.9)
     assert long.queue_level == 4  # it waits since 95 s
     select(policy, 98.0)
     assert (long.queue_level, policy.num_promotions) == (0, 1)
-
-
-def test_a_job_in_flight_does_not_sink_by_time_that_its_last_iteration_took_more() -> None:
-    policy = skip_join()
-    job = make_job(0, 8)
-    policy.add(job, 0.0)
-    run_iteration(job)
-    policy.iteration_done([job], 7.0, 7.0)
-    policy.overran([job], 1.0, in_flight=[0])
-    assert job.queue_level == 3
-    policy.overran([job], 0.0, in_flight=[])
-    assert job.queue_level == 4
 
 
 def test_a_job_that_starves_in_flight_but_does_not_run_is_promoted() -> None:
@@ -325,7 +344,7 @@ def test_a_job_that_starves_in_flight_but_does_not_run_is_promoted() -> None:
 def test_recalibration_changes_quanta_and_keeps_the_places_of_jobs(skips: bool) -> None:
     base = [1.0]
     from_base = quanta(longest=8.0, base_s=lambda: base[0])
-    policy = SkipJoinMLFQ(one_job(), from_base, TIMES) if skips else MLFQ(one_job(), from_base)
+    policy = (SkipJoinMLFQ if skips else MLFQ)(one_job(), from_base, TIMES)
     jobs = [make_job(n, 1) for n in range(3)]
     for job in jobs:
         policy.add(job, 0.0)
@@ -337,8 +356,9 @@ def test_recalibration_changes_quanta_and_keeps_the_places_of_jobs(skips: bool) 
     assert policy.quanta_s == (3, 6, 12, 24)
     assert by_priority(policy, jobs) == order
     assert [job.queue_level for job in jobs] == [1, 0, 0]
-    assert iterate(policy, 1.0, elapsed_s=2.0) == [jobs[1]]
-    assert jobs[1].queue_level == 0  # 2 of 3 s
+    for now in (1.0, 2.0):
+        assert iterate(policy, now) == [jobs[1]]
+        assert jobs[1].queue_level == 0  # 1, then 2 of 3 s
     assert iterate(policy, 3.0) == [jobs[1]]
     assert jobs[1].queue_level == 1
 

@@ -142,7 +142,7 @@ class History:
         before = {job.number: job.queue_level for job in self.known.values()}
         jobs = [job for job, _ in flight.batch]
         with self.order_kept(changed=jobs):
-            self.policy.iteration_done(jobs, self.now - flight.started_s, self.now)
+            self.policy.iteration_done(flight.batch, self.now)
         for job in self.known.values():
             if job in jobs and job.queue_level != before[job.number]:
                 if isinstance(self.policy, SkipJoinMLFQ):
@@ -268,8 +268,8 @@ class History:
         threshold, or one event later: an arrival during an iteration stands in the list of waiting
         jobs behind those that ran in it, whose waiting began later by up to one event. Then it
         comes before all others, after at most ``most_known - 1`` others that were promoted before
-        it, one after the other. Each of those is gone when it has a token and has run for its turn,
-        at least ``SHORTEST_S`` an iteration; in MLFQ also when it has used its quantum of 1 s.
+        it, ``num_turns`` at a time. Each of those is gone when its turn has lasted its time and it
+        has a token, for which all that have a turn share the iterations.
         """
         if self.refuses:
             return

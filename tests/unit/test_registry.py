@@ -14,7 +14,7 @@ from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.speculative import Speculative
 from fastserve_backend.scheduler.srpt import SRPT
 from jobs import make_job
-from policies import POLICIES, TIMES, select
+from policies import POLICIES, TIMES, LinearTimes, select
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from policies import POLICIES, TIMES, select
 )
 def test_each_name_makes_its_policy(name: str, kind: type) -> None:
     config = EngineConfig().with_keys(policy=name, max_num_seqs=4, prefill_chunk_tokens=8)
-    policy = make_policy(config.scheduler, TIMES, max_model_len=64)
+    policy = make_policy(config.scheduler, TIMES, max_model_len=64, kv_tokens=10_000)
     assert type(policy) is kind
     assert policy.describe().startswith(f"{name}: ")
     assert "at most 4 jobs and 2048 tokens an iteration, prefill in chunks of 8" in (
@@ -42,28 +42,28 @@ def test_each_name_makes_its_policy(name: str, kind: type) -> None:
     assert [num_tokens for _, num_tokens in select(policy, 0.0)] == [3, 3, 2]
 
 
-def test_skip_join_is_the_default_and_prompts_run_whole() -> None:
-    policy = make_policy(EngineConfig().scheduler, TIMES, max_model_len=64)
-    assert isinstance(policy, SkipJoinMLFQ)
-    assert "chunk" not in policy.describe()
+def test_a_balanced_gittins_index_is_the_default() -> None:
+    policy = make_policy(EngineConfig().scheduler, TIMES, max_model_len=64, kv_tokens=10_000)
+    assert isinstance(policy, Gittins)
+    assert "objective balanced" in policy.describe()
 
 
 @pytest.mark.parametrize("name", ["mlfq", "skip_join_mlfq"])
 def test_derived_parameters_come_from_the_profile_and_the_slo(name: str) -> None:
     config = EngineConfig().with_keys(policy=name)
-    policy = make_policy(config.scheduler, TIMES, max_model_len=64)
+    policy = make_policy(config.scheduler, TIMES, max_model_len=64, kv_tokens=10_000)
     assert isinstance(policy, MLFQ)
     assert policy.quanta_s == (1, 2, 4, 8, 16, 32, 64)
     assert "promotion after 30000 ms" in policy.describe()
     given = config.with_keys(base_quantum_ms=20, starvation_ms=700, quantum_ratio=4)
-    policy = make_policy(given.scheduler, TIMES, max_model_len=64)
+    policy = make_policy(given.scheduler, TIMES, max_model_len=64, kv_tokens=10_000)
     assert isinstance(policy, MLFQ)
     assert policy.quanta_s[:2] == pytest.approx((0.02, 0.08))
     assert policy.quanta_s[-2] < 64 <= policy.quanta_s[-1]
     assert "promotion after 700 ms" in policy.describe()
 
 
-class DriftingTimes:
+class DriftingTimes(LinearTimes):
     """The whole machine becomes slower or faster by ``factor``."""
 
     factor = 1.0
@@ -77,32 +77,54 @@ class DriftingTimes:
 
 def test_recalibration_follows_the_profile_but_not_a_quantum_that_was_set() -> None:
     times = DriftingTimes()
-    auto = make_policy(EngineConfig().scheduler, times, max_model_len=4)
-    fixed = make_policy(EngineConfig().with_keys(base_quantum_ms=500).scheduler, times, 4)
+    queues = EngineConfig().with_keys(policy="skip_join_mlfq")
+    auto, fixed = (
+        make_policy(config.scheduler, times, max_model_len=4, kv_tokens=10_000)
+        for config in (queues, queues.with_keys(base_quantum_ms=500))
+    )
     assert isinstance(auto, MLFQ)
     assert isinstance(fixed, MLFQ)
-    times.factor = 1.5
+    DriftingTimes.factor = 1.5
     for policy in (auto, fixed):
         policy.recalibrate()
     assert auto.quanta_s == (1.5, 3, 6)
     assert fixed.quanta_s == (0.5, 1, 2, 4)
 
 
-def test_prompts_longer_than_an_iteration_run_in_chunks_of_one() -> None:
-    config = EngineConfig().with_keys(max_num_batched_tokens=100).scheduler
-    policy = make_policy(config, TIMES, max_model_len=101)
+def test_whole_prompts_longer_than_an_iteration_run_in_chunks_of_one() -> None:
+    config = (
+        EngineConfig()
+        .with_keys(max_num_batched_tokens=100, max_num_seqs=16, prefill_chunk_tokens="whole")
+        .scheduler
+    )
+    policy = make_policy(config, TIMES, max_model_len=101, kv_tokens=10_000)
     assert "prefill in chunks of 100" in policy.describe()
     policy.add(make_job(0, 101), 0.0)
     assert [num_tokens for _, num_tokens in select(policy, 0.0)] == [100]
-    assert "chunk" not in make_policy(config, TIMES, max_model_len=100).describe()
-    smaller = config.model_copy(update={"prefill_chunk_tokens": 64})
-    assert "chunks of 64" in make_policy(smaller, TIMES, max_model_len=101).describe()
+    fits = make_policy(config, TIMES, max_model_len=100, kv_tokens=10_000)
+    assert "chunk" not in fits.describe()
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, -1, 1.5])
 def test_impossible_chunks_are_refused(chunk_tokens: float) -> None:
     with pytest.raises(ConfigError, match="prefill_chunk_tokens"):
         EngineConfig().with_keys(prefill_chunk_tokens=chunk_tokens)
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"prefill_chunk_tokens": 2049}, "2049; must be 'auto', 'whole' or from 1 to .*2048"),
+        ({"prefill_chunk_tokens": "half"}, "prefill_chunk_tokens"),
+        ({"max_num_seqs": 0}, "max_num_seqs: got 0; must be 'auto' or from 1 to 4096"),
+        ({"max_num_seqs": 5000, "max_num_batched_tokens": 9000}, "max_num_seqs: got 5000"),
+        ({"max_num_seqs": "many"}, "max_num_seqs"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "max_num_batched_tokens: got 32"),
+    ],
+)
+def test_impossible_limits_are_refused(keys: dict[str, object], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        EngineConfig().with_keys(**keys)
 
 
 def test_an_unknown_policy_is_refused_and_the_known_ones_are_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
+from math import ceil, log2
 
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled
@@ -29,13 +30,24 @@ def predict(policy: Policy, job: Job, num_tokens: int) -> None:
 
 def test_the_shortest_remaining_time_runs_first() -> None:
     policy = speculative(aging=HARDLY)
-    long_prompt = make_job(0, 9, predicted_tokens=1)  # 9 s
-    long_output = make_job(1, 1, predicted_tokens=10)  # 1 + 9 s
-    short = make_job(2, 4, predicted_tokens=3)  # 4 + 2 s
-    jobs = [long_output, long_prompt, short]
+    long_output = make_job(1, 1, predicted_tokens=11, computed=True)  # 10 s
+    short_output = make_job(2, 4, predicted_tokens=3, computed=True)  # 2 s
+    prompt = make_job(0, 9, predicted_tokens=1)  # 9 s
+    jobs = [long_output, prompt, short_output]
     for job in jobs:
         policy.add(job, 0.0)
-    assert by_priority(policy, jobs) == [short, long_prompt, long_output]
+    assert by_priority(policy, jobs) == [short_output, prompt, long_output]
+
+
+def test_a_job_predicted_long_has_its_first_token_as_soon_as_without_a_prediction() -> None:
+    policy = speculative(aging=HARDLY)
+    shorter = make_job(0, 1, predicted_tokens=7, computed=True)  # 6 s left
+    long = make_job(1, 3, predicted_tokens=500)  # its prefill fits the queue of 4 s
+    for job in (shorter, long):
+        policy.add(job, 0.0)
+    assert by_priority(policy, [shorter, long]) == [long, shorter]
+    assert iterate(policy, 0.0) == [long]
+    assert by_priority(policy, [shorter, long]) == [shorter, long]
 
 
 def test_the_order_changes_as_jobs_progress() -> None:
@@ -43,7 +55,8 @@ def test_the_order_changes_as_jobs_progress() -> None:
     first, second = make_job(0, 6, predicted_tokens=4), make_job(1, 2, predicted_tokens=5)
     policy.add(first, 0.0)
     assert iterate(policy, 0.0) == [first]  # 3 s left of 9
-    policy.add(second, 6.0)  # 6 s
+    run_iteration(second)
+    policy.add(second, 6.0)  # 4 s
     assert by_priority(policy, [first, second]) == [first, second]
 
 
@@ -55,10 +68,13 @@ def test_the_context_grows_while_a_job_decodes() -> None:
         def decode_s(self, context_tokens: int) -> float:
             return 1.0 * context_tokens
 
-    policy = Speculative(one_job(), quanta(longest=1000.0), Growing(), HARDLY)
-    # Contexts of 11 to 19, the middle one 15: 10 + 9 · 15 = 145 s; the other 144 s.
-    job, other = make_job(0, 10, predicted_tokens=10), make_job(1, 144, predicted_tokens=1)
-    longer = make_job(2, 146, predicted_tokens=1)
+        def decodes_s(self, num_jobs: int, context_tokens: int) -> float:
+            return num_jobs * self.decode_s(context_tokens)
+
+    policy = Speculative(one_job(), quanta(longest=1000.0, base_s=lambda: 141.0), Growing(), HARDLY)
+    # A context of 11, then 12 to 19, of which 16 is a middle one: 11 + 8 · 16 = 139 s.
+    job = make_job(0, 10, predicted_tokens=10, computed=True)
+    other, longer = (make_job(n, n + 137, predicted_tokens=1) for n in (1, 3))  # 138 and 140 s
     jobs = [job, other, longer]
     for each in jobs:
         policy.add(each, 0.0)
@@ -67,9 +83,9 @@ def test_the_context_grows_while_a_job_decodes() -> None:
 
 def test_max_tokens_bound_a_prediction_unless_they_force_the_length() -> None:
     policy = speculative(aging=HARDLY)
-    bounded = make_job(0, 1, max_tokens=5, predicted_tokens=100)
-    forced = make_job(1, 1, max_tokens=5, predicted_tokens=100, ignore_eos=True)
-    between = make_job(2, 1, predicted_tokens=50)
+    bounded = make_job(0, 1, max_tokens=5, predicted_tokens=100, computed=True)
+    forced = make_job(1, 1, max_tokens=5, predicted_tokens=100, ignore_eos=True, computed=True)
+    between = make_job(2, 1, predicted_tokens=50, computed=True)
     jobs = [forced, between, bounded]
     for job in jobs:
         policy.add(job, 0.0)
@@ -117,7 +133,10 @@ def test_a_late_prediction_that_is_outlived_already_is_doubled_until_it_is_not()
     demotions = policy.num_demotions  # by the queues
     predict(policy, job, 3)  # 24: 4 s left
     assert policy.num_demotions == demotions
-    shorter, longer = make_job(1, 1, predicted_tokens=3), make_job(2, 1, predicted_tokens=5)
+    shorter, longer = (
+        make_job(number, 1, predicted_tokens=predicted, computed=True)
+        for number, predicted in ((1, 4), (2, 6))
+    )
     for other in (shorter, longer):
         policy.add(other, 20.0)
     assert by_priority(policy, [job, shorter, longer]) == [shorter, job, longer]
@@ -125,14 +144,14 @@ def test_a_late_prediction_that_is_outlived_already_is_doubled_until_it_is_not()
 
 def test_a_prediction_may_come_while_the_job_is_in_flight() -> None:
     policy = speculative(aging=HARDLY)
-    job, other = make_job(0, 1), make_job(1, 1, predicted_tokens=5)
+    job, other = make_job(0, 1), make_job(1, 1, predicted_tokens=5, computed=True)
     policy.add(job, 0.0)
     assert select(policy, 0.0) == [(job, 1)]
     predict(policy, job, 9)
     assert select(policy, 0.0, [0]) == []
     policy.add(other, 0.0)
     run_iteration(job)
-    policy.iteration_done([job], 1.0, 1.0)
+    policy.iteration_done([Scheduled(job, 1)], 1.0)
     assert by_priority(policy, [job, other]) == [other, job]
     assert sum(policy.level_sizes()) == 2
 
@@ -149,7 +168,10 @@ def test_a_new_prediction_replaces_the_old_one() -> None:
 def test_a_job_in_a_queue_competes_with_its_quantum() -> None:
     policy = speculative(aging=HARDLY)
     queued = make_job(0, 3)  # quantum 4 s
-    shorter, longer = make_job(1, 1, predicted_tokens=3), make_job(2, 1, predicted_tokens=5)
+    shorter, longer = (
+        make_job(number, 1, predicted_tokens=predicted, computed=True)
+        for number, predicted in ((1, 4), (2, 6))
+    )
     jobs = [queued, shorter, longer]
     for job in jobs:
         policy.add(job, 0.0)
@@ -163,7 +185,7 @@ def test_a_long_job_comes_up_by_its_age_and_then_runs_on() -> None:
     """Short ones arrive as fast as they are served. Those that arrive more than 40 / 0.5 = 80 s
     later do not come before it."""
     policy = speculative(aging=0.5)
-    long = make_job(0, 1, predicted_tokens=40)
+    long = make_job(0, 1, predicted_tokens=41, computed=True)
     policy.add(long, 0.0)
     ran_at = []
     for now in range(200):
@@ -180,9 +202,9 @@ def test_a_long_job_comes_up_by_its_age_and_then_runs_on() -> None:
 
 def test_estimated_wait_times_by_hand() -> None:
     policy = speculative(BatchLimits(max_seqs=2, max_tokens=100), aging=0.5)
-    four = make_job(0, 1, predicted_tokens=4)
-    ten = make_job(1, 2, predicted_tokens=9)
-    twenty = make_job(2, 1, predicted_tokens=20)
+    four = make_job(0, 1, predicted_tokens=5, computed=True)
+    ten = make_job(1, 2, predicted_tokens=11, computed=True)
+    twenty = make_job(2, 1, predicted_tokens=21, computed=True)
     queued = make_job(3, 3)  # in the queue of 4 s
     jobs = [four, ten, twenty, queued]
     for job in jobs:
@@ -239,12 +261,12 @@ def serve(
             flights.append((now, batches))
         if not flights:
             continue
-        started_s, batches = flights.pop(0)
+        _, batches = flights.pop(0)
         now += rng.choice([0.5, 1.0, 3.0])
         for policy, known, batch in zip(policies, jobs, batches, strict=True):
             for job, num_tokens in batch:
                 run_iteration(job, num_tokens)
-            policy.iteration_done([job for job, _ in batch], now - started_s, now)
+            policy.iteration_done(batch, now)
             for job, _ in batch:
                 if len(job.output_ids) == job.params.max_tokens:
                     policy.remove(job)
@@ -301,10 +323,11 @@ def test_without_predictions_the_schedule_is_that_of_skip_join(seed: int) -> Non
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32))
 def test_with_perfect_predictions_the_schedule_is_that_of_srpt(seed: int) -> None:
+    """Of jobs with their first token."""
     limits = some_limits(seed)
 
     def new_job(rng: random.Random, number: int, now: float) -> Job:
-        length = rng.randint(1, 25)
+        length = rng.randint(2, 25)
         return make_job(
             number,
             rng.randint(1, 20),
@@ -312,6 +335,7 @@ def test_with_perfect_predictions_the_schedule_is_that_of_srpt(seed: int) -> Non
             arrival_s=now,
             ignore_eos=True,
             predicted_tokens=length,
+            computed=True,
         )
 
     def check(now: float, batches: list[list[Scheduled]], waiting: list[Job]) -> None:
@@ -340,7 +364,12 @@ class ByDefinition(KeyedPolicy):
     now = 0.0
 
     def key(self, job: Job) -> float:
-        return remaining_s(job) - AGING * (self.now - job.arrival_s)
+        left_s = remaining_s(job)
+        assert job.predicted_tokens is not None
+        is_minor = job.num_uncomputed <= 0.1 * job.predicted_tokens
+        if not job.output_ids and is_minor:  # as in the queue of its prefill
+            left_s = min(left_s, 2.0 ** ceil(log2(job.num_uncomputed)))
+        return left_s - AGING * (self.now - job.arrival_s)
 
     def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
         self.now = now

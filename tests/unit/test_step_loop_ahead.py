@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from fastserve_backend.engine.flights import Flight
 from fastserve_backend.engine.step_loop import _LEAD_S, _LEAD_SHARE
-from fastserve_backend.job import FinishReason, Job, JobState
+from fastserve_backend.job import FinishReason, JobState
 from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_backend.scheduler.base import BatchLimits
+from fastserve_backend.scheduler.base import BatchLimits, Scheduled
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
-from fastserve_backend.worker.messages import NO_TOKEN, CopyResult, Step, StepResult
+from fastserve_backend.worker.messages import NO_TOKEN, CopyResult, StepResult
 from jobs import make_job
 from loop_driver import Rig, WatchedExecutor
 from policies import TIMES, make, one_job, quanta, skip_join
@@ -137,24 +138,20 @@ def test_a_step_that_ends_before_it_was_expected_to_is_followed_as_ever() -> Non
 
 
 class Charged(SkipJoinMLFQ):
-    """Notes how long it was told that each job has run."""
+    """Notes the tokens that it was told that each job has run."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.seconds: Counter[int] = Counter()
+        self.tokens: Counter[int] = Counter()
 
-    def iteration_done(self, jobs: Sequence[Job], elapsed_s: float, now: float) -> None:
-        super().iteration_done(jobs, elapsed_s, now)
-        self.seconds.update({job.number: elapsed_s for job in jobs})
-
-    def overran(self, jobs: Sequence[Job], seconds: float, in_flight: Collection[int]) -> None:
-        super().overran(jobs, seconds, in_flight)
-        self.seconds.update({job.number: seconds for job in jobs})
+    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+        super().iteration_done(ran, now)
+        self.tokens.update({job.number: num_tokens for job, num_tokens in ran})
 
 
 @pytest.mark.parametrize("num_blocks", [100, 8])  # with few, some choices ahead are in vain
 @pytest.mark.parametrize("share", [0.25, 1.0, 1.05])
-def test_each_job_is_charged_what_its_own_steps_took(num_blocks: int, share: float) -> None:
+def test_each_job_is_charged_once_for_all_its_tokens(num_blocks: int, share: float) -> None:
     policy = Charged(BatchLimits(3, 100), quanta(), TIMES)
     rig = Rig(policy, num_blocks=num_blocks, ahead=True)
     predict_s = rig.loop._predict_s
@@ -162,20 +159,22 @@ def test_each_job_is_charged_what_its_own_steps_took(num_blocks: int, share: flo
     jobs = [make_job(number, 1 + 5 * (number % 3), max_tokens=12) for number in range(12)]
     for job in jobs:
         job.arrival_s = 2.5 * job.number
-    last_s: dict[int, float] = {}  # of the step that ended the job: it sinks to no queue any more
+    ran: Counter[int] = Counter()
+    last: dict[int, int] = {}  # of the step that ends the job: it sinks to no queue any more
+    send = rig.loop._send
 
-    def on_iteration(step: Step, elapsed_s: float) -> None:
-        for job in jobs:
-            if job.state is JobState.FINISHED:
-                last_s.setdefault(job.number, elapsed_s)
+    def noting(batch: list[Scheduled], behind: Flight | None) -> None:
+        ran.update({job.number: num_tokens for job, num_tokens in batch})
+        last.update({job.number: num_tokens for job, num_tokens in batch})
+        send(batch, behind)
 
-    rig.loop._on_iteration = on_iteration
+    rig.loop._send = noting
     rig.run(jobs)
     assert rig.counters.preemptions > 0
     num_alone = rig.counters.iterations - rig.executor.num_ahead
     assert num_alone > 10 if num_blocks < 100 else num_alone < 10
     for job in jobs:
-        assert policy.seconds[job.number] == pytest.approx(job.executed_s - last_s[job.number])
+        assert policy.tokens[job.number] == ran[job.number] - last[job.number]
 
 
 def test_levels_are_those_of_steps_that_are_not_sent_ahead() -> None:

@@ -66,3 +66,8 @@ class LatencyModel(ABC):
     def decode_s(self, context_tokens: int) -> float:
         """Time of an iteration that decodes one job alone, attending to ``context_tokens``."""
         return self.iteration_s(IterationLoad.of([(context_tokens - 1, 1, True)]))
+
+    def decodes_s(self, num_jobs: int, context_tokens: int) -> float:
+        """Time of an iteration that decodes ``num_jobs`` jobs, each attending to
+        ``context_tokens``."""
+        return self.iteration_s(IterationLoad.of([(context_tokens - 1, 1, True)] * num_jobs))

@@ -68,20 +68,18 @@ class BatchLimits:
     ) -> int:
         """Tokens that a job gets in this iteration, of those that it needs; 0 or less: none.
 
-        A prefill leaves one token for each seat behind it, so that no decode waits for tokens.
-
         Args:
             seats_left: of the batch, behind this job.
         """
-        if needed == 1:
-            return min(needed, tokens_left)
-        available = tokens_left - seats_left
-        if chunk_left is not None:
-            return min(needed, chunk_left, available)
-        if needed <= available:
+        if chunk_left is not None and needed > 1:
+            needed = min(needed, chunk_left, tokens_left)
+        if needed <= tokens_left:
             return needed
-        never_fits = needed > self.max_tokens - (self.max_seqs - 1)
-        return available if never_fits else 0
+        if needed > self.max_tokens - (self.max_seqs - 1):
+            # Jobs that decode might never leave room for the whole of it: it takes what those leave
+            # that may follow.
+            return tokens_left - seats_left
+        return 0
 
     def describe(self) -> str:
         chunk = self.prefill_chunk_tokens
@@ -105,6 +103,10 @@ class IterationTimes(Protocol):
 
     def decode_s(self, context_tokens: int) -> float: ...
 
+    def decodes_s(self, num_jobs: int, context_tokens: int) -> float:
+        """Of one iteration that decodes so many jobs, each with such a context."""
+        ...
+
 
 def own_time_s(job: Job, num_tokens: int, times: IterationTimes) -> float:
     """Seconds that the ``num_tokens`` tokens that a job ran last would have taken alone.
@@ -124,6 +126,22 @@ def time_to_next_token(job: Job, times: IterationTimes) -> float:
     if job.num_uncomputed == 1:
         return times.decode_s(job.num_tokens)
     return times.prefill_s(job.num_uncomputed)
+
+
+# Of the time that a job's decodes are predicted to take.
+_MINOR_SHARE = 0.1
+
+
+def is_owed_first_token(job: Job, times: IterationTimes) -> bool:
+    """Whether no prediction is to delay the job's first token.
+
+    So it is while the prefill is a minor part of the job: early, it delays other jobs little. Where
+    prompts are most of the work, their order by predictions is worth more.
+    """
+    if job.num_outputs or job.predicted_tokens is None:
+        return False
+    decodes_s = job.predicted_tokens * times.decode_s(job.num_tokens)
+    return time_to_next_token(job, times) <= _MINOR_SHARE * decodes_s
 
 
 class Memory(Protocol):

@@ -6,8 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 from fastserve_backend.config import SchedulerSection
-from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
-from fastserve_backend.scheduler.base import BatchLimits, ChunkSizes
+from fastserve_backend.scheduler.base import BatchLimits, ChunkSizes, IterationTimes
 
 # An iteration may take this share of slo_ms, so that the queue leaves a job most of its objective.
 _ITERATION_SHARE = 0.25
@@ -23,7 +22,7 @@ _SEAT_TOKENS = 64
 
 
 def batch_limits(
-    config: SchedulerSection, times: LatencyModel, *, max_model_len: int, kv_tokens: int
+    config: SchedulerSection, times: IterationTimes, *, max_model_len: int, kv_tokens: int
 ) -> BatchLimits:
     """What ``config`` sets, and for ``auto`` what the profile and the KV memory carry.
 
@@ -39,28 +38,27 @@ def batch_limits(
     if chunk == "whole":
         # Or the longest prompts could never run.
         return BatchLimits(max_seqs, max_tokens, max_tokens if max_tokens < max_model_len else None)
+    most = max(1, max_tokens - (max_seqs - 1))  # so that each job that decodes has its token
     if chunk != "auto":
-        return BatchLimits(max_seqs, max_tokens, chunk)
-    most = max(1, max_tokens - (max_seqs - 1))
+        return BatchLimits(max_seqs, max_tokens, min(chunk, most))
     largest = _largest(most, times.prefill_s, longest_s)
     smallest = _largest(most, times.prefill_s, _KNEE_DECODES * times.decode_s(1))
     return BatchLimits(max_seqs, max_tokens, largest, _chunk_sizes(times, smallest, largest))
 
 
 def _auto_seqs(
-    most: int, times: LatencyModel, longest_s: float, max_model_len: int, kv_tokens: int
+    most: int, times: IterationTimes, longest_s: float, max_model_len: int, kv_tokens: int
 ) -> int:
     """Jobs that decode within ``longest_s`` while they fill the KV memory."""
 
     def decodes_s(num_jobs: int) -> float:
-        context = min(max_model_len, max(1, kv_tokens // num_jobs))
-        return times.iteration_s(IterationLoad.of([(context - 1, 1, True)] * num_jobs))
+        return times.decodes_s(num_jobs, min(max_model_len, max(1, kv_tokens // num_jobs)))
 
     by_memory = max(1, kv_tokens // min(max_model_len, _SEAT_TOKENS))
     return _largest(min(most, by_memory), decodes_s, longest_s)
 
 
-def _chunk_sizes(times: LatencyModel, smallest: int, largest: int) -> ChunkSizes | None:
+def _chunk_sizes(times: IterationTimes, smallest: int, largest: int) -> ChunkSizes | None:
     sizes = {largest}
     size = float(smallest)
     while size < largest:

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 
 from fastserve_backend.config import Objective
 from fastserve_backend.job import Job
-from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, Scheduled
+from fastserve_backend.scheduler.base import (
+    BatchLimits,
+    IterationTimes,
+    Scheduled,
+    is_owed_first_token,
+)
 from fastserve_backend.scheduler.gittins_index import Capacity, GittinsIndex
 from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
 from fastserve_backend.scheduler.length_distribution import (
@@ -61,8 +66,8 @@ class _Entry:
 class Gittins(KeyedPolicy):
     """The job of the largest index runs first, at every token; of equal ones the first to arrive.
 
-    Jobs that starve come before all others, see ``Promotion``. Until a job has its first token, no
-    prediction puts it behind where it would stand without one.
+    Jobs that starve come before all others, see ``Promotion``. A prediction delays no first token
+    that is cheap, see ``is_owed_first_token``.
     """
 
     name = "gittins"
@@ -115,7 +120,7 @@ class Gittins(KeyedPolicy):
             extra = max(0.0, prefill_s - decode_s) / decode_s
         learned = self._entries[job.number].learned
         # The last of these knows the prediction.
-        which = learned[-1:] if job.num_outputs else learned
+        which = learned if is_owed_first_token(job, self._times) else learned[-1:]
         prompt, most = len(job.prompt_ids), self._most_tokens(job)
         return -max(one.index.of(extra, prompt, job.num_outputs, most) for one in which)
 

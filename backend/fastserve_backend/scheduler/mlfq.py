@@ -113,7 +113,7 @@ class MLFQ:
     def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
         changes = self._promotion.update(now, in_flight)
         for job in changes.over:
-            self._move(job, self._entries[job.number], 0)
+            self._end_turn(job)
         for job in changes.begun:
             self._move(job, self._entries[job.number], 0)
             self._entries[job.number].ticket = _FIRST_TICKET + self._promotion.turn_number(job)
@@ -182,6 +182,13 @@ class MLFQ:
             f"{self.quanta_s[-1] * 1e3:.0f} ms (ratio {self._quanta.ratio:g}), promotion after "
             f"{self._quanta.starvation_s * 1e3:.0f} ms, {self.limits.describe()}"
         )
+
+    def _end_turn(self, job: Job) -> None:
+        entry = self._entries[job.number]
+        if entry.used_s >= self.quanta_s[0] and len(self._queues) > 1:
+            self._demote(job, entry)
+        else:
+            self._move(job, entry, 0)
 
     def _demote(self, job: Job, entry: _Entry) -> None:
         if job.queue_level == len(self._queues) - 1:

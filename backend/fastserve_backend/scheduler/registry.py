@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fastserve_backend.config import SchedulerSection
-from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.scheduler.base import IterationTimes, Policy
 from fastserve_backend.scheduler.batch_limits import batch_limits
 from fastserve_backend.scheduler.fcfs import FCFS
@@ -25,7 +24,7 @@ AGING = 0.1
 
 
 def make_policy(
-    config: SchedulerSection, times: LatencyModel, *, max_model_len: int, kv_tokens: int
+    config: SchedulerSection, times: IterationTimes, *, max_model_len: int, kv_tokens: int
 ) -> Policy:
     """The policy that ``config.policy`` names; derived values come from ``times`` and the SLO.
 

@@ -17,6 +17,7 @@ from fastserve_backend.scheduler.base import (
     IterationTimes,
     Scheduled,
     Urgency,
+    is_owed_first_token,
     time_to_next_token,
 )
 from fastserve_backend.scheduler.mlfq import Quanta
@@ -46,8 +47,8 @@ class Speculative:
     prediction as if its queue's quantum were its remaining time; with no prediction at all the
     schedule is that of skip-join MLFQ.
 
-    **First tokens**: until a job has its first token, no prediction puts it behind where it would
-    stand without one.
+    **First tokens**: a prediction delays none that is cheap, see ``is_owed_first_token``. Such a
+    job stands where it would without a prediction.
 
     ``job.queue_level`` of a job with a prediction is the queue whose quantum covers its remaining
     time, and ``level_sizes`` counts it there.
@@ -205,7 +206,7 @@ class Speculative:
         job.queue_level = self._level_of(entry.remaining_s)
         self._ordered_sizes[job.queue_level] += 1
         remaining_s = entry.remaining_s
-        if job.num_outputs == 0:
+        if is_owed_first_token(job, self._times):
             remaining_s = min(remaining_s, self.quanta_s[self._queues.join_level(job)])
         return remaining_s + self._aging * entry.arrived_s
 

@@ -268,6 +268,12 @@ class SchedulerSection(_Section):
         20000, ge=1, le=200_000, description="Most prompts whose lengths the predictor remembers."
     )
 
+    @field_validator("prefill_chunk_tokens", mode="before")
+    @classmethod
+    def _null_is_whole(cls, value: object) -> object:
+        """Files from before there was ``whole`` say null."""
+        return "whole" if value is None else value
+
     @field_validator("length_prediction", mode="before")
     @classmethod
     def _as_yaml_means_it(cls, value: object) -> object:

@@ -48,6 +48,10 @@ class Desk:
         costs = SwapCosts(times, 100, link)
         self.manager = KVManager(self.tiers, self, config, costs, self.counters)
         self.now = 0.0
+        self.starving: set[int] = set()
+
+    def has_turn(self, job: Job) -> bool:
+        return job.number in self.starving
 
     def urgency(self, now: float):  # type: ignore[no-untyped-def]
         return lambda job: (job.number, 0.0)

@@ -184,6 +184,7 @@ def test_the_most_urgent_runs_at_last(
             desk.end_copies(succeeded=data.draw(st.sampled_from([True, True, False])))
     first = data.draw(st.sampled_from(jobs))
     others = [job for job in jobs if job is not first]
+    desk.starving.add(first.number)  # or it waits until those that began have ended
     for _ in range(4):
         if strategy == "defer":  # nobody loses anything: those before it have to end
             for job in others:

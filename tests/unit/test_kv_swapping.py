@@ -59,6 +59,9 @@ def test_without_room_on_the_host_a_job_computes_again() -> None:
         desk = Desk(4, num_host_blocks)
         urgent, least = jobs_of(48, 31)
         desk.run(least)
+        assert desk.offer(urgent, least) == [least]  # it is not begun for that
+        assert least.num_computed == 31
+        desk.starving.add(urgent.number)
         assert desk.offer(urgent) == [urgent]
         assert (least.num_computed, desk.counters.recomputed_jobs) == (0, 1)
         assert desk.begun == []
@@ -112,23 +115,43 @@ def test_a_job_is_swapped_or_computed_again_by_cost(caplog: pytest.LogCaptureFix
     desk = Desk(4, link=SLOW_LINK)
     urgent, least = jobs_of(64, 31)
     desk.run(least)
+    desk.starving.add(urgent.number)
     assert desk.offer(urgent) == [urgent]
     assert least.num_computed == 0
     (message,) = [record.getMessage() for record in caplog.records]
-    assert "job job-1 leaves the device: swapping 2 blocks takes 4000000.00 ms" in message
-    assert "computing 31 tokens again 31000.00 ms: recompute" in message
+    assert "job job-1 leaves the device: swapping 2 blocks delays jobs by 4000000.00 ms" in message
+    assert "computing 31 tokens again by 31000.00 ms: recompute" in message
+
+
+def test_computing_again_delays_all_that_run_and_a_copy_one_job() -> None:
+    costs = SwapCosts(LinearTimes(), 100, Link(10.0, 10.0))
+    job = make_job(0, 30, computed=True)  # 30 s of prefill
+    assert not costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2, num_running=0)  # 40 s
+    assert costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2, num_running=1)
+
+
+def test_a_new_job_leaves_alone_those_that_would_compute_again() -> None:
+    """The host holds one of the two that would have to go."""
+    desk = Desk(4, 2)
+    urgent, *begun = jobs_of(64, 31, 31)
+    desk.run(*begun)
+    assert desk.offer(urgent, *begun) == begun
+    assert (desk.begun, desk.counters.recomputed_jobs) == ([], 0)
+    desk.manager.release(begun[0])
+    assert desk.offer(urgent) == []
+    assert desk.kinds() == [(2, "swap_out")]
 
 
 def test_the_speed_of_the_link_is_learnt() -> None:
     costs = SwapCosts(LinearTimes(), 100, Link(10.0, 10.0))
     job = make_job(0, 30, computed=True)
-    assert not costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2)
+    assert not costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2, num_running=0)
     for _ in range(150):
         costs.observe(True, 10, 0.01)
         costs.observe(False, 10, 0.02)
     assert costs.transfer_s(True, 1) == pytest.approx(0.001, rel=0.1)
     assert costs.transfer_s(False, 5) == pytest.approx(0.01, rel=0.1)
-    assert costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2)
+    assert costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2, num_running=0)
 
 
 @pytest.mark.parametrize("direction", ["out", "in"])
@@ -204,7 +227,7 @@ def test_one_stuck_copy_does_not_end_swapping() -> None:
         costs.observe(False, 1, 100.0)
     job = make_job(0, 1, computed=True)
     for _ in range(100):
-        assert not costs.swap_is_cheaper(job, blocks_out=0, blocks_in=10**9)
+        assert not costs.swap_is_cheaper(job, blocks_out=0, blocks_in=10**9, num_running=0)
     assert costs.transfer_s(False, 1) == pytest.approx(FAST_LINK.block_in_s, rel=0.1)
 
 

@@ -86,14 +86,14 @@ def test_a_job_begins_behind_what_was_kept_and_computes_one_token_at_least() -> 
     first = make_job(0, 64)
     desk.run(first)
     end(desk, first)
-    second = arrive(desk, 1, 64)
-    assert (second.num_computed, desk.held(second)) == (48, [3])
-    third = arrive(desk, 2, 80)  # the block that the second could not take; its first is gone
-    assert (third.num_computed, desk.held(third)) == (0, [0])
+    second, third = arrive(desk, 1, 64), arrive(desk, 2, 80)
+    assert (second.num_ready, third.num_ready) == (48, 64)
+    assert desk.held(second, third) == [0, 0]  # they only know of it
     assert desk.counters.prefix_cached_tokens == 0
-    assert desk.offer(third, second) == [third, second]
+    assert desk.offer(second) == [second]
+    assert second.num_computed == 48
     assert desk.counters.prefix_cached_tokens == 48
-    assert (desk.held(second, third), desk.counters.recomputed_jobs) == ([4, 5], 0)
+    assert (desk.held(second), desk.counters.recomputed_jobs) == ([4], 0)
 
 
 def test_a_conversation_goes_on_behind_its_last_answer() -> None:
@@ -107,7 +107,7 @@ def test_a_conversation_goes_on_behind_its_last_answer() -> None:
     second = make_job(1, 0)
     second.prompt_ids = first.prompt_ids + first.output_ids + array("i", [1, 2])
     desk.manager.arrived(second, desk.now)
-    assert second.num_computed == 32
+    assert second.num_ready == 32
 
 
 def test_a_job_that_waited_finds_what_was_kept_meanwhile() -> None:
@@ -121,21 +121,69 @@ def test_a_job_that_waited_finds_what_was_kept_meanwhile() -> None:
     assert desk.offer(second) == [second]
 
 
-def test_a_waiting_job_loses_what_was_kept_to_others_without_a_copy_and_finds_it_again() -> None:
-    desk = desk_of(6, write_back=True)
+def hostage_of(desk: Desk) -> Job:
+    """A job that waits for its turn behind 64 tokens that are kept."""
     first = make_job(0, 65)
     desk.run(first)
     end(desk, first)
-    waiting = arrive(desk, 2, 65)
-    assert waiting.num_computed == 64
-    urgent = make_job(1, 49)
+    return arrive(desk, 5, 65)
+
+
+def test_a_job_that_waits_keeps_nothing_from_a_more_urgent_one() -> None:
+    desk = desk_of(10, write_back=True)
+    waiting = hostage_of(desk)
+    urgent = arrive(desk, 1, 65)
     for _ in range(20):  # it is neither copied ahead nor for the reserve
         desk.offer()
         assert desk.begun == []
-    desk.manager.recall(urgent)  # the same tokens: but they are the other's
     assert desk.offer(urgent) == [urgent]
-    assert (waiting.num_computed, desk.held(waiting), desk.begun) == (0, [0], [])
-    assert desk.counters.recomputed_jobs == 0
+    assert (urgent.num_computed, desk.held(waiting)) == (64, [0])
+    desk.send(urgent)
+    assert desk.offer(waiting) == [waiting]  # and has a copy in its turn
+    assert (waiting.num_computed, waiting.num_shared) == (0, 64)
+
+
+def test_a_job_that_was_offered_in_vain_gives_back_what_it_recalled() -> None:
+    desk = desk_of(10)
+    waiting = hostage_of(desk)
+    desk.manager.begin(1.0, ())
+    desk.manager.recall(waiting)  # and then it has no tokens
+    assert waiting.num_computed == 64
+    urgent = arrive(desk, 1, 65)
+    assert desk.offer(urgent, waiting) == [urgent]
+    assert urgent.num_computed == 64
+    assert desk.counters.prefix_cached_tokens == 64
+
+
+def test_of_three_jobs_with_one_beginning_the_most_urgent_has_it_first() -> None:
+    desk = desk_of(20)
+    jobs = [hostage_of(desk), arrive(desk, 3, 65), arrive(desk, 1, 65)]
+    for job in reversed(jobs):  # each in its own round: no later one has to compute it
+        assert desk.offer(job) == [job]
+        assert job.num_uncomputed == 1
+        desk.send(job)
+        desk.manager.copied(desk.manager.copies)
+
+
+def test_what_a_cancelled_job_recalled_is_kept_for_others() -> None:
+    desk = desk_of(10)
+    waiting = hostage_of(desk)
+    desk.manager.begin(1.0, ())
+    desk.manager.recall(waiting)
+    end(desk, waiting, FinishReason.CANCELLED)
+    urgent = arrive(desk, 1, 65)
+    assert urgent.num_ready == 64
+    assert desk.offer(urgent) == [urgent]
+    assert urgent.num_computed == 64
+
+
+def test_where_memory_is_short_kept_blocks_go_first_and_what_is_left_is_found() -> None:
+    desk = desk_of(6)
+    waiting = hostage_of(desk)
+    other = make_job(1, 49)
+    other.prompt_ids = array("i", range(500, 549))
+    assert desk.offer(other) == [other]
+    desk.send(other)
     desk.manager.recall(waiting)
     assert waiting.num_computed == 32  # four blocks had to go, of which two kept nothing
 
@@ -197,7 +245,7 @@ def test_where_memory_is_short_jobs_are_not_looked_through_for_what_one_has_reca
     for job in waiting[:-1]:
         job.prompt_ids = array("i", range(200, 296))
     desk.manager.arrived(waiting[-1], desk.now)
-    assert waiting[-1].num_computed == 32
+    assert waiting[-1].num_ready == 32
     looked_at = []
     desk.manager.begin(9.0, {1})
     jobs = (job for job in waiting if looked_at.append(job) is None)
@@ -226,7 +274,7 @@ def test_only_exact_kv_is_kept_and_only_where_it_is_wanted(
     job.num_swaps = swaps
     end(desk, job, reason)
     later = arrive(desk, 1, 40)
-    assert later.num_computed == (32 if is_kept else 0)
+    assert later.num_ready == (32 if is_kept else 0)
 
 
 # --- In the step loop -------------------------------------------------------------------------

@@ -75,7 +75,8 @@ def test_what_a_job_that_goes_first_has_recalled_is_not_computed_by_the_next() -
     desk.manager.release(earlier)
     desk.manager.arrived(first, desk.now)
     desk.manager.arrived(second, desk.now)
-    assert (first.num_computed, second.num_ready) == (64, 0)
+    assert (first.num_ready, second.num_ready) == (64, 64)
+    assert desk.held(first, second) == [0, 0]  # nobody has it before he runs
     desk.run_first(first, second)
     assert desk.offer(second) == [second]
     assert second.num_shared == 64
@@ -86,8 +87,9 @@ def test_a_beginning_that_is_kept_in_part_is_copied_from_there() -> None:
     kept_in_part(desk)
     second = make_job(2, 65)
     desk.manager.arrived(second, desk.now)
-    assert (second.num_computed, second.num_shared, second.num_uncomputed) == (32, 32, 1)
+    assert (second.num_ready, second.num_uncomputed) == (64, 1)
     assert desk.offer(second) == [second]
+    assert (second.num_computed, second.num_shared, second.num_uncomputed) == (32, 32, 1)
     tables = [list(desk.tiers.device.table(number)) for number in (1, 2)]
     assert copied(desk) == (tables[0][2:4], tables[1][2:4])
 
@@ -221,6 +223,8 @@ def test_a_source_that_ends_frees_its_blocks_when_they_are_copied(with_write_bac
     assert desk.held(source) == [0]
     later = make_job(3, 64)
     desk.manager.arrived(later, desk.now)
+    assert (later.num_computed, later.num_shared) == (0, 48)
+    desk.manager.recall(later)
     # Kept, but for what was still being copied to the host.
     assert (later.num_computed, later.num_shared) == ((0, 48) if with_write_back else (48, 0))
 
@@ -269,10 +273,11 @@ def test_a_job_that_lost_its_kv_is_no_source() -> None:
     desk = desk_of(5, link=SLOW_LINK)
     source, urgent, second = make_job(1, 60), other_job(0, 60), make_job(2, 40)
     desk.run(source)
+    desk.starving.add(0)
     assert desk.offer(urgent) == [urgent]
     assert source.num_computed == 0
     desk.manager.arrived(second, desk.now)
-    assert (second.num_computed, second.num_shared) == (16, 0)  # kept, and nobody has the rest
+    assert second.num_ready == 16  # kept, and nobody has the rest
 
 
 def test_what_a_step_that_was_not_sent_recalled_and_copied_is_there_for_the_next() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from fastserve_backend.kv_cache.kept_blocks import KeptBlocks
 
@@ -100,6 +101,10 @@ class BlockPool:
         if table:
             self._tables[job_number] = table
         return len(table)
+
+    def num_kept(self, keys: Iterable[bytes]) -> int:
+        """Of these keys, those before the first under which no block is kept."""
+        return sum(1 for _ in takewhile(self._kept.__contains__, keys))
 
     def table(self, job_number: int) -> array[int]:
         """The job's block numbers in order of position. The caller must not change it."""

@@ -58,13 +58,20 @@ class DeviceRoom:
         """The blocks that the job needs for all its tokens stay free."""
         self.num_promised += self._missing(job)
 
-    def make(self, job: Job, num_blocks: int) -> bool:
+    def make(self, job: Job, num_blocks: int, *, keeps_work: bool = False) -> bool:
         """Whether the job can have ``num_blocks`` blocks now; begins to free them if not, and
-        promises them to it."""
+        promises them to it.
+
+        Args:
+            keeps_work: nobody computes KV again for it. Where that is not possible the job is
+                promised nothing, so that those that have begun go on.
+        """
         shortage = num_blocks - self.num_spare - self._ending_blocks
         shortage -= self._prefix_cache.give_back(shortage, self._round.offered)
         if shortage > 0 and not self._has_no_victims:
             victims = self._victims(shortage)
+            if keeps_work and victims and not self._swapping.can_swap_out(victims):
+                return False
             if not self._round.running.isdisjoint(victim.number for victim in victims):
                 self.is_too_early = True
                 return False

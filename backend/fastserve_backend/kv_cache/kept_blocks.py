@@ -19,6 +19,10 @@ class KeptBlocks:
     def __iter__(self) -> Iterator[int]:
         return iter(self._keys)
 
+    def __contains__(self, key: object) -> bool:
+        """Whether there is a block of this key."""
+        return key in self._blocks
+
     def add(self, block: int, key: bytes) -> None:
         """``key``: of what it holds."""
         self._keys[block] = key

@@ -15,7 +15,7 @@ Strategies (FastServe §4.2, Fig. 15):
 * ``proactive``: the same, but other jobs run meanwhile, unless the copies are so short that waiting
   for them costs less. And copies begin before they are needed: blocks are kept free for arrivals,
   the jobs that run next return early, and idle link time copies full blocks of those that will
-  leave.
+  leave. A new job is not begun where that makes others compute again, unless it starves.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class KVManager:
         return sum(not self.tiers.may_run(job.number) for job in list(self._holders))
 
     def arrived(self, job: Job, now: float) -> None:
-        """To be called before the policy learns of the job: what others have computed it need
-        not."""
+        """To be called before the policy learns of the job: what others have computed it need not.
+        It is given none of that before it is to run, since a more urgent job may need it first."""
         self._look_ahead.arrived(job, now)
-        self._prefix_cache.recall(job)
         self._shared.share(job)
+        job.num_shared = max(job.num_shared, self._prefix_cache.num_kept_tokens(job))
 
     def begin(
         self, now: float, in_flight: Collection[int], going_on: Collection[int] | None = None
@@ -101,6 +101,7 @@ class KVManager:
             job.swap_stall_s += now - last.now
         for job in last.taken:
             job.num_shared = 0  # of those whose step was not sent
+        self._prefix_cache.give_back_unused()
         busy, running, is_ahead = set(in_flight), set(going_on or ()), going_on is not None
         staying = busy - running
         self._round = Round(now, self._order, busy, running, is_ahead, num_settled=len(staying))
@@ -194,7 +195,8 @@ class KVManager:
             return False
         device, room_for = self.tiers.device, job.num_ready + num_tokens
         if missing := device.missing(job.number, room_for):
-            if not self._room.make(job, missing):
+            keeps_work = is_new and self._strategy == "proactive" and not self._order.has_turn(job)
+            if not self._room.make(job, missing, keeps_work=keeps_work):
                 this.refuses_new |= is_new
                 if self._room.is_coming():
                     this.stalled.append(job)

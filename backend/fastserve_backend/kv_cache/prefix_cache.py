@@ -17,14 +17,19 @@ from fastserve_backend.kv_cache.prefix_keys import PrefixKeys
 class PrefixCache:
     """Finds what the device's free blocks kept, and says what they are to keep.
 
-    Owns the blocks of jobs that recalled some and have not run since: these go before any job loses
-    KV of its own. Changes ``num_computed`` of such jobs.
+    A job that is to run recalls blocks. Those that turn out not to run give them back at the end of
+    the round, so that a job that waits keeps nothing from a more urgent one. Changes
+    ``num_computed`` and ``num_shared`` of such jobs.
     """
 
     def __init__(self, device: BlockPool, keys: PrefixKeys) -> None:
         self._device = device
         self._keys = keys
         self._recalled: dict[int, Job] = {}
+
+    def num_kept_tokens(self, job: Job) -> int:
+        """Of the job's first tokens, those that free blocks hold."""
+        return self._device.num_kept(self._keys.wanted(job)) * self._device.block_size
 
     def recall(self, job: Job) -> None:
         """Give a job, which has no KV of its own, the blocks that hold its first tokens."""
@@ -54,10 +59,19 @@ class PrefixCache:
                 given += self._device.num_held(number)
                 jobs.append(job)
         for job in jobs:
-            self._device.release(job.number, self.kept(job))
-            self.forget(job)
-            job.num_computed = 0
+            self._give_back(job)
         return given
+
+    def give_back_unused(self) -> None:
+        """Free the blocks of all jobs that recalled some and have not run since."""
+        for job in list(self._recalled.values()):
+            self._give_back(job)
+
+    def _give_back(self, job: Job) -> None:
+        self._device.release(job.number, self.kept(job))
+        self.forget(job)
+        job.num_shared += job.num_computed  # the policy still counts on it
+        job.num_computed = 0
 
     def kept(self, job: Job) -> list[bytes]:
         """Keys of the full blocks that the job has on the device and leaves to others."""

@@ -17,6 +17,8 @@ class RunningOrder(Protocol):
 
     def urgency(self, now: float) -> Urgency: ...
 
+    def has_turn(self, job: Job) -> bool: ...
+
 
 @dataclass(slots=True)
 class Round:

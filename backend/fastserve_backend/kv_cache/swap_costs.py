@@ -66,15 +66,22 @@ class SwapCosts:
         """An iteration that computes so many tokens of a job takes as long as this."""
         return self._times.prefill_s(num_tokens)
 
-    def swap_is_cheaper(self, job: Job, blocks_out: int, blocks_in: int) -> bool:
-        """For a job that must leave, with so many blocks ahead of its return on the link in either
-        direction."""
+    def swap_is_cheaper(self, job: Job, blocks_out: int, blocks_in: int, num_running: int) -> bool:
+        """Whether swapping a job that must leave delays jobs less than computing it again.
+
+        Copies run beside the iterations. So they delay the job alone, by the time of the link.
+        Computing it again delays the job and all that run beside it.
+
+        Args:
+            blocks_out, blocks_in: on the link, in either direction, before the job is back.
+            num_running: jobs of an iteration.
+        """
         swap_s = self.transfer_s(True, blocks_out) + self.transfer_s(False, blocks_in)
-        recompute_s = self._times.prefill_s(job.num_computed)
+        recompute_s = self._times.prefill_s(job.num_computed) * (num_running + 1)
         is_cheaper = swap_s <= recompute_s
         _log.debug(
-            "job %s leaves the device: swapping %d blocks takes %.2f ms, computing %d tokens again "
-            "%.2f ms: %s",
+            "job %s leaves the device: swapping %d blocks delays jobs by %.2f ms, computing %d "
+            "tokens again by %.2f ms: %s",
             job.id,
             blocks_in,
             swap_s * 1e3,

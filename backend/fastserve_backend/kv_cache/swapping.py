@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.counters import EngineCounters
@@ -62,6 +63,15 @@ class Swapping:
             self.begun.append(transfer)
         return True
 
+    def can_swap_out(self, jobs: Sequence[Job]) -> bool:
+        """Whether all of these idle jobs can leave, and none computes its KV again for that."""
+        jobs = [job for job in jobs if job.num_computed]
+        if not all(self._is_cheaper(job) for job in jobs):
+            return False
+        host = self._tiers.host
+        missing = sum(host.missing(job.number, job.num_computed) for job in jobs)
+        return missing <= host.num_free or missing <= host.num_free + self._num_forgettable(jobs)
+
     def swap_in(self, job: Job, room_for: int) -> None:
         """Bring a swapped-out job back, with blocks for so many tokens, which must be free."""
         self.begun.append(self._tiers.swap_in(job.number, room_for))
@@ -100,6 +110,7 @@ class Swapping:
             job,
             blocks_out=num_copied + self._tiers.num_leaving,
             blocks_in=self._tiers.device.blocks_for(job.num_computed),
+            num_running=len(self._round.busy),
         )
 
     def _make_host_room(self, job: Job) -> bool:
@@ -112,13 +123,7 @@ class Swapping:
         needed = host.num_held(job.number) + missing
         if needed > self._most_host_room:
             return False
-        copies = [
-            other
-            for other in self._holders
-            if self._tiers.num_saved(other.number)
-            and self._tiers.device.num_held(other.number)
-            and self._tiers.transfer(other.number) is None
-        ]
+        copies = self._forgettable()
         room = host.num_free + sum(host.num_held(other.number) for other in copies)
         self._most_host_room = room
         if needed > room:
@@ -129,3 +134,22 @@ class Swapping:
                 if missing <= host.num_free:
                     break
         return True
+
+    def _forgettable(self) -> list[Job]:
+        """Jobs on the device with a copy on the host."""
+        return [
+            job
+            for job in self._holders
+            if self._tiers.num_saved(job.number)
+            and self._tiers.device.num_held(job.number)
+            and self._tiers.transfer(job.number) is None
+        ]
+
+    def _num_forgettable(self, but_for: Sequence[Job]) -> int:
+        """Host blocks that hold nothing but copies of other jobs' device blocks."""
+        kept = {job.number for job in but_for}
+        return sum(
+            self._tiers.host.num_held(job.number)
+            for job in self._forgettable()
+            if job.number not in kept
+        )

@@ -206,6 +206,10 @@ class Policy(Protocol):
         """Of each queue, highest first: its quantum in seconds; None: it has none."""
         ...
 
+    def has_turn(self, job: Job) -> bool:
+        """Whether the job starved, and comes before all others for a while."""
+        ...
+
     def add(self, job: Job, now: float) -> None:
         """A new job; it must not be known yet."""
         ...

@@ -109,6 +109,9 @@ class Gittins(KeyedPolicy):
         """Jobs whose whole length is known."""
         return self._of_all.lengths.num_ended
 
+    def has_turn(self, job: Job) -> bool:
+        return self._promotion.has_turn(job)
+
     def key(self, job: Job) -> float:
         if self._promotion.has_turn(job):
             return _FIRST_TURN_KEY + self._promotion.turn_number(job)

@@ -32,6 +32,9 @@ class KeyedPolicy:
         """By what the job is to be sorted now."""
         raise NotImplementedError
 
+    def has_turn(self, job: Job) -> bool:
+        return False
+
     def add(self, job: Job, now: float) -> None:
         self._jobs.add(job, self.key(job))
 

@@ -13,6 +13,8 @@ from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.speculative import Speculative
 from fastserve_backend.scheduler.srpt import SRPT
 
+# Tokens of KV memory that is never short.
+UNLIMITED_KV = 2**40
 # starvation_ms: auto, in units of slo_ms. A job keeps its SLO if it waits at most slo_ms for each
 # of its tokens, and a job that sank low enough to starve has about a hundred. A tenth of that makes
 # the queues round-robin under overload, ten times that costs the tail
@@ -24,7 +26,10 @@ AGING = 0.1
 
 
 def make_policy(
-    config: SchedulerSection, times: IterationTimes, *, max_model_len: int, kv_tokens: int
+    config: SchedulerSection,
+    times: IterationTimes,
+    max_model_len: int,
+    kv_tokens: int = UNLIMITED_KV,
 ) -> Policy:
     """The policy that ``config.policy`` names; derived values come from ``times`` and the SLO.
 

@@ -83,6 +83,9 @@ class Speculative:
     def quanta_s(self) -> Sequence[float]:
         return self._queues.quanta_s
 
+    def has_turn(self, job: Job) -> bool:
+        return self._queues.has_turn(job)
+
     def add(self, job: Job, now: float) -> None:
         self._entries[job.number] = _Entry(now)
         self._queues.add(job, now)

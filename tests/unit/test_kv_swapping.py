@@ -82,6 +82,7 @@ def test_copies_of_jobs_on_the_device_make_room_on_the_host() -> None:
     desk = Desk(6, 3)
     first, second, urgent = make_job(1, 31), make_job(2, 31), make_job(0, 64)
     desk.run(first, second)
+    desk.starving.add(0)
     desk.offer(make_job(0, 48))  # 2 free blocks and those of ``second``
     desk.end_copies()
     assert desk.manager.num_swapped_out == 1
@@ -130,10 +131,20 @@ def test_computing_again_delays_all_that_run_and_a_copy_one_job() -> None:
     assert costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2, num_running=1)
 
 
+def test_a_new_job_leaves_room_to_grow_where_nobody_can_be_swapped() -> None:
+    begun, new = jobs_of(17, 17)
+    for num_blocks, num_host_blocks, taken in ((8, 0, True), (7, 0, False), (7, 4, True)):
+        desk = Desk(num_blocks, num_host_blocks)
+        begun.num_computed = 0
+        desk.run(begun)  # 2 blocks, and 4 to grow by
+        assert desk.offer(begun, new) == ([begun, new] if taken else [begun])
+
+
 def test_a_new_job_leaves_alone_those_that_would_compute_again() -> None:
     """The host holds one of the two that would have to go."""
     desk = Desk(4, 2)
     urgent, *begun = jobs_of(64, 31, 31)
+    desk.starving |= {job.number for job in begun}
     desk.run(*begun)
     assert desk.offer(urgent, *begun) == begun
     assert (desk.begun, desk.counters.recomputed_jobs) == ([], 0)

@@ -36,6 +36,10 @@ from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.swapping import Swapping
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
 
+# Where no job can be swapped, a new job is begun only if each job on the device may still grow by
+# so many blocks. Otherwise those would soon take each other's KV, and compute it again.
+_GROWTH_BLOCKS = 4
+
 
 class KVManager:
     """Owns ``tiers``; changes ``num_computed`` of jobs that lose KV, and ``num_shared``; counts
@@ -196,6 +200,9 @@ class KVManager:
         device, room_for = self.tiers.device, job.num_ready + num_tokens
         if missing := device.missing(job.number, room_for):
             keeps_work = is_new and self._strategy == "proactive" and not self._order.has_turn(job)
+            if keeps_work and not self._leaves_room_to_grow(missing):
+                this.refuses_new = True
+                return False
             if not self._room.make(job, missing, keeps_work=keeps_work):
                 this.refuses_new |= is_new
                 if self._room.is_coming():
@@ -238,6 +245,13 @@ class KVManager:
         self._admitted.pop(job.number, None)
         self._holders.release(job)
         self._keys.forget(job)
+
+    def _leaves_room_to_grow(self, num_blocks: int) -> bool:
+        """Whether a new job may take so many blocks, and the jobs on the device can still grow."""
+        num_held = self.tiers.device.num_held
+        num_here = sum(num_held(number) > 0 for number in self._have_kv)
+        growth = num_here * _GROWTH_BLOCKS - self.tiers.host.num_free
+        return growth <= 0 or self._room.has(num_blocks + growth)
 
     def _may_begin(self, job: Job) -> bool:
         """Whether the job could run now, for the first time since it last had no KV."""

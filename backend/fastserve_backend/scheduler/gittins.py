@@ -98,7 +98,7 @@ class Gittins(KeyedPolicy):
         self._outdated: list[_Learned] = []
         self._num_to_place = 0  # jobs, from the first of the entries on, with keys of old indices
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        self._promotion = Promotion(starvation_s, limits.max_seqs)
+        self._promotion = Promotion(starvation_s)
 
     @property
     def num_promotions(self) -> int:
@@ -151,8 +151,8 @@ class Gittins(KeyedPolicy):
         return super().walk(now, in_flight)
 
     def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+        self._promotion.iteration_done([job for job, _ in ran], now)
         for job, _ in ran:
-            self._promotion.start_waiting(job, now)
             if job.output_ids:
                 self._pass(self._entries[job.number], job)
             self._jobs.move(job, self.key(job))

@@ -76,7 +76,7 @@ class MLFQ:
         # FIFOs with O(1) removal from anywhere; a plain dict walks over what was removed in front.
         self._queues: list[OrderedDict[int, Job]] = [OrderedDict() for _ in range(num_queues)]
         self._entries: dict[int, _Entry] = {}
-        self._promotion = Promotion(quanta.starvation_s, limits.max_seqs)
+        self._promotion = Promotion(quanta.starvation_s)
         self._tickets = count()
         self.num_demotions = 0
         self.quanta_s: tuple[float, ...] = ()
@@ -123,10 +123,10 @@ class MLFQ:
         return chain.from_iterable(queue.values() for queue in self._queues)
 
     def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+        self._promotion.iteration_done([job for job, _ in ran], now)
         for job, num_tokens in ran:
             entry = self._entries[job.number]
             entry.used_s += own_time_s(job, num_tokens, self._times)
-            self._promotion.start_waiting(job, now)
             if self.has_turn(job):
                 continue
             used_up = entry.used_s >= self.quanta_s[job.queue_level]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,9 +11,9 @@ from fastserve_backend.job import Job
 
 # A turn lasts for this share of the starvation threshold.
 _TURN_SHARE = 0.1
-# Jobs that have a turn at once, of the seats of a batch. With all seats the queue would be
-# round-robin under overload; with one, the wait of the last starving job grows with their number.
-_SEAT_SHARE = 0.25
+# Jobs that have a turn at once, of those of an iteration. If all had, overload would make the queue
+# round-robin; if one had, the wait of the last starving job would grow with their number.
+_BATCH_SHARE = 0.25
 
 
 class TurnChanges(NamedTuple):
@@ -38,8 +38,8 @@ class Promotion:
 
     A job that has not run for ``starvation_s`` (since its arrival, if it never ran) starves. The
     job that has starved longest gets the next free turn: it comes before all others for a tenth of
-    ``starvation_s``, and until it has a token. There are ``num_turns`` turns, a quarter of the
-    seats of a batch. So of S starving jobs none waits longer than::
+    ``starvation_s``, and until it has a token. There are ``num_turns`` turns, a quarter of the jobs
+    of the latest iteration. So of S starving jobs none waits longer than::
 
         starvation_s + ceil(S / num_turns) · (turn_s + num_turns · token_s)
 
@@ -52,10 +52,10 @@ class Promotion:
     Every operation costs O(1), ``update`` O(turns + jobs in flight).
     """
 
-    def __init__(self, starvation_s: float, max_seqs: int) -> None:
+    def __init__(self, starvation_s: float) -> None:
         self.starvation_s = starvation_s
         self.turn_s = starvation_s * _TURN_SHARE
-        self.num_turns = max(1, int(max_seqs * _SEAT_SHARE))
+        self.num_turns = 1
         self.num_promotions = 0
         # A job is appended again when it ran, so the first has waited longest. A job that arrives
         # during an iteration stands behind those that ran in it: it is found that iteration late.
@@ -63,10 +63,16 @@ class Promotion:
         self._turns: dict[int, _Turn] = {}  # by job number, in order of their beginning
 
     def start_waiting(self, job: Job, now: float) -> None:
-        """The job arrived, or an iteration of it ended."""
+        """The job arrived, or has run."""
         if job.number not in self._turns:
             self._waiting.pop(job.number, None)
             self._waiting[job.number] = (now, job)
+
+    def iteration_done(self, jobs: Sequence[Job], now: float) -> None:
+        """They ran in it, and wait from now on."""
+        self.num_turns = max(1, int(len(jobs) * _BATCH_SHARE))
+        for job in jobs:
+            self.start_waiting(job, now)
 
     def remove(self, job: Job) -> None:
         """The job ended, or another policy orders it from now on."""
@@ -106,7 +112,7 @@ class Promotion:
         if job.number != first:
             return None
         starves_s = self._waiting[first][0] + self.starvation_s
-        if len(self._turns) == self.num_turns:
+        if len(self._turns) >= self.num_turns:
             starves_s = max(starves_s, min(turn.ends_s for turn in self._turns.values()))
         return max(0.0, starves_s - now)
 
@@ -123,7 +129,7 @@ class Promotion:
         begun: list[Job] = []
         num_free = self.num_turns - len(self._turns)
         for number, (since_s, job) in self._waiting.items():
-            if len(begun) == num_free or now - since_s < self.starvation_s:
+            if len(begun) >= num_free or now - since_s < self.starvation_s:
                 break
             if number in in_flight:
                 continue

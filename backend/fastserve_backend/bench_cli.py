@@ -67,6 +67,7 @@ def bench(
     ] = 600.0,
     rates: workload_flags.Rates = None,
     dataset: workload_flags.Dataset = "sharegpt",
+    arrivals: workload_flags.ArrivalsFlag = None,
     num_jobs: workload_flags.NumJobs = 100,
     seed: workload_flags.Seed = 0,
     max_prompt_tokens: workload_flags.MaxPromptTokens = 1024,
@@ -128,7 +129,7 @@ def bench(
     loads = [Load(concurrency=clients) for clients in _whole_numbers(concurrency)]
     loads += [Load(rate=rate) for rate in parse_rates(rates)]
     plan = Plan(
-        Workload(dataset, num_jobs, seed, limits, scale, length_ratio),
+        Workload(dataset, num_jobs, seed, limits, scale, length_ratio, arrivals),
         list(dict.fromkeys(loads)) or [Load()],
         repeats,
         timeout,

@@ -270,9 +270,10 @@ def simulate(
     config: _Config = None,
     policies: Annotated[
         str, typer.Option(help="To compare, separated by commas.")
-    ] = "fcfs,skip_join_mlfq",
+    ] = "fcfs,skip_join_mlfq,gittins",
     rates: workload_flags.Rates = None,
     dataset: workload_flags.Dataset = "sharegpt",
+    arrivals: workload_flags.ArrivalsFlag = None,
     num_jobs: workload_flags.NumJobs = 1000,
     seed: workload_flags.Seed = 0,
     max_prompt_tokens: workload_flags.MaxPromptTokens = 1024,
@@ -312,7 +313,7 @@ def simulate(
     code = simulate_command(
         _engine_config(model, config, keys),
         ModelledHardware(profile, hardware),
-        Workload(dataset, num_jobs, seed, limits, scale, length_ratio),
+        Workload(dataset, num_jobs, seed, limits, scale, length_ratio, arrivals),
         Output(output, plot),
         policies=listed(policies),
         rates=parse_rates(rates),

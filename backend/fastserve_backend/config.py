@@ -199,7 +199,15 @@ class KVCacheSection(_Section):
 
 
 PolicyName = Literal[
-    "skip_join_mlfq", "speculative", "gittins", "mlfq", "fixed_priority", "srpt", "fcfs"
+    "gittins",
+    "skip_join_mlfq",
+    "speculative",
+    "mlfq",
+    "fixed_priority",
+    "srpt",
+    "sarathi_edf",
+    "uniboost",
+    "fcfs",
 ]
 Objective = Literal["balanced", "normalized_latency", "jct"]
 

@@ -19,8 +19,17 @@ Rates = Annotated[
 Dataset = Annotated[
     str,
     typer.Option(
-        help="sharegpt or alpaca (packaged, synthetic), equal:PROMPT:OUTPUT, or a file: lengths "
-        "CSV, ShareGPT or Alpaca JSON, Azure LLM trace."
+        help="sharegpt, alpaca, chat, code, long-context, agents or batch-beside-chat (packaged, "
+        "synthetic), equal:PROMPT:OUTPUT, or a file: lengths CSV, ShareGPT or Alpaca JSON, a trace "
+        "of Azure, BurstGPT or Mooncake."
+    ),
+]
+ArrivalsFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--arrivals",
+        help="poisson, bursts (10 s at three times the rate, 20 s without jobs) or trace (the "
+        "data set's own). Default: trace where it has timestamps, else poisson.",
     ),
 ]
 NumJobs = Annotated[int, typer.Option(help="Jobs of a trace.")]

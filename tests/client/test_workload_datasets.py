@@ -77,7 +77,8 @@ def test_other_headers_are_refused(tmp_path: Path) -> None:
         load_lengths(path)
     assert str(error.value) == (
         f"{path}:1: got 'input,output'; must be the header prompt_tokens,output_tokens "
-        "or TIMESTAMP,ContextTokens,GeneratedTokens, or JSON"
+        "or TIMESTAMP,ContextTokens,GeneratedTokens or Timestamp,Request tokens,Response tokens, "
+        "or JSON"
     )
 
 
@@ -120,12 +121,12 @@ def test_azure_traces_begin_with_the_first_job_within_the_limits(tmp_path: Path)
     ]
 
 
-def test_azure_timestamps_are_exact_sortable_and_may_have_zones(tmp_path: Path) -> None:
+def test_azure_timestamps_are_exact_and_may_have_zones(tmp_path: Path) -> None:
     path = _write(
         tmp_path,
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        "2024-05-10 00:00:01.000001+00:00,2,1\n"
         "2024-05-10T02:00:01+02:00,1,1\n"
+        "2024-05-10 00:00:01.000001+00:00,2,1\n"
         "2024-05-10T00:00:01.0000019Z,3,1\n",
     )
     assert Workload(path, 3).trace(None) == [
@@ -263,7 +264,8 @@ def test_no_such_data_set() -> None:
         load_lengths("sharegtp")
     assert str(error.value) == (
         "dataset: got 'sharegtp' (No such file or directory); "
-        "must be sharegpt, alpaca, equal:PROMPT:OUTPUT or the path of a file"
+        "must be sharegpt, alpaca, chat, code, long-context, agents, batch-beside-chat, "
+        "equal:PROMPT:OUTPUT or the path of a file"
     )
 
 

@@ -11,9 +11,11 @@ from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
+from fastserve_backend.scheduler.sarathi_edf import SarathiEDF
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.speculative import Speculative
 from fastserve_backend.scheduler.srpt import SRPT
+from fastserve_backend.scheduler.uniboost import UniBoost
 from jobs import run_iteration
 
 POLICIES = (
@@ -24,6 +26,8 @@ POLICIES = (
     "skip_join_mlfq",
     "gittins",
     "speculative",
+    "sarathi_edf",
+    "uniboost",
 )
 NEVER_S = 1e9
 ENDLESS = 10**12  # KV memory in tokens, where seats are scarcer
@@ -91,6 +95,10 @@ def make(
         return FixedPriority(limits)
     if name == "srpt":
         return SRPT(limits, times)
+    if name == "sarathi_edf":
+        return SarathiEDF(limits, first_token_s=10.0, token_s=2.0)
+    if name == "uniboost":
+        return UniBoost(limits, times)
     if name == "gittins":
         return Gittins(
             limits,

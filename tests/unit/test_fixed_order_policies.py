@@ -7,7 +7,9 @@ from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
+from fastserve_backend.scheduler.sarathi_edf import SarathiEDF
 from fastserve_backend.scheduler.srpt import SRPT
+from fastserve_backend.scheduler.uniboost import UniBoost
 from jobs import make_job
 from policies import POLICIES, TIMES, LinearTimes, by_priority, iterate, make, one_job, select
 
@@ -146,3 +148,39 @@ def test_srpt_counts_the_chunks_that_have_run() -> None:
     chunked.num_computed += 4
     policy.iteration_done([Scheduled(chunked, 4)], 4.0)  # 5 s left
     assert by_priority(policy, [chunked, other]) == [chunked, other]
+
+
+# --- Earliest deadline first ------------------------------------------------------------------
+
+
+def test_the_job_whose_next_token_is_due_first_runs() -> None:
+    policy = SarathiEDF(one_job(), first_token_s=10.0, token_s=2.0)
+    first, second = make_job(0, 1), make_job(1, 1)
+    policy.add(first, 0.0)  # due at 10, 12, 14, …
+    policy.add(second, 3.0)  # due at 13, …
+    ran = [iterate(policy, float(now))[0].number for now in range(3, 9)]
+    assert ran == [0, 0, 1, 0, 1, 0]
+
+
+# --- UniBoost ---------------------------------------------------------------------------------
+
+
+def test_a_short_job_overtakes_a_long_one_that_came_little_before_it() -> None:
+    policy = UniBoost(one_job(), TIMES)
+    long, short = make_job(0, 60), make_job(1, 1)
+    policy.add(long, 0.0)
+    policy.add(short, 50.0)
+    assert by_priority(policy, [long, short]) == [short, long]
+    late = make_job(2, 1)
+    policy.add(late, 100.0)
+    assert by_priority(policy, [long, late]) == [long, late]
+
+
+def test_a_job_loses_its_head_start_as_it_runs() -> None:
+    policy = UniBoost(one_job(), TIMES)
+    older, newer = make_job(0, 1), make_job(1, 1)
+    policy.add(older, 0.0)
+    for now in range(30):
+        assert iterate(policy, float(now)) == [older]
+    policy.add(newer, 30.0)
+    assert iterate(policy, 30.0) == [newer]

@@ -148,9 +148,6 @@ def test_a_new_job_leaves_alone_those_that_would_compute_again() -> None:
     desk.run(*begun)
     assert desk.offer(urgent, *begun) == begun
     assert (desk.begun, desk.counters.recomputed_jobs) == ([], 0)
-    desk.manager.release(begun[0])
-    assert desk.offer(urgent) == []
-    assert desk.kinds() == [(2, "swap_out")]
 
 
 def test_the_speed_of_the_link_is_learnt() -> None:

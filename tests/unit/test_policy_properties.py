@@ -24,6 +24,9 @@ LONGEST_PROMPT, MOST_OUTPUT = 40, 25
 SHORTEST_S, LONGEST_S = 0.5, 3.0  # between two ends of iterations
 
 
+PROMOTING = ("mlfq", "skip_join_mlfq", "gittins")
+
+
 @dataclass
 class Flight:
     batch: list[Scheduled]
@@ -253,7 +256,7 @@ class History:
         elif self.name == "srpt":
             expected = sorted(jobs, key=lambda job: (seconds_left(job), job.number))
         else:
-            if self.name != "speculative":  # see test_speculative.py
+            if self.name in PROMOTING:  # for speculative see test_speculative.py
                 self.check_starvation()
             expected = sorted(jobs, key=lambda job: by_urgency.index(job))
             for level, size in enumerate(self.policy.level_sizes()):

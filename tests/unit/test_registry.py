@@ -10,9 +10,11 @@ from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.mlfq import MLFQ
 from fastserve_backend.scheduler.registry import make_policy
+from fastserve_backend.scheduler.sarathi_edf import SarathiEDF
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.speculative import Speculative
 from fastserve_backend.scheduler.srpt import SRPT
+from fastserve_backend.scheduler.uniboost import UniBoost
 from jobs import make_job
 from policies import POLICIES, TIMES, LinearTimes, select
 
@@ -27,6 +29,8 @@ from policies import POLICIES, TIMES, LinearTimes, select
         ("skip_join_mlfq", SkipJoinMLFQ),
         ("gittins", Gittins),
         ("speculative", Speculative),
+        ("sarathi_edf", SarathiEDF),
+        ("uniboost", UniBoost),
     ],
 )
 def test_each_name_makes_its_policy(name: str, kind: type) -> None:

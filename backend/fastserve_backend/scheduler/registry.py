@@ -9,9 +9,11 @@ from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
+from fastserve_backend.scheduler.sarathi_edf import SarathiEDF
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.speculative import Speculative
 from fastserve_backend.scheduler.srpt import SRPT
+from fastserve_backend.scheduler.uniboost import UniBoost
 
 # Tokens of KV memory that is never short.
 UNLIMITED_KV = 2**40
@@ -20,6 +22,8 @@ UNLIMITED_KV = 2**40
 # the queues round-robin under overload, ten times that costs the tail
 # (benchmarks/paper/starvation.py).
 STARVATION_TOKENS = 100
+# Of ``sarathi_edf``: when a first token is due, in units of slo_ms.
+FIRST_TOKEN_SLOS = 10
 # Of ``speculative``: seconds of remaining time that a second since a job's arrival makes up for.
 # Under overload 0.03 costs the tail 5%, 0.3 the mean a quarter to a third (docs/speculative.md).
 AGING = 0.1
@@ -43,6 +47,11 @@ def make_policy(
         return FixedPriority(limits)
     if config.policy == "srpt":
         return SRPT(limits, times)
+    if config.policy == "sarathi_edf":
+        slo_s = config.slo_ms / 1e3
+        return SarathiEDF(limits, first_token_s=FIRST_TOKEN_SLOS * slo_s, token_s=slo_s)
+    if config.policy == "uniboost":
+        return UniBoost(limits, times)
     if config.policy == "gittins":
         return Gittins(
             limits,

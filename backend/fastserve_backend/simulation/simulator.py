@@ -40,6 +40,8 @@ class Simulation:
     """Name and derived parameters."""
     ended_s: float
     """Virtual time at which the last job ended; the trace begins at 0."""
+    token_gaps_s: array[float]
+    """Seconds from each token of a job to its next one, of all jobs."""
 
 
 def simulate(
@@ -83,11 +85,12 @@ def simulate(
         incremental=kv_cache.incremental,
     )
     costs = SwapCosts(latency, memory.block_bytes, memory.link)
+    tokens = _TokenTimes(clock)
     loop = StepLoop(
         policy,
         KVManager(tiers, policy, _without_prefixes(kv_cache), costs, counters),
         executor,
-        _NoDelivery(),
+        tokens,
         clock,
         eos_token_ids=(),
         counters=counters,
@@ -110,20 +113,32 @@ def simulate(
         else:
             loop.turn()
     return Simulation(
-        [_record(job, latency) for job in jobs], counters, policy.describe(), clock.now()
+        [_record(job, latency) for job in jobs],
+        counters,
+        policy.describe(),
+        clock.now(),
+        tokens.gaps_s,
     )
 
 
-class _NoDelivery:
-    """Nobody reads the tokens."""
+class _TokenTimes:
+    """In place of delivery: notes when tokens come. Nobody reads them."""
 
     is_empty = True
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.gaps_s = array("d")
+        self._clock = clock
+        self._last_s: dict[int, float] = {}  # by job
 
     def open(self, job: Job) -> None:
         pass
 
     def add(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
-        pass
+        now = self._clock.now()
+        if job.number in self._last_s:
+            self.gaps_s.append(now - self._last_s[job.number])
+        self._last_s[job.number] = now
 
     def flush(self, on_end: OnEnd) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Data sets of lengths in CSV: plain ones, and the Azure LLM inference trace.
+"""Data sets of lengths in CSV: plain ones, and the traces of Azure and BurstGPT.
 
 The header decides which it is; columns may stand in any order, others are ignored.
 """
@@ -15,12 +15,14 @@ from fastserve_client.errors import WorkloadError
 
 _PLAIN_COLUMNS = ("prompt_tokens", "output_tokens")
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+# Wang et al., BurstGPT, KDD 2025. Its timestamps are seconds.
+_BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 
 
 def read_csv_lengths(path: str, text: str) -> tuple[list[tuple[int, int]], list[float] | None]:
     """The jobs of a file's ``text``, and their timestamps in seconds if it has some.
 
-    Jobs of an Azure trace that generated nothing are left out.
+    Jobs of a trace that generated nothing are left out.
 
     Args:
         path: For messages.
@@ -48,9 +50,21 @@ def read_csv_lengths(path: str, text: str) -> tuple[list[tuple[int, int]], list[
         # Seconds since the epoch would not leave a double room for the last digits.
         first_ns = min(times_ns, default=0)
         return lengths, [(time_ns - first_ns) / 1e9 for time_ns in times_ns]
+    if set(_BURSTGPT_COLUMNS) <= set(columns):
+        lengths, timestamps_s = [], []
+        for place, row in _rows(path, reader):
+            time_s = _seconds(place, row["Timestamp"])
+            prompt = _tokens(place, row, "Request tokens", 0)
+            output = _tokens(place, row, "Response tokens", 0)
+            if prompt and output:
+                lengths.append((prompt, output))
+                timestamps_s.append(time_s)
+        return lengths, timestamps_s
+    headers = " or ".join(
+        ",".join(columns) for columns in (_PLAIN_COLUMNS, _AZURE_COLUMNS, _BURSTGPT_COLUMNS)
+    )
     raise WorkloadError(
-        f"{path}:1: got {','.join(columns)[:60]!r}; must be the header "
-        f"{','.join(_PLAIN_COLUMNS)} or {','.join(_AZURE_COLUMNS)}, or JSON"
+        f"{path}:1: got {','.join(columns)[:60]!r}; must be the header {headers}, or JSON"
     )
 
 
@@ -76,6 +90,12 @@ def _tokens(place: str, row: dict[str, str | None], column: str, least: int) -> 
         got = "nothing" if value is None else repr(value)
         raise WorkloadError(f"{place}: {column}: got {got}; must be an integer from {least}")
     return int(value)
+
+
+def _seconds(place: str, value: str | None) -> float:
+    if value is None or not re.fullmatch(r"\s*[0-9]{1,12}(\.[0-9]{1,9})?\s*", value):
+        raise WorkloadError(f"{place}: Timestamp: got {value!r}; must be seconds from 0")
+    return float(value)
 
 
 # datetime.fromisoformat drops the digits after microseconds, and takes much that is no such time.

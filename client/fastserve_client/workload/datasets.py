@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from fastserve_client.errors import WorkloadError
 from fastserve_client.workload.csv_files import read_csv_lengths
 from fastserve_client.workload.lengths import NO_LIMITS, LengthLimits, Lengths, scale_lengths
+from fastserve_client.workload.mixes import MIXES
+from fastserve_client.workload.mooncake import is_mooncake, read_mooncake
 from fastserve_client.workload.synthetic import SYNTHETIC_DATASETS, synthetic_lengths
 from fastserve_client.workload.text_files import read_text_lengths
 
-_ALLOWED = f"{', '.join(SYNTHETIC_DATASETS)}, equal:PROMPT:OUTPUT or the path of a file"
+_ALLOWED = f"{', '.join((*SYNTHETIC_DATASETS, *MIXES))}, equal:PROMPT:OUTPUT or the path of a file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,9 @@ def load_lengths(dataset: str, limits: LengthLimits = NO_LIMITS, scale: float = 
     """The job lengths of a data set, without those over the limits.
 
     Args:
-        dataset: ``sharegpt`` or ``alpaca`` (synthetic, see :mod:`.synthetic`),
-            ``equal:PROMPT:OUTPUT``, or a path. What a file is shows in its content: CSV with the
-            columns ``prompt_tokens,output_tokens``, an Azure LLM inference trace, or JSON of
-            ShareGPT or Alpaca.
+        dataset: one of :mod:`.synthetic`, ``equal:PROMPT:OUTPUT``, or a path. What a file is
+            shows in its content: CSV with the columns ``prompt_tokens,output_tokens``, a trace
+            (Azure's or BurstGPT's CSV, Mooncake's JSON Lines), or JSON of ShareGPT or Alpaca.
         scale: All lengths times this, before the limits.
 
     Raises:
@@ -51,6 +53,7 @@ def load_lengths(dataset: str, limits: LengthLimits = NO_LIMITS, scale: float = 
 def load_jobs(dataset: str, limits: LengthLimits, scale: float) -> Jobs:
     """As :func:`load_lengths`, with what else the data set knows."""
     jobs = _load_all(dataset)
+    _check_order(dataset, jobs.timestamps_s)
     if scale != 1.0:
         jobs = replace(jobs, lengths=scale_lengths(jobs.lengths, scale))
     kept = [i for i, length in enumerate(jobs.lengths) if limits.allow(*length)]
@@ -62,6 +65,15 @@ def load_jobs(dataset: str, limits: LengthLimits, scale: float) -> Jobs:
             f"max_output_tokens {limits.max_output_tokens})"
         )
     return jobs.only(kept)
+
+
+def _check_order(path: str, timestamps_s: Sequence[float] | None) -> None:
+    for number, (earlier_s, later_s) in enumerate(pairwise(timestamps_s or ()), start=2):
+        if later_s < earlier_s:
+            raise WorkloadError(
+                f"{path}: job {number}: its timestamp is {earlier_s - later_s:g} s before that of "
+                "the job before it; sort the file by time"
+            )
 
 
 def _load_all(dataset: str) -> Jobs:
@@ -77,6 +89,8 @@ def _load_all(dataset: str) -> Jobs:
     text = _read(dataset)
     if not text:
         raise WorkloadError(f"{dataset}: got an empty file; must hold at least one job")
+    if is_mooncake(text):
+        return Jobs(*read_mooncake(dataset, text))
     if text.lstrip().startswith(("[", "{")):
         lengths, prompts = read_text_lengths(dataset, text)
         return Jobs(lengths, prompts=prompts)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fastserve_client.errors import WorkloadError
+from fastserve_client.workload.arrivals import arrival_times
 from fastserve_client.workload.lengths import Lengths
 
 
@@ -31,8 +32,10 @@ def poisson_trace(
     num_jobs: int,
     seed: int,
     prompts: Sequence[str] | None = None,
+    *,
+    in_bursts: bool = False,
 ) -> list[TraceJob]:
-    """Jobs drawn from ``lengths`` with replacement that arrive as a Poisson process.
+    """Jobs drawn from ``lengths`` with replacement that arrive as a Poisson process, or in bursts.
 
     One seed gives the same jobs at every rate, and arrivals that only scale with it, so that the
     points of a sweep differ in nothing else. A longer trace begins with the shorter one.
@@ -53,12 +56,13 @@ def poisson_trace(
         raise WorkloadError("lengths: got none; a trace needs at least one job length")
     # A generator each: how many gaps are drawn does not decide which jobs are.
     gap_rng, job_rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
-    arrivals_s = np.cumsum(gap_rng.standard_exponential(num_jobs)) / rate
+    gaps = gap_rng.standard_exponential(num_jobs)
+    arrivals_s = arrival_times(gaps, rate, in_bursts=in_bursts)
     drawn = job_rng.integers(len(lengths), size=num_jobs)
     texts = [None] * len(lengths) if prompts is None else prompts
     return [
         TraceJob(arrival_s, lengths[index][0], lengths[index][1], texts[index])
-        for arrival_s, index in zip(arrivals_s.tolist(), drawn.tolist(), strict=True)
+        for arrival_s, index in zip(arrivals_s, drawn.tolist(), strict=True)
     ]
 
 
@@ -89,6 +93,11 @@ def timestamp_trace(
             )
         scale = (len(order) - 1) / (last_s - first_s) / rate
     return [TraceJob((timestamps_s[i] - first_s) * scale, *lengths[i]) for i in order]
+
+
+def merged(*traces: Sequence[TraceJob]) -> list[TraceJob]:
+    """All jobs of these traces, in order of arrival."""
+    return sorted((job for trace in traces for job in trace), key=lambda job: job.arrival_s)
 
 
 def mean_rate(trace: Sequence[TraceJob]) -> float:

@@ -1,0 +1,54 @@
+"""UniBoost: arrival order with a head start for what is short (arXiv 2606.18431, ICML 2026).
+
+No length is predicted. The paper gives each job a soft boost that one parameter, γ, shapes between
+shortest first (γ → 0) and first come, first served (γ → ∞). The form of the boost is that of the
+γ-Boost policy (Yu and Scully, Strongly tail-optimal scheduling in the light-tailed M/G/1, 2024)::
+
+    b(s) = ln(1 / (1 − e^(−γ·s))) / γ
+
+The size s is what is known of it: the time of the prefill and of the tokens so far. The paper's
+choice of γ by the load, and its preemption by cached prefixes, are not part of this baseline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fastserve_backend.job import Job
+from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, Scheduled
+from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
+
+# Per second. A job of a second then stands as if it had come a minute earlier, and one of a minute
+# as if it had come a second earlier.
+_GAMMA = 0.05
+_LEAST_S = 1e-3  # no job is shorter
+
+
+class UniBoost(KeyedPolicy):
+    """The job of the earliest boosted arrival runs first."""
+
+    name = "uniboost"
+
+    def __init__(self, limits: BatchLimits, times: IterationTimes) -> None:
+        super().__init__(limits)
+        self._times = times
+        self._arrived_s: dict[int, float] = {}
+
+    def key(self, job: Job) -> float:
+        prefill_s = self._times.prefill_s(len(job.prompt_ids))
+        size_s = prefill_s + job.num_outputs * self._times.decode_s(job.num_tokens)
+        boost_s = -math.log(-math.expm1(-_GAMMA * max(size_s, _LEAST_S))) / _GAMMA
+        return self._arrived_s[job.number] - boost_s
+
+    def add(self, job: Job, now: float) -> None:
+        self._arrived_s[job.number] = now
+        super().add(job, now)
+
+    def remove(self, job: Job) -> None:
+        super().remove(job)
+        del self._arrived_s[job.number]
+
+    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+        for job, _ in ran:
+            self._jobs.move(job, self.key(job))

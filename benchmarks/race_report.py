@@ -1,0 +1,176 @@
+"""What the results of the race say: the best FCFS, where ours is worse, and pages of tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from race_cells import FCFS, FIRST_TOKEN_S, OURS, TOKEN_S, Result
+from rich.table import Table
+
+# Ours over the best FCFS: what is worse.
+_MOST_LATENCY = 1.03
+_LEAST_TOKENS = 0.97
+_MOST_JCT, _MOST_JCT_PREDICTED = 1.10, 1.0
+# Where FCFS's mean is over so many times its idle latency, ours is to be so many times better.
+_QUEUES, _BETTER = 3.0, 2.0
+
+_COLUMNS = (
+    ("mean", "mean"),
+    ("p95", "P95"),
+    ("p99", "P99"),
+    ("first_p95", "first P95"),
+    ("first_p99", "first P99"),
+    ("gap_p95", "gap P95"),
+    ("gap_p99", "gap P99"),
+    ("jct", "JCT mean"),
+    ("jct_p95", "JCT P95"),
+    ("jct_p99", "JCT P99"),
+    ("slowdown", "slowdown"),
+    ("tokens_per_s", "tokens/s"),
+    ("violations", "missed"),
+)
+
+_ABOUT = f"""# The scheduling race
+
+What each policy does to latency and throughput, over workloads, loads and systems. Use it to choose
+a policy, and to see what the default gives up. Every cell is a simulation: the engine's own step
+loop, policies and KV decisions, on iteration times of a roofline model.
+
+    python benchmarks/scheduling_race.py --output race.json --markdown docs
+
+Load is the rate over what FCFS serves when all jobs are there at once. Times are seconds.
+
+| column | meaning |
+|---|---|
+| mean, P95, P99 | normalized latency: completion time over output tokens |
+| first | time to the first token |
+| gap | time from one token to the next |
+| JCT | completion time: to the last token |
+| slowdown | completion time over that on an idle system, of the longest tenth of jobs |
+| missed | share of jobs that miss an objective. A cell has goodput if it is at most 0.01 |
+
+A job misses an objective if its first token takes over {FIRST_TOKEN_S:g} s, or its later ones over
+{TOKEN_S:g} s each on average.
+
+The best FCFS is the best of three, for each figure by itself: with the shipped chunks of prefill,
+with chunks of 512 tokens, and with whole prompts. "Predicted" policies are told output lengths with
+an error of σ = 0.5 in ln(predicted / real). `srpt` knows them exactly.
+"""
+
+
+AXES = ("mean", "jct")
+"""Of the plot."""
+
+
+def by_cell(results: Iterable[Result]) -> dict[str, dict[str, Result]]:
+    cells: dict[str, dict[str, Result]] = {}
+    for result in results:
+        cells.setdefault(result.cell, {})[result.variant] = result
+    return cells
+
+
+def best_fcfs(cell: Mapping[str, Result], column: str) -> float:
+    values = [getattr(cell[variant.name], column) for variant in FCFS if variant.name in cell]
+    return max(values) if column == "tokens_per_s" else min(values)
+
+
+def verdicts(cells: Mapping[str, Mapping[str, Result]]) -> list[str]:
+    """A line for each cell and figure in which ours is worse than it has to be."""
+    lines = []
+    for name, cell in cells.items():
+        if not any(variant.name in cell for variant in FCFS):
+            continue
+        for variant in OURS:
+            if variant.name not in cell:
+                continue
+            most_jct = _MOST_JCT_PREDICTED if variant.is_predicted else _MOST_JCT
+            ours = cell[variant.name]
+            for column, label, most in (
+                ("mean", "mean", _MOST_LATENCY),
+                ("p95", "P95", _MOST_LATENCY),
+                ("jct", "mean JCT", most_jct),
+            ):
+                ratio = getattr(ours, column) / best_fcfs(cell, column)
+                if ratio > most:
+                    lines.append(f"{name}: {variant.name}: {label} {ratio:.2f} x the best FCFS")
+            ratio = ours.tokens_per_s / best_fcfs(cell, "tokens_per_s")
+            if ratio < _LEAST_TOKENS:
+                lines.append(f"{name}: {variant.name}: tokens/s {ratio:.2f} x the best FCFS")
+            queues = best_fcfs(cell, "mean") / ours.idle
+            gain = best_fcfs(cell, "mean") / ours.mean
+            if queues > _QUEUES and gain < _BETTER:
+                lines.append(
+                    f"{name}: {variant.name}: mean only {gain:.2f} times better, where FCFS takes "
+                    f"{queues:.1f} times its idle latency"
+                )
+    return lines
+
+
+def number(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def table(name: str, cell: Mapping[str, Result]) -> Table:
+    idle = next(iter(cell.values())).idle
+    made = Table("policy", *(label for _, label in _COLUMNS), title=f"{name} (idle {number(idle)})")
+    for variant, result in cell.items():
+        made.add_row(variant, *(number(getattr(result, column)) for column, _ in _COLUMNS))
+    return made
+
+
+def write_markdown(directory: Path, cells: Mapping[str, Mapping[str, Result]]) -> None:
+    """``scheduling_race.md`` and its plot, in ``directory``."""
+    lines = [
+        _ABOUT,
+        "![ours over the best FCFS](scheduling_race.png)",
+        "",
+        "## Where ours is worse",
+    ]
+    worse = verdicts(cells)
+    lines += ["", *(f"- {line}" for line in worse or ["nowhere"]), ""]
+    for name, cell in cells.items():
+        idle = next(iter(cell.values())).idle
+        lines += [f"## {name}", "", f"Idle: {number(idle)} s a token.", ""]
+        lines.append("| policy | " + " | ".join(label for _, label in _COLUMNS) + " |")
+        lines.append("|---|" + "---|" * len(_COLUMNS))
+        for variant, result in cell.items():
+            values = " | ".join(number(getattr(result, column)) for column, _ in _COLUMNS)
+            lines.append(f"| {variant} | {values} |")
+        lines.append("")
+    (directory / "scheduling_race.md").write_text("\n".join(lines), encoding="utf-8")
+    _plot(directory / "scheduling_race.png", cells)
+
+
+def _plot(path: Path, cells: Mapping[str, Mapping[str, Result]]) -> None:
+    """The frontier: normalized latency against completion time, both over the best FCFS's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names: Sequence[str] = list(dict.fromkeys(v for cell in cells.values() for v in cell))
+    figure, axes = pyplot.subplots(figsize=(9, 6))
+    for variant in names:
+        points = [
+            (
+                cell[variant].mean / best_fcfs(cell, "mean"),
+                cell[variant].jct / best_fcfs(cell, "jct"),
+            )
+            for cell in cells.values()
+            if variant in cell and any(fcfs.name in cell for fcfs in FCFS)
+        ]
+        axes.scatter(*zip(*points, strict=True), s=14, label=variant)
+    axes.axhline(1.0, color="grey", linewidth=0.5)
+    axes.axvline(1.0, color="grey", linewidth=0.5)
+    axes.set(
+        xscale="log",
+        yscale="log",
+        xlabel="mean normalized latency over the best FCFS's",
+        ylabel="mean completion time over the best FCFS's",
+        title="Every policy in every cell",
+    )
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)

@@ -71,7 +71,9 @@ def by_cell(results: Iterable[Result]) -> dict[str, dict[str, Result]]:
 
 
 def best_fcfs(cell: Mapping[str, Result], column: str) -> float:
-    values = [getattr(cell[variant.name], column) for variant in FCFS if variant.name in cell]
+    values: list[float] = [
+        getattr(cell[variant.name], column) for variant in FCFS if variant.name in cell
+    ]
     return max(values) if column == "tokens_per_s" else min(values)
 
 
@@ -160,7 +162,7 @@ def _plot(path: Path, cells: Mapping[str, Mapping[str, Result]]) -> None:
             for cell in cells.values()
             if variant in cell and any(fcfs.name in cell for fcfs in FCFS)
         ]
-        axes.scatter(*zip(*points, strict=True), s=14, label=variant)
+        axes.scatter(x, y, s=14, label=variant)
     axes.axhline(1.0, color="grey", linewidth=0.5)
     axes.axvline(1.0, color="grey", linewidth=0.5)
     axes.set(

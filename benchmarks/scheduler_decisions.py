@@ -1,16 +1,19 @@
 """Time of one scheduling decision of each policy, with many jobs waiting, on one core.
 
-    python benchmarks/scheduler_decisions.py                   # 100, 1,000 and 10,000 waiting jobs
+    python benchmarks/scheduler_decisions.py                   # all policies
     python benchmarks/scheduler_decisions.py --policy srpt     # one policy
 
-A decision is everything that the engine asks of a policy in one iteration with a batch of 16:
-`fill_batch` along its `walk`, `iteration_done` for the jobs that ran, `remove` for those that ended
-and `add` for as many new ones, so that the number of waiting jobs stays the same. Prompt and output
-lengths are drawn from a long-tailed distribution with a fixed seed, seven of eight outputs are
-predicted, wrong by a factor of 1.6 typically, and the jobs' own updates are not part of the time.
-In the last column all prompts are so long that only one fits an iteration: the others are passed
-over for the decodes behind them.
-Each figure is the median decision in microseconds, with the 99th percentile in brackets.
+A decision is everything that the engine asks of a policy and of the KV manager in one iteration:
+the order, the batch and its KV blocks, what became of the jobs that ran, and as many arrivals as
+jobs ended, so that the number of waiting jobs stays the same. The jobs' own updates are not part of
+the time. Copies to and from the host end two iterations later.
+
+"Short" is KV memory for twice as many jobs as a batch has, with a host tier ten times as large and
+the strategy proactive. "Unlimited" is memory for all. Prompt and output lengths are drawn from a
+long-tailed distribution with a fixed seed, seven of eight outputs are predicted, wrong by a factor
+of 1.6 typically. With "long prompts" all are so long that a few fill an iteration.
+
+Each figure is the median decision in milliseconds, with the 99th percentile in brackets.
 """
 
 from __future__ import annotations
@@ -21,28 +24,36 @@ import random
 import statistics
 import time
 from array import array
+from collections import deque
 from typing import get_args
 
 from fastserve_backend.config import EngineConfig, PolicyName
+from fastserve_backend.counters import EngineCounters
 from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.kv_cache.manager import KVManager
+from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
+from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
+from fastserve_backend.latency_histograms import LatencyHistograms
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_backend.scheduler.base import UNLIMITED, Policy, fill_batch
+from fastserve_backend.scheduler.base import fill_batch
 from fastserve_backend.scheduler.registry import make_policy
 from rich.console import Console
 from rich.table import Table
 
 WAITING = (100, 1_000, 10_000)
+SEATS = (16, 256)
 LONG_PROMPT = 1500  # tokens, of the 2,048 of an iteration
-BATCH = 16
 MAX_MODEL_LEN = 2048
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 1024
+JOB_BLOCKS = 16  # of a typical job
 PREDICTION_ERROR = 0.5  # standard deviation of ln(predicted / real)
-WARM_UP_DECISIONS = 200
-console = Console(width=100)
+COPY_DECISIONS = 2  # that a copy takes
+WARM_UP_DECISIONS = 300
+console = Console(width=150)
 
 
 class LinearTimes:
-    """Iterations of tens of milliseconds; they only decide in which queues the jobs are."""
+    """Iterations of tens of milliseconds; they only decide in which order the jobs are."""
 
     def prefill_s(self, num_tokens: int) -> float:
         return 0.02 + 0.00015 * num_tokens
@@ -50,46 +61,74 @@ class LinearTimes:
     def decode_s(self, context_tokens: int) -> float:
         return 0.025
 
+    def decodes_s(self, num_jobs: int, context_tokens: int) -> float:
+        return 0.025 + 0.0001 * num_jobs
+
 
 class Decisions:
     """One policy with a constant number of waiting jobs."""
 
-    def __init__(self, name: str, num_waiting: int, prompt_tokens: int | None) -> None:
+    def __init__(
+        self, name: str, seats: int, num_waiting: int, prompt_tokens: int | None, is_short: bool
+    ) -> None:
         self._prompt_tokens = prompt_tokens
         self._rng = random.Random(0)
         self._now_s = 0.0
         self._num_jobs = 0
+        self._decision = 0
         self._times = LinearTimes()
-        config = EngineConfig().with_keys(policy=name, max_num_seqs=BATCH)
-        self._policy: Policy = make_policy(config.scheduler, self._times, MAX_MODEL_LEN)
-        for _ in range(num_waiting + BATCH):
-            self._policy.add(self._new_job(), self._now_s)
+        config = EngineConfig().with_keys(policy=name, max_num_seqs=seats, prefix_caching=False)
+        num_jobs = 2 * seats if is_short else num_waiting + 2 * seats
+        num_blocks = JOB_BLOCKS * num_jobs + MAX_MODEL_LEN // 16
+        self._policy = make_policy(config.scheduler, self._times, MAX_MODEL_LEN, 16 * num_blocks)
+        tiers = TwoTierKV(num_blocks, 10 * num_blocks, 16, incremental=True)
+        costs = SwapCosts(self._times, 1, Link(1e-4, 1e-4))
+        counters = EngineCounters(LatencyHistograms(0.3))
+        self._kv = KVManager(tiers, self._policy, config.kv_cache, costs, counters)
+        self._copies: deque[tuple[int, Transfer]] = deque()  # (decision when it ends, copy)
+        self._num_decodes = 0
+        for _ in range(num_waiting + seats):
+            job = self._new_job()
+            self._kv.arrived(job, self._now_s)
+            self._policy.add(job, self._now_s)
 
     def next_s(self) -> float:
         """Make one decision and return how long it took."""
-        policy = self._policy
+        self._decision += 1
+        policy, kv = self._policy, self._kv
         started = time.perf_counter()
-        batch = fill_batch(policy.walk(self._now_s, ()), policy.limits, (), UNLIMITED)
-        select_s = time.perf_counter() - started
-        elapsed_s = sum(
-            self._times.prefill_s(count) if count > 1 else 0.0 for _, count in batch
-        ) + self._times.decode_s(1)
-        self._now_s += elapsed_s
-        for job, count in batch:
-            job.num_computed += count
-            job.output_ids.append(0)
-        jobs = [job for job, _ in batch]
-        ended = [job for job in jobs if len(job.output_ids) == job.params.max_tokens]
+        while self._copies and self._copies[0][0] <= self._decision:
+            _, transfer = self._copies.popleft()
+            kv.transfer_ended(transfer.job_number, succeeded=True, seconds=1e-3)
+        kv.begin(self._now_s, ())
+        limits = policy.limits.for_load(self._num_jobs, self._num_decodes)
+        batch = fill_batch(policy.walk(self._now_s, ()), limits, (), kv)
+        begun = kv.transfers()
+        took_s = time.perf_counter() - started
+        self._copies.extend((self._decision + COPY_DECISIONS, transfer) for transfer in begun)
+        if kv.holds_steps:
+            return took_s
+        self._num_decodes = sum(num_tokens == 1 for _, num_tokens in batch)
+        for job, num_tokens in batch:
+            job.sent(num_tokens)
+            if job.num_pending:
+                job.num_pending = 0
+                job.output_ids.append(0)
+        self._now_s += 0.03
+        ended = [job for job, _ in batch if len(job.output_ids) == job.params.max_tokens]
         for job in ended:
             job.finish_reason = FinishReason.LENGTH
         arrived = [self._new_job() for _ in ended]
         started = time.perf_counter()
-        policy.iteration_done(jobs, elapsed_s, self._now_s)
+        kv.sent()
+        policy.iteration_done(batch, self._now_s)
         for job in ended:
             policy.remove(job)
+            kv.release(job)
         for job in arrived:
+            kv.arrived(job, self._now_s)
             policy.add(job, self._now_s)
-        return select_s + time.perf_counter() - started
+        return took_s + time.perf_counter() - started
 
     def _new_job(self) -> Job:
         output_tokens = self._length(LONGEST_OUTPUT)
@@ -109,14 +148,12 @@ class Decisions:
         return min(longest, 1 + int(self._rng.lognormvariate(4.5, 1.2)))
 
 
-def median_and_p99_us(
-    name: str, num_waiting: int, prompt_tokens: int | None, num_decisions: int
-) -> tuple[float, float]:
-    decisions = Decisions(name, num_waiting, prompt_tokens)
+def median_and_p99(decisions: Decisions, count: int) -> str:
     for _ in range(WARM_UP_DECISIONS):
         decisions.next_s()
-    times_us = [decisions.next_s() * 1e6 for _ in range(num_decisions)]
-    return statistics.median(times_us), statistics.quantiles(times_us, n=100)[98]
+    times_ms = [decisions.next_s() * 1e3 for _ in range(count)]
+    p99 = statistics.quantiles(times_ms, n=100)[98]
+    return f"{statistics.median(times_ms):.2f} [{p99:.2f}]"
 
 
 def main() -> None:
@@ -125,25 +162,31 @@ def main() -> None:
     )
     names = get_args(PolicyName)
     parser.add_argument("--policy", choices=names, action="append", help="default: all")
-    parser.add_argument("--decisions", type=int, default=2000, help="timed for each figure (2000)")
+    parser.add_argument("--decisions", type=int, default=1000, help="timed for each figure (1000)")
     args = parser.parse_args()
     if args.decisions < 2:
         parser.error(f"--decisions: got {args.decisions}; must be at least 2")
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    table = Table(title=f"One decision, batch of {BATCH}, µs: median [99th percentile]")
-    table.add_column("policy")
     columns: list[tuple[int, int | None]] = [(num_waiting, None) for num_waiting in WAITING]
-    for num_waiting, _ in columns:
-        table.add_column(f"{num_waiting:,} waiting", justify="right")
     columns.append((WAITING[-1], LONG_PROMPT))
-    table.add_column(f"{WAITING[-1]:,}, long prompts", justify="right")
+    table = Table(title="One decision, ms: median [99th percentile]")
+    for heading in ("policy", "seats", "KV memory"):
+        table.add_column(heading)
+    for num_waiting, prompt_tokens in columns:
+        long = "" if prompt_tokens is None else ", long prompts"
+        table.add_column(f"{num_waiting:,} waiting{long}", justify="right")
     for name in args.policy or names:
-        cells = []
-        for num_waiting, prompt_tokens in columns:
-            median, p99 = median_and_p99_us(name, num_waiting, prompt_tokens, args.decisions)
-            cells.append(f"{median:.0f} [{p99:.0f}]")
-        table.add_row(name, *cells)
+        for seats in SEATS:
+            for is_short in (True, False):
+                cells = [
+                    median_and_p99(
+                        Decisions(name, seats, num_waiting, prompt_tokens, is_short),
+                        args.decisions,
+                    )
+                    for num_waiting, prompt_tokens in columns
+                ]
+                table.add_row(name, str(seats), "short" if is_short else "unlimited", *cells)
     console.print(table)
 
 

@@ -41,7 +41,7 @@ def main() -> int:
         for variant in VARIANTS
         if not arguments.policies or variant.policy in arguments.policies.split(",")
     ]
-    loads = QUICK_LOADS if arguments.quick else LOADS
+    loads: tuple[float, ...] = QUICK_LOADS if arguments.quick else LOADS
     if arguments.loads:
         loads = tuple(float(load) for load in arguments.loads.split(","))
     started_s = time.monotonic()

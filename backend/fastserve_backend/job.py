@@ -152,6 +152,11 @@ class Job:
         return num_tokens - self.num_computed - self.num_shared
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has computed something, be it lost since."""
+        return self.num_computed > 0 or self.num_pending > 0 or len(self.output_ids) > 0
+
+    @property
     def waits_for_mask(self) -> bool:
         """Whether it cannot run before a grammar says what its next token may be."""
         return self.params.structured_output is not None and self.mask is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from fastserve_backend.job import Job
@@ -113,6 +113,23 @@ def make(
     if name == "speculative":
         return Speculative(limits, quanta(longest, starvation_s), times, AGING)
     return SkipJoinMLFQ(limits, quanta(longest, starvation_s), times)
+
+
+class Listed:
+    """A walk along a list."""
+
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        self._jobs = iter(jobs)
+
+    def __iter__(self) -> Iterator[Job]:
+        return self
+
+    def __next__(self) -> Job:
+        return next(self._jobs)
+
+    def skip_new(self) -> None:
+        jobs = self._jobs
+        self._jobs = (job for job in jobs if job.has_begun)
 
 
 def by_priority(policy: Policy, jobs: Iterable[Job]) -> list[Job]:

@@ -6,12 +6,12 @@ import pytest
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import UNLIMITED, BatchLimits, Scheduled, fill_batch
 from jobs import make_job, run_iteration
-from policies import POLICIES, make, select
+from policies import POLICIES, Listed, make, select
 
 
 def fill(jobs: list[Job], limits: BatchLimits) -> list[tuple[int, int]]:
     """(job number, tokens) of the batch."""
-    batch = fill_batch(jobs, limits, (), UNLIMITED)
+    batch = fill_batch(Listed(jobs), limits, (), UNLIMITED)
     assert all(isinstance(item, Scheduled) for item in batch)
     return [(job.number, num_tokens) for job, num_tokens in batch]
 
@@ -71,7 +71,7 @@ def test_a_prompt_of_all_tokens_runs_while_others_decode(name: str) -> None:
 
 def test_skipped_jobs_take_no_room() -> None:
     jobs = prefills(4, 4, 4)
-    batch = fill_batch(jobs, BatchLimits(2, 8), [0], UNLIMITED)
+    batch = fill_batch(Listed(jobs), BatchLimits(2, 8), [0], UNLIMITED)
     assert batch == [(jobs[1], 4), (jobs[2], 4)]
 
 

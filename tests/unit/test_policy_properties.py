@@ -191,7 +191,7 @@ class History:
 
     def check_work_conserved(self, batch: list[Scheduled], waiting: list[Job]) -> None:
         """A job is left out only if it does not fit beside those that are more urgent, or is a
-        prompt behind one that did not."""
+        prompt, be it of one token, behind one that did not."""
         tokens_left, chunk_left = self.limits.max_tokens, self.limits.prefill_chunk_tokens
         slots_left, prompts_wait = self.limits.max_seqs, False
         taken = {job.number: num_tokens for job, num_tokens in batch}
@@ -206,7 +206,8 @@ class History:
             needed = 1 if chunk_left is not None else job.num_uncomputed
             no_room = slots_left == 0 or needed > tokens_left
             no_chunk = is_prefill and chunk_left == 0
-            assert no_room or no_chunk or (is_prefill and prompts_wait)
+            waits = prompts_wait and (is_prefill or not job.has_begun)
+            assert no_room or no_chunk or waits
             prompts_wait = True
 
     def check_level_fits(self, policy: SkipJoinMLFQ, job: Job, highest: int) -> None:

@@ -14,7 +14,7 @@ from fastserve_backend.scheduler.base import BatchLimits, fill_batch
 from jobs import make_job, run_iteration
 from kv_desk import Desk
 from loop_driver import BLOCK_SIZE, Rig
-from policies import make, skip_join
+from policies import Listed, make, skip_join
 
 
 def keys_of(tokens: list[int], block_size: int = 4) -> list[bytes]:
@@ -211,11 +211,13 @@ def test_what_urgent_jobs_wait_for_nobody_recalls() -> None:
     less = make_job(2, 65)
     limits = BatchLimits(4, 1000)
     desk.manager.begin(8.0, {9})
-    assert fill_batch([urgent, less], limits, {9}, desk.manager) == []
+    assert fill_batch(Listed([urgent, less]), limits, {9}, desk.manager) == []
     assert desk.held(less) == [0]
     end(desk, other)
     desk.manager.begin(9.0, set())
-    assert [job for job, _ in fill_batch([urgent, less], limits, (), desk.manager)] == [urgent]
+    assert [job for job, _ in fill_batch(Listed([urgent, less]), limits, (), desk.manager)] == [
+        urgent
+    ]
 
 
 def test_a_prompt_that_waits_for_tokens_costs_no_job_its_kv() -> None:
@@ -229,7 +231,7 @@ def test_a_prompt_that_waits_for_tokens_costs_no_job_its_kv() -> None:
     urgent.prompt_ids = array("i", range(300, 360))
     waiting.prompt_ids = array("i", [*range(32), *range(400, 460)])
     desk.manager.begin(9.0, set())
-    batch = fill_batch([urgent, waiting, a, b], BatchLimits(4, 100), (), desk.manager)
+    batch = fill_batch(Listed([urgent, waiting, a, b]), BatchLimits(4, 100), (), desk.manager)
     assert [job for job, _ in batch] == [urgent, a, b]
     assert desk.counters.recomputed_jobs == 0
 
@@ -249,7 +251,7 @@ def test_where_memory_is_short_jobs_are_not_looked_through_for_what_one_has_reca
     looked_at = []
     desk.manager.begin(9.0, {1})
     jobs = (job for job in waiting if looked_at.append(job) is None)
-    assert fill_batch(jobs, BatchLimits(4, 1000), {1}, desk.manager) == []
+    assert fill_batch(Listed(jobs), BatchLimits(4, 1000), {1}, desk.manager) == []
     assert len(looked_at) == 1
 
 

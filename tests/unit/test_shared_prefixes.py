@@ -13,7 +13,7 @@ from fastserve_backend.worker.messages import Step
 from jobs import make_job
 from kv_desk import SLOW_LINK, Desk
 from loop_driver import BLOCK_SIZE, Rig
-from policies import LinearTimes, make, skip_join
+from policies import LinearTimes, Listed, make, skip_join
 
 
 def desk_of(num_blocks: int, num_host_blocks: int = 100, **kv_cache: object) -> Desk:
@@ -330,7 +330,7 @@ def test_a_waiting_job_keeps_its_tokens_of_the_iteration() -> None:
     desk.run(decode)
     desk.manager.begin(9.0, set())
     jobs = [first, second, other_job(2, 40), decode]
-    batch = fill_batch(jobs, BatchLimits(8, 100), set(), desk.manager)
+    batch = fill_batch(Listed(jobs), BatchLimits(8, 100), set(), desk.manager)
     assert batch == [(first, 40), (decode, 1)]
 
 
@@ -348,7 +348,7 @@ def test_of_those_who_wait_for_one_as_many_are_looked_at_as_have_tokens(
     monkeypatch.setattr(desk.manager, "take", note)
     desk.manager.begin(1.0, set())
     jobs = [make_job(number, 64) for number in range(1000)]
-    batch = fill_batch(jobs, BatchLimits(8, 640), set(), desk.manager)
+    batch = fill_batch(Listed(jobs), BatchLimits(8, 640), set(), desk.manager)
     assert [job for job, _ in batch] == jobs[:1]
     assert offered == list(range(10))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from itertools import chain
 
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.holders import Holders
@@ -35,6 +34,7 @@ class DeviceRoom:
         # Nobody need leave for what these blocks are enough for.
         self._ending_blocks = self._tiers.num_ended + sum(map(self._tiers.device.num_held, ending))
         self._has_no_victims = False
+        self._leaving: list[Job] | None = None  # at the first shortage, the last to run at the end
         self.num_promised = 0
         """Blocks that more urgent jobs wait for."""
         self.is_too_early = False
@@ -99,10 +99,14 @@ class DeviceRoom:
     def _victims(self, num_blocks: int) -> list[Job]:
         """Jobs that have to go for ``num_blocks`` blocks, the last to run first; none if even all
         have fewer."""
-        victims = []
         this = self._round
-        jobs = chain(self._holders.idle_on_device(this), self._holders.idle_after_step(this))
-        for job in sorted(jobs, key=this.urgency(), reverse=True):
+        if self._leaving is None:
+            jobs = [job for job in self._holders if self._holders.may_leave(job, this)]
+            self._leaving = sorted(jobs, key=this.urgency())
+        victims = []
+        for job in reversed(self._leaving):
+            if not self._holders.may_leave(job, this):
+                continue
             victims.append(job)
             num_blocks -= self._tiers.device.num_held(job.number)
             if num_blocks <= 0:

@@ -40,23 +40,26 @@ class Holders:
         """Those among the jobs with these numbers."""
         return [self._jobs[number] for number in job_numbers if number in self._jobs]
 
-    def idle_on_device(self, this: Round) -> Iterator[Job]:
-        """Those with blocks on the device that no step, no copy and no job offered uses."""
-        busy, offered, sources = this.busy, this.offered, self._shared.copies.sources
-        for number, job in self._jobs.items():
-            if (
-                number not in busy
-                and number not in offered
-                and number not in sources
-                and not self._tiers.is_read(number)
-                and self._tiers.transfer(number) is None
-                and self._tiers.device.num_held(number)
-            ):
-                yield job
+    def may_leave(self, job: Job, this: Round) -> bool:
+        """Whether the job has blocks on the device that no step, no copy and no job offered uses;
+        those of the running step count as if it had ended."""
+        number = job.number
+        if number in this.offered or number in self._shared.copies.sources:
+            return False
+        if number in this.running:
+            return True
+        return (
+            number not in this.busy
+            and not self._tiers.is_read(number)
+            and self._tiers.transfer(number) is None
+            and self._tiers.device.num_held(number) > 0
+        )
 
-    def idle_after_step(self, this: Round) -> list[Job]:
-        """Those of the running step that neither are offered for the next nor copied from in it."""
-        return self.of(this.running - this.offered - self._shared.copies.sources)
+    def idle_on_device(self, this: Round) -> Iterator[Job]:
+        """Those that may leave, and are not in the running step."""
+        for number, job in self._jobs.items():
+            if number not in this.running and self.may_leave(job, this):
+                yield job
 
     def add(self, job: Job) -> None:
         """What the job has is its own from now on."""

@@ -127,6 +127,11 @@ class KVManager:
         return is_settled or self._room.is_too_early
 
     @property
+    def refuses_new(self) -> bool:
+        """No job without KV would be taken from now on in this round."""
+        return self._round.refuses_new
+
+    @property
     def is_waiting(self) -> bool:
         """Whether the job that was offered last was not taken because others are about to compute
         what it would."""

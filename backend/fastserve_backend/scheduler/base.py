@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from fastserve_backend.job import Job
+from fastserve_backend.scheduler.walk import Walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,11 @@ class Memory(Protocol):
         ...
 
     @property
+    def refuses_new(self) -> bool:
+        """No job without KV would be taken from now on in this round."""
+        ...
+
+    @property
     def is_waiting(self) -> bool:
         """Whether the job that was offered last was not taken because others are about to compute
         what it would."""
@@ -171,7 +177,7 @@ class Memory(Protocol):
 class Unlimited:
     """Memory for everyone."""
 
-    is_exhausted = is_waiting = False
+    is_exhausted = refuses_new = is_waiting = False
 
     def recall(self, job: Job) -> None:
         pass
@@ -218,7 +224,7 @@ class Policy(Protocol):
         """The job ended, for whatever reason; it must be known."""
         ...
 
-    def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
+    def walk(self, now: float, in_flight: Collection[int]) -> Walk:
         """All jobs, most urgent first, for ``fill_batch``: of use until anything else is called.
         Promotes who starves.
 
@@ -254,16 +260,8 @@ class Policy(Protocol):
         ...
 
 
-# Of prompts that wait for tokens, so many are passed over for the decodes behind them: they take
-# about a millisecond.
-_MOST_PASSED_OVER = 4096
-
-
 def fill_batch(
-    jobs: Iterable[Job],
-    limits: BatchLimits,
-    in_flight: Collection[int],
-    memory: Memory,
+    jobs: Walk, limits: BatchLimits, in_flight: Collection[int], memory: Memory
 ) -> list[Scheduled]:
     """Take jobs in order while they fit, but for those in flight: with pipeline stages the next
     batch is chosen from the waiting jobs while others run (FastServe §4.3). Empty only if all are
@@ -272,33 +270,33 @@ def fill_batch(
     A prompt that exceeds the token limit waits, and so do all prompts behind it, but decodes (one
     token) behind it still run; in the next iteration, behind decodes alone, it fits. Jobs without
     memory are passed over, until no other can have any. A job that waits for what others compute
-    keeps the tokens that it was to have: no prompt behind it makes it wait longer. Costs O(batch +
-    jobs in flight + jobs passed over).
+    keeps the tokens that it was to have: no prompt behind it makes it wait longer. Once no new job
+    can run, new jobs are not looked at. Costs O(batch + jobs in flight + jobs that have begun and
+    are passed over).
     """
     batch: list[Scheduled] = []
     tokens_left = limits.max_tokens
     chunk_left = limits.prefill_chunk_tokens
-    prompts_passed_over = 0
+    prompts_wait = False
     for job in jobs:
         if len(batch) == limits.max_seqs or tokens_left == 0:
             break
-        if prompts_passed_over and job.num_uncomputed > 1:
-            prompts_passed_over += 1
-            if prompts_passed_over == _MOST_PASSED_OVER:
-                break
-            continue
-        if job.number in in_flight:
+        if (prompts_wait and job.num_uncomputed > 1) or job.number in in_flight:
             continue
         memory.recall(job)
         seats_left = limits.max_seqs - len(batch) - 1
         needed = limits.tokens_of(job.num_uncomputed, tokens_left, chunk_left, seats_left)
         if needed <= 0:
-            prompts_passed_over = 1
+            prompts_wait = True
+            jobs.skip_new()
             continue
         if memory.take(job, needed):
             batch.append(Scheduled(job, needed))
         elif memory.is_exhausted:
             break
+        elif memory.refuses_new:
+            jobs.skip_new()
+            continue
         elif not memory.is_waiting:
             continue
         tokens_left -= needed

@@ -7,8 +7,9 @@ learned. Where lengths are predicted, it learns what a prediction is worth.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fastserve_backend.config import Objective
@@ -26,6 +27,7 @@ from fastserve_backend.scheduler.length_distribution import (
     LengthDistribution,
 )
 from fastserve_backend.scheduler.promotion import Promotion
+from fastserve_backend.scheduler.walk import Walk
 
 # The index is computed anew when this share of what was learned is new; however much was learned,
 # when so many jobs have ended.
@@ -61,6 +63,7 @@ class _Entry:
     job: Job
     learned: tuple[_Learned, ...]  # where it counts; by the last of these it is ordered
     bin: int = 0  # of its length, if it ended now
+    key_holds_to: int = 0  # output tokens, while the job decodes
 
 
 class Gittins(KeyedPolicy):
@@ -143,24 +146,26 @@ class Gittins(KeyedPolicy):
                     learned.lengths.ended(entry.bin)
                 self._learn()
 
-    def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
+    def walk(self, now: float, in_flight: Collection[int]) -> Walk:
         self._place_some()
         changes = self._promotion.update(now, in_flight)
         for job in changes.over + changes.begun:
-            self._jobs.move(job, self.key(job))
+            self._place(self._entries[job.number])
         return super().walk(now, in_flight)
 
     def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
         self._promotion.iteration_done([job for job, _ in ran], now)
         for job, _ in ran:
-            if job.output_ids:
-                self._pass(self._entries[job.number], job)
-            self._jobs.move(job, self.key(job))
+            entry = self._entries[job.number]
+            if job.num_outputs > entry.key_holds_to or job.num_uncomputed > 1:
+                if job.output_ids:
+                    self._pass(entry, job)
+                self._place(entry)
 
     def predicted(self, job: Job) -> None:
         entry = self._entries[job.number]
         entry.learned = self._learned_of(job)
-        self._jobs.move(job, self.key(job))
+        self._place(entry)
 
     def recalibrate(self) -> None:
         self._num_to_place = len(self._entries)
@@ -170,6 +175,16 @@ class Gittins(KeyedPolicy):
             f"{self.name}: objective {self._objective}, promotion after "
             f"{self._promotion.starvation_s * 1e3:.0f} ms, {self.limits.describe()}"
         )
+
+    def _place(self, entry: _Entry) -> None:
+        """Give the job the place that it has by now."""
+        job = entry.job
+        self._jobs.move(job, self.key(job))
+        # A decode's index stays as it is up to the next edge.
+        edges = self._of_all.lengths.edges
+        is_decode = job.num_uncomputed <= 1 and job.num_outputs > 0
+        index = bisect_right(edges, job.num_outputs)
+        entry.key_holds_to = edges[index] - 1 if is_decode and index < len(edges) else 0
 
     def _learned_of(self, job: Job) -> tuple[_Learned, ...]:
         """Jobs whose predictions are from one power of two up to the next are a class."""
@@ -210,5 +225,5 @@ class Gittins(KeyedPolicy):
         for _ in range(num_placed):
             number, entry = next(iter(self._entries.items()))
             self._entries.move_to_end(number)
-            self._jobs.move(entry.job, self.key(entry.job))
+            self._place(entry)
         self._num_to_place = max(0, self._num_to_place - _PLACED_AT_ONCE)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled, Urgency
-from fastserve_backend.scheduler.ordered_jobs import OrderedJobs
+from fastserve_backend.scheduler.ordered_jobs import SplitOrder
+from fastserve_backend.scheduler.walk import MergedWalk, Walk, by_key
 
 
 class KeyedPolicy:
@@ -22,7 +23,7 @@ class KeyedPolicy:
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
-        self._jobs = OrderedJobs()
+        self._jobs = SplitOrder()
 
     @property
     def num_promotions(self) -> int:
@@ -41,11 +42,12 @@ class KeyedPolicy:
     def remove(self, job: Job) -> None:
         self._jobs.remove(job)
 
-    def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
-        return self._jobs
+    def walk(self, now: float, in_flight: Collection[int]) -> Walk:
+        return MergedWalk(by_key(self._jobs.new()), by_key(self._jobs.begun()))
 
     def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
-        pass
+        for job, _ in ran:
+            self._jobs.move(job, self._jobs.key(job))
 
     def predicted(self, job: Job) -> None:
         pass

@@ -12,10 +12,9 @@ sink although it ran little.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import count
 
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import (
@@ -25,7 +24,9 @@ from fastserve_backend.scheduler.base import (
     Urgency,
     own_time_s,
 )
+from fastserve_backend.scheduler.ordered_jobs import SplitOrder
 from fastserve_backend.scheduler.promotion import Promotion
+from fastserve_backend.scheduler.walk import MergedWalk, OrderKey, Walk
 
 # Jobs with a turn stand before all others in Q1.
 _FIRST_TICKET = -(2**62)
@@ -60,7 +61,7 @@ class _Entry:
 class MLFQ:
     """The naive baseline: every job joins Q1 and is demoted one queue at a time. FIFO in a queue.
 
-    Every operation costs O(1) amortised, except ``walk``: O(levels + jobs walked).
+    Every operation costs what it costs in ``SplitOrder``; ``walk`` O(levels + jobs walked).
     """
 
     name = "mlfq"
@@ -73,8 +74,7 @@ class MLFQ:
         while quantum_s < quanta.longest_job_s:
             quantum_s *= quanta.ratio
             num_queues += 1
-        # FIFOs with O(1) removal from anywhere; a plain dict walks over what was removed in front.
-        self._queues: list[OrderedDict[int, Job]] = [OrderedDict() for _ in range(num_queues)]
+        self._queues = [SplitOrder() for _ in range(num_queues)]  # by tickets
         self._entries: dict[int, _Entry] = {}
         self._promotion = Promotion(quanta.starvation_s)
         self._tickets = count()
@@ -101,32 +101,35 @@ class MLFQ:
     def add(self, job: Job, now: float) -> None:
         assert job.number not in self._entries
         job.queue_level = self.join_level(job)
-        self._entries[job.number] = _Entry(job.num_tokens, next(self._tickets))
-        self._queues[job.queue_level][job.number] = job
+        ticket = next(self._tickets)
+        self._entries[job.number] = _Entry(job.num_tokens, ticket)
+        self._queues[job.queue_level].add(job, ticket)
         self._promotion.start_waiting(job, now)
 
     def remove(self, job: Job) -> None:
         del self._entries[job.number]
-        del self._queues[job.queue_level][job.number]
+        self._queues[job.queue_level].remove(job)
         self._promotion.remove(job)
 
-    def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
+    def walk(self, now: float, in_flight: Collection[int]) -> Walk:
         changes = self._promotion.update(now, in_flight)
         for job in changes.over:
             self._end_turn(job)
         for job in changes.begun:
             self._move(job, self._entries[job.number], 0)
             self._entries[job.number].ticket = _FIRST_TICKET + self._promotion.turn_number(job)
-        if changes.begun:
-            for job in reversed(list(self._promotion.jobs_with_turns())):
-                self._queues[0].move_to_end(job.number, last=False)
-        return chain.from_iterable(queue.values() for queue in self._queues)
+            self._queues[0].move(job, self._entries[job.number].ticket)
+        return MergedWalk(
+            _by_level([queue.new() for queue in self._queues]),
+            _by_level([queue.begun() for queue in self._queues]),
+        )
 
     def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
         self._promotion.iteration_done([job for job, _ in ran], now)
         for job, num_tokens in ran:
             entry = self._entries[job.number]
             entry.used_s += own_time_s(job, num_tokens, self._times)
+            self._queues[job.queue_level].move(job, entry.ticket)
             if self.has_turn(job):
                 continue
             used_up = entry.used_s >= self.quanta_s[job.queue_level]
@@ -198,9 +201,17 @@ class MLFQ:
         self.num_demotions += 1
 
     def _move(self, job: Job, entry: _Entry, level: int) -> None:
-        del self._queues[job.queue_level][job.number]
+        self._queues[job.queue_level].remove(job)
         job.queue_level = level
-        self._queues[level][job.number] = job
         entry.num_tokens = job.num_tokens
         entry.ticket = next(self._tickets)
+        self._queues[level].add(job, entry.ticket)
         entry.used_s = 0.0
+
+
+def _by_level(
+    queues: Sequence[Iterable[tuple[float, Job]]],
+) -> Iterator[tuple[OrderKey, Job]]:
+    for level, queue in enumerate(queues):
+        for ticket, job in queue:
+            yield (level, ticket), job

@@ -7,7 +7,7 @@ without one are scheduled by skip-join MLFQ, in one order with the others.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
@@ -21,8 +21,9 @@ from fastserve_backend.scheduler.base import (
     time_to_next_token,
 )
 from fastserve_backend.scheduler.mlfq import Quanta
-from fastserve_backend.scheduler.ordered_jobs import OrderedJobs
+from fastserve_backend.scheduler.ordered_jobs import SplitOrder
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
+from fastserve_backend.scheduler.walk import MergedWalk, Walk, by_key
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class Speculative:
         self._aging = aging
         self._entries: dict[int, _Entry] = {}
         self._queues = SkipJoinMLFQ(limits, quanta, times)  # jobs without a prediction
-        self._order = OrderedJobs()  # jobs with one
+        self._order = SplitOrder()  # jobs with one
         self._ordered_sizes = [0] * len(self._queues.quanta_s)  # by queue level
         self._num_outlived = 0
 
@@ -100,20 +101,12 @@ class Speculative:
             self._ordered_sizes[job.queue_level] -= 1
         del self._entries[job.number]
 
-    def walk(self, now: float, in_flight: Collection[int]) -> Iterable[Job]:
-        queued = iter(self._queues.walk(now, in_flight))
-        first = next(queued, None)
-        while first is not None and self._queues.has_turn(first):
-            yield first  # before those with a prediction too
-            first = next(queued, None)
-        for key, job in self._order.items():
-            while first is not None and self._queued_key(first) < key:
-                yield first
-                first = next(queued, None)
-            yield job
-        if first is not None:
-            yield first
-            yield from queued
+    def walk(self, now: float, in_flight: Collection[int]) -> Walk:
+        return _BothOrders(
+            self._queues.walk(now, in_flight),
+            MergedWalk(by_key(self._order.new()), by_key(self._order.begun())),
+            self._queued_first,
+        )
 
     def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
         queued = []
@@ -179,6 +172,12 @@ class Speculative:
             f"{self._queues.describe()}"
         )
 
+    def _queued_first(self, queued: Job, ordered: Job) -> bool:
+        """Whether a job in a queue comes before one with a prediction."""
+        if self._queues.has_turn(queued):
+            return True
+        return self._queued_key(queued) < self._order.key(ordered)
+
     def _queued_key(self, job: Job) -> float:
         """Of a job in a queue, beside jobs with a prediction."""
         quantum_s = self._queues.quanta_s[job.queue_level]
@@ -219,3 +218,36 @@ class Speculative:
         num_decodes = max(0, num_tokens - job.num_outputs - 1)
         decode_s = self._times.decode_s(job.num_tokens + 1 + num_decodes // 2)
         return time_to_next_token(job, self._times) + num_decodes * decode_s
+
+
+class _BothOrders:
+    """Merges jobs in queues with jobs that have a prediction, by a comparison of the next two."""
+
+    def __init__(
+        self, queued: Walk, ordered: Walk, queued_first: Callable[[Job, Job], bool]
+    ) -> None:
+        self._queued, self._ordered = queued, ordered
+        self._queued_first = queued_first
+        self._next_queued = next(queued, None)
+        self._next_ordered = next(ordered, None)
+
+    def __iter__(self) -> Iterator[Job]:
+        return self
+
+    def __next__(self) -> Job:
+        queued, ordered = self._next_queued, self._next_ordered
+        if ordered is None or (queued is not None and self._queued_first(queued, ordered)):
+            if queued is None:
+                raise StopIteration
+            self._next_queued = next(self._queued, None)
+            return queued
+        self._next_ordered = next(self._ordered, None)
+        return ordered
+
+    def skip_new(self) -> None:
+        self._queued.skip_new()
+        self._ordered.skip_new()
+        if self._next_queued is not None and not self._next_queued.has_begun:
+            self._next_queued = next(self._queued, None)
+        if self._next_ordered is not None and not self._next_ordered.has_begun:
+            self._next_ordered = next(self._ordered, None)

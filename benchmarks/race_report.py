@@ -154,14 +154,15 @@ def _plot(path: Path, cells: Mapping[str, Mapping[str, Result]]) -> None:
     names: Sequence[str] = list(dict.fromkeys(v for cell in cells.values() for v in cell))
     figure, axes = pyplot.subplots(figsize=(9, 6))
     for variant in names:
-        points = [
-            (
-                cell[variant].mean / best_fcfs(cell, "mean"),
-                cell[variant].jct / best_fcfs(cell, "jct"),
-            )
+        raced = [
+            cell
             for cell in cells.values()
             if variant in cell and any(fcfs.name in cell for fcfs in FCFS)
         ]
+        x, y = (
+            [getattr(cell[variant], column) / best_fcfs(cell, column) for cell in raced]
+            for column in AXES
+        )
         axes.scatter(x, y, s=14, label=variant)
     axes.axhline(1.0, color="grey", linewidth=0.5)
     axes.axvline(1.0, color="grey", linewidth=0.5)

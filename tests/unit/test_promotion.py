@@ -1,0 +1,117 @@
+"""Turns of starving jobs: how many at a time, whose, for how long; and the bound on waiting."""
+
+from __future__ import annotations
+
+import math
+
+from fastserve_backend.job import Job
+from fastserve_backend.sampling_params import SamplingParams
+from fastserve_backend.scheduler.promotion import Promotion
+from fastserve_backend.structured_output import StructuredOutput
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import make_job, run_iteration
+
+STARVATION_S = 30.0  # so a turn lasts 3 s
+
+
+def waiting(*numbers: int, since_s: float = 0.0, batch: int = 4) -> tuple[Promotion, list[Job]]:
+    """Jobs that wait, beside a batch of so many that just ran."""
+    promotion = Promotion(STARVATION_S)
+    jobs = [make_job(number, 1) for number in numbers]
+    for job in jobs:
+        promotion.start_waiting(job, since_s)
+    promotion.iteration_done([make_job(1000 + number, 1) for number in range(batch)], 100.0)
+    return promotion, jobs
+
+
+def test_a_quarter_of_a_batch_has_turns_in_the_order_in_which_they_starved() -> None:
+    promotion, jobs = waiting(*range(5), batch=11)
+    assert promotion.update(29.9, ()).begun == []
+    assert promotion.update(30.0, ()).begun == jobs[:2]
+    assert list(promotion.jobs_with_turns()) == jobs[:2]
+    assert promotion.turn_number(jobs[0]) < promotion.turn_number(jobs[1])
+    assert [promotion.has_turn(job) for job in jobs] == [True, True, False, False, False]
+
+
+def test_a_small_batch_has_one_turn() -> None:
+    promotion, jobs = waiting(0, 1, batch=3)
+    assert promotion.update(30.0, ()).begun == jobs[:1]
+
+
+def test_a_turn_ends_after_its_time_with_a_token_and_not_in_flight() -> None:
+    promotion, (first, second) = waiting(0, 1)
+    promotion.update(30.0, ())
+    assert promotion.update(40.0, ()).over == []  # it has no token
+    run_iteration(first)
+    assert promotion.update(40.0, [0]).over == []
+    changes = promotion.update(40.0, ())
+    assert (changes.over, changes.begun) == ([first], [second])
+    assert promotion.update(69.9, [1]).begun == []  # the first waits since 40 s
+
+
+def test_a_token_does_not_end_a_turn_early() -> None:
+    promotion, (first, _) = waiting(0, 1)
+    promotion.update(30.0, ())
+    run_iteration(first)
+    assert promotion.update(32.9, ()).over == []
+    assert promotion.update(33.0, ()).over == [first]
+
+
+def test_a_job_that_waits_for_a_mask_gives_its_turn_back_and_has_the_next() -> None:
+    promotion, (masked, other, last) = waiting(0, 1, 2)
+    masked.params = SamplingParams(structured_output=StructuredOutput(regex="a"))
+    masked.mask = b"known"
+    assert promotion.update(30.0, ()).begun == [masked]
+    masked.mask = None  # its next token is asked for
+    changes = promotion.update(30.5, [0])  # the engine counts such jobs as in flight
+    assert (changes.over, changes.begun) == ([masked], [other])
+    masked.mask = b"known"
+    run_iteration(other)
+    changes = promotion.update(34.0, ())
+    assert (changes.over, changes.begun) == ([other], [masked])  # it starves since 0 s
+    assert not promotion.has_turn(last)
+
+
+def test_a_job_that_ends_in_its_turn_makes_room() -> None:
+    promotion, (first, second) = waiting(0, 1)
+    promotion.update(30.0, ())
+    promotion.remove(first)
+    assert promotion.update(30.1, ()).begun == [second]
+
+
+@settings(max_examples=300)
+@given(
+    arrivals_s=st.lists(st.floats(0.0, 40.0), min_size=1, max_size=40),
+    batch=st.integers(1, 40),
+    token_s=st.floats(0.05, 5.0),
+)
+def test_no_starving_job_waits_longer_than_the_bound(
+    arrivals_s: list[float], batch: int, token_s: float
+) -> None:
+    """A server beyond capacity: jobs never end, and only those with a turn run. Of them one after
+    the other gets a token, which takes ``token_s``."""
+    promotion = Promotion(STARVATION_S)
+    jobs = [make_job(number, 1) for number in range(len(arrivals_s))]
+    since = dict(enumerate(sorted(arrivals_s)))
+    for job in jobs:
+        promotion.start_waiting(job, since[job.number])
+    promotion.num_turns = turns = max(1, batch // 4)
+    # A selection comes at least every token_s, or idle_s: so late may a turn begin or end.
+    idle_s = 0.25
+    late_s = math.ceil(len(jobs) / turns) * 2 * (turns * token_s + idle_s)
+    bound_s = (
+        STARVATION_S + late_s + math.ceil(len(jobs) / turns) * (promotion.turn_s + turns * token_s)
+    )
+    now = min(since.values())
+    for _ in range(100 + 20 * len(jobs)):
+        promotion.update(now, ())
+        running = list(promotion.jobs_with_turns())
+        for job in running:
+            now += token_s
+            run_iteration(job)
+            since[job.number] = now
+        if not running:
+            now += idle_s
+        waits_s = [now - since_s for since_s in since.values()]
+        assert max(waits_s) <= bound_s

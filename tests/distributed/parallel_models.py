@@ -63,6 +63,15 @@ def run_ranks_by(program: ModuleType, directory: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(rank_processes, "python_executable", lambda: str(script))
 
 
+# Fewer blocks and seats than the jobs need, and the policy that preempts the most.
+LIMITS = {
+    "device_blocks": 60,
+    "swap_space_gib": 0.05,
+    "max_num_seqs": 4,
+    "policy": "skip_join_mlfq",
+}
+
+
 class ParallelLLM(LLM):
     """An LLM whose block tables are checked at each step, and whose ranks can be reached."""
 
@@ -90,7 +99,7 @@ class ParallelLLM(LLM):
             device="cpu",
             tensor_parallel_size=tensor_size,
             pipeline_parallel_size=num_stages,
-            **({"device_blocks": 60, "swap_space_gib": 0.05, "max_num_seqs": 4} | keys),
+            **(LIMITS | keys),
         )
         self.engine = Engine(config, make_executor=make, check_integrity=True)
         self.engine.start()

@@ -40,6 +40,7 @@ def small_llm() -> Iterator[LLM]:
         device_blocks=40,
         max_num_seqs=6,
         swap_space_gib=0.1,
+        policy="skip_join_mlfq",  # preempts the most
         check_integrity=True,
     ) as llm:
         yield llm

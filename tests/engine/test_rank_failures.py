@@ -30,6 +30,7 @@ UNDER_PRESSURE = {
     "device_blocks": 80,
     "swap_space_gib": 0.02,
     "max_num_seqs": 6,
+    "policy": "skip_join_mlfq",
     "base_quantum_ms": 0.01,
 }
 Jobs = list[tuple[list[int], SamplingParams]]

@@ -26,7 +26,7 @@ SWAPPING = {"max_num_seqs": 10, "swap_space_gib": 0.02}
 STRATEGIES = ("defer", "recompute", "reactive", "proactive")
 # Each starts an engine: every strategy with and without preemption, the other policies with one.
 CASES = [(strategy, policy) for strategy in STRATEGIES for policy in ("fcfs", "skip_join_mlfq")]
-CASES += [("proactive", policy) for policy in ("mlfq", "fixed_priority", "srpt")]
+CASES += [("proactive", policy) for policy in ("mlfq", "fixed_priority", "srpt", "gittins")]
 
 
 @pytest.fixture(scope="module")

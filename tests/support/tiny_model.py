@@ -32,6 +32,7 @@ def engine_options(model: Path) -> dict[str, Any]:
         "load_format": "dummy",
         "dtype": "float32",
         "device": "cpu",
+        "policy": "skip_join_mlfq",  # with queues to look at
         "max_num_seqs": 8,
         "max_num_batched_tokens": 4096,
         "device_blocks": 240,  # 3840 tokens, less than the model's 4096

@@ -155,11 +155,12 @@ class Gittins(KeyedPolicy):
 
     def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
         self._promotion.iteration_done([job for job, _ in ran], now)
+        edges = self._of_all.lengths.edges
         for job, _ in ran:
             entry = self._entries[job.number]
+            if len(job.output_ids) > edges[entry.bin + 1]:
+                self._pass(entry, job)
             if job.num_outputs > entry.key_holds_to or job.num_uncomputed > 1:
-                if job.output_ids:
-                    self._pass(entry, job)
                 self._place(entry)
 
     def predicted(self, job: Job) -> None:

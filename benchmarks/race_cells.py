@@ -92,18 +92,18 @@ class Course:
 
 # Enough jobs for several full batches each, and few enough for a quarter of an hour.
 COURSES = (
-    Course("opt-13b a100-40g", "sharegpt", 300),
-    Course("opt-13b a100-40g", "alpaca", 1500),
+    Course("opt-13b a100-40g", "sharegpt", 250),
+    Course("opt-13b a100-40g", "alpaca", 800),
     Course("llama-3-8b a100-40g", "code", 600, "bursts"),
-    Course("llama-3-8b a100-80g", "sharegpt", 900),
-    Course("llama-3-8b a100-80g", "chat", 900),
+    Course("llama-3-8b a100-80g", "sharegpt", 600),
+    Course("llama-3-8b a100-80g", "chat", 700),
     Course("llama-3-8b a100-80g", "code", 600, "bursts"),
-    Course("llama-3-8b a100-80g", "long-context", 200),
-    Course("llama-3-8b a100-80g", "agents", 800, "bursts"),
-    Course("llama-3-8b a100-80g", "batch-beside-chat", 700),
+    Course("llama-3-8b a100-80g", "long-context", 150),
+    Course("llama-3-8b a100-80g", "agents", 600, "bursts"),
+    Course("llama-3-8b a100-80g", "batch-beside-chat", 600),
     Course("llama-3-8b h100", "chat", 900),
     Course("llama-3-8b h100", "code", 600, "bursts"),
-    Course("opt-175b 16 x a100-40g", "sharegpt", 300),
+    Course("opt-175b 16 x a100-40g", "sharegpt", 250),
 )
 
 

@@ -17,7 +17,7 @@ STARVATION_S = 30.0  # so a turn lasts 3 s
 
 def waiting(*numbers: int, since_s: float = 0.0, batch: int = 4) -> tuple[Promotion, list[Job]]:
     """Jobs that wait, beside a batch of so many that just ran."""
-    promotion = Promotion(STARVATION_S)
+    promotion = Promotion(STARVATION_S, token_s=lambda job: 0.0)
     jobs = [make_job(number, 1) for number in numbers]
     for job in jobs:
         promotion.start_waiting(job, since_s)
@@ -32,6 +32,19 @@ def test_a_quarter_of_a_batch_has_turns_in_the_order_in_which_they_starved() -> 
     assert list(promotion.jobs_with_turns()) == jobs[:2]
     assert promotion.turn_number(jobs[0]) < promotion.turn_number(jobs[1])
     assert [promotion.has_turn(job) for job in jobs] == [True, True, False, False, False]
+
+
+def test_first_tokens_of_starving_jobs_take_a_quarter_of_the_time() -> None:
+    promotion = Promotion(STARVATION_S, token_s=lambda job: 2.0)
+    jobs = [make_job(number, 1) for number in range(3)]
+    for job in jobs:
+        promotion.start_waiting(job, 0.0)
+    promotion.num_turns = 3
+    assert promotion.update(30.0, ()).begun == jobs[:1]
+    assert promotion.update(37.9, ()).begun == []
+    assert promotion.turn_in(jobs[1], 37.0) == 1.0
+    assert promotion.update(38.0, ()).begun == jobs[1:2]
+    assert promotion.update(46.0, ()).begun == jobs[2:]
 
 
 def test_a_small_batch_has_one_turn() -> None:
@@ -91,7 +104,7 @@ def test_no_starving_job_waits_longer_than_the_bound(
 ) -> None:
     """A server beyond capacity: jobs never end, and only those with a turn run. Of them one after
     the other gets a token, which takes ``token_s``."""
-    promotion = Promotion(STARVATION_S)
+    promotion = Promotion(STARVATION_S, token_s=lambda job: token_s)
     jobs = [make_job(number, 1) for number in range(len(arrivals_s))]
     since = dict(enumerate(sorted(arrivals_s)))
     for job in jobs:

@@ -9,7 +9,7 @@ from fastserve_backend.config import SchedulerSection
 from fastserve_backend.scheduler.base import BatchLimits, ChunkSizes, IterationTimes
 
 # An iteration may take this share of slo_ms, so that the queue leaves a job most of its objective.
-_ITERATION_SHARE = 0.25
+_ITERATION_SHARE = 1 / 3
 # Or so many decodes of one job, whatever slo_ms is: then half of it is spent on prefill.
 _MOST_DECODES = 2.0
 # The smallest chunk makes an iteration so much longer than a decode, which is about the knee of

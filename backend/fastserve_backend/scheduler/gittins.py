@@ -19,6 +19,7 @@ from fastserve_backend.scheduler.base import (
     IterationTimes,
     Scheduled,
     is_owed_first_token,
+    time_to_next_token,
 )
 from fastserve_backend.scheduler.gittins_index import Capacity, GittinsIndex
 from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
@@ -101,7 +102,7 @@ class Gittins(KeyedPolicy):
         self._outdated: list[_Learned] = []
         self._num_to_place = 0  # jobs, from the first of the entries on, with keys of old indices
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        self._promotion = Promotion(starvation_s)
+        self._promotion = Promotion(starvation_s, lambda job: time_to_next_token(job, times))
 
     @property
     def num_promotions(self) -> int:

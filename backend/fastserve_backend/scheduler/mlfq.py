@@ -23,6 +23,7 @@ from fastserve_backend.scheduler.base import (
     Scheduled,
     Urgency,
     own_time_s,
+    time_to_next_token,
 )
 from fastserve_backend.scheduler.ordered_jobs import SplitOrder
 from fastserve_backend.scheduler.promotion import Promotion
@@ -76,7 +77,7 @@ class MLFQ:
             num_queues += 1
         self._queues = [SplitOrder() for _ in range(num_queues)]  # by tickets
         self._entries: dict[int, _Entry] = {}
-        self._promotion = Promotion(quanta.starvation_s)
+        self._promotion = Promotion(quanta.starvation_s, lambda job: time_to_next_token(job, times))
         self._tickets = count()
         self.num_demotions = 0
         self.quanta_s: tuple[float, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +11,9 @@ from fastserve_backend.job import Job
 
 # A turn lasts for this share of the starvation threshold.
 _TURN_SHARE = 0.1
+# Time of the machine that turns may take until their jobs have a token. More would make overload
+# first come, first served where prompts are most of the work.
+_TIME_SHARE = 0.25
 # Jobs that have a turn at once, of those of an iteration. If all had, overload would make the queue
 # round-robin; if one had, the wait of the last starving job would grow with their number.
 _BATCH_SHARE = 0.25
@@ -39,9 +42,10 @@ class Promotion:
     A job that has not run for ``starvation_s`` (since its arrival, if it never ran) starves. The
     job that has starved longest gets the next free turn: it comes before all others for a tenth of
     ``starvation_s``, and until it has a token. There are ``num_turns`` turns, a quarter of the jobs
-    of the latest iteration. So of S starving jobs none waits longer than::
+    of the latest iteration. A turn begins when a quarter of the time since the turn before it is
+    enough for that one's token. So of S starving jobs none waits longer than::
 
-        starvation_s + ceil(S / num_turns) · (turn_s + num_turns · token_s)
+        starvation_s + ceil(S / num_turns) · turn_s + 5 · (S + num_turns) · token_s
 
     ``token_s`` is the longest time in which one job gets its KV back and computes a token.
 
@@ -52,8 +56,14 @@ class Promotion:
     Every operation costs O(1), ``update`` O(turns + jobs in flight).
     """
 
-    def __init__(self, starvation_s: float) -> None:
+    def __init__(self, starvation_s: float, token_s: Callable[[Job], float]) -> None:
+        """
+        Args:
+            token_s: seconds that a job has to run before it has its next token.
+        """
         self.starvation_s = starvation_s
+        self._token_s = token_s
+        self._next_turn_s = 0.0  # no turn begins before
         self.turn_s = starvation_s * _TURN_SHARE
         self.num_turns = 1
         self.num_promotions = 0
@@ -111,7 +121,7 @@ class Promotion:
         first = next(iter(self._waiting), None)
         if job.number != first:
             return None
-        starves_s = self._waiting[first][0] + self.starvation_s
+        starves_s = max(self._next_turn_s, self._waiting[first][0] + self.starvation_s)
         if len(self._turns) >= self.num_turns:
             starves_s = max(starves_s, min(turn.ends_s for turn in self._turns.values()))
         return max(0.0, starves_s - now)
@@ -129,11 +139,13 @@ class Promotion:
         begun: list[Job] = []
         num_free = self.num_turns - len(self._turns)
         for number, (since_s, job) in self._waiting.items():
-            if len(begun) >= num_free or now - since_s < self.starvation_s:
+            is_late = now - since_s >= self.starvation_s
+            if len(begun) >= num_free or now < self._next_turn_s or not is_late:
                 break
             if number in in_flight:
                 continue
             self.num_promotions += 1
+            self._next_turn_s = max(now, self._next_turn_s) + self._token_s(job) / _TIME_SHARE
             ends_s = now + self.turn_s
             self._turns[number] = _Turn(job, self.num_promotions, since_s, ends_s, job.num_outputs)
             begun.append(job)

@@ -1,0 +1,99 @@
+"""The scheduling race: what it measures of a run, and where it says that ours is worse."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def cells(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("race_cells")
+
+
+@pytest.fixture
+def report(cells: ModuleType) -> ModuleType:
+    return importlib.import_module("race_report")
+
+
+def results(
+    cells: ModuleType, name: str = "gittins", **ours: float
+) -> dict[str, dict[str, object]]:
+    """A cell in which FCFS takes 1 s a token, on a system that takes 0.5 s alone."""
+    numbers = (
+        "idle", "mean", "p95", "p99", "first_p95", "first_p99", "gap_p95", "gap_p99", "jct",
+        "jct_p95", "jct_p99", "slowdown", "tokens_per_s", "violations",
+    )  # fmt: skip
+    equal = dict.fromkeys(numbers, 1.0) | {"idle": 0.5}
+    variants = {variant.name: equal for variant in cells.FCFS} | {name: equal | ours}
+    return {"a cell": {v: cells.Result("a cell", v, **values) for v, values in variants.items()}}
+
+
+def test_equal_figures_are_no_worse(cells: ModuleType, report: ModuleType) -> None:
+    assert report.verdicts(results(cells)) == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "line"),
+    [
+        ({"mean": 1.04}, "mean 1.04 x the best FCFS"),
+        ({"p95": 1.5}, "P95 1.50 x the best FCFS"),
+        ({"jct": 1.2}, "mean JCT 1.20 x the best FCFS"),
+        ({"tokens_per_s": 0.9}, "tokens/s 0.90 x the best FCFS"),
+        ({"mean": 0.6, "idle": 0.2}, "mean only 1.67 times better, where FCFS takes 5.0 times"),
+    ],
+)
+def test_each_figure_that_is_worse_has_a_line(
+    cells: ModuleType, report: ModuleType, ours: dict[str, float], line: str
+) -> None:
+    (found,) = report.verdicts(results(cells, **ours))
+    assert found.startswith("a cell: gittins: ")
+    assert line in found
+
+
+def test_predictions_have_to_complete_jobs_as_early_as_fcfs(
+    cells: ModuleType, report: ModuleType
+) -> None:
+    assert report.verdicts(results(cells, jct=1.05)) == []
+    (line,) = report.verdicts(results(cells, "gittins, predicted", jct=1.05))
+    assert "mean JCT 1.05" in line
+
+
+def test_the_best_of_three_fcfs_counts_for_each_figure(
+    cells: ModuleType, report: ModuleType
+) -> None:
+    cell = results(cells)["a cell"]
+    first, second, _ = (variant.name for variant in cells.FCFS)
+    cell[first] = cells.replace(cell[first], mean=0.8)
+    cell[second] = cells.replace(cell[second], tokens_per_s=2.0)
+    assert report.best_fcfs(cell, "mean") == 0.8
+    assert report.best_fcfs(cell, "tokens_per_s") == 2.0
+
+
+def test_a_cell_is_run_and_written(cells: ModuleType, report: ModuleType, tmp_path: Path) -> None:
+    course = cells.Course("llama-3-8b a100-80g", "code", 30, "bursts")
+    cell = cells.Cell(course, 1.5, cells.capacity(course))
+    found = [cells.run(cell, variant) for variant in (*cells.FCFS, *cells.OURS)]
+    assert all(result.tokens_per_s > 0 for result in found)
+    assert all(result.idle <= result.mean <= result.p95 <= result.p99 for result in found)
+    assert all(result.jct <= result.jct_p99 for result in found)
+    assert all(0 <= result.violations <= 1 for result in found)
+    report.write_markdown(tmp_path, report.by_cell(found))
+    page = (tmp_path / "scheduling_race.md").read_text(encoding="utf-8")
+    assert "## code, llama-3-8b a100-80g, load 1.5" in page
+    assert page.count("| gittins") == 2
+    assert (tmp_path / "scheduling_race.png").stat().st_size > 1000
+
+
+def test_courses_have_jobs_that_their_models_can_run(cells: ModuleType) -> None:
+    for course in cells.COURSES:
+        longest = cells.SYSTEMS[course.system].max_model_len
+        trace = course.trace(1.0)
+        assert len(trace) >= 0.95 * course.num_jobs
+        assert all(job.prompt_tokens + job.output_tokens <= longest for job in trace)

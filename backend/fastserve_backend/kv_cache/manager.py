@@ -254,7 +254,7 @@ class KVManager:
     def _leaves_room_to_grow(self, num_blocks: int) -> bool:
         """Whether a new job may take so many blocks, and the jobs on the device can still grow."""
         num_held = self.tiers.device.num_held
-        num_here = sum(num_held(number) > 0 for number in self._have_kv)
+        num_here = sum(job.num_computed > 0 and num_held(job.number) > 0 for job in self._holders)
         growth = num_here * _GROWTH_BLOCKS - self.tiers.host.num_free
         return growth <= 0 or self._room.has(num_blocks + growth)
 

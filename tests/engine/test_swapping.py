@@ -22,7 +22,7 @@ OUTPUT = 32
 GREEDY = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)
 # No copy of a model this small costs as much as computing again, so nothing but the host's room
 # makes a job compute again.
-SWAPPING = {"max_num_seqs": 10, "swap_space_gib": 0.02}
+SWAPPING = {"max_num_seqs": 10, "swap_space_gib": 0.02, "policy": "skip_join_mlfq"}
 STRATEGIES = ("defer", "recompute", "reactive", "proactive")
 # Each starts an engine: every strategy with and without preemption, the other policies with one.
 CASES = [(strategy, policy) for strategy in STRATEGIES for policy in ("fcfs", "skip_join_mlfq")]
@@ -133,7 +133,8 @@ def test_tokens_with_options(
         assert_all_free(llm)
         if not options.get("swap_space_gib", 1):
             assert llm.engine.counters.swap_out_bytes == 0
-            assert llm.engine.counters.recomputed_jobs > 0
+            # Each job has room to grow by four blocks before another begins, and needs two.
+            assert llm.engine.counters.recomputed_jobs == 0
 
 
 def test_int8_blocks_on_the_host_serve_every_job(

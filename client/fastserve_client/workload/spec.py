@@ -95,8 +95,9 @@ class Workload:
 
     def _given(self, rate: float | None) -> float:
         if rate is None:
+            without = "timestamps of its own" if self.arrivals is None else f"{self.arrivals} rate"
             raise WorkloadError(
-                f"rate: got none; {self.dataset} has no timestamps of its own, or other arrivals "
-                "are asked for: give --rates, or to bench --concurrency"
+                f"rate: got none; {self.dataset} has no {without}, give --rates, or to bench "
+                "--concurrency"
             )
         return rate

@@ -37,7 +37,7 @@ What each policy does to latency and throughput, over workloads, loads and syste
 a policy, and to see what the default gives up. Every cell is a simulation: the engine's own step
 loop, policies and KV decisions, on iteration times of a roofline model.
 
-    python benchmarks/scheduling_race.py --output race.json --markdown docs
+    COMMAND
 
 Load is the rate over what FCFS serves when all jobs are there at once. Times are seconds.
 
@@ -121,11 +121,13 @@ def table(name: str, cell: Mapping[str, Result]) -> Table:
     return made
 
 
-def write_markdown(directory: Path, cells: Mapping[str, Mapping[str, Result]]) -> None:
-    """``scheduling_race.md`` and its plot, in ``directory``."""
+def write_markdown(
+    directory: Path, cells: Mapping[str, Mapping[str, Result]], command: str
+) -> None:
+    """``scheduling_race.md`` and its plot, in ``directory``; ``command`` is what printed them."""
     lines = [
-        _ABOUT,
-        "![ours over the best FCFS](scheduling_race.png)",
+        _ABOUT.replace("COMMAND", command),
+        "![every policy over the best FCFS](scheduling_race.png)",
         "",
         "## Where ours is worse",
     ]

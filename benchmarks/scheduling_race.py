@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -55,7 +57,7 @@ def main() -> int:
         text = json.dumps([result.to_json() for result in results], indent=1)
         arguments.output.write_text(f"{text}\n", encoding="utf-8")
     if arguments.markdown:
-        write_markdown(arguments.markdown, cells)
+        write_markdown(arguments.markdown, cells, shlex.join(["python", *sys.argv]))
     for line in verdicts(cells) or ["nowhere is ours worse"]:
         console.print(line, soft_wrap=True)
     return 0

@@ -84,10 +84,11 @@ def test_a_cell_is_run_and_written(cells: ModuleType, report: ModuleType, tmp_pa
     assert all(result.idle <= result.mean <= result.p95 <= result.p99 for result in found)
     assert all(result.jct <= result.jct_p99 for result in found)
     assert all(0 <= result.violations <= 1 for result in found)
-    report.write_markdown(tmp_path, report.by_cell(found))
+    report.write_markdown(tmp_path, report.by_cell(found), "python race.py --quick")
     page = (tmp_path / "scheduling_race.md").read_text(encoding="utf-8")
     assert "## code, llama-3-8b a100-80g, load 1.5" in page
     assert page.count("| gittins") == 2
+    assert "    python race.py --quick\n" in page
     assert (tmp_path / "scheduling_race.png").stat().st_size > 1000
 
 

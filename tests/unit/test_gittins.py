@@ -466,3 +466,17 @@ def test_a_prefill_that_has_one_token_left_has_passed_no_length() -> None:
             gittins.iteration_done([Scheduled(job, num_tokens)], 0.0)
         finish(gittins, job)
     assert gittins._of_all.lengths.goes_on().tolist() == learned([1] * 10).goes_on().tolist()
+
+
+def test_a_prefill_that_has_one_token_left_has_begun() -> None:
+    """It is walked when no new job can run any more."""
+    gittins = policy()
+    job, new = make_job(0, 5), make_job(1, 1)
+    for one in (job, new):
+        gittins.add(one, 0.0)
+    select(gittins, 0.0)
+    run_iteration(job, 4)
+    gittins.iteration_done([Scheduled(job, 4)], 1.0)
+    walk = gittins.walk(1.0, ())
+    walk.skip_new()
+    assert list(walk) == [job]

@@ -161,7 +161,8 @@ class Gittins(KeyedPolicy):
             entry = self._entries[job.number]
             if len(job.output_ids) > edges[entry.bin + 1]:
                 self._pass(entry, job)
-            if job.num_outputs > entry.key_holds_to or job.num_uncomputed > 1:
+            is_prefill = job.num_outputs == 0 or job.num_uncomputed > 1
+            if is_prefill or job.num_outputs > entry.key_holds_to:
                 self._place(entry)
 
     def predicted(self, job: Job) -> None:

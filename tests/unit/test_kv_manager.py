@@ -199,3 +199,15 @@ def test_the_most_urgent_runs_at_last(
     desk.end_copies()
     assert desk.tiers.device.num_used == desk.tiers.host.num_used == 0
     assert TransferKind.SWAP_IN not in [transfer.kind for transfer in desk.tiers.transfers()]
+
+
+def test_a_job_whose_step_was_not_sent_is_offered_again() -> None:
+    """Else it would keep its blocks from all others, and nobody would run."""
+    desk = Desk(4, strategy="defer")
+    urgent, taken = make_job(0, 40, max_tokens=8), make_job(1, 40, max_tokens=8)
+    assert desk.offer(taken) == [taken]
+    desk.manager.begin(5.0, ())
+    assert not desk.manager.take(urgent, 40)
+    assert not desk.manager.refuses_new
+    assert desk.manager.take(taken, 40)
+    assert desk.manager.refuses_new

@@ -69,6 +69,7 @@ class KVManager:
             tiers, self._holders, self._prefix_cache, self._swapping, self._room, config, costs
         )
         self._admitted: dict[int, int] = {}  # strategy defer: job → blocks that it may come to need
+        self._unsent: set[int] = set()  # jobs that were taken, but not sent since
         self._holds_steps = False
         self._round = Round(0.0, order)
         self.begin(0.0, in_flight=())
@@ -106,6 +107,7 @@ class KVManager:
         for job in last.taken:
             job.num_shared = 0  # of those whose step was not sent
         self._prefix_cache.give_back_unused()
+        self._unsent &= self._have_kv
         busy, running, is_ahead = set(in_flight), set(going_on or ()), going_on is not None
         staying = busy - running
         self._round = Round(now, self._order, busy, running, is_ahead, num_settled=len(staying))
@@ -128,8 +130,9 @@ class KVManager:
 
     @property
     def refuses_new(self) -> bool:
-        """No job without KV would be taken from now on in this round."""
-        return self._round.refuses_new
+        """No job without KV would be taken from now on in this round, and each job that was taken
+        before its step could be sent has been offered again."""
+        return self._round.refuses_new and self._unsent <= self._round.offered
 
     @property
     def is_waiting(self) -> bool:
@@ -144,6 +147,7 @@ class KVManager:
 
     def sent(self) -> None:
         """That step was sent. The sources of its copies stay as they are until ``copied``."""
+        self._unsent.difference_update(job.number for job in self._round.taken)
         num_copied = len(self.copies.from_blocks)
         self._counters.prefix_cached_tokens += num_copied * self.tiers.device.block_size
         for number in self.copies.sources:
@@ -224,6 +228,7 @@ class KVManager:
         self._counters.prefix_cached_tokens += self._prefix_cache.used(job)
         this.busy.add(job.number)
         this.taken.append(job)
+        self._unsent.add(job.number)
         if device.num_used > self._counters.peak_blocks:
             self._counters.peak_blocks = device.num_used
         return True

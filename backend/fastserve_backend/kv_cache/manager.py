@@ -211,9 +211,12 @@ class KVManager:
             keeps_work = is_new and self._strategy == "proactive" and not self._order.has_turn(job)
             if keeps_work and not self._leaves_room_to_grow(missing):
                 this.refuses_new = True
+                self._prefix_cache.give_back_of(job)  # those that have begun may need it
                 return False
             if not self._room.make(job, missing, keeps_work=keeps_work):
                 this.refuses_new |= is_new
+                if keeps_work:
+                    self._prefix_cache.give_back_of(job)
                 if self._room.is_coming():
                     this.stalled.append(job)
                 return False

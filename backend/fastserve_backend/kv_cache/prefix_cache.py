@@ -67,6 +67,11 @@ class PrefixCache:
         for job in list(self._recalled.values()):
             self._give_back(job)
 
+    def give_back_of(self, job: Job) -> None:
+        """Free the blocks that the job recalled, if it did: it is not to run."""
+        if job.number in self._recalled:
+            self._give_back(job)
+
     def _give_back(self, job: Job) -> None:
         self._device.release(job.number, self.kept(job))
         self.forget(job)

@@ -190,7 +190,8 @@ class Result:
 
 def capacity(course: Course) -> float:
     """Jobs per second that FCFS serves of the course when all are there at once."""
-    trace = [replace(job, arrival_s=0.0) for job in course.trace(_any_rate(course))]
+    # Any rate does: it decides when jobs arrive, not which they are.
+    trace = [replace(job, arrival_s=0.0) for job in course.trace(1.0)]
     return len(trace) / _simulate(course, FCFS[0], trace).ended_s
 
 
@@ -242,8 +243,3 @@ def _simulate(course: Course, variant: Variant, trace: list[TraceJob]) -> Simula
         max_model_len=system.max_model_len,
         predictions=predictions,
     )
-
-
-def _any_rate(course: Course) -> float | None:
-    """Which jobs a synthetic workload has does not depend on the rate."""
-    return None if Path(course.workload).exists() else 1.0

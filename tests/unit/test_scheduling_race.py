@@ -98,3 +98,14 @@ def test_courses_have_jobs_that_their_models_can_run(cells: ModuleType) -> None:
         trace = course.trace(1.0)
         assert len(trace) >= 0.95 * course.num_jobs
         assert all(job.prompt_tokens + job.output_tokens <= longest for job in trace)
+
+
+def test_a_file_of_lengths_races_without_times_of_its_own(
+    cells: ModuleType, tmp_path: Path
+) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("prompt_tokens,output_tokens\n200,20\n900,5\n50,60\n", encoding="utf-8")
+    course = cells.Course("llama-3-8b a100-80g", str(path), 3)
+    assert cells.capacity(course) > 0
+    result = cells.run(cells.Cell(course, 1.5, cells.capacity(course)), cells.FCFS[0])
+    assert result.tokens_per_s > 0

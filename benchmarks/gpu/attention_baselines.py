@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from check_device import Call
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask
 
 FLEX_PAGE = 128
 """Tokens in a page; FlexAttention's own block, below which it reads more than it uses."""
+SDPA_BACKENDS = (None, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+"""Ways to compute SDPA; None: the one that torch chooses, which is not always the fastest."""
 
 
 def gather_and_sdpa(query: Tensor, kv: Tensor, layer: int, block_tables: Tensor) -> Call:
@@ -31,12 +36,17 @@ def gather_and_sdpa(query: Tensor, kv: Tensor, layer: int, block_tables: Tensor)
     return call
 
 
-def contiguous_sdpa(query: Tensor, kv_heads: int, context: int) -> Call:
+def contiguous_sdpa(query: Tensor, kv_heads: int, context: int, backend: SDPBackend | None) -> Call:
     """SDPA on keys and values that lie contiguous, job by job: what paging costs."""
     rows, _, head_dim = query.shape
     shape = (rows, kv_heads, context, head_dim)
     key, value = (torch.randn(shape, dtype=query.dtype, device=query.device) for _ in range(2))
-    return lambda: _sdpa(query, key, value)
+
+    def call() -> Tensor:
+        with _chosen(backend):
+            return _sdpa(query, key, value)
+
+    return call
 
 
 def paged_flex(query: Tensor, kv_heads: int, context: int, *, compiled: bool) -> Call:
@@ -75,11 +85,20 @@ def paged_flex(query: Tensor, kv_heads: int, context: int, *, compiled: bool) ->
     return call
 
 
-def causal_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Call:
+def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend | None) -> Call:
     """Of one prompt: [T, heads, head_dim], key and value [T, kv_heads, head_dim]."""
     q, k, v = (one.transpose(0, 1)[None].contiguous() for one in (query, key, value))
     is_grouped = query.shape[1] != key.shape[1]
-    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+
+    def call() -> Tensor:
+        with _chosen(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+
+    return call
+
+
+def _chosen(backend: SDPBackend | None) -> AbstractContextManager[object]:
+    return nullcontext() if backend is None else sdpa_kernel(backend)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

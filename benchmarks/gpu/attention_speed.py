@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import attention_baselines as baselines
 import torch
 from ceilings import copy_rate, gemm_rate
-from check_device import CACHES_EXCEEDED, Call
+from check_device import CACHES_EXCEEDED, Call, Timing
 from fastserve_kernels.gpu.paged_decode import decode_scratch, paged_decode
 from fastserve_kernels.gpu.paged_prefill import paged_prefill, query_tile
 from fastserve_kernels.gpu.work_lists import SPLIT_TOKENS, decode_work, num_splits, prefill_work
 from phase_context import Context, one_line
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 BLOCK_SIZE = 16
 LEAST_KV_BYTES = 256 * 10**6
@@ -53,30 +55,23 @@ class Shape:
         }
 
 
-@dataclass(frozen=True)
-class Decode:
-    """What was timed."""
-
-    shape: Shape
-    seconds: float
-
-
 def run(context: Context) -> None:
     rate, _ = copy_rate(context.device)
     flops, _ = gemm_rate(context.device)
+    for shape in decode_shapes(context):
+        _decode(context, shape, rate)
+    tokens = 2 * BLOCK_SIZE if context.tiny else PROMPT_TOKENS
+    for shape in decode_shapes(context):
+        _prefill(context, replace(shape, batch=1, context=tokens), flops)
+
+
+def decode_shapes(context: Context) -> list[Shape]:
     shapes = [(head_dim, *heads) for head_dim in HEAD_DIMS for heads in HEADS]
     if context.tiny:
         shapes = [(64, heads // kv_heads, 1) for heads, kv_heads in HEADS]
-    decodes = [
-        _decode(context, _decode_shape(context, heads, kv_heads, head_dim), rate)
-        for head_dim, heads, kv_heads in shapes
+    return [
+        _decode_shape(context, heads, kv_heads, head_dim) for head_dim, heads, kv_heads in shapes
     ]
-    tokens = 2 * BLOCK_SIZE if context.tiny else PROMPT_TOKENS
-    for head_dim, heads, kv_heads in shapes:
-        _prefill(context, Shape(heads, kv_heads, head_dim, 1, tokens), flops)
-    # Last, as it is compiled for each shape: if the time is short, our kernels have their rows.
-    for decode in decodes:
-        _flex(context, decode)
 
 
 def _decode_shape(context: Context, heads: int, kv_heads: int, head_dim: int) -> Shape:
@@ -94,7 +89,19 @@ def _dtype(context: Context) -> torch.dtype:
     return torch.float16 if context.tiny else torch.bfloat16
 
 
-def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> Decode:
+@dataclass(frozen=True)
+class Decode:
+    """Our kernel on a layer of a cache, and how long it takes."""
+
+    query: Tensor
+    kv: Tensor
+    layer: int
+    block_tables: Tensor
+    """``[batch, blocks of a job]``."""
+    timing: Timing
+
+
+def time_decode(context: Context, shape: Shape) -> Decode:
     device, dtype = context.device.torch_device, _dtype(context)
     blocks_of_job = -(-shape.context // BLOCK_SIZE)
     num_blocks = shape.batch * blocks_of_job
@@ -112,7 +119,8 @@ def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> Decode:
     firsts = torch.arange(shape.batch, dtype=torch.int32, device=device) * blocks_of_job
     flat = tables.flatten()
     scratch = decode_scratch(capacity, shape.heads, shape.head_dim, device)
-    query = _decode_query(context, shape)
+    size = (shape.batch, shape.heads, shape.head_dim)
+    query = torch.randn(size, dtype=dtype, device=device)
     out = torch.empty_like(query)
     scale = shape.head_dim**-0.5
     timing = context.device.time(
@@ -122,15 +130,28 @@ def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> Decode:
             )
         ]
     )
-    others: dict[str, Callable[[], Call]] = {
-        "gather + SDPA": lambda: baselines.gather_and_sdpa(query, kv, layer, tables),
-        "contiguous SDPA": lambda: baselines.contiguous_sdpa(query, shape.kv_heads, shape.context),
+    return Decode(query, kv, layer, tables, timing)
+
+
+def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> None:
+    decode = time_decode(context, shape)
+    others = {
+        "gather + SDPA": [
+            lambda: baselines.gather_and_sdpa(
+                decode.query, decode.kv, decode.layer, decode.block_tables
+            )
+        ],
+        "contiguous SDPA": [
+            partial(baselines.contiguous_sdpa, decode.query, shape.kv_heads, shape.context, backend)
+            for backend in baselines.SDPA_BACKENDS
+        ],
     }
-    ratios, note = _against(context, timing.seconds, others)
+    timing = decode.timing
+    ratios, note = against(context, timing.seconds, others)
     bytes_s = shape.kv_bytes / timing.seconds
     context.recorder.row(
         "paged decode",
-        {**shape.case(), "layers in the cache": layers},
+        {**shape.case(), "layers in the cache": decode.kv.shape[1]},
         {
             "µs": timing.seconds * 1e6,
             "spread": timing.spread,
@@ -140,23 +161,6 @@ def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> Decode:
         },
         note,
     )
-    return Decode(shape, timing.seconds)
-
-
-def _decode_query(context: Context, shape: Shape) -> Tensor:
-    size = (shape.batch, shape.heads, shape.head_dim)
-    return torch.randn(size, dtype=_dtype(context), device=context.device.torch_device)
-
-
-def _flex(context: Context, decode: Decode) -> None:
-    shape = decode.shape
-    query = _decode_query(context, shape)
-
-    def make() -> Call:
-        return baselines.paged_flex(query, shape.kv_heads, shape.context, compiled=not context.tiny)
-
-    ratios, note = _against(context, decode.seconds, {"paged Flex": make})
-    context.recorder.row("paged FlexAttention", shape.case(), ratios, note)
 
 
 def _prefill(context: Context, shape: Shape, gemm_flops_s: float) -> None:
@@ -189,13 +193,14 @@ def _prefill(context: Context, shape: Shape, gemm_flops_s: float) -> None:
     calls += [one_prompt()[0] for _ in range(context.device.num_inputs(num_bytes) - 1)]
     timing = context.device.time(calls)
 
-    def sdpa() -> Call:
+    def sdpa(backend: SDPBackend | None) -> Call:
         sizes = (shape.heads, shape.kv_heads, shape.kv_heads)
         return baselines.causal_sdpa(
-            *(_random(tokens, n, shape.head_dim, dtype, device) for n in sizes)
+            *(_random(tokens, n, shape.head_dim, dtype, device) for n in sizes), backend
         )
 
-    ratios, note = _against(context, timing.seconds, {"SDPA": sdpa})
+    others = {"SDPA": [partial(sdpa, backend) for backend in baselines.SDPA_BACKENDS]}
+    ratios, note = against(context, timing.seconds, others)
     # Two products of [tokens, head_dim] and [head_dim, tokens], of which half is masked.
     flops_s = 2 * shape.heads * shape.head_dim * tokens**2 / timing.seconds
     context.recorder.row(
@@ -218,16 +223,21 @@ def _random(
     return torch.randn(tokens, heads, head_dim, dtype=dtype, device=device)
 
 
-def _against(
-    context: Context, seconds: float, others: dict[str, Callable[[], Call]]
+def against(
+    context: Context, seconds: float, others: Mapping[str, Sequence[Callable[[], Call]]]
 ) -> tuple[dict[str, float | None], str]:
-    """How many times as long each of the others takes; None, and the reason, for one that fails."""
+    """How many times as long each of the others takes, by the fastest of its ways; None, and the
+    reason, for one that fails in all."""
     ratios: dict[str, float | None] = {}
     notes = []
-    for name, make in others.items():
-        try:
-            ratios[f"× {name}"] = context.device.time([make()]).seconds / seconds
-        except Exception as error:
-            ratios[f"× {name}"] = None
-            notes.append(f"{name}: {one_line(error)}")
+    for name, ways in others.items():
+        times, reason = [], ""
+        for make in ways:
+            try:
+                times.append(context.device.time([make()]).seconds)
+            except Exception as error:
+                reason = one_line(error)
+        ratios[f"× {name}"] = min(times) / seconds if times else None
+        if not times:
+            notes.append(f"{name}: {reason}")
     return ratios, "; ".join(notes)

@@ -25,6 +25,14 @@ def copy_rate(device: Device) -> tuple[float, Timing]:
     return 2 * num_bytes / timing.seconds, timing
 
 
+def read_rate(device: Device) -> tuple[float, Timing]:
+    """Bytes a second of a sum over device memory, and its time: nearly all of it is read."""
+    num_bytes = _DRY_RUN_BYTES if device.is_dry_run else COPY_BYTES
+    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device.torch_device)
+    timing = device.time([lambda: source.sum()])
+    return num_bytes / timing.seconds, timing
+
+
 def gemm_rate(device: Device) -> tuple[float, Timing]:
     """Floating-point operations a second of a square bfloat16 product of random matrices."""
     size = _DRY_RUN_GEMM if device.is_dry_run else GEMM_SIZE

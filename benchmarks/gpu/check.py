@@ -47,12 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [phase for phase in PHASES if arguments.only is None or phase.name in arguments.only]
     is_whole = arguments.only is None and not arguments.tiny
     started_s = time.monotonic()
+    command = shlex.join(
+        ["python3", "benchmarks/gpu/check.py", *(sys.argv[1:] if argv is None else argv)]
+    )
+    phases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fastserve-gpu-check-") as scratch:
         run = _Run(arguments, Path(scratch), started_s)
         # A dry run's times mean nothing, so that two phases may run beside each other.
         with ThreadPoolExecutor(2 if arguments.tiny else 1) as pool:
             try:
-                phases = list(pool.map(run.run, chosen))
+                for outcome in pool.map(run.run, chosen):
+                    phases.append(outcome)
+                    if arguments.output is not None and run.machine:  # a kill later loses nothing
+                        _write(run.document(command, phases), arguments.output)
             except BaseException:
                 run.end()
                 raise
@@ -64,25 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     is_recorded = is_whole and arguments.output is None and bool(run.machine)
     output = RESULTS if is_recorded else arguments.output or APART
-    rows = [row for outcome in phases for row in outcome["rows"]]
-    document = {
-        "schema": SCHEMA,
-        "dry_run": arguments.tiny,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(
-            ["python3", "benchmarks/gpu/check.py", *(sys.argv[1:] if argv is None else argv)]
-        ),
-        "commit": _commit(),
-        "versions": _versions(),
-        "machine": run.machine,
-        "seconds": round(time.monotonic() - started_s, 1),
-        "phases": phases,
-        # What a dry run takes is not compared with anything.
-        "goals": [goal.evaluate([] if arguments.tiny else rows) for goal in GOALS],
-    }
-    output.mkdir(parents=True, exist_ok=True)
-    path = output / file_name(document)
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    document = run.document(command, phases)
+    path = _write(document, output)
     print(f"\n{markdown(document)}\nwritten: {path}")
     if is_recorded:
         print(f"written: {update_docs()}")
@@ -116,7 +106,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--minutes",
         type=float,
         default=8.0,
-        help="for everything (8); the last phase, serving, makes use of more",
+        help="for everything (8)",
     )
     parser.add_argument("--tiny", action="store_true", help="dry run on a CPU, of tiny sizes")
     return parser.parse_args(argv)
@@ -137,6 +127,23 @@ class _Run:
         """At once; from any thread."""
         for process in self._processes:
             _end(process)
+
+    def document(self, command: str, phases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The JSON of a run that has come so far."""
+        rows = [row for outcome in phases for row in outcome["rows"]]
+        return {
+            "schema": SCHEMA,
+            "dry_run": self._arguments.tiny,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": command,
+            "commit": _commit(),
+            "versions": _versions(),
+            "machine": self.machine,
+            "seconds": round(time.monotonic() - self._started_s, 1),
+            "phases": list(phases),
+            # What a dry run takes is not compared with anything.
+            "goals": [goal.evaluate([] if self._arguments.tiny else rows) for goal in GOALS],
+        }
 
     def run(self, phase: Phase) -> dict[str, Any]:
         """The phase's part of the JSON."""
@@ -223,6 +230,13 @@ class _Run:
         if self._arguments.tiny:
             return environment | {"TRITON_INTERPRET": "1"}
         return environment | {"XDG_CACHE_HOME": str(self._scratch / "cache")}
+
+
+def _write(document: Mapping[str, Any], output: Path) -> Path:
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / file_name(document)
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return path
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

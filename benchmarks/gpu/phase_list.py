@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -48,11 +47,13 @@ class Phase:
 PHASES = (
     Phase("machine", 60, _KERNELS),
     Phase("correctness", 100, _KERNELS, is_check=True),
-    Phase("parity", 110, (*_ENGINE, "transformers"), is_check=True),
-    Phase("kernels", 140, _KERNELS),
-    Phase("swap", 40, _MODEL),
-    Phase("step", 75, _ENGINE),
-    Phase("serving", math.inf, _ENGINE),
+    Phase("parity", 150, (*_ENGINE, "transformers"), is_check=True),
+    Phase("step", 110, _ENGINE),
+    Phase("swap", 50, _MODEL),
+    Phase("kernels", 110, _KERNELS),
+    Phase("serving", 290, _ENGINE),
+    # Last, as it is compiled anew for each shape.
+    Phase("flex", 80, _KERNELS),
 )
 RESERVE_S = 5.0
 """Of the time for all, for what is done beside the phases."""

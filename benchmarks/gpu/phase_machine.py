@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ceilings import copy_rate, gemm_rate, link_rates
+from ceilings import copy_rate, gemm_rate, link_rates, read_rate
 from phase_context import Context
 
 
@@ -11,6 +11,12 @@ def run(context: Context) -> None:
     context.recorder.row(
         "ceilings",
         {"what": "copy within device memory, read + written"},
+        {"rate": rate / 1e9, "unit": "GB/s", "spread": timing.spread},
+    )
+    rate, timing = read_rate(context.device)
+    context.recorder.row(
+        "ceilings",
+        {"what": "sum over device memory, read"},
         {"rate": rate / 1e9, "unit": "GB/s", "spread": timing.spread},
     )
     flops, timing = gemm_rate(context.device)

@@ -10,6 +10,7 @@ likely are as close as that, either is right.
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ FEW_BLOCKS = 70
 """Far fewer than the jobs need, so that they lose theirs again and again."""
 BEGINNING = 40
 """Tokens that every other prompt begins with: two blocks and a half."""
+MOST_ENGINES = 3
+"""At a time: an engine's start takes longer than its answers."""
 SEED = 3
 
 
@@ -66,12 +69,25 @@ def run(context: Context) -> None:
     # With room for all, those that do not begin first copy from those that do.
     ways = {"swapped": few, "copied": NUM_JOBS * positions // BLOCK_SIZE}
     prompts = _prompts(positions - num_tokens)
+    models = dict(list(MODELS.items())[: 1 if context.tiny else None])
+    directories = {name: context.scratch / name.split(",")[0] for name in models}
+    references = {
+        name: _reference(config, directories[name]).to(device) for name, config in models.items()
+    }
+
+    def answers_of(name: str, blocks: int) -> tuple[list[Answer], Engine]:
+        return _answers(context, directories[name], prompts, num_tokens, positions, blocks)
+
     wrong = []
-    for name, config in list(MODELS.items())[: 1 if context.tiny else None]:
-        directory = context.scratch / name.split(",")[0]
-        reference = _reference(config, directory).to(device)
-        for way, blocks in ways.items():
-            answers, engine = _answers(context, directory, prompts, num_tokens, positions, blocks)
+    with ThreadPoolExecutor(1 if context.tiny else MOST_ENGINES) as pool:
+        runs = {
+            (name, way): pool.submit(answers_of, name, blocks)
+            for name in models
+            for way, blocks in ways.items()
+        }
+        for (name, way), future in runs.items():
+            answers, engine = future.result()
+            reference, blocks = references[name], ways[way]
             differing = sum(
                 _num_differing(reference, device, prompt, answer.token_ids)
                 for prompt, answer in zip(prompts, answers, strict=True)
@@ -152,6 +168,7 @@ def _answers(
         block_size=BLOCK_SIZE,
         device_blocks=blocks,
         swap_space_gib=0.1,
+        policy="skip_join_mlfq",
         base_quantum_ms=0.01,
     )
     engine = Engine(config, check_integrity=True)

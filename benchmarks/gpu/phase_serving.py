@@ -1,22 +1,26 @@
-"""Phase "serving": first come, first served against skip-join MLFQ on the same engine, and the
-strategies for preempted jobs' KV.
+"""Phase "serving": policies against each other on the same engine, and the strategies for preempted
+jobs' KV.
 
 The ranks are loaded once and serve one engine after the other. As in FastServe's Fig. 11, each
 policy's largest rate is searched at which the mean normalized latency is within ten decode
-iterations, over the same jobs with Poisson arrivals that only scale; as in Fig. 15, all strategies
-serve one load with as little KV memory as an A100-40G leaves.
+iterations, over the same jobs with Poisson arrivals that only scale. Then the default configuration
+serves one load beside the same with other policies; and as in Fig. 15, all strategies serve one
+load. For both there is as little KV memory as an A100-40G leaves.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 import psutil
+from decode_steps import BLOCK_SIZE
+from fastserve_backend.config import MOST_AUTO_SEQS
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
@@ -29,16 +33,17 @@ from random_models import engine_config, largest_model
 from replay import TooSlow, on_the_engine
 
 POLICIES = ("fcfs", "skip_join_mlfq")
-BATCH_LIMITS = (16, 128)
-"""Most jobs in one iteration: FastServe's authors' setting, and a larger one."""
+BATCH_LIMIT = 16
+"""Most jobs in one iteration: FastServe's authors' setting."""
 SLO_ITERATIONS, SLO_BATCH, SLO_CONTEXT = 10, 16, 400
 """The SLO in decode iterations of so many jobs with so many tokens each, as benchmarks/paper has
 it: 0.3 s a token for OPT-13B on the authors' A100."""
+DEFAULTS_AGAINST = ("fcfs", "gittins", "skip_join_mlfq")
 STRATEGIES = ("defer", "recompute", "reactive", "proactive")
-STRATEGY_LOAD = 1.5  # of capacity
-STRATEGY_BLOCKS = 800
+OVERLOAD = 1.5  # of capacity
+FEW_BLOCKS = 800
 """KV blocks of 16 tokens, 10 GB: what OPT-13B leaves of 40 GB."""
-MOST_SWAP_GIB, SWAP_SHARE = 24.0, 0.3
+MOST_SWAP_GIB, SWAP_SHARE = 8.0, 0.3
 """Host memory for KV: so much, or this share of what is free."""
 MAX_MODEL_LEN = 2048
 SEED = 0
@@ -49,7 +54,7 @@ rate that full batches serve."""
 MOST_JOBS, FEWEST_JOBS = 400, 40
 FIRST_STEP, TOLERANCE = 1.6, 1.12
 """Of a search: factor between rates until one is too high, and between the two that end it."""
-STRATEGIES_WEIGHT = 1.5
+DEFAULTS_WEIGHT, STRATEGIES_WEIGHT = 1.5, 1.0
 """Of the phase's time, over what the search for one rate gets."""
 Task = Callable[[float], None]
 """Takes so many seconds."""
@@ -198,14 +203,12 @@ class Search:
 
 def run(context: Context) -> None:
     workload = Workload.of(context)
-    ranks = LastingRanks(max(BATCH_LIMITS))
-
-    def search(batch: int, policy: str) -> tuple[float, Task]:
-        return 1.0, partial(_throughput, context, ranks, workload, policy, batch)
-
-    few, many = ([search(batch, policy) for policy in POLICIES] for batch in BATCH_LIMITS)
-    strategies: Task = partial(_strategies, context, ranks, workload)
-    tasks = [*few, (STRATEGIES_WEIGHT, strategies), *many]
+    ranks = LastingRanks(MOST_AUTO_SEQS)
+    tasks: list[tuple[float, Task]] = [
+        *((1.0, partial(_throughput, context, ranks, workload, policy)) for policy in POLICIES),
+        (DEFAULTS_WEIGHT, partial(_defaults, context, ranks, workload)),
+        (STRATEGIES_WEIGHT, partial(_strategies, context, ranks, workload)),
+    ]
     try:
         for index, (weight, task) in enumerate(tasks):
             task(context.left_s() * weight / sum(other for other, _ in tasks[index:]))
@@ -230,13 +233,12 @@ def _throughput(
     ranks: LastingRanks,
     workload: Workload,
     policy: str,
-    batch: int,
     budget_s: float,
 ) -> None:
     ends_s = context.left_s() - budget_s
-    engine = _engine(context, ranks, policy=policy, max_num_seqs=batch)
+    engine = _engine(context, ranks, policy=policy, max_num_seqs=BATCH_LIMIT)
     try:
-        load = Load.of(workload, engine.profile.model, batch)
+        load = Load.of(workload, engine.profile.model, BATCH_LIMIT)
         search = Search(float(f"{load.capacity:.3g}"))
         while not search.has_ended and context.left_s() > ends_s:
             summary, note = None, ""
@@ -249,7 +251,7 @@ def _throughput(
                     break  # the time was short, not the engine slow
                 note = str(reason)
             met = summary is not None and summary.normalized_latency_s.mean <= load.slo_s
-            _record_run(context, policy, batch, search.rate, load, summary, note)
+            _record_run(context, policy, search.rate, load, summary, note)
             search.tried(met=met)
             if context.tiny:
                 break
@@ -257,7 +259,7 @@ def _throughput(
         engine.close()
     context.recorder.row(
         "throughput under the SLO",
-        {"batch limit": batch, "policy": policy},
+        {"batch limit": BATCH_LIMIT, "policy": policy},
         {
             "SLO, ms a token": load.slo_s * 1e3,
             "jobs/s that met it": search.good or None,
@@ -271,7 +273,6 @@ def _throughput(
 def _record_run(
     context: Context,
     policy: str,
-    batch: int,
     rate: float,
     load: Load,
     summary: Summary | None,
@@ -279,7 +280,7 @@ def _record_run(
 ) -> None:
     context.recorder.row(
         "latency over load",
-        {"batch limit": batch, "policy": policy, "jobs/s": rate},
+        {"batch limit": BATCH_LIMIT, "policy": policy, "jobs/s": rate},
         {
             "load, of capacity": rate / load.capacity,
             **_ms_a_token(summary),
@@ -299,27 +300,61 @@ def _ms_a_token(summary: Summary | None) -> dict[str, float | None]:
     }
 
 
+def _defaults(context: Context, ranks: LastingRanks, workload: Workload, budget_s: float) -> None:
+    """All of the default configuration but for the policy serves more than fits."""
+    tokens = statistics.fmean(map(sum, workload.lengths))
+    batch = max(1, int((_few_blocks(context) * BLOCK_SIZE) / tokens))
+    for policy in DEFAULTS_AGAINST:
+        with _few(context, ranks, policy=policy) as engine:
+            load = Load.of(workload, engine.profile.model, batch)
+            records, note = _overload(load, engine, budget_s / len(DEFAULTS_AGAINST))
+            summary = summarize(records) if records else None
+            context.recorder.row(
+                "default configuration under overload",
+                {"policy": policy, "load, of capacity": OVERLOAD, "jobs": load.num_jobs},
+                {
+                    **_ms_a_token(summary),
+                    "mean JCT, s": None if summary is None else summary.latency_s.mean,
+                    "P95 JCT, s": None if summary is None else summary.latency_s.p95,
+                    "P95 TTFT, s": None if summary is None else summary.ttft_s.p95,
+                    "output tokens/s": None if summary is None else summary.output_tokens_per_s,
+                    "preemptions": engine.counters.preemptions,
+                },
+                note,
+            )
+
+
 def _strategies(context: Context, ranks: LastingRanks, workload: Workload, budget_s: float) -> None:
-    """Each serves the same jobs; one that takes longer than its share of the time is given up."""
-    ranks.num_blocks = 40 if context.tiny else STRATEGY_BLOCKS
     for strategy in STRATEGIES:
-        engine = _engine(
-            context, ranks, policy="skip_join_mlfq", max_num_seqs=BATCH_LIMITS[0], strategy=strategy
-        )
-        try:
-            load = Load.of(workload, engine.profile.model, BATCH_LIMITS[0])
-            records: Sequence[JobRecord] = ()
-            note = ""
-            try:
-                records = load.serve(
-                    engine, STRATEGY_LOAD * load.capacity, budget_s / len(STRATEGIES)
-                )
-            except TooSlow as reason:
-                note = one_line(reason)
+        keys = {"policy": "skip_join_mlfq", "max_num_seqs": BATCH_LIMIT, "strategy": strategy}
+        with _few(context, ranks, **keys) as engine:
+            load = Load.of(workload, engine.profile.model, BATCH_LIMIT)
+            records, note = _overload(load, engine, budget_s / len(STRATEGIES))
             _record_strategy(context, strategy, engine, records, note)
-        finally:
-            engine.close()
-    ranks.num_blocks = None
+
+
+@contextmanager
+def _few(context: Context, ranks: LastingRanks, **keys: object) -> Iterator[Engine]:
+    """An engine that has few of the device's blocks."""
+    ranks.num_blocks = _few_blocks(context)
+    engine = _engine(context, ranks, **keys)
+    try:
+        yield engine
+    finally:
+        engine.close()
+        ranks.num_blocks = None
+
+
+def _few_blocks(context: Context) -> int:
+    return 40 if context.tiny else FEW_BLOCKS
+
+
+def _overload(load: Load, engine: Engine, most_s: float) -> tuple[list[JobRecord], str]:
+    """The jobs' records; or none, and the reason, if it takes longer than its share of the time."""
+    try:
+        return load.serve(engine, OVERLOAD * load.capacity, most_s), ""
+    except TooSlow as reason:
+        return [], one_line(reason)
 
 
 def _record_strategy(
@@ -330,7 +365,7 @@ def _record_strategy(
     stalled_s = sum(one.swap_stall_s or 0.0 for one in records)
     context.recorder.row(
         "strategies for preempted jobs' KV",
-        {"strategy": strategy, "load, of capacity": STRATEGY_LOAD},
+        {"strategy": strategy, "load, of capacity": OVERLOAD},
         {
             **_ms_a_token(summary),
             "mean JCT, s": None if summary is None else summary.latency_s.mean,

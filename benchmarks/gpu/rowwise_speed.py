@@ -29,11 +29,11 @@ def run(context: Context) -> None:
     rate, _ = copy_rate(context.device)
     for rows in (3,) if context.tiny else (1, 16, *ROWS):
         _int8_linear_against_dense(context, rows, rate)
+        _bias_relu_against_epilogue(context, rows)
     for rows in (3,) if context.tiny else ROWS:
         speed = _Speed(context, rate, rows)
         for name, make in speed.kernels().items():
             speed.measure(name, make)
-        _bias_relu_against_epilogue(context, rows)
     speed = _Speed(context, rate, 2 if context.tiny else ROWS[0])
     speed.measure("argmax_rows", speed.argmax)
     for name, make in _int8(context).items():

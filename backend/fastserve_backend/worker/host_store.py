@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Literal
 
 import numpy as np
@@ -214,7 +215,13 @@ def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
-    memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A device's copies are for this process alone. Shared memory, Python's default, has small pages
+    # only, which take several times as long to make and to register.
+    pages.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # of a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
     if device.type == "cuda":
         # Registering would make the pages on one thread, 16 s for 24 GiB; torch has several.
         memory.zero_()

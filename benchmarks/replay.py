@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -42,7 +41,7 @@ def workload(
 
 
 class TooSlow(Exception):
-    """The jobs did not end in time, or are certain to miss what was asked of them."""
+    """The jobs did not end in time."""
 
 
 def on_the_engine(
@@ -50,18 +49,14 @@ def on_the_engine(
     trace: list[TraceJob],
     *,
     deadline_s: float = DEADLINE_S,
-    most_mean_s: float = math.inf,
 ) -> list[JobRecord]:
     """Submits each job at its time; what the engine says of each job.
 
     Latencies count from the arrival in the trace, not from the submission: where this process lags,
     they would be too short otherwise.
 
-    Args:
-        most_mean_s: of normalized latency; given up as soon as the mean is certain to be larger.
-
     Raises:
-        TooSlow: after ``deadline_s``, or given up. The jobs are cancelled.
+        TooSlow: after ``deadline_s``. The jobs are cancelled.
     """
     rng = random.Random(1)
     last_id = min(50000, engine.model_config.vocab_size)
@@ -72,18 +67,7 @@ def on_the_engine(
         )
         for job in trace
     ]
-    least_s = [0.0] * len(trace)  # of the normalized latency of each job that has arrived
-
-    def check(elapsed_s: float, ended: Collection[int]) -> None:
-        for number, job in enumerate(trace):
-            if job.arrival_s > elapsed_s:
-                break
-            if number not in ended:
-                least_s[number] = (elapsed_s - job.arrival_s) / job.output_tokens
-        if sum(least_s) / len(trace) > most_mean_s:
-            raise TooSlow(f"the mean normalized latency is more than {most_mean_s:.3g} s")
-
-    answers = run_jobs(engine, jobs, deadline_s, [job.arrival_s for job in trace], check)
+    answers = run_jobs(engine, jobs, deadline_s, [job.arrival_s for job in trace])
     return [_record(answer) for answer in answers]
 
 
@@ -127,14 +111,11 @@ def run_jobs(
     jobs: Sequence[tuple[Sequence[int], SamplingParams]],
     deadline_s: float = DEADLINE_S,
     arrivals_s: Sequence[float] | None = None,
-    check: Callable[[float, Collection[int]], None] | None = None,
 ) -> list[Answer]:
     """Submits each job, at its time if there are any, and waits for all.
 
     Args:
         arrivals_s: ascending.
-        check: called several times a second with the seconds since the start and the jobs that have
-            ended; may raise ``TooSlow``.
 
     Raises:
         TooSlow: after ``deadline_s``. The jobs are cancelled.
@@ -161,8 +142,6 @@ def run_jobs(
             elapsed_s = engine.clock.now() - started_s
             if elapsed_s > deadline_s:
                 raise TooSlow(f"{len(jobs) - len(ended)} jobs had not ended in {deadline_s:.0f} s")
-            if check is not None:
-                check(elapsed_s, ended)
             wait_s = _CHECK_S
             while len(numbers) < len(jobs):
                 index = len(numbers)

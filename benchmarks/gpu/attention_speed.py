@@ -135,7 +135,7 @@ def time_decode(context: Context, shape: Shape) -> Decode:
 
 def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> None:
     decode = time_decode(context, shape)
-    others = {
+    others: dict[str, list[Callable[[], Call]]] = {
         "gather + SDPA": [
             lambda: baselines.gather_and_sdpa(
                 decode.query, decode.kv, decode.layer, decode.block_tables
@@ -195,9 +195,8 @@ def _prefill(context: Context, shape: Shape, gemm_flops_s: float) -> None:
 
     def sdpa(backend: SDPBackend | None) -> Call:
         sizes = (shape.heads, shape.kv_heads, shape.kv_heads)
-        return baselines.causal_sdpa(
-            *(_random(tokens, n, shape.head_dim, dtype, device) for n in sizes), backend
-        )
+        query, key, value = (_random(tokens, n, shape.head_dim, dtype, device) for n in sizes)
+        return baselines.causal_sdpa(query, key, value, backend)
 
     others = {"SDPA": [partial(sdpa, backend) for backend in baselines.SDPA_BACKENDS]}
     ratios, note = against(context, timing.seconds, others)

@@ -9,7 +9,7 @@ from functools import partial
 
 import sampling_speed
 import torch
-from ceilings import copy_rate
+from ceilings import read_rate
 from decode_steps import FIRST_TOKEN, blocks_of, decode_step, load, steps_ahead
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
@@ -27,7 +27,7 @@ GAP_BATCH, GAP_PROMPT, GAP_TOKENS = 64, 256, 128
 
 def run(context: Context) -> None:
     _gap(context)  # first, as its ranks take what memory there is
-    rate, _ = copy_rate(context.device)
+    rate, _ = read_rate(context.device)
     for name in MODELS[:1] if context.tiny else reversed(MODELS):  # the one with a goal first
         context.device.free()
         try:
@@ -37,7 +37,7 @@ def run(context: Context) -> None:
     sampling_speed.run(context)
 
 
-def _steps(context: Context, name: str, copy_bytes_s: float) -> None:
+def _steps(context: Context, name: str, read_bytes_s: float) -> None:
     tokens, batches = (32, (1, 2)) if context.tiny else (CONTEXT, BATCHES)
     model = load(context, name, max(batches) * blocks_of(tokens), max(batches))
     for number, batch in enumerate(batches):
@@ -47,7 +47,7 @@ def _steps(context: Context, name: str, copy_bytes_s: float) -> None:
             timing = context.device.wall_time(run_one, REPEATS)
         # Each weight and all keys and values are read once.
         num_bytes = model.bytes_of_weights + batch * model.bytes_of_context(tokens)
-        floor_s = num_bytes / copy_bytes_s
+        floor_s = num_bytes / read_bytes_s
         context.recorder.row(
             "decode step",
             {"model": name, "batch": batch, "context": tokens},

@@ -126,7 +126,7 @@ def test_the_table_has_phases_goals_and_figures(
     for phase in PHASES:
         assert f"| {phase} | passed |" in text
     assert "| paged decode, D 128, share of the copy rate | ≥ 80.0% | ≥ 90.0% | – |  |" in text
-    assert "**Throughput under the SLO**" in text
+    assert "**Policies under overload**" in text
     measured = dry_run | {
         "goals": [
             {"name": "speed", "at_most": False, "percent": True, "must": 0.8, "stretch": 0.9,
@@ -411,18 +411,6 @@ def test_phases_import_no_more_than_they_say(names: tuple[str, ...], report: Mod
         and not name.startswith(("fastserve_", "_cython_", "_sysconfigdata", "__mp_"))
     }
     assert others - own <= {*declared, *OF_OTHERS}
-
-
-@pytest.mark.parametrize("bound", [0.7, 3.0, 40.0])
-def test_the_search_ends_at_the_largest_rate_that_is_met(bound: float, report: ModuleType) -> None:
-    from phase_serving import TOLERANCE, Search
-
-    search, num_runs = Search(5.0), 0
-    while not search.has_ended:
-        search.tried(met=search.rate <= bound)
-        num_runs += 1
-    assert search.good <= bound < search.bad <= search.good * TOLERANCE
-    assert num_runs <= 10
 
 
 def rows_of(document: dict[str, Any], table: str) -> list[dict[str, Any]]:

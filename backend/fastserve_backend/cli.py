@@ -330,7 +330,7 @@ app.command()(bench)
     only=(
         "load_format", "dtype", "quantization", "device", "max_model_len",
         "tensor_parallel_size", "pipeline_parallel_size", "nnodes", "master_addr", "master_port",
-        "block_size", "device_blocks", "device_memory_utilization",
+        "block_size", "device_blocks", "device_memory_utilization", "device_dtype",
         "max_num_seqs", "max_num_batched_tokens",
     )
 )  # fmt: skip

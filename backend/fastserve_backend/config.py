@@ -188,14 +188,26 @@ class KVCacheSection(_Section):
         True,
         description="Copy KV to the host ahead while the link is idle (proactive, incremental).",
     )
+    device_dtype: Literal["same", "int8"] = Field(
+        "same",
+        description="Type of KV on the device; int8 holds nearly twice as many tokens as 16 bits, "
+        "but changes outputs a little.",
+    )
     host_dtype: Literal["same", "int8"] = Field(
-        "same", description="Type of KV on the host; int8 is smaller, but changes outputs a little."
+        "same",
+        description="Type of KV on the host; int8 is smaller, but changes outputs a little. KV "
+        "that is int8 on the device stays as it is.",
     )
 
     @property
     def is_swapping(self) -> bool:
         """The strategy uses host memory."""
         return self.strategy in ("reactive", "proactive")
+
+    @property
+    def swaps_are_lossy(self) -> bool:
+        """KV that comes back from the host is not what went there."""
+        return self.host_dtype == "int8" and self.device_dtype == "same"
 
 
 PolicyName = Literal[

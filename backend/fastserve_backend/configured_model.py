@@ -21,6 +21,7 @@ def load_configured_model(config: EngineConfig) -> ModelConfig:
         device="cuda" if model.device == "cuda" else "cpu",
         dtype=model.dtype,
         quantization=model.quantization,
+        kv_dtype=config.kv_cache.device_dtype,
         max_model_len=model.max_model_len,
     )
     check_parallel(described, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)

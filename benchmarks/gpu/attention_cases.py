@@ -7,13 +7,14 @@ The CPU's implementations are tested on the same caches, lengths and shapes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from fastserve_kernels import reference
 from fastserve_kernels.gpu import launch_parameters, paged_decode, paged_prefill, work_lists
 from fastserve_kernels.gpu.device import capability, multiprocessors
+from fastserve_kernels.int8_cache import SCALE_BYTES, codes_and_scales, quantize_tokens
 from kernel_cases import DTYPES, NAN, Case, Comparison, near
 from torch import Tensor
 
@@ -82,6 +83,10 @@ PREFILL: list[tuple[list[tuple[int, int]], Shape]] = [
 ]
 """Rows of each job and the tokens of its context with them."""
 
+INT8_DTYPES = (torch.float16, torch.bfloat16)
+"""Of queries to a cache in INT8; float32 differs in nothing."""
+INT8_DECODE, INT8_PREFILL = DECODE[2::3], PREFILL[2::3]
+"""Only reading a token differs, so these take fewer shapes."""
 SHARED_DECODE = [Shape(4, 4, 64), Shape(16, 4, 64)]
 ITEMS_OF_A_PROGRAM = 3
 FIRST_CONTEXTS = [300, 256, 0, 31]
@@ -120,6 +125,13 @@ class Cache:
             torch.tensor(tables, dtype=torch.int32),
             torch.tensor(starts, dtype=torch.int32),
         )
+
+    def in_int8(self) -> Cache:
+        """The same tokens, as codes and scales; NaN is in the scales."""
+        kv = torch.empty(*self.kv.shape[:-1], self.kv.shape[-1] + SCALE_BYTES, dtype=torch.int8)
+        for place, part in zip(codes_and_scales(kv), quantize_tokens(self.kv), strict=True):
+            place.copy_(part)
+        return replace(self, kv=kv)
 
     def of(self, jobs: slice) -> Cache:
         """Of these jobs alone."""
@@ -198,25 +210,35 @@ def _moved(view: Tensor, device: torch.device) -> Tensor:
 
 def cases(interpreted: bool = False) -> Iterator[Case]:
     """interpreted: without dot products in bfloat16, which Triton's interpreter gets wrong."""
+    caches = [(dtype, False) for dtype in DTYPES] + [(dtype, True) for dtype in INT8_DTYPES]
+    for dtype, is_int8 in caches:
+        no_dots = interpreted and dtype == torch.bfloat16
+        name = "int8 cache" if is_int8 else ""
+        for contexts, shape in INT8_DECODE if is_int8 else DECODE:
+            if not no_dots or shape.heads == shape.kv_heads:
+                yield Case("paged_decode", (dtype, contexts, shape, is_int8), _decode, name)
+        if not no_dots:
+            for jobs, shape in INT8_PREFILL if is_int8 else PREFILL:
+                yield Case("paged_prefill", (dtype, jobs, shape, is_int8), _prefill, name)
     for dtype in DTYPES:
         no_dots = interpreted and dtype == torch.bfloat16
-        for contexts, shape in DECODE:
-            if not no_dots or shape.heads == shape.kv_heads:
-                yield Case("paged_decode", (dtype, contexts, shape), _decode)
         for shape in SHARED_DECODE:
             if not no_dots or shape.heads == shape.kv_heads:
                 label = "several items a program"
                 yield Case("paged_decode", (dtype, shape), _shared_decode, label)
         if not no_dots:
-            for jobs, shape in PREFILL:
-                yield Case("paged_prefill", (dtype, jobs, shape), _prefill)
             yield Case("paged_prefill", (dtype, *SHARED_PREFILL), _shared_prefill, "each alone")
 
 
+def _filled(lengths: Sequence[int], shape: Shape, dtype: torch.dtype, is_int8: bool) -> Cache:
+    cache = Cache.filled(lengths, shape, dtype)
+    return cache.in_int8() if is_int8 else cache
+
+
 def _decode(
-    dtype: torch.dtype, contexts: list[int], shape: Shape, device: torch.device
+    dtype: torch.dtype, contexts: list[int], shape: Shape, is_int8: bool, device: torch.device
 ) -> Iterator[Comparison]:
-    cache = Cache.filled(contexts, shape, dtype)
+    cache = _filled(contexts, shape, dtype, is_int8)
     query, scale = queries(len(contexts), shape, dtype), shape.head_dim**-0.5
     actual = run_decode(cache, query, contexts, scale, device)
     yield near("rows", actual, cache.decode(query, contexts, scale), dtype)
@@ -226,7 +248,9 @@ def _shared_decode(dtype: torch.dtype, shape: Shape, device: torch.device) -> It
     """So many rows that every program of this device takes several items, one after the other; and
     some of the rows alone, which have the same bits."""
     group = shape.heads // shape.kv_heads
-    parameters = launch_parameters.decode(shape.head_dim, dtype.itemsize, group, capability(device))
+    parameters = launch_parameters.decode(
+        shape.head_dim, dtype.itemsize, group, capability(device), int8=False
+    )
     programs = multiprocessors(device) * parameters.programs_per_multiprocessor
     rows = max(-(-ITEMS_OF_A_PROGRAM * programs // shape.kv_heads), len(FIRST_CONTEXTS))
     others = [1 + 7 * row % 40 for row in range(len(FIRST_CONTEXTS), rows)]
@@ -242,9 +266,10 @@ def _shared_decode(dtype: torch.dtype, shape: Shape, device: torch.device) -> It
 
 
 def _prefill(
-    dtype: torch.dtype, jobs: list[tuple[int, int]], shape: Shape, device: torch.device
-) -> Iterator[Comparison]:
-    cache = Cache.filled([context for _, context in jobs], shape, dtype)
+    dtype: torch.dtype, jobs: list[tuple[int, int]], shape: Shape, is_int8: bool,
+    device: torch.device,
+) -> Iterator[Comparison]:  # fmt: skip
+    cache = _filled([context for _, context in jobs], shape, dtype, is_int8)
     total = sum(rows for rows, _ in jobs)
     query, scale = queries(total + SPARE_ROWS, shape, dtype), shape.head_dim**-0.5
     expected = torch.full(query.shape, NAN, dtype=torch.float64)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from fastserve_kernels import kv_quantization, ops, reference
 from fastserve_kernels.gpu import activations, kv_int8, pinned_copies
+from fastserve_kernels.int8_cache import MOST, SCALE_BYTES, codes_and_scales, quantize_tokens
 from kernel_cases import DTYPES, LIMITS, NAN, Case, Comparison, near
 from torch import Tensor
 
@@ -46,8 +47,10 @@ def cases_of_ops() -> Iterator[Case]:
     for dtype in DTYPES:
         for shape in KV_WRITE:
             yield Case("kv_write", (dtype, *shape), _kv_write)
+            yield Case("kv_write", (dtype, *shape), _int8_kv_write, "int8 cache")
         for rotation in ROPE_KV_WRITE:
             yield Case("rope_kv_write", (dtype, *rotation), _rope_kv_write)
+            yield Case("rope_kv_write", (dtype, *rotation), _int8_rope_kv_write, "int8 cache")
         for rows in NORMS:
             for affine in ("both", "weight", "bias", "none") if rows[1] < 1000 else ("both",):
                 yield Case("add_layer_norm", (dtype, *rows, affine), _add_layer_norm)
@@ -151,6 +154,62 @@ def _rope_kv_write(
     yield Comparison("rest of them", keys[..., rest], key_before[with_slot][..., rest])
     expected[blocks, LAYER, 0, :, offsets] = keys
     yield Comparison("cache", cached, expected)
+
+
+def _int8_kv_write(
+    dtype: torch.dtype, tokens: int, kv_heads: int, head_dim: int, device: torch.device
+) -> Iterator[Comparison]:
+    kv = _int8_cache(tokens, kv_heads, head_dim)
+    key, value = torch.randn(2, tokens, kv_heads, head_dim).to(dtype)
+    # A head of zeros; a number that is none, and one whose scale float32 does not hold exactly.
+    key[:1, 0] = 0
+    value[1:2, 0, 3], value[2:3, 0] = NAN, 1e-44
+    slots = _slots(tokens, kv)
+    expected = reference.kv_write(kv, LAYER, key, value, slots)
+    written = kv.to(device)
+    ops.kv_write(written, LAYER, key.to(device), value.to(device), slots.to(device))
+    for what, actual, part in zip(
+        ("codes", "scales"),
+        codes_and_scales(written.cpu()),
+        codes_and_scales(expected),
+        strict=True,
+    ):
+        yield Comparison(what, actual, part)
+
+
+def _int8_rope_kv_write(
+    dtype: torch.dtype, tokens: int, heads: int, kv_heads: int, head_dim: int, rotary_dim: int,
+    device: torch.device,
+) -> Iterator[Comparison]:  # fmt: skip
+    kv = _int8_cache(tokens, kv_heads, head_dim)
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype)
+    key, value = qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+    angles = torch.randn(tokens, rotary_dim // 2) * 100
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    slots = _slots(tokens, kv)
+    rotated = reference.rotate(key, cos_sin)
+    expected = reference.kv_write(kv, LAYER, rotated.to(dtype), value, slots)
+    written = kv.to(device)
+    ops.rope_kv_write(qkv.to(device), heads, cos_sin.to(device), written, LAYER, slots.to(device))
+    cached = written.cpu()
+    with_slot = slots >= 0
+    blocks, offsets = slots[with_slot] // 16, slots[with_slot] % 16
+    keys = reference.widened(cached)[blocks, LAYER, 0, :, offsets]
+    limit = LIMITS[dtype] + 0.5 / MOST  # half a step of the codes
+    yield Comparison("cached keys", keys, rotated[with_slot], limit)
+    # Everything but the keys is the same.
+    for actual, part in zip(codes_and_scales(cached), codes_and_scales(expected), strict=True):
+        part[blocks, LAYER, 0, :, offsets] = actual[blocks, LAYER, 0, :, offsets]
+        yield Comparison("cache", actual, part)
+
+
+def _int8_cache(tokens: int, kv_heads: int, head_dim: int) -> Tensor:
+    """As `_cache`."""
+    plain = _cache(tokens, kv_heads, head_dim, torch.float32)
+    kv = torch.empty(*plain.shape[:-1], head_dim + SCALE_BYTES, dtype=torch.int8)
+    for place, part in zip(codes_and_scales(kv), quantize_tokens(plain), strict=True):
+        place.copy_(part)
+    return kv
 
 
 def _add_layer_norm(

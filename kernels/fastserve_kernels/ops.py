@@ -10,7 +10,8 @@ that the host has made (`gpu.work_lists`), never waits for the device, and the f
 in a CUDA graph.
 
 KV cache: one contiguous tensor [num_blocks, layers, 2, kv_heads, block_size, head_dim], where
-index 2 is (K, V) and slot = block_id * block_size + offset.
+index 2 is (K, V) and slot = block_id * block_size + offset. It is of the model's dtype, or int8 as
+`int8_cache` describes: then what is written is rounded, and read as what it was rounded to.
 
 Block tables: int32 [N], contiguous, the block ids of all jobs, each job's in the order of its
 tokens; and table_starts, int32, contiguous, where each job's begin. What there is between and
@@ -54,10 +55,10 @@ __all__ = [
 def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """Writes the K and V of T tokens into one layer of the cache, in place.
 
-    key, value: [T, kv_heads, head_dim] of the cache's dtype, only the last dimension need be
+    key, value: [T, kv_heads, head_dim] of the model's dtype, only the last dimension need be
     contiguous. slots: int64 [T], contiguous; -1 skips the token.
     """
-    kernels_for(kv).kv_write(kv, layer, key, value, slots)
+    kernels_for(key).kv_write(kv, layer, key, value, slots)
 
 
 def rope_kv_write(
@@ -65,7 +66,7 @@ def rope_kv_write(
 ) -> None:
     """Rotates the queries in place, and writes the rotated keys and the values to the cache.
 
-    qkv: [T, heads + 2 * kv_heads, head_dim] of the cache's dtype: query, key and value heads; only
+    qkv: [T, heads + 2 * kv_heads, head_dim] of the model's dtype: query, key and value heads; only
     the last dimension need be contiguous. Whether its keys are rotated too is left open.
     cos_sin: as in `rotate`. slots: as in `kv_write`.
     """
@@ -92,7 +93,7 @@ def paged_decode(
 ) -> Tensor:
     """Attention of one query a job over the paged cache.
 
-    query: [B, heads, head_dim] of the cache's dtype, only the last dimension need be contiguous;
+    query: [B, heads, head_dim] of the model's dtype, only the last dimension need be contiguous;
     heads is a multiple of kv_heads, head_dim a multiple of 8 up to 256.
     block_tables, table_starts: see above, [N] and [B]. context_lens: int32 [B], contiguous: row t
     attends to the positions [0, context_lens[t]) of its job; 0 gives zeros (padding).

@@ -11,6 +11,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from fastserve_kernels.int8_cache import codes_and_scales, is_int8
+
 
 def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> Tensor:
     """The cache after `ops.kv_write`: a new tensor of kv's dtype."""
@@ -19,9 +21,31 @@ def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) 
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             block, offset = divmod(slot, block_size)
-            kv[block, layer, 0, :, offset] = key[token]
-            kv[block, layer, 1, :, offset] = value[token]
+            for side, heads in enumerate((key[token], value[token])):
+                if is_int8(kv):
+                    codes, scales = codes_and_scales(kv)
+                    for head, row in enumerate(heads):
+                        place = block, layer, side, head, offset
+                        codes[place], scales[place] = quantize_token(row)
+                else:
+                    kv[block, layer, side, :, offset] = heads
     return kv
+
+
+def quantize_token(row: Tensor) -> tuple[Tensor, Tensor]:
+    """See `int8_cache.quantize_tokens`: one token of one head, row [head_dim] -> codes, scale. The
+    scale is float32's, so that codes of both can be compared."""
+    scale = row.float().abs().max() / 127
+    if not row.isfinite().all():
+        return torch.zeros(row.shape, dtype=torch.int8), scale * torch.nan
+    codes = row.float() / (scale if scale > 0 else 1)
+    return torch.round(codes).to(torch.int8), scale
+
+
+def widened(kv: Tensor) -> Tensor:
+    """A cache in INT8 as a float64 one with the values that its codes stand for."""
+    codes, scales = codes_and_scales(kv)
+    return codes.double() * scales.double()[..., None]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -40,6 +64,7 @@ def paged_attention(
     of query t's job begin. context_lens: int [T]: it attends to the positions [0, context_lens[t]);
     0 gives zeros.
     """
+    kv = widened(kv) if is_int8(kv) else kv
     tokens, heads, _ = query.shape
     kv_heads, block_size = kv.shape[3:5]
     out = torch.zeros(query.shape, dtype=torch.float64)

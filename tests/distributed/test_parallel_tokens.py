@@ -61,18 +61,16 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
         assert logits.argmax(-1).tolist() == answer
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("formats", [{}, {"quantization": "int8"}, {"device_dtype": "int8"}])
 def test_sampled_tokens_and_log_probabilities_are_those_of_one_rank(
-    quantization: str | None,
+    formats: dict[str, str],
     checkpoints: dict[str, tuple[Path, PreTrainedModel]],
     tokenizer: Path,
 ) -> None:
     checkpoint, _ = checkpoints["opt"]
     answers = []
     for tensor_size, num_stages in ((1, 1), (2, 2)):
-        with ParallelLLM(
-            checkpoint, tokenizer, tensor_size, num_stages, quantization=quantization
-        ) as llm:
+        with ParallelLLM(checkpoint, tokenizer, tensor_size, num_stages, **formats) as llm:
             answers.append(llm.generate([[5, 9], [7] * 30], SAMPLED, progress=False))
     for alone, together in zip(*answers, strict=True):
         assert together.token_ids == alone.token_ids

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import job_steps
 import pytest
@@ -44,12 +44,16 @@ def launch(gpu: EmulatedGPU, runner: ModelRunner, step: Step) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "quantization"), [*((name, None) for name in MODELS), ("opt", "int8")]
+    ("name", "formats"),
+    [
+        *((name, {}) for name in MODELS),
+        ("opt", {"quantization": "int8"}),
+        ("opt", {"kv_dtype": "int8"}),
+        ("llama, grouped heads", {"kv_dtype": "int8"}),
+    ],
 )
-def test_prompts_chunks_and_decodes(
-    name: str, quantization: Literal["int8"] | None, tmp_path: Path
-) -> None:
-    config = model_config(tmp_path, MODELS[name], quantization)
+def test_prompts_chunks_and_decodes(name: str, formats: dict[str, str], tmp_path: Path) -> None:
+    config = model_config(tmp_path, MODELS[name], **formats)
     with emulated_gpu() as gpu:
         found = generate(config, 35, DEVICE, partial(launch, gpu))
     assert found == generate(config, 35)

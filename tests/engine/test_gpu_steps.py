@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.models.partition import RankPlace
 from fastserve_backend.worker.decode_graphs import DecodeGraphs, batch_sizes
+from fastserve_backend.worker.kv_store import allocate_kv
 from fastserve_backend.worker.messages import Step, StepResult
 from fastserve_backend.worker.model_runner import Answer, ModelRunner
 from fastserve_backend.worker.staging import Staging
@@ -22,6 +23,7 @@ from fastserve_backend.worker.step_inputs import StepLimits, WorkListInputs
 from fastserve_backend.worker.step_layout import StepLayout
 from fastserve_backend.worker.step_memory import run_largest_step
 from fastserve_kernels import ops
+from fastserve_kernels.int8_cache import codes_and_scales, is_int8
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS, BLOCKS_A_JOB = 16, 80, 18
@@ -67,18 +69,19 @@ def gpu_kernels() -> Iterator[None]:
     ops.set_cpu_backend("auto")
 
 
-def model_config(
-    directory: Path, values: dict[str, Any], quantization: Literal["int8"] | None = None
-) -> Any:
+def model_config(directory: Path, values: dict[str, Any], **formats: Any) -> Any:
+    """``formats``: quantization, kv_dtype."""
     (directory / "config.json").write_text(json.dumps(values), encoding="utf-8")
-    return load_model_config(
-        str(directory), load_format="dummy", dtype="float32", quantization=quantization
-    )
+    return load_model_config(str(directory), load_format="dummy", dtype="float32", **formats)
 
 
 def empty_cache(config: Any, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
-    shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    return torch.full(shape, float("nan"))
+    """Of NaN; in INT8 the scales are."""
+    kv = allocate_kv(config, CPU, BLOCK_SIZE, num_blocks, 0.9)
+    assert kv[0].nbytes == config.kv_bytes_per_block(BLOCK_SIZE)
+    values = codes_and_scales(kv)[1] if is_int8(kv) else kv
+    values.fill_(torch.nan)
+    return kv
 
 
 def generate(
@@ -126,13 +129,18 @@ def generate(
 
 # The longest is over one split of the context; the interpreter takes its time for it.
 @pytest.mark.parametrize(
-    ("name", "longest", "quantization"),
-    [*zip(MODELS, (258, 35, 35), (None,) * 3, strict=True), ("opt", 35, "int8")],
+    ("name", "longest", "formats"),
+    [
+        *zip(MODELS, (258, 35, 35), ({},) * 3, strict=True),
+        ("opt", 35, {"quantization": "int8"}),
+        ("opt", 35, {"kv_dtype": "int8"}),
+        ("llama, grouped heads", 35, {"kv_dtype": "int8"}),
+    ],
 )
 def test_tokens_are_those_of_the_cpu_kernels(
-    name: str, longest: int, quantization: Literal["int8"] | None, tmp_path: Path
+    name: str, longest: int, formats: dict[str, str], tmp_path: Path
 ) -> None:
-    config = model_config(tmp_path, MODELS[name], quantization)
+    config = model_config(tmp_path, MODELS[name], **formats)
     expected = generate(config, longest)
     ops.set_cpu_backend("triton")
     try:
@@ -147,7 +155,7 @@ def test_padding_does_not_change_a_decode(tmp_path: Path) -> None:
     config = model_config(tmp_path, MODELS["opt"])
     model, cache = load_model(config, CPU), empty_cache(config)
     cache[:3] = torch.randn(cache[:3].shape)
-    inputs = WorkListInputs(cache, config.num_heads, LIMITS)
+    inputs = WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS)
     step = Step.of(0, [(9, [7 + job], [job]) for job in range(3)])
     layout = StepLayout.of(step, BLOCK_SIZE)
     results = []
@@ -164,7 +172,8 @@ def test_padding_does_not_change_a_decode(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("gpu_kernels")
 def test_padded_steps_have_the_same_addresses(tmp_path: Path) -> None:
     config = model_config(tmp_path, MODELS["opt"])
-    inputs = WorkListInputs(empty_cache(config), config.num_heads, LIMITS)
+    cache = empty_cache(config)
+    inputs = WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS)
     of_two = Step.of(0, [(9, [7], [0]), (20, [8], [1, 2])])
     of_one = Step.of(0, [(280, [9], range(18))])
     addresses = []
@@ -183,9 +192,10 @@ def test_padded_steps_have_the_same_addresses(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("gpu_kernels")
 def test_a_step_that_no_graph_has_room_for_is_said_to_be_one(tmp_path: Path) -> None:
     config = model_config(tmp_path, MODELS["opt"])
+    cache = empty_cache(config)
     graphs = DecodeGraphs(
         lambda tensors, received: tensors.token_ids,
-        WorkListInputs(empty_cache(config), config.num_heads, LIMITS),
+        WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS),
         LIMITS.max_jobs,
         receives=False,
         width=config.hidden_size,

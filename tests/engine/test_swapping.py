@@ -148,6 +148,22 @@ def test_int8_blocks_on_the_host_serve_every_job(
         assert llm.engine.counters.swap_in_bytes > 0
 
 
+@pytest.mark.parametrize("strategy", ["recompute", "proactive"])
+def test_tokens_with_int8_blocks_on_the_device(
+    small: Callable[..., LLM], prompts: list[list[int]], strategy: str
+) -> None:
+    """A token's codes do not depend on the tokens beside it: no swap and no second computation
+    changes an answer."""
+    with small(device_dtype="int8", device_blocks=600) as llm:
+        expected = tokens_of(llm, prompts)
+    with small(device_dtype="int8", strategy=strategy) as llm:
+        assert tokens_of(llm, prompts) == expected
+        assert_all_free(llm)
+        counters = llm.engine.counters
+        moved = counters.recomputed_jobs if strategy == "recompute" else counters.swap_in_bytes
+        assert moved > 0
+
+
 class BrokenLink(DistributedExecutor):
     """Real ranks that cannot make every third copy."""
 

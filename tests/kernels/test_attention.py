@@ -39,12 +39,14 @@ def prefill(
     return ops.paged_prefill(query, cache.kv, LAYER, *tables, contexts, starts, scale, out)
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("contexts", "shape"), DECODE, ids=str)
 def test_decode(
-    backend: str, close: Close, contexts: list[int], shape: Shape, dtype: torch.dtype
+    backend: str, close: Close, contexts: list[int], shape: Shape, dtype: torch.dtype, is_int8: bool
 ) -> None:
     cache = Cache.filled(contexts, shape, dtype)
+    cache = cache.in_int8() if is_int8 else cache
     query, scale = queries(len(contexts), shape, dtype), shape.head_dim**-0.5
     out = decode(query, cache, contexts, scale)
     assert out.is_contiguous()
@@ -52,13 +54,20 @@ def test_decode(
     close(out, cache.decode(query, contexts, scale))
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("jobs", "shape"), PREFILL, ids=str)
 def test_prefill(
-    backend: str, close: Close, jobs: list[tuple[int, int]], shape: Shape, dtype: torch.dtype
+    backend: str,
+    close: Close,
+    jobs: list[tuple[int, int]],
+    shape: Shape,
+    dtype: torch.dtype,
+    is_int8: bool,
 ) -> None:
     jobs = [job for job in jobs if job[0] > 0]
     cache = Cache.filled([context for _, context in jobs], shape, dtype)
+    cache = cache.in_int8() if is_int8 else cache
     query = queries(sum(rows for rows, _ in jobs), shape, dtype)
     scale = shape.head_dim**-0.5
     out = prefill(query, cache, jobs, scale)
@@ -78,8 +87,11 @@ def test_padding_decodes_are_zero(backend: str, close: Close, dtype: torch.dtype
     assert not out[-1].any()
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_score_that_is_no_number_is_not_hidden(backend: str, dtype: torch.dtype) -> None:
+def test_a_score_that_is_no_number_is_not_hidden(
+    backend: str, dtype: torch.dtype, is_int8: bool
+) -> None:
     """The second job's, whichever position of its context it has; the first has nothing of it."""
     shape = Shape(1, 1, 64)
     for position in (0, 40, 299):
@@ -87,6 +99,7 @@ def test_a_score_that_is_no_number_is_not_hidden(backend: str, dtype: torch.dtyp
         query = queries(2, shape, dtype)
         block = cache.block_tables[cache.table_starts[1] + position // 16]
         cache.kv[block, LAYER, 0, 0, position % 16, 5] = NAN
+        cache = cache.in_int8() if is_int8 else cache
         for out in (
             decode(query, cache, [300, 300], SCALE),
             prefill(query, cache, [(1, 300), (1, 300)], SCALE),
@@ -124,11 +137,13 @@ def test_large_scores_do_not_overflow(backend: str, close: Close) -> None:
     close(prefill(query, cache, [(1, 70)], 1.0), expected)
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+def test_compiled_rows_do_not_depend_on_the_batch(dtype: torch.dtype, is_int8: bool) -> None:
     assert ops.set_cpu_backend("compiled") == "compiled"
     contexts = [300, 17, 64, 129]
     cache = Cache.filled(contexts, SHAPE, dtype)
+    cache = cache.in_int8() if is_int8 else cache
     query = queries(4, SHAPE, dtype)
     together = decode(query, cache, contexts, SCALE)
     for i in range(4):
@@ -137,11 +152,15 @@ def test_compiled_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
         assert torch.equal(alone[0], together[i])
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_prompts_depend_neither_on_the_batch_nor_on_chunks(dtype: torch.dtype) -> None:
+def test_compiled_prompts_depend_neither_on_the_batch_nor_on_chunks(
+    dtype: torch.dtype, is_int8: bool
+) -> None:
     ops.set_cpu_backend("compiled")
     lengths = [30, 600, 30]
     cache = Cache.filled(lengths, SHAPE, dtype)
+    cache = cache.in_int8() if is_int8 else cache
     query = queries(660, SHAPE, dtype)
     together = prefill(query, cache, [(length, length) for length in lengths], SCALE)
     second = cache.of(slice(1, 2))

@@ -64,6 +64,10 @@ def test_kv_bytes_per_block() -> None:
     # 2 (key, value) x 40 layers x 5120 x 16 tokens x 2 bytes
     assert load("opt-13b").kv_bytes_per_block(16) == 13_107_200
     assert load("opt-125m", dtype="float32").kv_bytes_per_block(8) == 2 * 12 * 768 * 8 * 4
+    # 12 heads of 64 codes and a scale.
+    rounded = load("opt-125m", kv_dtype="int8")
+    assert rounded.kv_bytes_per_block(8) == 2 * 12 * 12 * (64 + 4) * 8
+    assert rounded.host_kv_bytes_per_block(8, "int8") == rounded.kv_bytes_per_block(8)
 
 
 @pytest.mark.parametrize(

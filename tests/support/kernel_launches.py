@@ -13,6 +13,7 @@ from fastserve_kernels.gpu import (
     paged_prefill,
     pinned_copies,
 )
+from fastserve_kernels.int8_cache import SCALE_BYTES
 from torch import Tensor
 
 TOKENS, LAYERS, BLOCKS, BLOCK_SIZE = 256, 40, 4000, 16
@@ -38,16 +39,17 @@ def add_rms_norm(dtype: torch.dtype, size: int) -> None:
     norms.add_rms_norm(x, x, _empty(dtype, size), 1e-5)
 
 
-def kv_write(dtype: torch.dtype, kv_heads: int, head_dim: int) -> None:
+def kv_write(dtype: torch.dtype, kv_heads: int, head_dim: int, int8: bool = False) -> None:
     _, key, value = _qkv(dtype, kv_heads, kv_heads, head_dim)
-    cache_writes.kv_write(_cache(dtype, kv_heads, head_dim), 3, key, value, _slots())
+    cache_writes.kv_write(_cache(dtype, kv_heads, head_dim, int8), 3, key, value, _slots())
 
 
 def rope_kv_write(
-    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, rotary_dim: int
-) -> None:
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, rotary_dim: int,
+    int8: bool = False,
+) -> None:  # fmt: skip
     cos_sin = _empty(torch.float32, TOKENS, rotary_dim)
-    cache = _cache(dtype, kv_heads, head_dim)
+    cache = _cache(dtype, kv_heads, head_dim, int8)
     cache_writes.rope_kv_write(*_qkv(dtype, heads, kv_heads, head_dim), cos_sin, cache, 3, _slots())
 
 
@@ -79,12 +81,12 @@ def linear(dtype: torch.dtype, rows: int, out_features: int, in_features: int) -
 
 def decode(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int = JOBS,
-    table_entries: int = TABLE_ENTRIES, items: int = ITEMS,
+    table_entries: int = TABLE_ENTRIES, items: int = ITEMS, int8: bool = False,
 ) -> None:  # fmt: skip
     n = num_decodes
     query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
     paged_decode.paged_decode(
-        query[:n], _cache(dtype, kv_heads, head_dim), 3, _integers(table_entries),
+        query[:n], _cache(dtype, kv_heads, head_dim, int8), 3, _integers(table_entries),
         _integers(JOBS)[:n], _integers(JOBS)[:n], _integers(1 + n + 2 * items), head_dim**-0.5,
         _empty(dtype, TOKENS, heads, head_dim)[:n],
         paged_decode.decode_scratch(ITEMS, heads, head_dim, query.device),
@@ -93,13 +95,13 @@ def decode(
 
 def prefill(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int = 0,
-    table_entries: int = TABLE_ENTRIES,
+    table_entries: int = TABLE_ENTRIES, int8: bool = False,
 ) -> None:  # fmt: skip
     """Of the rows and jobs behind the decodes."""
     n = num_decodes
     query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
     paged_prefill.paged_prefill(
-        query[n:], _cache(dtype, kv_heads, head_dim), 3, _integers(table_entries),
+        query[n:], _cache(dtype, kv_heads, head_dim, int8), 3, _integers(table_entries),
         _integers(JOBS)[n:], _integers(JOBS)[n:], _integers(JOBS - n + 1), _integers(ITEMS, 2),
         head_dim**-0.5,
         _empty(dtype, TOKENS, heads, head_dim)[n:],
@@ -135,7 +137,11 @@ def _qkv(
     return fused[:, :heads], fused[:, heads : heads + kv_heads], fused[:, heads + kv_heads :]
 
 
-def _cache(dtype: torch.dtype, kv_heads: int, head_dim: int) -> Tensor:
+def _cache(dtype: torch.dtype, kv_heads: int, head_dim: int, int8: bool = False) -> Tensor:
+    """int8: as in `int8_cache`, for a model of `dtype`."""
+    if int8:
+        width = head_dim + SCALE_BYTES
+        return _empty(torch.int8, BLOCKS, LAYERS, 2, kv_heads, BLOCK_SIZE, width)
     return _empty(dtype, BLOCKS, LAYERS, 2, kv_heads, BLOCK_SIZE, head_dim)
 
 

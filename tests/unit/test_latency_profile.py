@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,13 @@ def test_a_curve_that_could_fall_is_refused(
         Curve(knots, slopes)
 
 
-def test_rounded_weights_have_profiles_of_their_own() -> None:
+@pytest.mark.parametrize(
+    ("field", "key"),
+    [("quantization", "model.quantization"), ("kv_dtype", "kv_cache.device_dtype")],
+)
+def test_what_is_rounded_has_profiles_of_its_own(field: str, key: str) -> None:
     exact = load_model_config("opt-125m", load_format="dummy")
-    rounded = replace(exact, quantization="int8")
+    rounded = replace(exact, **{field: "int8"})
     keys = set()
     for model in (exact, rounded):
         of_model = Identity.of(
@@ -68,7 +73,7 @@ def test_rounded_weights_have_profiles_of_their_own() -> None:
         profile = replace(known_profile(), identity=of_model)
         profile.require(model, ParallelSection(), 16)
         other = rounded if model is exact else exact
-        with pytest.raises(ConfigError, match=r"quantization .*; set model\.quantization to that"):
+        with pytest.raises(ConfigError, match=f"; set {re.escape(key)} to that"):
             profile.require(other, ParallelSection(), 16)
     assert len(keys) == 2
 

@@ -262,6 +262,7 @@ def test_where_memory_is_short_jobs_are_not_looked_through_for_what_one_has_reca
         ({}, 1, FinishReason.LENGTH, True),
         ({"host_dtype": "int8"}, 0, FinishReason.LENGTH, True),
         ({"host_dtype": "int8"}, 1, FinishReason.LENGTH, False),
+        ({"host_dtype": "int8", "device_dtype": "int8"}, 1, FinishReason.LENGTH, True),
         ({}, 0, FinishReason.ERROR, False),
         ({"prefix_caching": False}, 0, FinishReason.LENGTH, False),
         ({"strategy": "defer"}, 0, FinishReason.LENGTH, False),

@@ -478,9 +478,10 @@ class Engine:
     def _describe_ranks(self) -> str:
         ready, kv_config = self._ready, self.config.kv_cache
         weights = self.config.model.quantization or ready.dtype
+        in_int8 = " in int8" if kv_config.device_dtype == "int8" else ""
         return (
             f"{ready.hardware}, weights in {weights}, {ready.num_blocks} KV blocks of "
-            f"{kv_config.block_size} tokens and {ready.num_host_blocks} on the host "
+            f"{kv_config.block_size} tokens{in_int8} and {ready.num_host_blocks} on the host "
             f"({kv_config.strategy})"
         )
 

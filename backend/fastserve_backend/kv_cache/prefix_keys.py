@@ -24,7 +24,7 @@ class PrefixKeys:
         self.block_size = block_size
         # Strategy defer promises blocks to jobs before they run, and takes none from anyone.
         self._is_on = config.prefix_caching and config.strategy != "defer"
-        self._swaps_are_lossy = config.host_dtype != "same"
+        self._swaps_are_lossy = config.swaps_are_lossy
         self._keys: dict[int, list[bytes]] = {}
 
     def wanted(self, job: Job) -> Iterator[bytes]:

@@ -17,6 +17,7 @@ from fastserve_backend.models.hub import download, is_hub_id
 from fastserve_backend.models.model_config import (
     DTYPE_BYTES,
     DType,
+    KVDType,
     LoadFormat,
     ModelConfig,
     Quantization,
@@ -46,6 +47,7 @@ def load_model_config(
     device: str = "cpu",
     dtype: DType | Literal["auto"] = "auto",
     quantization: Quantization | None = None,
+    kv_dtype: KVDType = "same",
     max_model_len: int | None = None,
 ) -> ModelConfig:
     """Describe `model`: a local directory in Hugging Face format, a GGUF file, a hub id, the
@@ -76,6 +78,7 @@ def load_model_config(
         load_format=load_format,
         dtype=_resolve_dtype(raw, dtype, device),
         quantization=quantization,
+        kv_dtype=kv_dtype,
     )
     positions = config.max_model_len
     if max_model_len is not None:

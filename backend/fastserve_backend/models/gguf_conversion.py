@@ -231,6 +231,7 @@ def _read_config(config: dict[str, Any]) -> LlamaConfig:
         load_format="dummy",
         dtype="bfloat16",
         quantization=None,
+        kv_dtype="same",
     )
 
 

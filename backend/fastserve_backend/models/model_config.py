@@ -13,7 +13,11 @@ LoadFormat = Literal["auto", "dummy"]
 DType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["int8"]
 """What weights of linear layers are rounded to, when they are loaded."""
+KVDType = Literal["same", "int8"]
+"""Of keys and values: the model's own type, or 8 bits and scales."""
 
+INT8_SCALE_BYTES = 4
+"""See `fastserve_kernels.int8_cache`, which needs torch."""
 DTYPE_BYTES: Mapping[DType, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
 
@@ -25,6 +29,7 @@ class CommonFields(TypedDict):
     load_format: LoadFormat
     dtype: DType
     quantization: Quantization | None
+    kv_dtype: KVDType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +56,8 @@ class ModelConfig:
     max_model_len: int
     dtype: DType
     quantization: Quantization | None = None
+    kv_dtype: KVDType = "same"
+    """Of the cache on the device."""
     eos_token_ids: tuple[int, ...]
 
     # Built-in configurations: name -> the fields of a config.json.
@@ -95,13 +102,17 @@ class ModelConfig:
         return others * self.linear_element_bytes + table * DTYPE_BYTES[self.dtype]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        """Bytes of one KV block of `block_size` tokens: keys and values of every layer."""
-        elements = 2 * self.num_layers * self.num_kv_heads * self.head_dim * block_size
-        return elements * DTYPE_BYTES[self.dtype]
+        """Bytes of one KV block of `block_size` tokens: keys and values of every layer. With
+        int8 each of them has a scale of 4 bytes."""
+        rows = 2 * self.num_layers * self.num_kv_heads * block_size
+        if self.kv_dtype == "int8":
+            return rows * (self.head_dim + INT8_SCALE_BYTES)
+        return rows * self.head_dim * DTYPE_BYTES[self.dtype]
 
-    def host_kv_bytes_per_block(self, block_size: int, host_dtype: Literal["same", "int8"]) -> int:
-        """The same on the host; int8 has a scale and an offset, 4 bytes, for each channel."""
-        if host_dtype == "same":
+    def host_kv_bytes_per_block(self, block_size: int, host_dtype: KVDType) -> int:
+        """The same on the host, where int8 has a scale and an offset, 4 bytes, for each channel;
+        KV in INT8 on the device is copied as it is."""
+        if host_dtype == "same" or self.kv_dtype == "int8":
             return self.kv_bytes_per_block(block_size)
         channels = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         return channels * (block_size + 4)

@@ -83,6 +83,8 @@ def shape_of(model: ModelConfig) -> dict[str, Any]:
     shape = {key: value for key, value in asdict(model).items() if key not in _NOT_SHAPE}
     if model.quantization is None:
         del shape["quantization"]
+    if model.kv_dtype == "same":
+        del shape["kv_dtype"]
     plain: dict[str, Any] = json.loads(json.dumps(shape))  # compares equal to what a file gives
     return plain
 
@@ -176,6 +178,11 @@ class LatencyProfile(LatencyModel):
                 raise ConfigError(
                     f"profile: was measured with quantization {of_profile}, not "
                     f"{model.quantization}; set model.quantization to that"
+                )
+            if "kv_dtype" in differing:
+                raise ConfigError(
+                    f"profile: was measured with device_dtype {measured.get('kv_dtype', 'same')}, "
+                    f"not {model.kv_dtype}; set kv_cache.device_dtype to that"
                 )
             first = differing[0]
             raise ConfigError(

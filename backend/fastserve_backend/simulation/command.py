@@ -118,6 +118,7 @@ class _Modelled:
             device="cuda",
             dtype=config.model.dtype if profile is None else _measured_dtype(profile, config),
             quantization=config.model.quantization,
+            kv_dtype=kv.device_dtype,
             max_model_len=config.model.max_model_len,
         )
         if profile is not None:

@@ -6,15 +6,15 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Literal
 
 import numpy as np
 import torch
+from fastserve_kernels.int8_cache import is_int8
 from fastserve_kernels.kv_quantization import dequantize, quantize
 from torch import Tensor
 
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.model_config import ModelConfig
+from fastserve_backend.models.model_config import KVDType, ModelConfig
 from fastserve_backend.worker.block_copies import runs
 from fastserve_backend.worker.host_memory import host_memory
 from fastserve_backend.worker.staging import Uploads
@@ -194,7 +194,7 @@ def check_swap_space(swap_space_gib: float, device: torch.device, num_local_rank
 
 
 def make_host_store(
-    config: ModelConfig, kv: Tensor, swap_space_gib: float, host_dtype: Literal["same", "int8"]
+    config: ModelConfig, kv: Tensor, swap_space_gib: float, host_dtype: KVDType
 ) -> HostStore:
     """As many blocks as ``swap_space_gib`` GiB hold; each rank of a host has so much.
 
@@ -203,7 +203,7 @@ def make_host_store(
     """
     num_bytes = int(swap_space_gib * 2**30)
     num_blocks = num_bytes // config.host_kv_bytes_per_block(kv.shape[4], host_dtype)
-    if host_dtype == "same":
+    if host_dtype == "same" or is_int8(kv):
         return PlainStore(kv, num_blocks)
     return (StagedInt8Store if kv.is_cuda else Int8Store)(kv, num_blocks)
 

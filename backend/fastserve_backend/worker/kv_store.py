@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from fastserve_kernels.int8_cache import SCALE_BYTES
 from torch import Tensor
 
 from fastserve_backend.errors import ConfigError
@@ -29,7 +30,8 @@ def allocate_kv(
     num_local_ranks: int = 1,
     step_bytes: int = 0,
 ) -> Tensor:
-    """``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, uninitialised.
+    """``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, uninitialised; in INT8 as
+    `fastserve_kernels.int8_cache` describes.
 
     One block of all layers is one contiguous run of memory, so that one copy moves it. Call after
     the weights are loaded: the automatic size is what they left, less the ``step_bytes`` that a
@@ -51,16 +53,13 @@ def allocate_kv(
                 f"{needed * bytes_per_block / 2**30:.2f} GiB; lower model.max_model_len or "
                 f"{_WAYS_TO_MORE[device.type]}"
             )
-    shape = (
-        num_blocks,
-        config.num_layers,
-        2,
-        config.num_kv_heads,
-        block_size,
-        config.head_dim,
-    )
+    heads = num_blocks, config.num_layers, 2, config.num_kv_heads
+    if config.kv_dtype == "int8":
+        shape, dtype = (*heads, block_size, config.head_dim + SCALE_BYTES), torch.int8
+    else:
+        shape, dtype = (*heads, block_size, config.head_dim), torch_dtype(config)
     try:
-        return torch.empty(shape, dtype=torch_dtype(config), device=device)
+        return torch.empty(shape, dtype=dtype, device=device)
     except (RuntimeError, MemoryError):
         raise ConfigError(
             f"kv_cache.device_blocks: got {num_blocks}, which is "

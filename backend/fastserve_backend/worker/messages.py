@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from fastserve_backend.models.hub import at_commit
-from fastserve_backend.models.model_config import DType, Quantization
+from fastserve_backend.models.model_config import DType, KVDType, Quantization
 
 if TYPE_CHECKING:  # pydantic takes a rank a quarter of a second to import
     from fastserve_backend.config import EngineConfig
@@ -44,7 +44,8 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
     device_memory_utilization: float
     device_blocks: int | None
     swap_space_gib: float
-    host_dtype: Literal["same", "int8"]
+    device_dtype: KVDType
+    host_dtype: KVDType
     max_num_seqs: int
     max_num_batched_tokens: int
     start_id: str = ""
@@ -72,6 +73,7 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
             device_memory_utilization=kv.device_memory_utilization,
             device_blocks=kv.device_blocks,
             swap_space_gib=kv.swap_space_gib if kv.is_swapping else 0.0,
+            device_dtype=kv.device_dtype,
             host_dtype=kv.host_dtype,
             max_num_seqs=config.scheduler.most_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,

@@ -77,7 +77,8 @@ class ModelRunner:
         self._inputs: StepInputs = CPUInputs()
         self._graphs: DecodeGraphs | None = None
         if ops.uses_triton(device):
-            inputs = WorkListInputs(kv, config.num_heads // place.tensor_size, limits)
+            heads = config.num_heads // place.tensor_size
+            inputs = WorkListInputs(kv, heads, config.head_dim, dtype, limits)
             self._inputs = inputs
             self._graphs = DecodeGraphs(
                 self._forward,

@@ -75,15 +75,17 @@ class WorkListInputs:
     """For the GPU's attention kernels: work lists, and all arrays by one copy.
 
     Args:
-        kv: the rank's cache. heads: the rank's query heads.
+        kv: the rank's cache. heads: the rank's query heads, of ``head_dim`` elements and ``dtype``.
     """
 
-    def __init__(self, kv: Tensor, heads: int, limits: StepLimits) -> None:
+    def __init__(
+        self, kv: Tensor, heads: int, head_dim: int, dtype: torch.dtype, limits: StepLimits
+    ) -> None:
         # They need Triton, which only a GPU needs.
         from fastserve_kernels.gpu.paged_decode import decode_scratch
         from fastserve_kernels.gpu.paged_prefill import query_tile
 
-        num_blocks, block_size, head_dim = len(kv), *kv.shape[4:]
+        num_blocks, block_size = len(kv), kv.shape[4]
         # A block is one job's, so that all jobs together have no more than the cache; but the
         # largest step is tried on a cache of one block.
         most_blocks = max(num_blocks, limits.max_blocks(block_size))
@@ -92,7 +94,7 @@ class WorkListInputs:
         # has tokens for, but for one a job that begins a split.
         self._splits_a_job = int(work_lists.num_splits(limits.max_model_len))
         self._splits_in_cache = int(work_lists.num_splits(num_blocks * block_size))
-        self._tile = query_tile(head_dim, kv.dtype, kv.device)
+        self._tile = query_tile(head_dim, dtype, kv.device)
         self._scratch = decode_scratch(self._capacity(limits.max_jobs), heads, head_dim, kv.device)
         self._staging = Staging(self._most_bytes(limits), kv.device)
         self._places: dict[int, Places] = {}  # of padded steps, by their number of jobs

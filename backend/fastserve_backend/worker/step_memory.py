@@ -68,7 +68,8 @@ def run_largest_step(
     """As many prompts as give the most tokens, and a token chosen by top-p for each of the most
     jobs, under a mask, with log-probabilities."""
     layout = _largest_layout(limits, kv.shape[4])
-    inputs = WorkListInputs(kv, config.num_heads // place.tensor_size, limits)
+    heads, dtype = config.num_heads // place.tensor_size, torch_dtype(config)
+    inputs = WorkListInputs(kv, heads, config.head_dim, dtype, limits)
     tensors = inputs.bring(layout)
     shape = (layout.num_tokens, config.hidden_size)
     received = None

@@ -124,6 +124,7 @@ def _set_up(
         device=device.type,
         dtype=setup.dtype,
         quantization=setup.quantization,
+        kv_dtype=setup.device_dtype,
         max_model_len=setup.max_model_len,
     )
     layers = layers_of_stages(config, place.num_stages)[place.stage]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastserve_kernels.cpu.builder import BuildError, build
+from fastserve_kernels.int8_cache import is_int8
 
 _INT = ctypes.c_int64
 _REAL = ctypes.c_double
@@ -18,8 +19,9 @@ _POINTER = ctypes.c_void_p
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_kv_write": (None, [_POINTER] * 4 + [_INT] * 10),
-    "fs_paged_decode": (None, [_INT] + [_POINTER] * 6 + [_INT] * 10 + [_REAL]),
-    "fs_paged_prefill": (None, [_INT] + [_POINTER] * 7 + [_INT] * 10 + [_REAL]),
+    "fs_int8_kv_write": (None, [_INT] + [_POINTER] * 4 + [_INT] * 10),
+    "fs_paged_decode": (None, [_INT] * 2 + [_POINTER] * 6 + [_INT] * 10 + [_REAL]),
+    "fs_paged_prefill": (None, [_INT] * 2 + [_POINTER] * 7 + [_INT] * 10 + [_REAL]),
     "fs_add_layer_norm": (None, [_INT] + [_POINTER] * 6 + [_INT] * 4 + [_REAL]),
     "fs_add_rms_norm": (None, [_INT] + [_POINTER] * 5 + [_INT] * 4 + [_REAL]),
     "fs_rotate": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5),
@@ -31,11 +33,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_linear": (None, [_INT] + [_POINTER] * 4 + [_INT] * 5),
     "fs_int8_linear": (None, [_INT] + [_POINTER] * 5 + [_INT] * 5),
 }
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1}
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 class CompiledKernels:
-    """The loaded library. Tensors are on the CPU and float32 or bfloat16, one dtype a call.
+    """The loaded library. Tensors are on the CPU and float32 or bfloat16, one dtype a call; the
+    cache is of that dtype or int8 (see `int8_cache`).
 
     Work is shared out over torch's own OpenMP threads (`torch.set_num_threads`).
     """
@@ -51,6 +54,7 @@ class CompiledKernels:
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
         self._kv_write = functions.fs_kv_write
+        self._int8_kv_write = functions.fs_int8_kv_write
         self._paged_decode = functions.fs_paged_decode
         self._paged_prefill = functions.fs_paged_prefill
         self._add_layer_norm = functions.fs_add_layer_norm
@@ -80,10 +84,18 @@ class CompiledKernels:
 
     def kv_write(self, kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `ops.kv_write`."""
-        _, layers, _, kv_heads, block_size, head_dim = kv.shape
-        item = kv.element_size()
+        _, layers, _, kv_heads, block_size, _ = kv.shape
+        head_dim = key.shape[2]
         key_t, key_h, _ = key.stride()
         value_t, value_h, _ = value.stride()
+        if is_int8(kv):
+            self._int8_kv_write(
+                _DTYPE_CODES[key.dtype], kv.data_ptr(), key.data_ptr(), value.data_ptr(),
+                slots.data_ptr(), key.shape[0], kv_heads, head_dim, block_size, layers, layer,
+                key_t, key_h, value_t, value_h,
+            )  # fmt: skip
+            return
+        item = kv.element_size()
         self._kv_write(
             kv.data_ptr(), key.data_ptr(), value.data_ptr(), slots.data_ptr(), key.shape[0],
             kv_heads, head_dim * item, block_size, layers, layer,
@@ -95,14 +107,14 @@ class CompiledKernels:
         context_lens: Tensor, scale: float, out: Tensor,
     ) -> None:  # fmt: skip
         """See `ops.paged_decode`."""
-        _, layers, _, kv_heads, block_size, head_dim = kv.shape
-        tokens, heads, _ = query.shape
+        _, layers, _, kv_heads, block_size, _ = kv.shape
+        tokens, heads, head_dim = query.shape
         stride_t, stride_h, _ = query.stride()
         self._paged_decode(
-            _DTYPE_CODES[query.dtype], query.data_ptr(), kv.data_ptr(), out.data_ptr(),
-            block_tables.data_ptr(), table_starts.data_ptr(), context_lens.data_ptr(), tokens,
-            heads, kv_heads, head_dim, block_size, layers, layer, stride_t, stride_h,
-            out.stride(0), scale,
+            _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
+            out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
+            context_lens.data_ptr(), tokens, heads, kv_heads, head_dim, block_size, layers, layer,
+            stride_t, stride_h, out.stride(0), scale,
         )  # fmt: skip
 
     def paged_prefill(
@@ -110,13 +122,14 @@ class CompiledKernels:
         context_lens: Tensor, query_starts: Tensor, scale: float, out: Tensor,
     ) -> None:  # fmt: skip
         """See `ops.paged_prefill`."""
-        _, layers, _, kv_heads, block_size, head_dim = kv.shape
+        _, layers, _, kv_heads, block_size, _ = kv.shape
+        _, heads, head_dim = query.shape
         stride_t, stride_h, _ = query.stride()
         self._paged_prefill(
-            _DTYPE_CODES[query.dtype], query.data_ptr(), kv.data_ptr(), out.data_ptr(),
-            block_tables.data_ptr(), table_starts.data_ptr(), context_lens.data_ptr(),
-            query_starts.data_ptr(), len(context_lens), query.shape[1], kv_heads, head_dim,
-            block_size, layers, layer, stride_t, stride_h, out.stride(0), scale,
+            _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
+            out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
+            context_lens.data_ptr(), query_starts.data_ptr(), len(context_lens), heads, kv_heads,
+            head_dim, block_size, layers, layer, stride_t, stride_h, out.stride(0), scale,
         )  # fmt: skip
 
     def add_layer_norm(

@@ -11,6 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastserve_kernels.int8_cache import (
+    codes_and_scales,
+    dequantize_tokens,
+    is_int8,
+    quantize_tokens,
+)
+
 
 def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """See `ops.kv_write`."""
@@ -18,8 +25,14 @@ def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) 
     written = (slots >= 0).nonzero().squeeze(1)
     slots = slots[written]
     blocks, offsets = slots // block_size, slots % block_size
-    kv[blocks, layer, 0, :, offsets] = key[written]
-    kv[blocks, layer, 1, :, offsets] = value[written]
+    for side, tokens in enumerate((key[written], value[written])):
+        if is_int8(kv):
+            codes, scales = codes_and_scales(kv)
+            new_codes, new_scales = quantize_tokens(tokens)
+            codes[blocks, layer, side, :, offsets] = new_codes
+            scales[blocks, layer, side, :, offsets] = new_scales
+        else:
+            kv[blocks, layer, side, :, offsets] = tokens
 
 
 def paged_decode(
@@ -90,8 +103,11 @@ def _attend(
         return torch.zeros_like(query)
     kv_heads, block_size = kv.shape[3:5]
     blocks = table[: -(-context // block_size)].long()
+    tokens = kv[blocks, layer]
+    if is_int8(kv):
+        tokens = dequantize_tokens(*codes_and_scales(tokens), query.dtype)
     # [2, kv_heads, context, head_dim]
-    key, value = kv[blocks, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]
+    key, value = tokens.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]
     count = len(query)
     visible = torch.ones(count, context, dtype=torch.bool, device=query.device)
     out = F.scaled_dot_product_attention(

@@ -1,8 +1,9 @@
 """Writes of new keys and values to the paged cache, with or without rotary embedding.
 
-Cache: one contiguous tensor [num_blocks, layers, 2, kv_heads, block_size, head_dim]; its offsets
-pass 2^31, so they are computed in 64 bits. Slots are int64, so that all that is computed from them
-is.
+Cache: see `ops`. Its offsets pass 2^31, so they are computed in 64 bits: slots are int64, so that
+all that is computed from them is. A cache in INT8 gets the codes and scales of
+`int8_cache.quantize_tokens`, bit for bit: divisions are IEEE's. (Rotated keys are not rounded to
+the model's dtype before.)
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
+from fastserve_kernels.int8_cache import MOST, is_int8
 
 # Elements that a program moves at once: 16 bytes of a 16-bit type for each of its threads. Small
 # programs, since a decode step has few tokens to spread over the multiprocessors.
 _ELEMENTS_OF_A_WARP = 32 * 8
 _NUM_WARPS = 2
+_MOST = tl.constexpr(float(MOST))
+_ROUNDING = tl.constexpr(1.5 * 2.0**23)
+"""A number below 2^22 has no fraction bits left in a sum with it: ties are rounded to even."""
 
 
 def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -28,7 +33,7 @@ def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) 
             kv, layer, key, value, slots,
             kv.shape[1], kv_heads,
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            BLOCK_SIZE=kv.shape[4], HEAD_DIM=head_dim,
+            BLOCK_SIZE=kv.shape[4], HEAD_DIM=head_dim, WIDTH=kv.shape[5], INT8=is_int8(kv),
             HEADS_TILE=heads_tile, DIM_TILE=next_power_of_2(head_dim),
             num_warps=_NUM_WARPS,
         )  # fmt: skip
@@ -40,7 +45,7 @@ def rope_kv_write(
 ) -> None:  # fmt: skip
     """Rotary position embedding of query, in place, and of key, together with the cache write.
 
-    query: [T, heads, head_dim], key, value: [T, kv_heads, head_dim], of the cache's dtype, only
+    query: [T, heads, head_dim], key, value: [T, kv_heads, head_dim], of the model's dtype, only
     the last dimension need be contiguous. The rotated key and the value go to the cache; key keeps
     what it holds. cos_sin: as in `ops.rotate`. slots: as in `ops.kv_write`; query is rotated also
     where a slot is -1.
@@ -58,7 +63,8 @@ def rope_kv_write(
             kv.shape[1], heads, kv_heads, query_tiles,
             query.stride(0), query.stride(1), key.stride(0), key.stride(1),
             value.stride(0), value.stride(1),
-            BLOCK_SIZE=kv.shape[4], HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
+            BLOCK_SIZE=kv.shape[4], HEAD_DIM=head_dim, WIDTH=kv.shape[5], INT8=is_int8(kv),
+            ROTARY_DIM=rotary_dim,
             HEADS_TILE=heads_tile, DIM_TILE=next_power_of_2(head_dim), HALF_TILE=half_tile,
             REST_TILE=next_power_of_2(max(head_dim - rotary_dim, 1)),
             num_warps=_NUM_WARPS,
@@ -70,20 +76,61 @@ def _heads_of_a_tile(elements_of_a_head: int) -> int:
 
 
 @triton.jit
-def _cache_rows(
-    kv, layer, slot, layers, kv_heads, head, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr
+def _cache_heads(
+    kv, layer, slot, layers, kv_heads, head, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Addresses of the keys of some heads in a slot; the values lie kv_heads blocks further."""
-    block = slot // BLOCK_SIZE
-    first_head = (block * layers + layer) * 2 * kv_heads
-    return kv + ((first_head + head) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
+    """Addresses of the keys of some heads in a slot's block; the values lie kv_heads heads further.
+    WIDTH: elements of the cache that a token of a head takes."""
+    first_head = (slot // BLOCK_SIZE * layers + layer) * 2 * kv_heads
+    return kv + (first_head + head) * (BLOCK_SIZE * WIDTH)
+
+
+@triton.jit
+def _largest(values):
+    """The largest magnitude of each row, [rows, 1]; NaN where a value is infinite or NaN."""
+    zero = tl.sum(values * 0.0, 1, keep_dims=True)
+    return tl.max(tl.abs(values), 1, keep_dims=True) + zero
+
+
+@triton.jit
+def _larger(first, second):
+    return tl.maximum(first, second, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _codes(values, scale):
+    is_usable = scale > 0
+    steps = tl.div_rn(values, tl.where(is_usable, scale, 1.0))
+    steps = tl.minimum(tl.maximum(steps, -_MOST), _MOST)
+    return tl.where(is_usable, (steps + _ROUNDING) - _ROUNDING, 0.0).to(tl.int8)
+
+
+@triton.jit
+def _store_scale(heads, place, scale, is_head, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """heads, scale, is_head: [heads, 1]. place: of the token in its block."""
+    scales = (heads + BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.float32))
+    tl.store(scales + place, scale, is_head)
+
+
+@triton.jit
+def _store_tokens(
+    heads, place, dim, values, inside, is_head,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, INT8: tl.constexpr,
+):  # fmt: skip
+    """Whole tokens, one of each of the heads."""
+    if INT8:
+        values = values.to(tl.float32)
+        scale = tl.div_rn(_largest(values), _MOST)
+        _store_scale(heads, place, scale, is_head, BLOCK_SIZE, HEAD_DIM)
+        values = _codes(values, scale)
+    tl.store(heads + place * HEAD_DIM + dim, values, inside)
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _kv_write(
     kv, layer, key, value, slots, layers, kv_heads,
     key_token, key_head, value_token, value_head,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, INT8: tl.constexpr,
     HEADS_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -92,12 +139,15 @@ def _kv_write(
         return
     head = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)[:, None]
     dim = tl.arange(0, DIM_TILE)[None, :]
-    inside = (head < kv_heads) & (dim < HEAD_DIM)
-    keys = tl.load(key + token * key_token + head * key_head + dim, inside)
-    values = tl.load(value + token * value_token + head * value_head + dim, inside)
-    rows = _cache_rows(kv, layer, slot, layers, kv_heads, head, BLOCK_SIZE, HEAD_DIM) + dim
-    tl.store(rows, keys, inside)
-    tl.store(rows + kv_heads * BLOCK_SIZE * HEAD_DIM, values, inside)
+    is_head = head < kv_heads
+    inside = is_head & (dim < HEAD_DIM)
+    keys = tl.load(key + token * key_token + head * key_head + dim, inside, other=0.0)
+    values = tl.load(value + token * value_token + head * value_head + dim, inside, other=0.0)
+    heads = _cache_heads(kv, layer, slot, layers, kv_heads, head, BLOCK_SIZE, WIDTH)
+    place = slot % BLOCK_SIZE
+    _store_tokens(heads, place, dim, keys, inside, is_head, BLOCK_SIZE, HEAD_DIM, INT8)
+    heads += kv_heads * BLOCK_SIZE * WIDTH
+    _store_tokens(heads, place, dim, values, inside, is_head, BLOCK_SIZE, HEAD_DIM, INT8)
 
 
 @triton.jit(do_not_specialize=["layer", "query_tiles"])
@@ -105,7 +155,8 @@ def _rope_kv_write(
     query, key, value, cos_sin, kv, layer, slots,
     layers, heads, kv_heads, query_tiles,
     query_token, query_head, key_token, key_head, value_token, value_head,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, INT8: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     HEADS_TILE: tl.constexpr, DIM_TILE: tl.constexpr, HALF_TILE: tl.constexpr,
     REST_TILE: tl.constexpr,
 ):  # fmt: skip
@@ -128,24 +179,40 @@ def _rope_kv_write(
     if slot < 0:
         return
     head = (tile - query_tiles) * HEADS_TILE + tl.arange(0, HEADS_TILE)[:, None]
-    cached = _cache_rows(kv, layer, slot, layers, kv_heads, head, BLOCK_SIZE, HEAD_DIM)
+    cached = _cache_heads(kv, layer, slot, layers, kv_heads, head, BLOCK_SIZE, WIDTH)
+    place = slot % BLOCK_SIZE
     rows = key + token * key_token + head * key_head
-    inside = (head < kv_heads) & (pair < HALF)
+    is_head = head < kv_heads
+    inside = is_head & (pair < HALF)
     first, second = _rotated(rows + pair, inside, cosine, sine, HALF)
-    tl.store(cached + pair, first, inside)
-    tl.store(cached + HALF + pair, second, inside)
+    rest_dim = ROTARY_DIM + tl.arange(0, REST_TILE)[None, :]
+    inside_rest = is_head & (rest_dim < HEAD_DIM)
     if ROTARY_DIM < HEAD_DIM:
-        rest = ROTARY_DIM + tl.arange(0, REST_TILE)[None, :]
-        inside = (head < kv_heads) & (rest < HEAD_DIM)
-        tl.store(cached + rest, tl.load(rows + rest, inside), inside)
+        rest = tl.load(rows + rest_dim, inside_rest, other=0.0)
+    if INT8:
+        largest = _larger(_largest(first), _largest(second))
+        if ROTARY_DIM < HEAD_DIM:
+            rest = rest.to(tl.float32)
+            largest = _larger(largest, _largest(rest))
+        scale = tl.div_rn(largest, _MOST)
+        _store_scale(cached, place, scale, is_head, BLOCK_SIZE, HEAD_DIM)
+        first, second = _codes(first, scale), _codes(second, scale)
+        if ROTARY_DIM < HEAD_DIM:
+            rest = _codes(rest, scale)
+    keys = cached + place * HEAD_DIM
+    tl.store(keys + pair, first, inside)
+    tl.store(keys + HALF + pair, second, inside)
+    if ROTARY_DIM < HEAD_DIM:
+        tl.store(keys + rest_dim, rest, inside_rest)
     dim = tl.arange(0, DIM_TILE)[None, :]
-    inside = (head < kv_heads) & (dim < HEAD_DIM)
-    values = tl.load(value + token * value_token + head * value_head + dim, inside)
-    tl.store(cached + kv_heads * BLOCK_SIZE * HEAD_DIM + dim, values, inside)
+    inside = is_head & (dim < HEAD_DIM)
+    values = tl.load(value + token * value_token + head * value_head + dim, inside, other=0.0)
+    cached += kv_heads * BLOCK_SIZE * WIDTH
+    _store_tokens(cached, place, dim, values, inside, is_head, BLOCK_SIZE, HEAD_DIM, INT8)
 
 
 @triton.jit
 def _rotated(rows, inside, cosine, sine, HALF: tl.constexpr):
-    first = tl.load(rows, inside).to(tl.float32)
-    second = tl.load(rows + HALF, inside).to(tl.float32)
+    first = tl.load(rows, inside, other=0.0).to(tl.float32)
+    second = tl.load(rows + HALF, inside, other=0.0).to(tl.float32)
     return first * cosine - second * sine, second * cosine + first * sine

@@ -117,6 +117,27 @@ PREFILL = {
     (256, 2, 90): PrefillParameters(128, 32, 8, 5),
 }
 
+# Of caches in INT8, where these differ: the numbers that codes are widened to take registers, which
+# leaves room for fewer programs or smaller tiles. (Prefill with head dimension 256 on 8.0 spills
+# with every tile.)
+INT8_DECODE_HEADS = {
+    **DECODE_HEADS,
+    (64, 2, 80): DecodeParameters(32, 4, 6, 4),
+}
+INT8_DECODE_GROUPS = {
+    **DECODE_GROUPS,
+    (64, 2, 80): DecodeParameters(64, 4, 5, 3),
+    (128, 2, 80): DecodeParameters(32, 4, 5, 3),
+    (256, 2, 80): DecodeParameters(32, 8, 5, 1),
+    (64, 2, 90): DecodeParameters(64, 4, 5, 3),
+    (128, 2, 90): DecodeParameters(32, 4, 5, 3),
+}
+INT8_PREFILL = {
+    **PREFILL,
+    (128, 2, 80): PrefillParameters(128, 32, 8, 5),
+    (256, 2, 80): PrefillParameters(64, 16, 4, 3),
+}
+
 # Keys are (bytes of an element of x, architecture); of each list, the first that takes so many rows
 # of x, or else the last. With few of them the weight's way from memory is what takes time: narrow
 # tiles, so that a layer has more programs than there are multiprocessors, each with 24 KiB of codes
@@ -139,16 +160,22 @@ Parameters = TypeVar("Parameters")
 
 
 def decode(
-    head_dim: int, element_bytes: int, group: int, capability: tuple[int, int]
+    head_dim: int, element_bytes: int, group: int, capability: tuple[int, int], int8: bool
 ) -> DecodeParameters:
-    """Parameters of `paged_decode`. capability: compute capability (major, minor)."""
-    table = DECODE_HEADS if group == 1 else DECODE_GROUPS
+    """Parameters of `paged_decode`. element_bytes: of a query. capability: compute capability
+    (major, minor). int8: whether the cache is in INT8."""
+    if group == 1:
+        table = INT8_DECODE_HEADS if int8 else DECODE_HEADS
+    else:
+        table = INT8_DECODE_GROUPS if int8 else DECODE_GROUPS
     return _row(table, head_dim, element_bytes, capability)
 
 
-def prefill(head_dim: int, element_bytes: int, capability: tuple[int, int]) -> PrefillParameters:
-    """Parameters of `paged_prefill`. capability: compute capability (major, minor)."""
-    return _row(PREFILL, head_dim, element_bytes, capability)
+def prefill(
+    head_dim: int, element_bytes: int, capability: tuple[int, int], int8: bool
+) -> PrefillParameters:
+    """Parameters of `paged_prefill`, as for `decode`; the query tile is that of any cache."""
+    return _row(INT8_PREFILL if int8 else PREFILL, head_dim, element_bytes, capability)
 
 
 def linear(rows: int, element_bytes: int, capability: tuple[int, int]) -> LinearParameters:

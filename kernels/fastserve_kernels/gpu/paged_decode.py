@@ -9,8 +9,9 @@ from torch import Tensor
 
 from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.device import capability, multiprocessors
-from fastserve_kernels.gpu.paged_cache import LOG2_E, NO_SCORE, token_offsets
+from fastserve_kernels.gpu.paged_cache import LOG2_E, NO_SCORE, load_tokens, token_offsets
 from fastserve_kernels.gpu.work_lists import SPLIT_TOKENS, decode_capacity
+from fastserve_kernels.int8_cache import is_int8
 
 MIN_DOT_ROWS = 16
 """Rows that the tensor cores' smallest tile has."""
@@ -41,7 +42,7 @@ def paged_decode(
 ) -> None:
     """Attention of B queries over the paged cache, a row a job.
 
-    query: [B, heads, head_dim] of the cache's dtype, only the last dimension need be contiguous;
+    query: [B, heads, head_dim] of the model's dtype, only the last dimension need be contiguous;
     heads is a multiple of kv_heads. kv: see `fastserve_kernels.ops`, block_size a power of two.
     scale: of the scores, positive.
     block_tables, table_starts: see `fastserve_kernels.ops`, [N] and [B]. context_lens: int32 [B],
@@ -61,7 +62,7 @@ def paged_decode(
     capacity = decode_capacity(work.numel(), rows)
     padded = launch_parameters.padded_head_dim(head_dim)
     parameters = launch_parameters.decode(
-        head_dim, query.element_size(), group, capability(query.device)
+        head_dim, query.element_size(), group, capability(query.device), is_int8(kv)
     )
     programs = multiprocessors(query.device) * parameters.programs_per_multiprocessor
     if capacity:
@@ -72,6 +73,7 @@ def paged_decode(
             kv.stride(0), kv.stride(1),
             KV_HEADS=kv_heads, GROUP=group, QUERY_ROWS=query_rows(group),
             HEAD_DIM=head_dim, PADDED_DIM=padded, BLOCK_SIZE=block_size,
+            HEAD_SIZE=block_size * kv.shape[5], INT8=is_int8(kv),
             SPLIT=SPLIT_TOKENS, KEY_TILE=parameters.key_tile, NUM_STAGES=parameters.num_stages,
             num_warps=parameters.num_warps,
         )  # fmt: skip
@@ -96,9 +98,13 @@ def _attend_splits(
     block_stride, layer_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERY_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, INT8: tl.constexpr,
     SPLIT: tl.constexpr, KEY_TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each (item, KV head): to out where the item is its row's only one, else to scratch."""
+    """Each (item, KV head): to out where the item is its row's only one, else to scratch.
+
+    HEAD_SIZE: elements of one head in one block of the cache.
+    """
     items = work + 1 + rows
     dims = tl.arange(0, PADDED_DIM)
     group_rows = tl.arange(0, QUERY_ROWS)
@@ -112,19 +118,19 @@ def _attend_splits(
         queries = query + row.to(tl.int64) * query_row_stride + kv_head * GROUP * query_head_stride
         start = split * SPLIT
         end = tl.minimum(context, start + SPLIT)
-        side_stride = KV_HEADS * BLOCK_SIZE * HEAD_DIM
-        keys = kv + layer * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
+        side_stride = KV_HEADS * HEAD_SIZE
+        keys = kv + layer * layer_stride + kv_head * HEAD_SIZE
         if GROUP == 1:
             result, log_sum = _attend_one_head(
                 queries, keys, keys + side_stride, table, block_stride, start, end, scale,
-                HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEY_TILE, NUM_STAGES,
+                HEAD_DIM, PADDED_DIM, BLOCK_SIZE, INT8, KEY_TILE, NUM_STAGES,
             )  # fmt: skip
         else:
             q_offsets = group_rows[:, None] * query_head_stride + dims[None, :]
             q = tl.load(queries + q_offsets, mask=used, other=0.0)
             result, log_sum = _attend_group(
                 q, keys, keys + side_stride, table, block_stride, start, end, scale,
-                HEAD_DIM, PADDED_DIM, BLOCK_SIZE, KEY_TILE, NUM_STAGES,
+                HEAD_DIM, PADDED_DIM, BLOCK_SIZE, INT8, KEY_TILE, NUM_STAGES,
             )  # fmt: skip
         if context <= SPLIT:
             offsets = row.to(tl.int64) * out_row_stride + heads * out_head_stride
@@ -143,7 +149,7 @@ def _attend_splits(
 def _attend_one_head(
     query, keys, values, table, block_stride, start, end, scale,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEY_TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    INT8: tl.constexpr, KEY_TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One query over [start, end), by sums of products: no dot product has so few rows.
 
@@ -152,10 +158,10 @@ def _attend_one_head(
     """
     dims = tl.arange(0, PADDED_DIM)
     # The one row of a tile shaped as those of K: so the loop converts no layout.
-    places = tl.arange(0, KEY_TILE)
+    row = tl.arange(0, KEY_TILE)
     q = tl.load(
-        query + places[:, None] * HEAD_DIM + dims[None, :],
-        mask=(places == 0)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
+        query + row[:, None] * HEAD_DIM + dims[None, :],
+        mask=(row == 0)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0,
     )  # fmt: skip
     q = tl.sum(q.to(tl.float32), axis=0)[None, :] * scale
     maximum = tl.full([KEY_TILE], NO_SCORE, tl.float32)
@@ -168,10 +174,9 @@ def _attend_one_head(
         # Behind the end the last token is read again: a mask of loads that run tiles ahead would
         # have to be kept until their turn comes.
         read = tl.minimum(positions, end - 1)
-        offsets = token_offsets(table, block_stride, read, end, HEAD_DIM, BLOCK_SIZE, False)
-        offsets = offsets[:, None] + dims[None, :]
-        k = tl.load(keys + offsets, mask=used, other=0.0)
-        v = tl.load(values + offsets, mask=used, other=0.0)
+        vectors, scales = token_offsets(table, block_stride, read, end, HEAD_DIM, BLOCK_SIZE, False)
+        k = load_tokens(keys, vectors, scales, used, tl.float32, PADDED_DIM, INT8, False)
+        v = load_tokens(values, vectors, scales, used, tl.float32, PADDED_DIM, INT8, False)
         scores = tl.where(within, tl.sum(q * k.to(tl.float32), axis=1), float("-inf"))
         new_maximum = tl.maximum(maximum, scores)
         correction = tl.exp2(maximum - new_maximum)
@@ -190,7 +195,7 @@ def _attend_one_head(
 def _attend_group(
     q, keys, values, table, block_stride, start, end, scale,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEY_TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
+    INT8: tl.constexpr, KEY_TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """A KV head's query heads, [QUERY_ROWS, PADDED_DIM], over [start, end), by dot products."""
     QUERY_ROWS: tl.constexpr = q.shape[0]
@@ -204,16 +209,15 @@ def _attend_group(
         positions = tile + tl.arange(0, KEY_TILE)
         within = positions < end
         read = tl.minimum(positions, end - 1)
-        offsets = token_offsets(table, block_stride, read, end, HEAD_DIM, BLOCK_SIZE, False)
-        offsets = offsets[:, None] + dims[None, :]
-        k = tl.load(keys + offsets, mask=used, other=0.0)
+        vectors, scales = token_offsets(table, block_stride, read, end, HEAD_DIM, BLOCK_SIZE, False)
+        k = load_tokens(keys, vectors, scales, used, q.dtype, PADDED_DIM, INT8, False)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = tl.where(within[None, :], scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale)
         correction = tl.exp2(maximum - new_maximum)
         weights = tl.exp2(scores * scale - new_maximum[:, None])
         total = total * correction[:, None] + weights
-        v = tl.load(values + offsets, mask=used, other=0.0)
+        v = load_tokens(values, vectors, scales, used, q.dtype, PADDED_DIM, INT8, False)
         result = tl.dot(
             weights.to(v.dtype), v, acc=result * correction[:, None], input_precision="ieee"
         )

@@ -9,12 +9,15 @@ from torch import Tensor
 
 from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.device import capability
-from fastserve_kernels.gpu.paged_cache import LOG2_E, NO_SCORE, token_offsets
+from fastserve_kernels.gpu.paged_cache import LOG2_E, NO_SCORE, load_tokens, token_offsets
+from fastserve_kernels.int8_cache import is_int8
 
 
 def query_tile(head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Rows of a tile of `paged_prefill`, which `work_lists.prefill_work` asks for."""
-    return launch_parameters.prefill(head_dim, dtype.itemsize, capability(device)).query_tile
+    """Rows of a tile of `paged_prefill`, which `work_lists.prefill_work` asks for; dtype: of
+    queries."""
+    parameters = launch_parameters.prefill(head_dim, dtype.itemsize, capability(device), int8=False)
+    return parameters.query_tile
 
 
 def paged_prefill(
@@ -34,7 +37,7 @@ def paged_prefill(
     Rows query_starts[j] to query_starts[j + 1] of job j are the last of its context_lens[j] tokens:
     each attends to all tokens up to itself.
 
-    query: [T, heads, head_dim] of the cache's dtype, only the last dimension need be contiguous;
+    query: [T, heads, head_dim] of the model's dtype, only the last dimension need be contiguous;
     heads is a multiple of kv_heads. kv: see `fastserve_kernels.ops`, block_size a power of two.
     scale: of the scores, positive.
     block_tables, table_starts: see `fastserve_kernels.ops`, [N] and [S]. context_lens: int32 [S].
@@ -49,7 +52,9 @@ def paged_prefill(
     kv_heads, block_size = kv.shape[3:5]
     if not work.shape[0]:
         return
-    parameters = launch_parameters.prefill(head_dim, query.element_size(), capability(query.device))
+    parameters = launch_parameters.prefill(
+        head_dim, query.element_size(), capability(query.device), is_int8(kv)
+    )
     _attend_tiles[(work.shape[0] * heads,)](
         query, kv, block_tables, table_starts, context_lens, query_starts, work, out,
         layer, scale * LOG2_E,
@@ -57,6 +62,7 @@ def paged_prefill(
         kv.stride(0), kv.stride(1),
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
         PADDED_DIM=launch_parameters.padded_head_dim(head_dim), BLOCK_SIZE=block_size,
+        HEAD_SIZE=block_size * kv.shape[5], INT8=is_int8(kv),
         QUERY_TILE=parameters.query_tile, KEY_TILE=parameters.key_tile,
         num_warps=parameters.num_warps, num_stages=parameters.num_stages,
     )  # fmt: skip
@@ -73,10 +79,13 @@ def _attend_tiles(
     query_row_stride, query_head_stride, out_row_stride, out_head_stride,
     block_stride, layer_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, QUERY_TILE: tl.constexpr,
-    KEY_TILE: tl.constexpr,
+    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    INT8: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows, one head: first the tiles of keys that all its rows see, then the others."""
+    """A tile of rows, one head: first the tiles of keys that all its rows see, then the others.
+
+    HEAD_SIZE: elements of one head in one block of the cache.
+    """
     item, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     job, tile = tl.load(work + 2 * item), tl.load(work + 2 * item + 1)
     first_row, last_row = tl.load(query_starts + job), tl.load(query_starts + job + 1)
@@ -95,8 +104,8 @@ def _attend_tiles(
     before = context - (last_row - first_row)
     positions = before + rows
     kv_head = head // (HEADS // KV_HEADS)
-    keys = kv + layer * layer_stride + kv_head * (BLOCK_SIZE * HEAD_DIM)
-    values = keys + KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    keys = kv + layer * layer_stride + kv_head * HEAD_SIZE
+    values = keys + KV_HEADS * HEAD_SIZE
     maximum = tl.full([QUERY_TILE], NO_SCORE, tl.float32)
     total = tl.zeros([QUERY_TILE], tl.float32)
     result = tl.zeros([QUERY_TILE, PADDED_DIM], tl.float32)
@@ -105,11 +114,11 @@ def _attend_tiles(
     end = tl.minimum(before + start + QUERY_TILE, context)
     maximum, total, result = _attend_keys(
         q, maximum, total, result, keys, values, table, block_stride, 0, seen_by_all, positions,
-        context, scale, HEAD_DIM, BLOCK_SIZE, KEY_TILE, False,
+        context, scale, HEAD_DIM, BLOCK_SIZE, INT8, KEY_TILE, False,
     )  # fmt: skip
     maximum, total, result = _attend_keys(
         q, maximum, total, result, keys, values, table, block_stride, seen_by_all, end, positions,
-        context, scale, HEAD_DIM, BLOCK_SIZE, KEY_TILE, True,
+        context, scale, HEAD_DIM, BLOCK_SIZE, INT8, KEY_TILE, True,
     )  # fmt: skip
     result = result / total[:, None]
     outs = out + first_row.to(tl.int64) * out_row_stride + head * out_head_stride
@@ -122,8 +131,8 @@ def _attend_tiles(
 @triton.jit
 def _attend_keys(
     q, maximum, total, result, keys, values, table, block_stride, start, end, positions, context,
-    scale, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
-    MASKED: tl.constexpr,
+    scale, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, INT8: tl.constexpr,
+    KEY_TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The online softmax of rows at `positions` taken on over the keys [start, end).
 
@@ -133,15 +142,14 @@ def _attend_keys(
     dims = tl.arange(0, PADDED_DIM)
     for tile in range(start, end, KEY_TILE):
         key_positions = tile + tl.arange(0, KEY_TILE)
-        offsets = token_offsets(
+        vectors, scales = token_offsets(
             table, block_stride, key_positions, context, HEAD_DIM, BLOCK_SIZE, MASKED
         )
-        offsets = offsets[:, None] + dims[None, :]
         if MASKED:
             used = (key_positions < context)[:, None] & (dims < HEAD_DIM)[None, :]
         else:
             used = (dims < HEAD_DIM)[None, :]
-        k = tl.load(keys + offsets, mask=used, other=0.0)
+        k = load_tokens(keys, vectors, scales, used, q.dtype, PADDED_DIM, INT8, MASKED)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             scores = tl.where(key_positions[None, :] <= positions[:, None], scores, float("-inf"))
@@ -149,7 +157,7 @@ def _attend_keys(
         correction = tl.exp2(maximum - new_maximum)
         weights = tl.exp2(scores * scale - new_maximum[:, None])
         total = total * correction + tl.sum(weights, axis=1)
-        v = tl.load(values + offsets, mask=used, other=0.0)
+        v = load_tokens(values, vectors, scales, used, q.dtype, PADDED_DIM, INT8, MASKED)
         result = tl.dot(
             weights.to(v.dtype), v, acc=result * correction[:, None], input_precision="ieee"
         )

@@ -34,9 +34,11 @@ PREFILL = [
 ARCHITECTURES = (80, 90)
 
 
-def launch(function: str, architecture: int, shape: tuple[str, int, int, int]) -> Launch:
+def launch(
+    function: str, architecture: int, shape: tuple[str, int, int, int], int8: bool = False
+) -> Launch:
     names = ("dtype", "heads", "kv_heads", "head_dim")
-    arguments: Arguments = dict(zip(names, shape, strict=True))
+    arguments: Arguments = {**dict(zip(names, shape, strict=True)), "int8": int8}
     return Launch(function, architecture, arguments)
 
 
@@ -49,11 +51,15 @@ def resident_programs(kernel: CompiledKernel, architecture: int) -> int:
     )
 
 
-def check_memory(kernel: CompiledKernel, architecture: int) -> None:
-    """No spills; vectors of 16 bytes, and single numbers of 4 from lists and tables."""
+def check_no_spills(kernel: CompiledKernel, architecture: int) -> None:
     assert kernel.shared_bytes <= MOST_SHARED_BYTES[architecture], kernel
     assert kernel.stack_bytes == 0, kernel
     assert kernel.count("LDL", "STL") == 0, kernel
+
+
+def check_memory(kernel: CompiledKernel, architecture: int) -> None:
+    """No spills; vectors of 16 bytes, and single numbers of 4 from lists and tables."""
+    check_no_spills(kernel, architecture)
     loads = kernel.count("LDG.32", "LDG.128", "LDGSTS.32", "LDGSTS.128")
     assert loads == kernel.count("LDG", "LDGSTS"), kernel
     assert kernel.count("LDG.128", "LDGSTS.128") > 0, kernel
@@ -62,9 +68,9 @@ def check_memory(kernel: CompiledKernel, architecture: int) -> None:
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[CompiledKernel]]:
     launches = [
-        launch(function, architecture, shape)
+        launch(function, architecture, shape, int8)
         for function, shapes in (("decode", DECODE), ("prefill", PREFILL))
-        for architecture, shape in product(ARCHITECTURES, shapes)
+        for architecture, shape, int8 in product(ARCHITECTURES, shapes, (False, True))
     ]
     kernels = compile_launches(launches)
     return {str(one): found for one, found in zip(launches, kernels, strict=True)}
@@ -91,7 +97,9 @@ def test_decode(
 ) -> None:
     attend, merge = compiled[str(launch("decode", architecture, shape))]
     _, heads, kv_heads, head_dim = shape
-    parameters = launch_parameters.decode(head_dim, 2, heads // kv_heads, divmod(architecture, 10))
+    parameters = launch_parameters.decode(
+        head_dim, 2, heads // kv_heads, divmod(architecture, 10), int8=False
+    )
     check_memory(attend, architecture)
     check_memory(merge, architecture)
     # Each has its share of the work from the outset: one that waited for a place would be late.
@@ -119,3 +127,36 @@ def test_prefill(
     assert kernel.count(MATRIX_INSTRUCTION[architecture]) > 0, kernel
     # As in decode, unless there are other programs to work meanwhile.
     assert kernel.copies_ahead >= COPIES_OF_A_TILE or resident >= 3, kernel
+
+
+@pytest.mark.parametrize("shape", DECODE, ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_decode_of_a_cache_in_int8(
+    compiled: dict[str, list[CompiledKernel]],
+    architecture: int,
+    shape: tuple[str, int, int, int],
+) -> None:
+    attend, _ = compiled[str(launch("decode", architecture, shape, int8=True))]
+    _, heads, kv_heads, head_dim = shape
+    parameters = launch_parameters.decode(
+        head_dim, 2, heads // kv_heads, divmod(architecture, 10), int8=True
+    )
+    check_no_spills(attend, architecture)
+    resident = resident_programs(attend, architecture)
+    assert resident >= parameters.programs_per_multiprocessor, attend
+    # K, V and the scales of both.
+    assert attend.copies_ahead >= COPIES_OF_A_TILE + 2, attend
+
+
+@pytest.mark.parametrize("shape", PREFILL, ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prefill_of_a_cache_in_int8(
+    compiled: dict[str, list[CompiledKernel]],
+    architecture: int,
+    shape: tuple[str, int, int, int],
+) -> None:
+    (kernel,) = compiled[str(launch("prefill", architecture, shape, int8=True))]
+    if (architecture, shape[3]) != (80, 256):  # see `launch_parameters.INT8_PREFILL`
+        check_no_spills(kernel, architecture)
+    assert resident_programs(kernel, architecture) >= 1, kernel
+    assert kernel.count(MATRIX_INSTRUCTION[architecture]) > 0, kernel

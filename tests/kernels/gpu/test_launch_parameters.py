@@ -16,11 +16,15 @@ def test_padded_head_dim(head_dim: int, padded: int) -> None:
 
 def test_every_head_has_parameters() -> None:
     for head_dim, size, capability in product((64, 80, 128, 256), (2, 4), [(8, 0), (9, 0)]):
-        for group in (1, 4):
-            parameters = launch_parameters.decode(head_dim, size, group, capability)
+        for group, int8 in product((1, 4), (False, True)):
+            parameters = launch_parameters.decode(head_dim, size, group, capability, int8)
             # All of a split's tiles but the last of a context are full.
             assert SPLIT_TOKENS % parameters.key_tile == 0
-        launch_parameters.prefill(head_dim, size, capability)
+        plain, of_int8 = (
+            launch_parameters.prefill(head_dim, size, capability, int8) for int8 in (False, True)
+        )
+        # Work lists are made without asking for the cache.
+        assert plain.query_tile == of_int8.query_tile
 
 
 @pytest.mark.parametrize(
@@ -30,8 +34,7 @@ def test_every_head_has_parameters() -> None:
 def test_other_architectures_use_the_newest_row_not_newer(
     capability: tuple[int, int], served_by: tuple[int, int]
 ) -> None:
-    older, newer = ((launch_parameters.prefill(64, 2, c)) for c in ((8, 0), (9, 0)))
+    older, newer = ((launch_parameters.prefill(64, 2, c, int8=False)) for c in ((8, 0), (9, 0)))
     assert older != newer
-    assert launch_parameters.prefill(64, 2, capability) == launch_parameters.prefill(
-        64, 2, served_by
-    )
+    expected = launch_parameters.prefill(64, 2, served_by, int8=False)
+    assert launch_parameters.prefill(64, 2, capability, int8=False) == expected

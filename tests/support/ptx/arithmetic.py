@@ -205,6 +205,7 @@ ARITHMETIC = {
     "min": _least_or_most,
     "max": _least_or_most,
     "neg": partial(_elementwise, np.negative),
+    "abs": partial(_elementwise, np.abs),
     "and": partial(_elementwise, np.bitwise_and),
     "or": partial(_elementwise, np.bitwise_or),
     "xor": partial(_elementwise, np.bitwise_xor),

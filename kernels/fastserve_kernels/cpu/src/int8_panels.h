@@ -3,10 +3,6 @@
 // rounds nothing.
 #pragma once
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 #include "panels.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
@@ -26,21 +22,7 @@ struct Int8Pair {
         }
     }
     static inline void widen(const int8_t* from, T* to) {
-        store_pair(to, Pair{as_floats(from), as_floats(from + W)});
-    }
-
-   private:
-    static inline vf as_floats(const int8_t* from) {
-        // Named, where there are instructions: GCC converts vectors of bytes one by one.
-#if defined(__AVX512F__)
-        const vi values = (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
-#elif defined(__AVX2__)
-        const vi values = (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
-#else
-        vi values;
-        for (int i = 0; i < W; ++i) values[i] = from[i];
-#endif
-        return __builtin_convertvector(values, vf);
+        store_pair(to, load_pair(from));
     }
 };
 

@@ -2,6 +2,7 @@
 // in chunks, an online softmax per query, reading every K and V row in place. A query's result depends
 // on its own context only, never on what else is in the batch.
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include <omp.h>
@@ -53,18 +54,18 @@ static inline vf transpose_sum(vf* x) {
     return x[0];
 }
 
-// A query's part of a score: PAIR elements times those of a key.
-template <typename T>
+// A query's part of a score: PAIR elements of T times those of a key, which the cache has as S.
+template <typename T, typename S>
 struct QueryPart {
     static constexpr int FLOATS = PAIR;  // that it takes
 
     static void keep(float* part, const T* source, int n) {
         const Pair x = load_pair_n(source, n);
-        *(vf_mem*)part = x.a;
-        *(vf_mem*)(part + W) = x.b;
+        if constexpr (std::is_same_v<T, S>) store_pair(part, x);
+        else store_in_order<T>(part, x);
     }
     static inline Pair load(const float* part) { return load_pair(part); }
-    static inline void add_product(vf& sum, const Pair& q, const T* key, int n) {
+    static inline void add_product(vf& sum, const Pair& q, const S* key, int n) {
         const Pair k = load_pair_n(key, n);
         sum += q.a * k.a;
         sum += q.b * k.b;
@@ -74,7 +75,7 @@ struct QueryPart {
 #if defined(__AVX512BF16__)
 // By dot products of bfloat16 pairs, without widening.
 template <>
-struct QueryPart<bf16> {
+struct QueryPart<bf16, bf16> {
     static constexpr int FLOATS = W;
 
     static void keep(float* part, const bf16* source, int n) {
@@ -91,9 +92,11 @@ struct QueryPart<bf16> {
 };
 #endif
 
-// D > 0: head size known at compile time; D == 0: taken from `dim`.
-template <typename T, int D>
+// Queries of T over a cache of S. D > 0: head size known at compile time; D == 0: taken from `dim`.
+template <typename T, typename S, int D>
 struct Attend {
+    using Part = QueryPart<T, S>;
+    using Places = Rows<S, CHUNK>;
     const int dim;
     const float scale;  // of scores, to the log2 domain
 
@@ -104,13 +107,13 @@ struct Attend {
     inline int tail() const { return size() % PAIR; }   // elements of the padded Pair, or 0
     inline int width(int c) const { return c < full() ? PAIR : tail(); }
 
-    __attribute__((always_inline)) inline vf dots(const float* q, const T* const* rows,
+    __attribute__((always_inline)) inline vf dots(const float* q, const S* const* rows,
                                                   int64_t head_offset) const {
         vf acc[W] = {};
         const auto add = [&](int c, int n) __attribute__((always_inline)) {
-            const auto part = QueryPart<T>::load(q + c * QueryPart<T>::FLOATS);
+            const auto part = Part::load(q + c * Part::FLOATS);
             for (int i = 0; i < W; ++i)
-                QueryPart<T>::add_product(acc[i], part, rows[i] + head_offset + c * PAIR, n);
+                Part::add_product(acc[i], part, rows[i] + head_offset + c * PAIR, n);
         };
         for (int c = 0; c < full(); ++c) add(c, PAIR);
         if (tail()) add(full(), tail());
@@ -120,7 +123,7 @@ struct Attend {
     // The N Pairs of the output from `pair` on; the last one has `last` elements.
     template <int N>
     __attribute__((always_inline)) inline void accumulate(CacheQuery& query, int pair,
-                                                          const T* const* rows,
+                                                          const S* const* rows,
                                                           int64_t head_offset, int count,
                                                           int last = PAIR) const {
         float* acc = query.acc + pair * PAIR;
@@ -133,7 +136,7 @@ struct Attend {
             x[c].b = *(const vf_mem*)(acc + c * PAIR + W) * rescale;
         }
         for (int i = 0; i < count; ++i) {
-            const T* row = rows[i] + offset;
+            const S* row = rows[i] + offset;
             for (int c = 0; c < N; ++c) {
                 const Pair v =
                     c == N - 1 ? load_pair_n(row + c * PAIR, last) : load_pair(row + c * PAIR);
@@ -147,31 +150,39 @@ struct Attend {
         }
     }
 
-    void score(CacheQuery& query, const T* const* k, int count, int64_t head_offset) const {
+    void score(CacheQuery& query, const Places& k, int count, int64_t head_offset) const {
         for (int i = 0; i < count; i += W)
-            *(vf_mem*)(query.weights + i) = dots(query.q, k + i, head_offset);
+            *(vf_mem*)(query.weights + i) = dots(query.q, k.at + i, head_offset);
+        scale_weights(query, k, count, head_offset);
     }
 
-    void add_values(CacheQuery& query, const T* const* v, int count, int64_t head_offset) const {
+    void add_values(CacheQuery& query, const Places& v, int count, int64_t head_offset) const {
+        scale_weights(query, v, count, head_offset);
         // Four Pairs of accumulators at a time: they fit the registers of every target.
         int c = 0;
-        for (; c + 4 <= full(); c += 4) accumulate<4>(query, c, v, head_offset, count);
-        for (; c + 2 <= full(); c += 2) accumulate<2>(query, c, v, head_offset, count);
-        for (; c < full(); ++c) accumulate<1>(query, c, v, head_offset, count);
-        if (tail()) accumulate<1>(query, c, v, head_offset, count, tail());
+        for (; c + 4 <= full(); c += 4) accumulate<4>(query, c, v.at, head_offset, count);
+        for (; c + 2 <= full(); c += 2) accumulate<2>(query, c, v.at, head_offset, count);
+        for (; c < full(); ++c) accumulate<1>(query, c, v.at, head_offset, count);
+        if (tail()) accumulate<1>(query, c, v.at, head_offset, count, tail());
+    }
+
+    // Codes stand for themselves times their row's scale.
+    void scale_weights(CacheQuery& query, const Places& rows, int count, int64_t head_offset) const {
+        if constexpr (Places::HAS_SCALES)
+            for (int i = 0; i < count; ++i) query.weights[i] *= rows.scale(i, head_offset);
     }
 
     // All queries attend to the same `context` positions. Each step goes over all of them before the
     // next one starts: their short dependency chains then overlap, and K and V are each read in address
     // order.
-    void run(CacheQuery* queries, int count, int64_t context, const PagedCache<T>& cache,
+    void run(CacheQuery* queries, int count, int64_t context, const PagedCache<S>& cache,
              const int32_t* table) const {
-        const T *places[2][2][CHUNK];  // of keys and values, of this chunk and the next
+        Places places[2][2];  // of keys and values, of this chunk and the next
         const auto locate = [&](int64_t first) {
             auto& [k, v] = places[first / CHUNK % 2];
             const int located = (int)std::clamp<int64_t>(context - first, 0, CHUNK);
             cache.locate(table, first, located, k, v);
-            for (int i = located; i % W; ++i) k[i] = k[located - 1];
+            for (int i = located; i % W; ++i) k.at[i] = k.at[located - 1];
             return located;
         };
         int located = locate(0);
@@ -179,7 +190,7 @@ struct Attend {
             const auto& [k, v] = places[first / CHUNK % 2];
             const int64_t next = first + CHUNK;
             const int next_located = locate(next);
-            const T* const* next_k = places[next / CHUNK % 2][0];
+            const Places& next_k = places[next / CHUNK % 2][0];
             const auto begins_head = [&](int i) {
                 return i == 0 || queries[i].kv_head != queries[i - 1].kv_head;
             };
@@ -199,11 +210,11 @@ struct Attend {
     }
 
     // Into the caches, ahead of their use. Rows of fp32 are long enough for the hardware to do so.
-    void fetch(const T* const* rows, int count, int64_t head_offset) const {
-        if (sizeof(T) == sizeof(float)) return;
+    void fetch(const Places& rows, int count, int64_t head_offset) const {
+        if (sizeof(S) == sizeof(float)) return;
         for (int i = 0; i < count; ++i)
-            for (int64_t byte = 0; byte < size() * (int64_t)sizeof(T); byte += 64)
-                __builtin_prefetch((const char*)(rows[i] + head_offset) + byte);
+            for (int64_t byte = 0; byte < size() * (int64_t)sizeof(S); byte += 64)
+                __builtin_prefetch((const char*)(rows.at[i] + head_offset) + byte);
     }
 
     // `memory`: 2 * pairs() * PAIR floats.
@@ -211,7 +222,15 @@ struct Attend {
         query.begin(memory, pairs());
         query.q = memory + pairs() * PAIR;
         for (int c = 0; c < pairs(); ++c)
-            QueryPart<T>::keep(query.q + c * QueryPart<T>::FLOATS, source + c * PAIR, width(c));
+            Part::keep(query.q + c * Part::FLOATS, source + c * PAIR, width(c));
+    }
+
+    void finish(CacheQuery& query, T* target) const {
+        if constexpr (!std::is_same_v<T, S>)  // the output's Pairs are those of S
+            for (int c = 0; c < pairs(); ++c)
+                store_pair(query.acc + c * PAIR,
+                           spread_like(target, query.acc + c * PAIR, PAIR));
+        query.finish(target, size());
     }
 };
 
@@ -233,10 +252,10 @@ struct DecodeArgs {
     float scale;
 };
 
-template <typename T, int D>
+template <typename T, typename S, int D>
 static void decode(const DecodeArgs& a) {
-    const Attend<T, D> attend{(int)a.dim, a.scale * LOG2E};
-    const PagedCache<T> cache(a.kv, a.layers, a.layer, a.kv_heads, a.block_size, a.dim);
+    const Attend<T, S, D> attend{(int)a.dim, a.scale * LOG2E};
+    const PagedCache<S> cache(a.kv, a.layers, a.layer, a.kv_heads, a.block_size, a.dim);
     const int64_t group = a.heads / a.kv_heads;
     const int64_t per_item = heads_per_item(a.tokens, a.kv_heads, group, omp_get_max_threads());
     const int64_t splits = (a.kv_heads + per_item - 1) / per_item;
@@ -262,28 +281,33 @@ static void decode(const DecodeArgs& a) {
             attend.run(queries.data(), count, a.context_lens[t], cache,
                        a.block_tables + a.table_starts[t]);
             for (int i = 0; i < count; ++i)
-                queries[i].finish(out + (first * group + i) * a.dim, (int)a.dim);
+                attend.finish(queries[i], out + (first * group + i) * a.dim);
         }
     }
 }
 
-template <typename T>
+template <typename T, typename S>
 static void decode_any(const DecodeArgs& a) {
-    if (a.dim == 64) return decode<T, 64>(a);
-    if (a.dim == 80) return decode<T, 80>(a);
-    if (a.dim == 128) return decode<T, 128>(a);
-    decode<T, 0>(a);
+    if (a.dim == 64) return decode<T, S, 64>(a);
+    if (a.dim == 80) return decode<T, S, 80>(a);
+    if (a.dim == 128) return decode<T, S, 128>(a);
+    decode<T, S, 0>(a);
 }
 
 }  // namespace fastserve
 
 extern "C" void fs_paged_decode(
-    int64_t dtype, const void* query, const void* kv, void* out, const int32_t* block_tables,
+    int64_t dtype, int64_t kv_dtype, const void* query, const void* kv, void* out,
+    const int32_t* block_tables,
     const int32_t* table_starts, const int32_t* context_lens, int64_t tokens, int64_t heads,
     int64_t kv_heads, int64_t dim, int64_t block_size, int64_t layers, int64_t layer,
     int64_t query_stride_t, int64_t query_stride_h, int64_t out_stride_t, double scale) {
     const fastserve::DecodeArgs args{
         query, kv, out, block_tables, table_starts, context_lens, tokens, heads, kv_heads, dim,
         block_size, layers, layer, query_stride_t, query_stride_h, out_stride_t, (float)scale};
-    fastserve::with_type(dtype, [&](auto type) { fastserve::decode_any<decltype(type)>(args); });
+    fastserve::with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        if (kv_dtype == fastserve::kInt8) return fastserve::decode_any<T, int8_t>(args);
+        fastserve::decode_any<T, T>(args);
+    });
 }

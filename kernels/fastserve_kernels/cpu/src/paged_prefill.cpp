@@ -2,9 +2,11 @@
 // tile of queries with panels of keys, then their weights with panels of values. A query's result
 // depends on its own context only, never on what else is in the batch or how a prompt is cut.
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "aligned.h"
+#include "int8_tokens.h"
 #include "online_softmax.h"
 #include "paged_rows.h"
 #include "products.h"
@@ -46,6 +48,29 @@ struct Chunk {
     int64_t num_panels() const { return (count + PAIR - 1) / PAIR; }
 };
 
+// A head's rows of a chunk, as T.
+template <typename T, typename S>
+class RowsOfType {
+   public:
+    RowsOfType(const Rows<S, CHUNK>& rows, int count, int64_t offset, int64_t dim) {
+        if constexpr (std::is_same_v<T, S>) {
+            for (int i = 0; i < count; ++i) rows_[i] = rows.at[i] + offset;
+        } else {
+            widened_.resize(count * dim);
+            for (int i = 0; i < count; ++i) {
+                T* row = widened_.data() + i * dim;
+                widen_token(rows.at[i] + offset, rows.scale(i, offset), dim, row);
+                rows_[i] = row;
+            }
+        }
+    }
+    const T* operator[](int64_t i) const { return rows_[i]; }
+
+   private:
+    const T* rows_[CHUNK];
+    std::vector<T> widened_;
+};
+
 // From the scores of a chunk's `count` positions to packed weights, and makes the output ready to add
 // to. `left` positions of the query's context are not before the chunk.
 template <typename T>
@@ -61,7 +86,8 @@ static void weigh(PromptQuery& query, int64_t left, int count, float scale, int6
         *(vf_mem*)(query.acc + i) = *(const vf_mem*)(query.acc + i) * query.rescale;
 }
 
-template <typename T>
+// Queries of T over a cache of S, whose codes are widened to T as they are packed.
+template <typename T, typename S>
 static void prefill(const PrefillArgs& a) {
     using P = Product<T>;
     using X = typename P::X;
@@ -69,7 +95,7 @@ static void prefill(const PrefillArgs& a) {
     static_assert(sizeof(X) == sizeof(float), "packed weights take the place of scores");
     // Kept between calls: fresh large buffers would be page-faulted in every time.
     static thread_local AlignedVector<T> packed_keys, packed_values;
-    const PagedCache<T> cache(a.kv, a.layers, a.layer, a.kv_heads, a.block_size, a.dim);
+    const PagedCache<S> cache(a.kv, a.layers, a.layer, a.kv_heads, a.block_size, a.dim);
     const int64_t group = a.heads / a.kv_heads;
     const int64_t steps = steps_of<T>(a.dim), pairs = (a.dim + PAIR - 1) / PAIR;
     const int64_t acc_size = pairs * PAIR;
@@ -112,14 +138,16 @@ static void prefill(const PrefillArgs& a) {
         for (int64_t item = 0; item < num_chunks * a.kv_heads; ++item) {
             const Chunk& chunk = chunks[item % num_chunks];
             const int64_t kv_head = item / num_chunks, offset = kv_head * cache.head_stride;
-            const T *key_rows[CHUNK], *value_rows[CHUNK];
+            Rows<S, CHUNK> keys, values;
             cache.locate(a.block_tables + a.table_starts[chunk.job], chunk.first_position,
-                         chunk.count, key_rows, value_rows);
+                         chunk.count, keys, values);
+            const RowsOfType<T, S> key_rows(keys, chunk.count, offset, a.dim);
             for (int64_t p = 0; p < chunk.num_panels(); ++p)
-                pack_panel([&](int64_t n) { return key_rows[p * PAIR + n] + offset; },
+                pack_panel([&](int64_t n) { return key_rows[p * PAIR + n]; },
                            chunk.count - p * PAIR, a.dim, keys_of(chunk, kv_head) + p * key_panel);
+            const RowsOfType<T, S> value_rows(values, chunk.count, offset, a.dim);
             for (int64_t c = 0; c < pairs; ++c)
-                pack_panel_by_rows([&](int64_t k) { return value_rows[k] + offset + c * PAIR; },
+                pack_panel_by_rows([&](int64_t k) { return value_rows[k] + c * PAIR; },
                                    a.dim - c * PAIR, chunk.count,
                                    values_of(chunk, kv_head) + c * value_panel_of(chunk));
         }
@@ -181,8 +209,9 @@ static void prefill(const PrefillArgs& a) {
 }  // namespace fastserve
 
 extern "C" void fs_paged_prefill(
-    int64_t dtype, const void* query, const void* kv, void* out, const int32_t* block_tables,
-    const int32_t* table_starts, const int32_t* context_lens, const int32_t* query_starts,
+    int64_t dtype, int64_t kv_dtype, const void* query, const void* kv, void* out,
+    const int32_t* block_tables, const int32_t* table_starts, const int32_t* context_lens,
+    const int32_t* query_starts,
     int64_t jobs, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t layers,
     int64_t layer, int64_t query_stride_t, int64_t query_stride_h, int64_t out_stride_t,
     double scale) {
@@ -190,5 +219,9 @@ extern "C" void fs_paged_prefill(
         query, kv, out, block_tables, table_starts, context_lens, query_starts, jobs, heads,
         kv_heads, dim, block_size, layers, layer, query_stride_t, query_stride_h, out_stride_t,
         (float)scale};
-    fastserve::with_type(dtype, [&](auto type) { fastserve::prefill<decltype(type)>(args); });
+    fastserve::with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        if (kv_dtype == fastserve::kInt8) return fastserve::prefill<T, int8_t>(args);
+        fastserve::prefill<T, T>(args);
+    });
 }

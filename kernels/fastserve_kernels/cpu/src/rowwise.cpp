@@ -2,31 +2,13 @@
 #include <algorithm>
 #include <cmath>
 
+#include "int8_tokens.h"
 #include "vec.h"
 
 namespace fastserve {
 
 // Below this many elements, waking the other threads costs more than the work.
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;
-
-// fp32 values in the order in which elements of T are spread over a Pair.
-static inline Pair spread_like(const float*, const float* p, int n) { return load_pair_n(p, n); }
-static inline Pair spread_like(const bf16*, const float* p, int n) {
-    Pair spread = {};
-    for (int i = 0; i < n; ++i) {  // (GCC 12 miscompiles a choice of vectors as an lvalue)
-        if (i % 2) spread.b[i / 2] = p[i];
-        else spread.a[i / 2] = p[i];
-    }
-    return spread;
-}
-
-// f(the first element, how many) of each Pair of a row.
-template <typename F>
-static inline void for_pairs(int64_t size, const F& f) {
-    const int tail = (int)(size % PAIR);
-    for (int64_t at = 0; at < size - tail; at += PAIR) f(at, PAIR);
-    if (tail > 0) f(size - tail, tail);
-}
 
 // sum = x + residual, rounded; f(the sum as it is then) of each Pair.
 template <typename T, typename F>
@@ -211,6 +193,33 @@ extern "C" void fs_kv_write(char* kv, const char* key, const char* value, const 
                         head_bytes);
         }
     }
+}
+
+// To codes and scales: see int8_cache.py. Strides in elements.
+extern "C" void fs_int8_kv_write(int64_t dtype, int8_t* kv, const void* key, const void* value,
+                                 const int64_t* slots, int64_t tokens, int64_t kv_heads, int64_t dim,
+                                 int64_t block_size, int64_t layers, int64_t layer,
+                                 int64_t key_stride_t, int64_t key_stride_h,
+                                 int64_t value_stride_t, int64_t value_stride_h) {
+    const int64_t head_bytes = block_size * (dim + (int64_t)sizeof(float));
+    fastserve::with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+#pragma omp parallel for if (tokens * kv_heads * dim >= fastserve::PARALLEL_ELEMENTS)
+        for (int64_t t = 0; t < tokens; ++t) {
+            if (slots[t] < 0) continue;
+            const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
+            const auto write = [&](int8_t* head, const T* token) {
+                float* scales = (float*)(head + block_size * dim);
+                fastserve::quantize_token(token, dim, head + offset * dim, scales + offset);
+            };
+            int8_t* head = kv + (block * layers + layer) * 2 * kv_heads * head_bytes;
+            for (int64_t h = 0; h < kv_heads; ++h, head += head_bytes) {
+                write(head, (const T*)key + t * key_stride_t + h * key_stride_h);
+                write(head + kv_heads * head_bytes,
+                      (const T*)value + t * value_stride_t + h * value_stride_h);
+            }
+        }
+    });
 }
 
 extern "C" void fs_add_layer_norm(int64_t dtype, const void* x, const void* residual,

@@ -7,14 +7,14 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 namespace fastserve {
 
 // Names of storage types in the C interface; the Python side passes these numbers.
-enum DType : int64_t { kFloat32 = 0, kBFloat16 = 1 };
+enum DType : int64_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
 
 #if defined(__AVX512F__)
 constexpr int W = 16;
@@ -42,7 +42,7 @@ static inline auto with_type(int64_t dtype, const F& f) {
 
 // 2*W consecutive elements as fp32. How they are spread over the two vectors depends on the
 // storage type (bf16: even/odd elements, because a shift and a mask are the cheapest way to widen;
-// fp32: first/second half). Loads and stores of one type agree, and all arithmetic between two
+// fp32 and int8: first/second half). Loads and stores of one type agree, and all arithmetic between two
 // Pairs is per lane, so the order never matters in between.
 struct Pair {
     vf a, b;
@@ -57,6 +57,20 @@ static inline Pair load_pair(const bf16* p) {
     vu raw = *(const vu_mem*)p;
     return {(vf)(raw << 16), (vf)(raw & 0xffff0000u)};
 }
+
+static inline vf as_floats(const int8_t* from) {
+    // Named, where there are instructions: GCC converts vectors of bytes one by one.
+#if defined(__AVX512F__)
+    const vi values = (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+    const vi values = (vi)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+    vi values;
+    for (int i = 0; i < W; ++i) values[i] = from[i];
+#endif
+    return __builtin_convertvector(values, vf);
+}
+static inline Pair load_pair(const int8_t* p) { return {as_floats(p), as_floats(p + W)}; }
 
 static inline void store_pair(float* p, Pair x) {
     *(vf_mem*)p = x.a;
@@ -114,6 +128,25 @@ static inline void store_pair_n(T* p, Pair x, int n) {
     std::memcpy(p, buffer, n * sizeof(T));
 }
 
+// fp32 values in the order in which elements of T are spread over a Pair.
+static inline Pair spread_like(const float*, const float* p, int n) { return load_pair_n(p, n); }
+static inline Pair spread_like(const bf16*, const float* p, int n) {
+    Pair spread = {};
+    for (int i = 0; i < n; ++i) {  // (GCC 12 miscompiles a choice of vectors as an lvalue)
+        if (i % 2) spread.b[i / 2] = p[i];
+        else spread.a[i / 2] = p[i];
+    }
+    return spread;
+}
+
+// f(the first element, how many) of each Pair of a row.
+template <typename F>
+static inline void for_pairs(int64_t size, const F& f) {
+    const int tail = (int)(size % PAIR);
+    for (int64_t at = 0; at < size - tail; at += PAIR) f(at, PAIR);
+    if (tail > 0) f(size - tail, tail);
+}
+
 static inline float to_float(float x) { return x; }
 static inline float to_float(bf16 x) {
     uint32_t u = (uint32_t)x.bits << 16;
@@ -133,6 +166,8 @@ static inline T from_float(float x) {
     std::memcpy(&value, &u, sizeof value);  // the lower half, x86's order of bytes
     return value;
 }
+
+static inline vf magnitude(vf x) { return (vf)((vu)x & 0x7fffffffu); }
 
 // y where either is NaN.
 static inline vf vmax(vf x, vf y) { return x > y ? x : y; }

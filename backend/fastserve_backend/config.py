@@ -261,8 +261,9 @@ class SchedulerSection(_Section):
     )
     starvation_ms: float | Literal["auto"] = Field(
         "auto",
-        description="After this wait, ms, a job has a turn before all others, for a tenth of it; a "
-        "quarter of a batch at a time; auto: from slo_ms.",
+        description="After this wait, ms, a job has a turn before all others: until its first "
+        "token, or for as long again if it has one; a quarter of a batch at a time; auto: from "
+        "slo_ms.",
     )
     max_queued_requests: int = Field(
         4096, ge=1, description="Most unfinished jobs; more are refused as UNAVAILABLE."

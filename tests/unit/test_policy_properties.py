@@ -281,8 +281,7 @@ class History:
             self.limits.prefill_chunk_tokens or LONGEST_PROMPT, self.limits.max_tokens
         )
         iterations = max(2, -(-LONGEST_PROMPT // chunk_tokens))
-        turn_s = max(1.0, self.starvation_s / 10)
-        iterations = self.num_stages * max(iterations, math.ceil(turn_s / SHORTEST_S))
+        iterations = self.num_stages * max(iterations, math.ceil(self.starvation_s / SHORTEST_S))
         passed_by = (self.most_known - 1) * iterations
         bound_s = self.starvation_s + (2 + passed_by + 1) * LONGEST_S
         bound_s += 4 * self.most_known * LONGEST_PROMPT  # first tokens get a quarter of the time

@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from fastserve_backend.job import Job
 
-# A turn lasts for this share of the starvation threshold.
-_TURN_SHARE = 0.1
 # Time of the machine that turns may take until their jobs have a token. More would make overload
 # first come, first served where prompts are most of the work.
 _TIME_SHARE = 0.25
@@ -40,12 +38,16 @@ class Promotion:
     """Knows since when each job waits, and which jobs have a turn.
 
     A job that has not run for ``starvation_s`` (since its arrival, if it never ran) starves. The
-    job that has starved longest gets the next free turn: it comes before all others for a tenth of
-    ``starvation_s``, and until it has a token. There are ``num_turns`` turns, a quarter of the jobs
-    of the latest iteration. A turn begins when a quarter of the time since the turn before it is
-    enough for that one's token. So of S starving jobs none waits longer than::
+    job that has starved longest gets the next free turn: it comes before all others until it has a
+    token, and if it had one before, for ``starvation_s``. There are ``num_turns`` turns, a quarter
+    of the jobs of the latest iteration. A turn begins when a quarter of the time since the turn
+    before it is enough for that one's token. So of S starving jobs none waits longer than::
 
-        starvation_s + ceil(S / num_turns) · turn_s + 5 · (S + num_turns) · token_s
+        (1 + ceil(S / num_turns)) · starvation_s + 5 · (S + num_turns) · token_s
+
+    A turn that cost a job's way back to the device is worth it only if the job then runs for long:
+    most end in it. New jobs need no more than their first token, after which the policy knows as
+    much of them as of others.
 
     ``token_s`` is the longest time in which one job gets its KV back and computes a token.
 
@@ -64,7 +66,6 @@ class Promotion:
         self.starvation_s = starvation_s
         self._token_s = token_s
         self._next_turn_s = 0.0  # no turn begins before
-        self.turn_s = starvation_s * _TURN_SHARE
         self.num_turns = 1
         self.num_promotions = 0
         # A job is appended again when it ran, so the first has waited longest. A job that arrives
@@ -146,7 +147,7 @@ class Promotion:
                 continue
             self.num_promotions += 1
             self._next_turn_s = max(now, self._next_turn_s) + self._token_s(job) / _TIME_SHARE
-            ends_s = now + self.turn_s
+            ends_s = now + (self.starvation_s if job.num_outputs else 0.0)
             self._turns[number] = _Turn(job, self.num_promotions, since_s, ends_s, job.num_outputs)
             begun.append(job)
         for job in begun:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
 from itertools import accumulate, islice
 
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 from fastserve_backend.scheduler.base import (
     BatchLimits,
     IterationTimes,
@@ -104,7 +105,7 @@ class Speculative:
     def walk(self, now: float, in_flight: Collection[int]) -> Walk:
         return _BothOrders(
             self._queues.walk(now, in_flight),
-            MergedWalk(by_key(self._order.new()), by_key(self._order.begun())),
+            MergedWalk(lambda place: by_key(self._order.part(place).items())),
             self._queued_first,
         )
 
@@ -161,6 +162,21 @@ class Speculative:
             return min(before_s, max(0.0, virtual_s / self._aging)), key
 
         return ewt
+
+    def placed(self, job: Job) -> None:
+        if job in self._order:
+            self._order.placed(job)
+        else:
+            self._queues.placed(job)
+
+    def by_urgency(self, place: Place, now: float, *, last_first: bool) -> Iterator[Job]:
+        """Jobs of one queue stay in its order."""
+        return merge(
+            self._queues.by_urgency(place, now, last_first=last_first),
+            self._order.part(place).jobs(last_first=last_first),
+            key=self.urgency(now),
+            reverse=last_first,
+        )
 
     def level_sizes(self) -> Sequence[int]:
         sizes = zip(self._queues.level_sizes(), self._ordered_sizes, strict=True)
@@ -244,10 +260,10 @@ class _BothOrders:
         self._next_ordered = next(self._ordered, None)
         return ordered
 
-    def skip_new(self) -> None:
-        self._queued.skip_new()
-        self._ordered.skip_new()
-        if self._next_queued is not None and not self._next_queued.has_begun:
+    def skip(self, place: Place) -> None:
+        self._queued.skip(place)
+        self._ordered.skip(place)
+        if self._next_queued is not None and self._next_queued.place is place:
             self._next_queued = next(self._queued, None)
-        if self._next_ordered is not None and not self._next_ordered.has_begun:
+        if self._next_ordered is not None and self._next_ordered.place is place:
             self._next_ordered = next(self._ordered, None)

@@ -29,7 +29,7 @@ _MAX_RETURNING = 2
 _LOOK_AHEAD_ROUNDS = 8
 # Jobs are not asked to leave ahead of time when so many could not, for want of host memory or
 # because they are better computed again: the others are of that kind too.
-_MOST_REFUSED = 16
+_MOST_REFUSED = 4
 # A write-back takes the link for so long at most, since a swap-out may want it next.
 _WRITE_BACK_S = 0.005
 # Write-backs begin when this share of the device is used, and leave this share of the host free.

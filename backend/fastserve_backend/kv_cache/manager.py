@@ -167,9 +167,9 @@ class KVManager:
     def recall(self, job: Job) -> None:
         """Find what a job that has computed nothing need not compute: it gets what was kept of its
         first tokens, if no other waits for those blocks, and is to copy what running jobs have."""
-        if self._round.refuses_new and job.number not in self._have_kv:
-            return
         if not self._may_begin(job):
+            return
+        if self._round.refuses_new and job.number not in self._have_kv:
             return
         fits = self._room.fits(job)
         if (fits or not self._room.num_promised) and job.number not in self._have_kv:
@@ -202,13 +202,14 @@ class KVManager:
             this.refuses_new = True
             return False
         this.offered.add(job.number)
-        begins = self._may_begin(job)
+        may_run = self.tiers.may_run(job.number)
+        begins = may_run and self._may_share(job)
         # Where it does not fit it would copy nothing.
-        if begins and self._room.fits(job) and self._shared.is_coming(job):
+        if begins and self._shared.is_coming(job) and self._room.fits(job):
             self._room.promise_all(job)  # for what it is to copy
             this.is_waiting = True
             return False
-        if not self.tiers.may_run(job.number):
+        if not may_run:
             self._bring_back(job, num_tokens)
             return False
         device, room_for = self.tiers.device, job.num_ready + num_tokens
@@ -228,16 +229,16 @@ class KVManager:
             device.grow(job.number, room_for)
         if job.num_shared:
             self._shared.copy(job)
-        if begins or num_tokens > 1:
+        if self._keys.is_on and (begins or num_tokens > 1):
             self._shared.computes(job, room_for)
         if is_new:
             self._holders.add(job)
             this.num_settled += 1
-        self._counters.prefix_cached_tokens += self._prefix_cache.used(job)
+            self._counters.prefix_cached_tokens += self._prefix_cache.used(job)
         this.busy.add(job.number)
         this.taken.append(job)
-        if device.num_used > self._counters.peak_blocks:
-            self._counters.peak_blocks = device.num_used
+        if is_new or missing:
+            self._counters.peak_blocks = max(self._counters.peak_blocks, device.num_used)
         return True
 
     def transfers(self) -> list[Transfer]:
@@ -270,7 +271,11 @@ class KVManager:
 
     def _may_begin(self, job: Job) -> bool:
         """Whether the job could run now, for the first time since it last had no KV."""
-        return not self._shared.knows(job) and self.tiers.may_run(job.number)
+        return self._may_share(job) and self.tiers.may_run(job.number)
+
+    def _may_share(self, job: Job) -> bool:
+        """Whether others could have something of its tokens, and it has none of that yet."""
+        return self._keys.is_on and not self._shared.knows(job)
 
     def _admit(self, job: Job) -> bool:
         device = self.tiers.device

@@ -12,6 +12,8 @@ from fastserve_backend.scheduler.walk import Walk
 # Of a waiting prompt beside a decode. With 1 chunks stay so small under overload that tokens/s fall
 # by 8% (chat on the systems of benchmarks/scheduling_race.py).
 _PROMPT_WEIGHT = 20
+# Jobs whose KV returns from the host at once because they are to run, of those of an iteration.
+_RETURNING_SHARE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +301,8 @@ def fill_batch(
     tokens_left = limits.max_tokens
     chunk_left = limits.prefill_chunk_tokens
     prompts_wait = False
+    num_from_host = 0  # jobs that wait for their KV
+    most_from_host = max(1, int(limits.max_seqs * _RETURNING_SHARE))
     for job in jobs:
         if len(batch) == limits.max_seqs or tokens_left == 0:
             break
@@ -306,7 +310,9 @@ def fill_batch(
             continue
         memory.recall(job)
         seats_left = limits.max_seqs - len(batch) - 1
-        needed = limits.tokens_of(job.num_uncomputed, tokens_left, chunk_left, seats_left)
+        needed = job.num_uncomputed
+        if needed != 1:
+            needed = limits.tokens_of(needed, tokens_left, chunk_left, seats_left)
         if needed <= 0:
             prompts_wait = True
             jobs.skip(Place.NOWHERE)
@@ -316,7 +322,8 @@ def fill_batch(
         elif memory.is_exhausted:
             break
         else:
-            if memory.refuses_host:
+            num_from_host += job.place is Place.HOST
+            if memory.refuses_host or num_from_host == most_from_host:
                 jobs.skip(Place.HOST)
             if memory.refuses_new:
                 jobs.skip(Place.NOWHERE)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from fastserve_backend.job import Job, Place
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled, Urgency
 from fastserve_backend.scheduler.ordered_jobs import SplitOrder
-from fastserve_backend.scheduler.walk import MergedWalk, Walk, by_key
+from fastserve_backend.scheduler.walk import MergedWalk, Walk
 
 
 class KeyedPolicy:
@@ -43,7 +43,7 @@ class KeyedPolicy:
         self._jobs.remove(job)
 
     def walk(self, now: float, in_flight: Collection[int]) -> Walk:
-        return MergedWalk(lambda place: by_key(self._jobs.part(place).items()))
+        return MergedWalk(lambda place: self._jobs.part(place).items())
 
     def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
         for job, _ in ran:

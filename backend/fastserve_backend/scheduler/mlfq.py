@@ -224,8 +224,8 @@ class MLFQ:
 
 
 def _by_level(
-    queues: Sequence[Iterable[tuple[float, Job]]],
+    queues: Sequence[Iterable[tuple[OrderKey, Job]]],
 ) -> Iterator[tuple[OrderKey, Job]]:
     for level, queue in enumerate(queues):
-        for ticket, job in queue:
+        for (ticket, _), job in queue:
             yield (level, ticket), job

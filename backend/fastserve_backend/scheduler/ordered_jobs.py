@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from heapq import merge
+from operator import itemgetter
 
 from fastserve_backend.job import Job, Place
 
@@ -37,9 +38,10 @@ class OrderedJobs:
         """How many jobs come before one of this key and number, which may be here or not."""
         return bisect_left(self._order, (key, number))
 
-    def items(self) -> Iterator[tuple[float, Job]]:
-        """(key, job), in order."""
-        return (self._jobs[number] for _, number in self._order)
+    def items(self) -> Iterator[tuple[tuple[float, float], Job]]:
+        """((key, job's number), job), in order."""
+        jobs = self._jobs
+        return ((place, jobs[place[1]][1]) for place in self._order)
 
     def jobs(self, *, last_first: bool) -> Iterator[Job]:
         """In order, or the other way round."""
@@ -83,7 +85,9 @@ class SplitOrder:
         return len(self._part_of)
 
     def __iter__(self) -> Iterator[Job]:
-        return (job for _, job in self.items())
+        """In order."""
+        items = merge(*(part.items() for part in self._parts), key=itemgetter(0))
+        return (job for _, job in items)
 
     def __contains__(self, job: Job) -> bool:
         return job.number in self._part_of
@@ -95,11 +99,6 @@ class SplitOrder:
     def num_before(self, key: float, number: int) -> int:
         """How many jobs come before one of this key and number, which may be here or not."""
         return sum(part.num_before(key, number) for part in self._parts)
-
-    def items(self) -> Iterator[tuple[float, Job]]:
-        """(key, job), in order."""
-        parts = (part.items() for part in self._parts)
-        return merge(*parts, key=lambda item: (item[0], item[1].number))
 
     def part(self, place: Place) -> OrderedJobs:
         """Those whose KV is there."""

@@ -24,7 +24,7 @@ from fastserve_backend.scheduler.base import (
 from fastserve_backend.scheduler.mlfq import Quanta
 from fastserve_backend.scheduler.ordered_jobs import SplitOrder
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
-from fastserve_backend.scheduler.walk import MergedWalk, Walk, by_key
+from fastserve_backend.scheduler.walk import MergedWalk, Walk
 
 
 @dataclass(slots=True)
@@ -105,7 +105,7 @@ class Speculative:
     def walk(self, now: float, in_flight: Collection[int]) -> Walk:
         return _BothOrders(
             self._queues.walk(now, in_flight),
-            MergedWalk(lambda place: by_key(self._order.part(place).items())),
+            MergedWalk(lambda place: self._order.part(place).items()),
             self._queued_first,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from fastserve_backend.job import Job, Place
@@ -37,11 +37,12 @@ class MergedWalk:
         return self
 
     def __next__(self) -> Job:
-        first: tuple[OrderKey, Job] | None = None
-        place = 0
-        for index, item in enumerate(self._next):
-            if item is not None and (first is None or item[0] < first[0]):
-                first, place = item, index
+        nowhere, device, host = self._next
+        first, place = nowhere, Place.NOWHERE
+        if device is not None and (first is None or device[0] < first[0]):
+            first, place = device, Place.DEVICE
+        if host is not None and (first is None or host[0] < first[0]):
+            first, place = host, Place.HOST
         if first is None:
             raise StopIteration
         self._next[place] = next(self._parts[place], None)
@@ -50,8 +51,3 @@ class MergedWalk:
     def skip(self, place: Place) -> None:
         """Yield no job whose KV is there from now on."""
         self._next[place] = None
-
-
-def by_key(items: Iterable[tuple[float, Job]]) -> Iterator[tuple[OrderKey, Job]]:
-    """Of equal keys the first to arrive comes first."""
-    return (((key, job.number), job) for key, job in items)

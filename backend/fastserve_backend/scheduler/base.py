@@ -12,8 +12,6 @@ from fastserve_backend.scheduler.walk import Walk
 # Of a waiting prompt beside a decode. With 1 chunks stay so small under overload that tokens/s fall
 # by 8% (chat on the systems of benchmarks/scheduling_race.py).
 _PROMPT_WEIGHT = 20
-# Jobs whose KV returns from the host at once because they are to run, of those of an iteration.
-_RETURNING_SHARE = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,16 +291,15 @@ def fill_batch(
     token) behind it still run; in the next iteration, behind decodes alone, it fits. Jobs without
     memory are passed over, until no other can have any. A job that waits for what others compute
     keeps the tokens that it was to have: no prompt behind it makes it wait longer. Once no job
-    without KV can run, such jobs are not looked at, and once none returns from the host, those
-    there are not either. Costs O(batch + jobs in flight + jobs with KV on the device that are
-    passed over).
+    without KV can run, such jobs are not looked at. Nor are those whose KV is on the host once it
+    does not return, or as many wait for theirs as an iteration has seats. Costs O(batch + jobs in
+    flight + jobs with KV on the device that are passed over).
     """
     batch: list[Scheduled] = []
     tokens_left = limits.max_tokens
     chunk_left = limits.prefill_chunk_tokens
     prompts_wait = False
     num_from_host = 0  # jobs that wait for their KV
-    most_from_host = max(1, int(limits.max_seqs * _RETURNING_SHARE))
     for job in jobs:
         if len(batch) == limits.max_seqs or tokens_left == 0:
             break
@@ -323,7 +320,7 @@ def fill_batch(
             break
         else:
             num_from_host += job.place is Place.HOST
-            if memory.refuses_host or num_from_host == most_from_host:
+            if memory.refuses_host or num_from_host == limits.max_seqs:
                 jobs.skip(Place.HOST)
             if memory.refuses_new:
                 jobs.skip(Place.NOWHERE)

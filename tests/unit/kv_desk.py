@@ -57,7 +57,7 @@ class Desk:
     def placed(self, job: Job) -> None:
         pass
 
-    def by_urgency(self, place: Place, now: float, *, last_first: bool) -> Iterator[Job]:
+    def by_urgency(self, place: Place, urgency: object, *, last_first: bool) -> Iterator[Job]:
         numbers = sorted(self.known, reverse=last_first)
         return (self.known[n] for n in numbers if self.known[n].place is place)
 

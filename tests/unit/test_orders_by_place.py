@@ -74,9 +74,10 @@ def test_jobs_of_a_place_come_in_order_of_urgency(name: str, seed: int) -> None:
                 policy.placed(job)
         for place in Place:
             there = [job for job in jobs if job.place is place]
-            expected = sorted(there, key=policy.urgency(now))
-            assert list(policy.by_urgency(place, now, last_first=False)) == expected
-            assert list(policy.by_urgency(place, now, last_first=True)) == expected[::-1]
+            urgency = policy.urgency(now)
+            expected = sorted(there, key=urgency)
+            assert list(policy.by_urgency(place, urgency, last_first=False)) == expected
+            assert list(policy.by_urgency(place, urgency, last_first=True)) == expected[::-1]
 
 
 class ByNumber:
@@ -85,7 +86,7 @@ class ByNumber:
     def __init__(self, jobs: list[Job]) -> None:
         self._jobs = jobs
 
-    def by_urgency(self, place: Place, now: float, *, last_first: bool) -> object:
+    def by_urgency(self, place: Place, urgency: object, *, last_first: bool) -> object:
         jobs = [job for job in self._jobs if job.place is place]
         return iter(jobs[::-1] if last_first else jobs)
 

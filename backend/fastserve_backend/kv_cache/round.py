@@ -17,8 +17,9 @@ class RunningOrder(Protocol):
 
     def urgency(self, now: float) -> Urgency: ...
 
-    def by_urgency(self, place: Place, now: float, *, last_first: bool) -> Iterator[Job]:
-        """Jobs whose KV was there when the round began, those first that run next, or last."""
+    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
+        """Jobs whose KV was there when the round began, those first that run next, or last, by
+        what ``urgency`` returned."""
         ...
 
     def placed(self, job: Job) -> None:
@@ -53,7 +54,7 @@ class Round:
     _urgency: Urgency | None = None
 
     def by_urgency(self, place: Place, *, last_first: bool = False) -> Iterator[Job]:
-        return self.order.by_urgency(place, self.now, last_first=last_first)
+        return self.order.by_urgency(place, self.urgency(), last_first=last_first)
 
     def urgency(self) -> Urgency:
         if self._urgency is None:

@@ -266,9 +266,13 @@ class Policy(Protocol):
         """The job's ``place`` has changed; it is known."""
         ...
 
-    def by_urgency(self, place: Place, now: float, *, last_first: bool) -> Iterator[Job]:
-        """Jobs whose KV is there, those first that run next, or last: the order of ``urgency``, as
-        far as it can be had without looking at all. Of use as long as ``urgency``."""
+    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
+        """Jobs whose KV is there, those first that run next, or last: in order of ``urgency``, as
+        far as that can be had without looking at all of them.
+
+        Args:
+            urgency: what ``urgency`` returned; the iterator is of use as long as that.
+        """
         ...
 
     def level_sizes(self) -> Sequence[int]:

@@ -61,7 +61,7 @@ class KeyedPolicy:
     def placed(self, job: Job) -> None:
         self._jobs.placed(job)
 
-    def by_urgency(self, place: Place, now: float, *, last_first: bool) -> Iterator[Job]:
+    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
         return self._jobs.part(place).jobs(last_first=last_first)
 
     def level_sizes(self) -> Sequence[int]:

@@ -158,7 +158,7 @@ class MLFQ:
     def placed(self, job: Job) -> None:
         self._queues[job.queue_level].placed(job)
 
-    def by_urgency(self, place: Place, now: float, *, last_first: bool) -> Iterator[Job]:
+    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
         queues = reversed(self._queues) if last_first else self._queues
         jobs = (job for queue in queues for job in queue.part(place).jobs(last_first=last_first))
         early = self._promotion.next_promoted()
@@ -166,7 +166,7 @@ class MLFQ:
             return jobs
         # It alone may run before its place in the queues.
         others = (job for job in jobs if job is not early)
-        return merge([early], others, key=self.urgency(now), reverse=last_first)
+        return merge([early], others, key=urgency, reverse=last_first)
 
     def execute_s(self) -> list[float]:
         """T_execute of a job in each queue: seconds until all above it have sunk to its queue.

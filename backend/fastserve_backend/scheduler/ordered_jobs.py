@@ -43,6 +43,10 @@ class OrderedJobs:
         jobs = self._jobs
         return ((place, jobs[place[1]][1]) for place in self._order)
 
+    def numbers(self) -> Iterator[int]:
+        """Of the jobs, in order."""
+        return (number for _, number in self._order)
+
     def jobs(self, *, last_first: bool) -> Iterator[Job]:
         """In order, or the other way round."""
         order = reversed(self._order) if last_first else self._order
@@ -95,10 +99,6 @@ class SplitOrder:
     def key(self, job: Job) -> float:
         """The key that the job was last given."""
         return self._part_of[job.number].key(job)
-
-    def num_before(self, key: float, number: int) -> int:
-        """How many jobs come before one of this key and number, which may be here or not."""
-        return sum(part.num_before(key, number) for part in self._parts)
 
     def part(self, place: Place) -> OrderedJobs:
         """Those whose KV is there."""

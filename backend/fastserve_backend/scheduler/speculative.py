@@ -22,7 +22,7 @@ from fastserve_backend.scheduler.base import (
     time_to_next_token,
 )
 from fastserve_backend.scheduler.mlfq import Quanta
-from fastserve_backend.scheduler.ordered_jobs import SplitOrder
+from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.walk import MergedWalk, Walk
 
@@ -142,14 +142,10 @@ class Speculative:
         ENST, see ``MLFQ``, and T_execute counts the jobs with one that come before it too.
         """
         execute_s = self._queues.execute_s()
-        sums_s = [0.0]  # of remaining times: of the first 0, 1, … jobs in the order
-        rest = accumulate(self._entries[job.number].remaining_s for job in self._order)
+        parts = [_Sums(self._order.part(place), self._entries) for place in Place]
 
         def predicted_s(key: float, number: int) -> float:
-            num_before = self._order.num_before(key, number)
-            if num_before >= len(sums_s):
-                sums_s.extend(islice(rest, num_before + 1 - len(sums_s)))
-            return sums_s[num_before] / self.limits.max_seqs
+            return sum(part.before_s(key, number) for part in parts) / self.limits.max_seqs
 
         def ewt(job: Job) -> tuple[float, float]:
             if self._entries[job.number].num_tokens is None:
@@ -169,12 +165,12 @@ class Speculative:
         else:
             self._queues.placed(job)
 
-    def by_urgency(self, place: Place, now: float, *, last_first: bool) -> Iterator[Job]:
+    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
         """Jobs of one queue stay in its order."""
         return merge(
-            self._queues.by_urgency(place, now, last_first=last_first),
+            self._queues.by_urgency(place, urgency, last_first=last_first),
             self._order.part(place).jobs(last_first=last_first),
-            key=self.urgency(now),
+            key=urgency,
             reverse=last_first,
         )
 
@@ -234,6 +230,22 @@ class Speculative:
         num_decodes = max(0, num_tokens - job.num_outputs - 1)
         decode_s = self._times.decode_s(job.num_tokens + 1 + num_decodes // 2)
         return time_to_next_token(job, self._times) + num_decodes * decode_s
+
+
+class _Sums:
+    """Of remaining times of the jobs that come before one, as far as they are asked for."""
+
+    def __init__(self, jobs: OrderedJobs, entries: dict[int, _Entry]) -> None:
+        self._jobs = jobs
+        self._sums_s = [0.0]  # of the first 0, 1, … jobs
+        self._rest = accumulate(entries[number].remaining_s for number in jobs.numbers())
+
+    def before_s(self, key: float, number: int) -> float:
+        """Seconds, of those that come before a job of this key and number."""
+        num_before, sums_s = self._jobs.num_before(key, number), self._sums_s
+        if num_before >= len(sums_s):
+            sums_s.extend(islice(self._rest, num_before + 1 - len(sums_s)))
+        return sums_s[num_before]
 
 
 class _BothOrders:

@@ -24,6 +24,17 @@ class JobState(enum.Enum):
     FINISHED = "finished"
 
 
+class Place(enum.IntEnum):
+    """Where a job's KV is."""
+
+    NOWHERE = 0
+    """It has none: it is new, or lost what it had."""
+    DEVICE = 1
+    """On the device, or on its way from there or to there."""
+    HOST = 2
+    """On the host alone."""
+
+
 class FinishReason(enum.StrEnum):
     STOP = "stop"
     LENGTH = "length"
@@ -84,7 +95,7 @@ OutputSink = Callable[[JobOutput], None]
 @dataclass(eq=False, slots=True)
 class Job:
     """The step loop changes it; the policy ``queue_level`` alone, the KV manager ``num_computed``,
-    ``num_shared`` and its counts of swaps."""
+    ``num_shared``, ``place`` and its counts of swaps."""
 
     id: str
     number: int
@@ -114,6 +125,8 @@ class Job:
     num_shared: int = 0
     """Tokens after those, whose K and V it copies from other jobs when it runs next; may be out of
     date until then."""
+    place: Place = Place.NOWHERE
+    """When the KV manager's latest round began."""
     num_cached_tokens: int = 0
     """Of its prompt, those whose K and V other jobs had computed when it first ran."""
     queue_level: int = 0
@@ -152,11 +165,6 @@ class Job:
         return num_tokens - self.num_computed - self.num_shared
 
     @property
-    def has_begun(self) -> bool:
-        """Whether it has computed something, be it lost since."""
-        return self.num_computed > 0 or self.num_pending > 0 or len(self.output_ids) > 0
-
-    @property
     def waits_for_mask(self) -> bool:
         """Whether it cannot run before a grammar says what its next token may be."""
         return self.params.structured_output is not None and self.mask is None
@@ -175,6 +183,11 @@ class Job:
         self.num_computed = self.num_ready + num_tokens
         self.num_shared = 0
         self.num_pending += gets_token
+
+    def lost_ranks(self) -> None:
+        """With them its KV is gone, and all steps that were not answered."""
+        self.num_computed = self.num_shared = self.num_pending = 0
+        self.place = Place.NOWHERE
 
     def uncomputed_ids(self) -> array[int]:
         """Only while no token is pending."""

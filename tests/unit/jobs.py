@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 from fastserve_backend.sampling_params import SamplingParams
 
 
@@ -37,5 +37,6 @@ def run_iteration(job: Job, num_tokens: int | None = None) -> None:
     cache, and there is a new one unless some are still left."""
     num_tokens = job.num_uncomputed if num_tokens is None else num_tokens
     job.num_computed, job.num_shared = job.num_ready + num_tokens, 0
+    job.place = Place.DEVICE
     if job.num_uncomputed == 0:
         job.output_ids.append(7)

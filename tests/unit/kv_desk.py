@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.counters import EngineCounters
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
@@ -48,10 +48,18 @@ class Desk:
         costs = SwapCosts(times, 100, link)
         self.manager = KVManager(self.tiers, self, config, costs, self.counters)
         self.now = 0.0
+        self.known: dict[int, Job] = {}
         self.starving: set[int] = set()
 
     def has_turn(self, job: Job) -> bool:
         return job.number in self.starving
+
+    def placed(self, job: Job) -> None:
+        pass
+
+    def by_urgency(self, place: Place, urgency: object, *, last_first: bool) -> Iterator[Job]:
+        numbers = sorted(self.known, reverse=last_first)
+        return (self.known[n] for n in numbers if self.known[n].place is place)
 
     def urgency(self, now: float):  # type: ignore[no-untyped-def]
         return lambda job: (job.number, 0.0)
@@ -69,6 +77,7 @@ class Desk:
         self.manager.begin(self.now, {job.number for job in in_flight}, numbers)
         taken = []
         for job in jobs:
+            self.known[job.number] = job
             self.manager.recall(job)
             if self.manager.take(job, tokens or job.num_uncomputed):
                 taken.append(job)

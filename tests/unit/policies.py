@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 from fastserve_backend.scheduler.base import UNLIMITED, BatchLimits, Policy, Scheduled, fill_batch
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
@@ -127,9 +127,9 @@ class Listed:
     def __next__(self) -> Job:
         return next(self._jobs)
 
-    def skip_new(self) -> None:
+    def skip(self, place: Place) -> None:
         jobs = self._jobs
-        self._jobs = (job for job in jobs if job.has_begun)
+        self._jobs = (job for job in jobs if job.place is not place)
 
 
 def by_priority(policy: Policy, jobs: Iterable[Job]) -> list[Job]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 from fastserve_backend.config import Objective
-from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.job import FinishReason, Job, Place
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled
 from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.gittins_index import Capacity, GittinsIndex
@@ -478,5 +478,5 @@ def test_a_prefill_that_has_one_token_left_has_begun() -> None:
     run_iteration(job, 4)
     gittins.iteration_done([Scheduled(job, 4)], 1.0)
     walk = gittins.walk(1.0, ())
-    walk.skip_new()
+    walk.skip(Place.NOWHERE)
     assert list(walk) == [job]

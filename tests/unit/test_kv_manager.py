@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.kv_cache.tiers import TransferKind
+from fastserve_backend.scheduler.base import BatchLimits, fill_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
 from kv_desk import FAST_LINK, SLOW_LINK, Desk, jobs_of
+from policies import Listed
 
 STRATEGIES = ("defer", "recompute", "reactive", "proactive")
 
@@ -207,7 +209,6 @@ def test_a_job_whose_step_was_not_sent_is_offered_again() -> None:
     urgent, taken = make_job(0, 40, max_tokens=8), make_job(1, 40, max_tokens=8)
     assert desk.offer(taken) == [taken]
     desk.manager.begin(5.0, ())
-    assert not desk.manager.take(urgent, 40)
-    assert not desk.manager.refuses_new
-    assert desk.manager.take(taken, 40)
+    batch = fill_batch(Listed([urgent, taken]), BatchLimits(8, 100), (), desk.manager)
+    assert batch == [(taken, 40)]
     assert desk.manager.refuses_new

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.job import FinishReason, Job, Place
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled, time_to_next_token
 from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.mlfq import MLFQ
@@ -206,7 +206,7 @@ class History:
             needed = 1 if chunk_left is not None else job.num_uncomputed
             no_room = slots_left == 0 or needed > tokens_left
             no_chunk = is_prefill and chunk_left == 0
-            waits = prompts_wait and (is_prefill or not job.has_begun)
+            waits = prompts_wait and (is_prefill or job.place is Place.NOWHERE)
             assert no_room or no_chunk or waits
             prompts_wait = True
 

@@ -220,7 +220,8 @@ class StepLoop:
         self._copies.clear()
         self.kv = kv
         for job in self._jobs.values():
-            job.num_computed = job.num_shared = job.num_pending = 0
+            job.lost_ranks()
+            self.policy.placed(job)
             if job.state is JobState.RUNNING:
                 job.state = JobState.PREEMPTED
         self._flush()

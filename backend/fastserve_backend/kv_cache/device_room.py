@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.holders import Holders
 from fastserve_backend.kv_cache.prefix_cache import PrefixCache
 from fastserve_backend.kv_cache.round import Round
@@ -34,7 +34,8 @@ class DeviceRoom:
         # Nobody need leave for what these blocks are enough for.
         self._ending_blocks = self._tiers.num_ended + sum(map(self._tiers.device.num_held, ending))
         self._has_no_victims = False
-        self._leaving: list[Job] | None = None  # at the first shortage, the last to run at the end
+        self._last: Iterator[Job] | None = None  # on the device, from the first shortage on
+        self._candidates: list[Job] = []  # the first of those that may leave
         self.num_promised = 0
         """Blocks that more urgent jobs wait for."""
         self.is_too_early = False
@@ -45,6 +46,11 @@ class DeviceRoom:
         """Blocks beside what was promised that are free when the swap-outs under way have ended;
         less than 0: so many more were promised."""
         return self._tiers.device.num_free + self._tiers.num_leaving - self.num_promised
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether nobody gets another block in this round."""
+        return self._has_no_victims and self.num_spare < 0
 
     def has(self, num_blocks: int) -> bool:
         """Whether so many blocks are free beside what was promised."""
@@ -99,16 +105,20 @@ class DeviceRoom:
     def _victims(self, num_blocks: int) -> list[Job]:
         """Jobs that have to go for ``num_blocks`` blocks, the last to run first; none if even all
         have fewer."""
-        this = self._round
-        if self._leaving is None:
-            jobs = [job for job in self._holders if self._holders.may_leave(job, this)]
-            self._leaving = sorted(jobs, key=this.urgency())
-        victims = []
-        for job in reversed(self._leaving):
-            if not self._holders.may_leave(job, this):
-                continue
-            victims.append(job)
-            num_blocks -= self._tiers.device.num_held(job.number)
-            if num_blocks <= 0:
-                return victims
-        return []
+        this, num_held = self._round, self._tiers.device.num_held
+        if self._last is None:
+            self._last = this.by_urgency(Place.DEVICE, last_first=True)
+        candidates = self._candidates
+        candidates[:] = [job for job in candidates if self._holders.may_leave(job, this)]
+        count = 0
+        while num_blocks > 0:
+            if count == len(candidates):
+                job = next(self._last, None)
+                if job is None:
+                    return []
+                if not self._holders.may_leave(job, this):
+                    continue
+                candidates.append(job)
+            num_blocks -= num_held(candidates[count].number)
+            count += 1
+        return candidates[:count]

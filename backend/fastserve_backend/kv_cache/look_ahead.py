@@ -4,9 +4,12 @@ that run next return early, and the idle link copies blocks of those that will l
 
 from __future__ import annotations
 
+from itertools import islice
+
 from fastserve_backend.config import KVCacheSection
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.burst_reserve import BurstReserve
+from fastserve_backend.kv_cache.device_border import DeviceBorder
 from fastserve_backend.kv_cache.device_room import DeviceRoom
 from fastserve_backend.kv_cache.holders import Holders
 from fastserve_backend.kv_cache.prefix_cache import PrefixCache
@@ -21,15 +24,19 @@ _BAND = 0.1
 # Jobs on their way back at once, ahead of time: with more the link would still carry old decisions
 # when the order changes.
 _MAX_RETURNING = 2
-# The order changes little from one round to the next, and sorting all jobs with KV would cost each
-# iteration a millisecond with some hundreds of them. So it is looked at when blocks were freed or
+# The order changes little from one round to the next. So it is looked at when blocks were freed or
 # jobs came, and in between only each so many rounds.
 _LOOK_AHEAD_ROUNDS = 8
+# Jobs are not asked to leave ahead of time when so many could not, for want of host memory or
+# because they are better computed again: the others are of that kind too.
+_MOST_REFUSED = 4
 # A write-back takes the link for so long at most, since a swap-out may want it next.
 _WRITE_BACK_S = 0.005
 # Write-backs begin when this share of the device is used, and leave this share of the host free.
 _WRITE_BACK_USED = 0.5
 _WRITE_BACK_HOST_FREE = 0.25
+# They are for the first to leave, of so many.
+_WRITE_BACK_JOBS = 64
 
 
 class LookAhead:
@@ -74,56 +81,36 @@ class LookAhead:
             self._write_back(this)
 
     def _swap(self, this: Round) -> None:
-        """Keep the reserve free, and on the device the jobs that run next (ENST order)."""
-        device = self._tiers.device
+        """Keep the reserve free, and on the device the jobs that run next (ENST order): as many as
+        have all blocks but the reserve together."""
+        device, tiers = self._tiers.device, self._tiers
         reserve = self._reserve.num_blocks(this.now)
-        has_waiting = any(self._tiers.is_swapped_out(job.number) for job in self._holders)
         spare = self._room.num_spare
-        if not has_waiting and spare >= reserve:
+        if not tiers.num_swapped_out and spare >= reserve:
             return
-        returning, leaving = self._misplaced(this, device.num_blocks - reserve)
-        num_on_their_way = sum(
-            transfer.kind is TransferKind.SWAP_IN for transfer in self._tiers.transfers()
-        )
-        returning = returning[: max(0, _MAX_RETURNING - num_on_their_way)]
+        border = DeviceBorder(tiers, self._prefix_cache, this, device.num_blocks - reserve)
+        most_returning = max(0, _MAX_RETURNING - tiers.num_unfinished(TransferKind.SWAP_IN))
+        returning = list(islice(border.inside(_BAND * device.num_blocks), most_returning))
         wanted = reserve + sum(self._room_to_return(job) for job in returning)
         spare += self._prefix_cache.give_back(wanted - spare, this.offered)
-        while leaving and spare < wanted:
-            job = leaving.pop()
+        num_refused = 0
+        for job in border.outside() if spare < wanted else ():
+            if not self._holders.is_idle(job, this):
+                continue
             num_held = device.num_held(job.number)
             if job.num_computed == 0:  # it was taken, but its step was held
                 self._holders.drop(job)
                 spare += num_held
             elif self._swapping.swap_out(job):
                 spare += num_held
+            else:
+                num_refused += 1
+            if spare >= wanted or num_refused == _MOST_REFUSED:
+                break
         for job in returning:
             if not self._room.has(self._room_to_return(job) + reserve):
                 break
             self._swapping.swap_in(job, job.num_tokens)
-
-    def _misplaced(self, this: Round, capacity: int) -> tuple[list[Job], list[Job]]:
-        """Swapped-out jobs that belong on the device and idle ones there that do not, both the
-        soonest to run first.
-
-        The jobs that run next belong on the device, as many as have ``capacity`` blocks together.
-        """
-        device = self._tiers.device
-        used = sum(map(device.num_held, this.busy))
-        idle = {job.number for job in self._holders.idle_on_device(this)}
-        returning, leaving = [], []
-        for job in sorted(self._holders, key=this.urgency()):
-            if job.number in this.busy:
-                continue
-            if job.number in idle:
-                used += device.num_held(job.number)
-                if used > capacity:
-                    leaving.append(job)
-            else:
-                used += self._room_to_return(job)
-                is_far_inside = used <= capacity - _BAND * device.num_blocks
-                if is_far_inside and self._tiers.is_swapped_out(job.number):
-                    returning.append(job)
-        return returning, leaving
 
     def _room_to_return(self, job: Job) -> int:
         """Blocks for all tokens of a job, so that its next iteration can follow at once."""
@@ -134,15 +121,14 @@ class LookAhead:
         if (
             device.num_used < _WRITE_BACK_USED * device.num_blocks
             or host.num_free <= _WRITE_BACK_HOST_FREE * host.num_blocks
-            or any(transfer.kind.is_out for transfer in self._tiers.transfers())
+            or self._tiers.num_unfinished(TransferKind.SWAP_OUT)
+            or self._tiers.num_unfinished(TransferKind.WRITE_BACK)
         ):
             return
-        candidates = [
-            job
-            for job in self._holders.idle_on_device(this)
-            if device.num_blocks_full(job.num_computed) > host.num_held(job.number)
-        ]
-        if candidates:
-            max_blocks = max(1, int(_WRITE_BACK_S / self._costs.transfer_s(True, 1)))
-            job = max(candidates, key=this.urgency())
-            self._swapping.write_back(job, min(max_blocks, host.num_free))
+        for job in islice(this.by_urgency(Place.DEVICE, last_first=True), _WRITE_BACK_JOBS):
+            if self._holders.is_idle(job, this) and (
+                device.num_blocks_full(job.num_computed) > host.num_held(job.number)
+            ):
+                max_blocks = max(1, int(_WRITE_BACK_S / self._costs.transfer_s(True, 1)))
+                self._swapping.write_back(job, min(max_blocks, host.num_free))
+                break

@@ -69,7 +69,7 @@ class KVManager:
             tiers, self._holders, self._prefix_cache, self._swapping, self._room, config, costs
         )
         self._admitted: dict[int, int] = {}  # strategy defer: job → blocks that it may come to need
-        self._unsent: set[int] = set()  # jobs that were taken, but not sent since
+        self._num_admitted_blocks = 0
         self._holds_steps = False
         self._round = Round(0.0, order)
         self.begin(0.0, in_flight=())
@@ -107,7 +107,7 @@ class KVManager:
         for job in last.taken:
             job.num_shared = 0  # of those whose step was not sent
         self._prefix_cache.give_back_unused()
-        self._unsent &= self._have_kv
+        self._holders.place_moved(self._order)
         busy, running, is_ahead = set(in_flight), set(going_on or ()), going_on is not None
         staying = busy - running
         self._round = Round(now, self._order, busy, running, is_ahead, num_settled=len(staying))
@@ -130,9 +130,13 @@ class KVManager:
 
     @property
     def refuses_new(self) -> bool:
-        """No job without KV would be taken from now on in this round, and each job that was taken
-        before its step could be sent has been offered again."""
-        return self._round.refuses_new and self._unsent <= self._round.offered
+        """No job without KV would be taken from now on in this round."""
+        return self._round.refuses_new
+
+    @property
+    def refuses_host(self) -> bool:
+        """No job whose KV is on the host would get it back from now on in this round."""
+        return self._room.is_exhausted
 
     @property
     def is_waiting(self) -> bool:
@@ -147,7 +151,8 @@ class KVManager:
 
     def sent(self) -> None:
         """That step was sent. The sources of its copies stay as they are until ``copied``."""
-        self._unsent.difference_update(job.number for job in self._round.taken)
+        for job in self._round.taken:
+            self._holders.computes(job)
         num_copied = len(self.copies.from_blocks)
         self._counters.prefix_cached_tokens += num_copied * self.tiers.device.block_size
         for number in self.copies.sources:
@@ -162,9 +167,9 @@ class KVManager:
     def recall(self, job: Job) -> None:
         """Find what a job that has computed nothing need not compute: it gets what was kept of its
         first tokens, if no other waits for those blocks, and is to copy what running jobs have."""
-        if self._round.refuses_new and job.number not in self._have_kv:
-            return
         if not self._may_begin(job):
+            return
+        if self._round.refuses_new and job.number not in self._have_kv:
             return
         fits = self._room.fits(job)
         if (fits or not self._room.num_promised) and job.number not in self._have_kv:
@@ -197,13 +202,14 @@ class KVManager:
             this.refuses_new = True
             return False
         this.offered.add(job.number)
-        begins = self._may_begin(job)
+        may_run = self.tiers.may_run(job.number)
+        begins = may_run and self._may_share(job)
         # Where it does not fit it would copy nothing.
-        if begins and self._room.fits(job) and self._shared.is_coming(job):
+        if begins and self._shared.is_coming(job) and self._room.fits(job):
             self._room.promise_all(job)  # for what it is to copy
             this.is_waiting = True
             return False
-        if not self.tiers.may_run(job.number):
+        if not may_run:
             self._bring_back(job, num_tokens)
             return False
         device, room_for = self.tiers.device, job.num_ready + num_tokens
@@ -223,17 +229,16 @@ class KVManager:
             device.grow(job.number, room_for)
         if job.num_shared:
             self._shared.copy(job)
-        if begins or num_tokens > 1:
+        if self._keys.is_on and (begins or num_tokens > 1):
             self._shared.computes(job, room_for)
         if is_new:
             self._holders.add(job)
             this.num_settled += 1
-        self._counters.prefix_cached_tokens += self._prefix_cache.used(job)
+            self._counters.prefix_cached_tokens += self._prefix_cache.used(job)
         this.busy.add(job.number)
         this.taken.append(job)
-        self._unsent.add(job.number)
-        if device.num_used > self._counters.peak_blocks:
-            self._counters.peak_blocks = device.num_used
+        if is_new or missing:
+            self._counters.peak_blocks = max(self._counters.peak_blocks, device.num_used)
         return True
 
     def transfers(self) -> list[Transfer]:
@@ -255,27 +260,30 @@ class KVManager:
     def release(self, job: Job) -> None:
         """The job ended and no step uses its blocks."""
         self._look_ahead.expect_change()
-        self._admitted.pop(job.number, None)
+        self._num_admitted_blocks -= self._admitted.pop(job.number, 0)
         self._holders.release(job)
         self._keys.forget(job)
 
     def _leaves_room_to_grow(self, num_blocks: int) -> bool:
         """Whether a new job may take so many blocks, and the jobs on the device can still grow."""
-        num_held = self.tiers.device.num_held
-        num_here = sum(job.num_computed > 0 and num_held(job.number) > 0 for job in self._holders)
-        growth = num_here * _GROWTH_BLOCKS - self.tiers.host.num_free
+        growth = self._holders.num_on_device * _GROWTH_BLOCKS - self.tiers.host.num_free
         return growth <= 0 or self._room.has(num_blocks + growth)
 
     def _may_begin(self, job: Job) -> bool:
         """Whether the job could run now, for the first time since it last had no KV."""
-        return not self._shared.knows(job) and self.tiers.may_run(job.number)
+        return self._may_share(job) and self.tiers.may_run(job.number)
+
+    def _may_share(self, job: Job) -> bool:
+        """Whether others could have something of its tokens, and it has none of that yet."""
+        return self._keys.is_on and not self._shared.knows(job)
 
     def _admit(self, job: Job) -> bool:
         device = self.tiers.device
         needed = device.blocks_for(len(job.prompt_ids) + job.params.max_tokens)
-        if sum(self._admitted.values()) + needed > device.num_blocks:
+        if self._num_admitted_blocks + needed > device.num_blocks:
             return False
         self._admitted[job.number] = needed
+        self._num_admitted_blocks += needed
         return True
 
     def _bring_back(self, job: Job, num_tokens: int) -> None:
@@ -294,7 +302,6 @@ class KVManager:
         may_run = this.taken if this.is_ahead else this.busy
         if not self._swapping.begun or not may_run:
             return False
-        num_blocks = sum(len(transfer.device_blocks) for transfer in self.tiers.transfers())
-        return self._costs.longest_s(num_blocks) * len(may_run) <= (
+        return self._costs.longest_s(self.tiers.num_in_transfer) * len(may_run) <= (
             self._costs.least_iteration_s * len(this.stalled)
         )

@@ -27,6 +27,11 @@ class PrefixCache:
         self._keys = keys
         self._recalled: dict[int, Job] = {}
 
+    @property
+    def num_recalled(self) -> int:
+        """Blocks that jobs recalled which have not run since."""
+        return sum(map(self._device.num_held, self._recalled))
+
     def num_kept_tokens(self, job: Job) -> int:
         """Of the job's first tokens, those that free blocks hold."""
         return self._device.num_kept(self._keys.wanted(job)) * self._device.block_size

@@ -23,7 +23,7 @@ class PrefixKeys:
     def __init__(self, config: KVCacheSection, block_size: int) -> None:
         self.block_size = block_size
         # Strategy defer promises blocks to jobs before they run, and takes none from anyone.
-        self._is_on = config.prefix_caching and config.strategy != "defer"
+        self.is_on = config.prefix_caching and config.strategy != "defer"
         self._swaps_are_lossy = config.swaps_are_lossy
         self._keys: dict[int, list[bytes]] = {}
 
@@ -45,7 +45,7 @@ class PrefixKeys:
 
     def _of(self, job: Job, num_tokens: int) -> Iterator[bytes]:
         num_blocks = num_tokens // self.block_size
-        if not self._is_on or num_blocks == 0:
+        if not self.is_on or num_blocks == 0:
             return
         keys = self._keys.setdefault(job.number, [])
         for block in range(num_blocks):

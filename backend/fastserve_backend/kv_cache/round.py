@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 
 Urgency = Callable[[Job], tuple[float, float]]
 """A key by which jobs sort by when they will run next, the soonest first."""
@@ -16,6 +16,15 @@ class RunningOrder(Protocol):
     """What is asked of the scheduling policy."""
 
     def urgency(self, now: float) -> Urgency: ...
+
+    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
+        """Jobs whose KV was there when the round began, those first that run next, or last, by
+        what ``urgency`` returned."""
+        ...
+
+    def placed(self, job: Job) -> None:
+        """The job's ``place`` has changed."""
+        ...
 
     def has_turn(self, job: Job) -> bool: ...
 
@@ -43,6 +52,9 @@ class Round:
     """The job offered last, for what others are about to compute."""
     refuses_new: bool = False
     _urgency: Urgency | None = None
+
+    def by_urgency(self, place: Place, *, last_first: bool = False) -> Iterator[Job]:
+        return self.order.by_urgency(place, self.urgency(), last_first=last_first)
 
     def urgency(self) -> Urgency:
         if self._urgency is None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.counters import EngineCounters
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.holders import Holders
 from fastserve_backend.kv_cache.round import Round
 from fastserve_backend.kv_cache.shared_prefixes import SharedPrefixes
@@ -40,7 +39,6 @@ class Swapping:
     def begin(self, this: Round) -> None:
         """A round."""
         self._round = this
-        self._most_host_room = math.inf  # for one job: no more than these blocks
         self.begun: list[Transfer] = []
         """In this round."""
 
@@ -59,6 +57,7 @@ class Swapping:
         job.num_swaps += 1
         self._shared.remove(job)
         transfer = self._tiers.swap_out(job.number, job.num_computed)
+        self._holders.moved(job)
         if transfer is not None:
             self.begun.append(transfer)
         return True
@@ -70,11 +69,13 @@ class Swapping:
             return False
         host = self._tiers.host
         missing = sum(host.missing(job.number, job.num_computed) for job in jobs)
-        return missing <= host.num_free or missing <= host.num_free + self._num_forgettable(jobs)
+        own = sum(host.num_held(job.number) for job in jobs)
+        return missing <= host.num_free or missing <= host.num_free + self._tiers.num_copies - own
 
     def swap_in(self, job: Job, room_for: int) -> None:
         """Bring a swapped-out job back, with blocks for so many tokens, which must be free."""
         self.begun.append(self._tiers.swap_in(job.number, room_for))
+        self._holders.moved(job)
 
     def write_back(self, job: Job, max_blocks: int) -> None:
         """Copy full blocks of an idle job to the host, which must have room, ahead of time."""
@@ -98,6 +99,7 @@ class Swapping:
         job = self._holders.get(job_number)
         if job is None:  # it has ended
             return
+        self._holders.moved(job)
         if succeeded and transfer.kind is TransferKind.SWAP_IN:
             self._shared.add(job)
         elif not succeeded and transfer.kind is not TransferKind.WRITE_BACK:
@@ -120,36 +122,11 @@ class Swapping:
         missing = host.missing(job.number, job.num_computed)
         if missing <= host.num_free:
             return True
-        needed = host.num_held(job.number) + missing
-        if needed > self._most_host_room:
+        if host.num_held(job.number) + missing > host.num_free + self._tiers.num_copies:
             return False
-        copies = self._forgettable()
-        room = host.num_free + sum(host.num_held(other.number) for other in copies)
-        self._most_host_room = room
-        if needed > room:
-            return False
-        for other in sorted(copies, key=self._round.urgency()):
-            if other is not job:
+        for other in self._round.by_urgency(Place.DEVICE):
+            if other is not job and self._tiers.has_copy(other.number):
                 self._tiers.forget_host(other.number)
                 if missing <= host.num_free:
                     break
         return True
-
-    def _forgettable(self) -> list[Job]:
-        """Jobs on the device with a copy on the host."""
-        return [
-            job
-            for job in self._holders
-            if self._tiers.num_saved(job.number)
-            and self._tiers.device.num_held(job.number)
-            and self._tiers.transfer(job.number) is None
-        ]
-
-    def _num_forgettable(self, but_for: Sequence[Job]) -> int:
-        """Host blocks that hold nothing but copies of other jobs' device blocks."""
-        kept = {job.number for job in but_for}
-        return sum(
-            self._tiers.host.num_held(job.number)
-            for job in self._forgettable()
-            if job.number not in kept
-        )

@@ -72,6 +72,16 @@ class TwoTierKV:
         # Jobs that ended meanwhile → what their device blocks are to keep.
         self._ended: dict[int, Sequence[bytes]] = {}
         self._ids = itertools.count()
+        # What is asked of all jobs in each decision, kept up to date with each change of a job.
+        self._swapped_out: set[int] = set()
+        self._copies: dict[int, int] = {}  # job → its host blocks
+        self._num_of_kind = dict.fromkeys(TransferKind, 0)
+        self.num_copies = 0
+        """Host blocks of all jobs of ``has_copy``."""
+        self.num_leaving = 0
+        """Device blocks that are free when the swap-outs under way have ended."""
+        self.num_in_transfer = 0
+        """Blocks that the unfinished transfers copy."""
 
     @property
     def num_transfers(self) -> int:
@@ -79,13 +89,18 @@ class TwoTierKV:
         return len(self._transfers)
 
     @property
-    def num_leaving(self) -> int:
-        """Device blocks that are free when the swap-outs under way have ended."""
-        return sum(
-            self.device.num_held(number)
-            for number, transfer in self._transfers.items()
-            if transfer.kind is TransferKind.SWAP_OUT
-        )
+    def num_swapped_out(self) -> int:
+        """Jobs whose KV is on the host alone."""
+        return len(self._swapped_out)
+
+    def num_unfinished(self, kind: TransferKind) -> int:
+        """Transfers of this kind."""
+        return self._num_of_kind[kind]
+
+    @property
+    def num_of_ended(self) -> int:
+        """Device blocks of jobs that have ended."""
+        return sum(map(self.device.num_held, self._ended))
 
     @property
     def num_ended(self) -> int:
@@ -110,13 +125,17 @@ class TwoTierKV:
         """Tokens of the job, from its first, whose KV is good on the host."""
         return self._saved.get(job_number, 0)
 
+    def has_copy(self, job_number: int) -> bool:
+        """Whether the job's KV is on the device, some of it on the host too, and none moves."""
+        return job_number in self._copies
+
     def is_read(self, job_number: int) -> bool:
         """Whether others copy the job's device blocks."""
         return job_number in self._readers
 
     def is_swapped_out(self, job_number: int) -> bool:
         """Whether the job's KV is on the host alone; it has no transfer then."""
-        return job_number in self._saved and self.device.num_held(job_number) == 0
+        return job_number in self._swapped_out
 
     def may_run(self, job_number: int) -> bool:
         """Whether all the job's KV, if it has any, is on the device and stays there."""
@@ -146,7 +165,9 @@ class TwoTierKV:
         self.host.grow(job_number, num_tokens)
         if num_blocks == 0:
             self.device.release(job_number)
+            self._count(job_number)
             return None
+        self.num_leaving += self.device.num_held(job_number)
         return self._begin(TransferKind.SWAP_OUT, job_number, num_tokens, first, num_blocks)
 
     def write_back(self, job_number: int, num_tokens: int, max_blocks: int) -> Transfer | None:
@@ -180,6 +201,10 @@ class TwoTierKV:
         """The job's transfer has ended. A failed swap costs the job its KV in both tiers, a failed
         write-back what the host had of it."""
         transfer = self._transfers.pop(job_number)
+        self._num_of_kind[transfer.kind] -= 1
+        self.num_in_transfer -= len(transfer.device_blocks)
+        if transfer.kind is TransferKind.SWAP_OUT:
+            self.num_leaving -= self.device.num_held(job_number)
         if job_number in self._ended:
             self._release_if_ended(job_number)
         elif not succeeded and transfer.kind is TransferKind.WRITE_BACK:
@@ -193,6 +218,7 @@ class TwoTierKV:
             self._saved[job_number] = transfer.num_tokens
             if transfer.kind is TransferKind.SWAP_OUT:
                 self.device.release(job_number)
+        self._count(job_number)
 
     def begin_read(self, job_number: int) -> None:
         """A step copies device blocks of the job, which has no swap under way, for another."""
@@ -209,6 +235,7 @@ class TwoTierKV:
         """Free the host's blocks of a job on the device, without a transfer."""
         self.host.release(job_number)
         self._saved.pop(job_number, None)
+        self._count(job_number)
 
     def release(self, job_number: int, keys: Sequence[bytes] = ()) -> None:
         """The job ended, or its KV is given up: free all its blocks, or as soon as its transfer
@@ -220,6 +247,7 @@ class TwoTierKV:
         """
         if job_number in self._transfers or job_number in self._readers:
             self._ended[job_number] = () if job_number in self._transfers else keys
+            self._count(job_number)
             return
         self.device.release(job_number, keys)
         self.forget_host(job_number)
@@ -238,11 +266,37 @@ class TwoTierKV:
                 (self.host, transfer.host_blocks),
             ):
                 assert set(blocks) <= set(pool.table(number)), "a transfer lost its blocks"
+        self._check_counts()
         used = self._transfers.keys() | self._readers.keys()
         assert self._ended.keys() <= used, "an ended job was forgotten"
         for number in self._readers:
             assert self.may_run(number), "a job that is read from was swapped"
             assert self.device.num_held(number), "a job that is read from lost its blocks"
+
+    def _check_counts(self) -> None:
+        unfinished = self._transfers.values()
+        leaving = [one.job_number for one in unfinished if one.kind is TransferKind.SWAP_OUT]
+        assert self.num_leaving == sum(map(self.device.num_held, leaving)), "leaving blocks"
+        assert self.num_in_transfer == sum(len(one.device_blocks) for one in unfinished)
+        for kind, count in self._num_of_kind.items():
+            assert count == sum(one.kind is kind for one in unfinished), f"transfers: {kind}"
+        away = {number for number in self._saved if not self.device.num_held(number)}
+        assert self._swapped_out == away, "swapped-out jobs"
+        copies = self._saved.keys() - away - self._transfers.keys() - self._ended.keys()
+        assert self.num_copies == sum(map(self.host.num_held, copies)), "copies on the host"
+
+    def _count(self, job_number: int) -> None:
+        """The job's KV has moved."""
+        num_copies = 0
+        self._swapped_out.discard(job_number)
+        if job_number in self._saved:
+            if not self.device.num_held(job_number):
+                self._swapped_out.add(job_number)
+            elif not (job_number in self._transfers or job_number in self._ended):
+                num_copies = self.host.num_held(job_number)
+        self.num_copies += num_copies - self._copies.pop(job_number, 0)
+        if num_copies:
+            self._copies[job_number] = num_copies
 
     def _release_if_ended(self, job_number: int) -> None:
         is_used = job_number in self._transfers or job_number in self._readers
@@ -262,4 +316,7 @@ class TwoTierKV:
             num_tokens=num_tokens,
         )
         self._transfers[job_number] = transfer
+        self._num_of_kind[kind] += 1
+        self.num_in_transfer += num_blocks
+        self._count(job_number)
         return transfer

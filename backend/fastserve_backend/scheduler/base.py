@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 from fastserve_backend.scheduler.walk import Walk
 
 # Of a waiting prompt beside a decode. With 1 chunks stay so small under overload that tokens/s fall
@@ -165,6 +165,11 @@ class Memory(Protocol):
         ...
 
     @property
+    def refuses_host(self) -> bool:
+        """No job whose KV is on the host would get it back from now on in this round."""
+        ...
+
+    @property
     def is_waiting(self) -> bool:
         """Whether the job that was offered last was not taken because others are about to compute
         what it would."""
@@ -183,7 +188,7 @@ class Memory(Protocol):
 class Unlimited:
     """Memory for everyone."""
 
-    is_exhausted = refuses_new = is_waiting = False
+    is_exhausted = refuses_new = refuses_host = is_waiting = False
 
     def recall(self, job: Job) -> None:
         pass
@@ -257,6 +262,19 @@ class Policy(Protocol):
         added, removed or run."""
         ...
 
+    def placed(self, job: Job) -> None:
+        """The job's ``place`` has changed; it is known."""
+        ...
+
+    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
+        """Jobs whose KV is there, those first that run next, or last: in order of ``urgency``, as
+        far as that can be had without looking at all of them.
+
+        Args:
+            urgency: what ``urgency`` returned; the iterator is of use as long as that.
+        """
+        ...
+
     def level_sizes(self) -> Sequence[int]:
         """Number of jobs in each queue, highest first."""
         ...
@@ -276,14 +294,16 @@ def fill_batch(
     A prompt that exceeds the token limit waits, and so do all prompts behind it, but decodes (one
     token) behind it still run; in the next iteration, behind decodes alone, it fits. Jobs without
     memory are passed over, until no other can have any. A job that waits for what others compute
-    keeps the tokens that it was to have: no prompt behind it makes it wait longer. Once no new job
-    can run, new jobs are not looked at. Costs O(batch + jobs in flight + jobs that have begun and
-    are passed over).
+    keeps the tokens that it was to have: no prompt behind it makes it wait longer. Once no job
+    without KV can run, such jobs are not looked at. Nor are those whose KV is on the host once it
+    does not return, or as many wait for theirs as an iteration has seats. Costs O(batch + jobs in
+    flight + jobs with KV on the device that are passed over).
     """
     batch: list[Scheduled] = []
     tokens_left = limits.max_tokens
     chunk_left = limits.prefill_chunk_tokens
     prompts_wait = False
+    num_from_host = 0  # jobs that wait for their KV
     for job in jobs:
         if len(batch) == limits.max_seqs or tokens_left == 0:
             break
@@ -291,20 +311,26 @@ def fill_batch(
             continue
         memory.recall(job)
         seats_left = limits.max_seqs - len(batch) - 1
-        needed = limits.tokens_of(job.num_uncomputed, tokens_left, chunk_left, seats_left)
+        needed = job.num_uncomputed
+        if needed != 1:
+            needed = limits.tokens_of(needed, tokens_left, chunk_left, seats_left)
         if needed <= 0:
             prompts_wait = True
-            jobs.skip_new()
+            jobs.skip(Place.NOWHERE)
             continue
         if memory.take(job, needed):
             batch.append(Scheduled(job, needed))
         elif memory.is_exhausted:
             break
-        elif memory.refuses_new:
-            jobs.skip_new()
-            continue
-        elif not memory.is_waiting:
-            continue
+        else:
+            num_from_host += job.place is Place.HOST
+            if memory.refuses_host or num_from_host == limits.max_seqs:
+                jobs.skip(Place.HOST)
+            if memory.refuses_new:
+                jobs.skip(Place.NOWHERE)
+                continue
+            if not memory.is_waiting:
+                continue
         tokens_left -= needed
         if chunk_left is not None and job.num_uncomputed > 1:
             chunk_left -= needed

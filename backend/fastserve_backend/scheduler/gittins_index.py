@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -65,10 +66,15 @@ class GittinsIndex:
         self._exponent = _WORTH_EXPONENT[objective]
         self._capacity = capacity
         self._edges = lengths.edges
+        self._edges_array = np.asarray(lengths.edges, dtype=np.float64)
+        # Of the lengths in each bin.
+        self._middles = (self._edges_array[:-1] + 1 + self._edges_array[1:]) / 2
+        self._worths = self._middles**-self._exponent
         self._survival = lengths.survival()
         self._extras = [0.0, _LEAST_EXTRA]
         while self._extras[-1] < _MOST_EXTRA:
             self._extras.append(self._extras[-1] * _EXTRA_RATIO)
+        self._extras_column = np.asarray(self._extras)[:, None]
         # By bins of prompt, age and most tokens. Lists: reading one number of an array takes ten
         # times as long.
         self._rows: dict[tuple[int, int, int], list[float]] = {}
@@ -88,18 +94,25 @@ class GittinsIndex:
     def _row(self, prompt_tokens: int, age: int, most: int) -> list[float]:
         """Of all extra times; the age must be below the most tokens. Ages and most tokens are
         numbers of edges."""
-        edges = np.asarray(self._edges[age : most + 1], dtype=np.float64)
-        middles = (edges[:-1] + 1 + edges[1:]) / 2  # of the lengths in each bin
+        at_middles, at_edges = _shares(self._capacity, prompt_tokens, tuple(self._edges))
         survival = self._survival[age, age : most + 1]
         ended = survival[:-1] - survival[1:]
         # For each bin as the last that the job may use: worth, and what it takes until there.
-        worth = np.cumsum(ended * middles**-self._exponent)
+        worth = np.cumsum(ended * self._worths[age:most])
         # Those that reach the most tokens end there.
-        worth[-1] += survival[-1] * edges[-1] ** -self._exponent
-        spent = self._capacity.share(prompt_tokens, edges[:1])
-        until_end = self._capacity.share(prompt_tokens, middles) - spent
-        until_edge = self._capacity.share(prompt_tokens, edges[1:]) - spent
+        worth[-1] += survival[-1] * self._edges_array[most] ** -self._exponent
+        until_end = at_middles[age:most] - at_edges[age]
+        until_edge = at_edges[age + 1 : most + 1] - at_edges[age]
         taken = np.cumsum(ended * until_end) + survival[1:] * until_edge
-        time = np.asarray(self._extras)[:, None] + taken
+        time = self._extras_column + taken
         row: list[float] = (worth / time).max(axis=1).tolist()
         return row
+
+
+@lru_cache(maxsize=256)
+def _shares(capacity: Capacity, prompt_tokens: int, edges: tuple[int, ...]) -> tuple[Array, Array]:
+    """``capacity.share`` up to the middles of all bins and up to their edges. Indices are computed
+    anew all the time, and it is the same for all of them."""
+    ends = np.asarray(edges, dtype=np.float64)
+    middles = (ends[:-1] + 1 + ends[1:]) / 2
+    return capacity.share(prompt_tokens, middles), capacity.share(prompt_tokens, ends)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled, Urgency
 from fastserve_backend.scheduler.ordered_jobs import SplitOrder
-from fastserve_backend.scheduler.walk import MergedWalk, Walk, by_key
+from fastserve_backend.scheduler.walk import MergedWalk, Walk
 
 
 class KeyedPolicy:
@@ -43,7 +43,7 @@ class KeyedPolicy:
         self._jobs.remove(job)
 
     def walk(self, now: float, in_flight: Collection[int]) -> Walk:
-        return MergedWalk(by_key(self._jobs.new()), by_key(self._jobs.begun()))
+        return MergedWalk(lambda place: self._jobs.part(place).items())
 
     def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
         for job, _ in ran:
@@ -57,6 +57,12 @@ class KeyedPolicy:
 
     def urgency(self, now: float) -> Urgency:
         return lambda job: (self._jobs.key(job), job.number)
+
+    def placed(self, job: Job) -> None:
+        self._jobs.placed(job)
+
+    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
+        return self._jobs.part(place).jobs(last_first=last_first)
 
     def level_sizes(self) -> Sequence[int]:
         return (len(self._jobs),)

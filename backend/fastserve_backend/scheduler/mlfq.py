@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
 from itertools import count
 
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 from fastserve_backend.scheduler.base import (
     BatchLimits,
     IterationTimes,
@@ -121,8 +122,7 @@ class MLFQ:
             self._entries[job.number].ticket = _FIRST_TICKET + self._promotion.turn_number(job)
             self._queues[0].move(job, self._entries[job.number].ticket)
         return MergedWalk(
-            _by_level([queue.new() for queue in self._queues]),
-            _by_level([queue.begun() for queue in self._queues]),
+            lambda place: _by_level([queue.part(place).items() for queue in self._queues])
         )
 
     def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
@@ -154,6 +154,19 @@ class MLFQ:
         """ENST, the estimated next scheduled time (FastServe §4.2)."""
         execute_s = self.execute_s()
         return lambda job: self.enst(job, execute_s[job.queue_level], now)
+
+    def placed(self, job: Job) -> None:
+        self._queues[job.queue_level].placed(job)
+
+    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
+        queues = reversed(self._queues) if last_first else self._queues
+        jobs = (job for queue in queues for job in queue.part(place).jobs(last_first=last_first))
+        early = self._promotion.next_promoted()
+        if early is None or early.place is not place:
+            return jobs
+        # It alone may run before its place in the queues.
+        others = (job for job in jobs if job is not early)
+        return merge([early], others, key=urgency, reverse=last_first)
 
     def execute_s(self) -> list[float]:
         """T_execute of a job in each queue: seconds until all above it have sunk to its queue.
@@ -211,8 +224,8 @@ class MLFQ:
 
 
 def _by_level(
-    queues: Sequence[Iterable[tuple[float, Job]]],
+    queues: Sequence[Iterable[tuple[OrderKey, Job]]],
 ) -> Iterator[tuple[OrderKey, Job]]:
     for level, queue in enumerate(queues):
-        for ticket, job in queue:
+        for (ticket, _), job in queue:
             yield (level, ticket), job

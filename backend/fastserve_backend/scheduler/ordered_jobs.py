@@ -1,12 +1,13 @@
-"""Jobs kept in order of a key that may change, those that have begun apart from new ones."""
+"""Jobs kept in order of a key that may change, apart by where their KV is."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from heapq import merge
+from operator import itemgetter
 
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 
 
 class OrderedJobs:
@@ -37,9 +38,19 @@ class OrderedJobs:
         """How many jobs come before one of this key and number, which may be here or not."""
         return bisect_left(self._order, (key, number))
 
-    def items(self) -> Iterator[tuple[float, Job]]:
-        """(key, job), in order."""
-        return (self._jobs[number] for _, number in self._order)
+    def items(self) -> Iterator[tuple[tuple[float, float], Job]]:
+        """((key, job's number), job), in order."""
+        jobs = self._jobs
+        return ((place, jobs[place[1]][1]) for place in self._order)
+
+    def numbers(self) -> Iterator[int]:
+        """Of the jobs, in order."""
+        return (number for _, number in self._order)
+
+    def jobs(self, *, last_first: bool) -> Iterator[Job]:
+        """In order, or the other way round."""
+        order = reversed(self._order) if last_first else self._order
+        return (self._jobs[number][1] for _, number in order)
 
     def add(self, job: Job, key: float) -> None:
         assert job.number not in self._jobs
@@ -63,62 +74,58 @@ class OrderedJobs:
 
 
 class SplitOrder:
-    """The same, in two parts: jobs that have begun, and new ones.
+    """The same, in a part for each ``Place``.
 
-    Thousands of new jobs may wait that cannot run now. A selection passes over them at once, see
-    ``Walk.skip_new``.
+    Thousands of jobs may wait that cannot run now, because they are new or their KV is on the host.
+    A selection passes over them at once, see ``Walk.skip``. The KV manager finds the jobs of one
+    place in their order.
     """
 
     def __init__(self) -> None:
-        self._new = OrderedJobs()
-        self._begun = OrderedJobs()
+        self._parts = tuple(OrderedJobs() for _ in Place)
+        self._part_of: dict[int, OrderedJobs] = {}  # by job number
 
     def __len__(self) -> int:
-        return len(self._new) + len(self._begun)
+        return len(self._part_of)
 
     def __iter__(self) -> Iterator[Job]:
-        return (job for _, job in self.items())
+        """In order."""
+        items = merge(*(part.items() for part in self._parts), key=itemgetter(0))
+        return (job for _, job in items)
 
     def __contains__(self, job: Job) -> bool:
-        return job in self._new or job in self._begun
+        return job.number in self._part_of
 
     def key(self, job: Job) -> float:
         """The key that the job was last given."""
-        return self._part_of(job).key(job)
+        return self._part_of[job.number].key(job)
 
-    def num_before(self, key: float, number: int) -> int:
-        """How many jobs come before one of this key and number, which may be here or not."""
-        return self._new.num_before(key, number) + self._begun.num_before(key, number)
-
-    def items(self) -> Iterator[tuple[float, Job]]:
-        """(key, job), in order."""
-        return merge(self.new(), self.begun(), key=lambda item: (item[0], item[1].number))
-
-    def new(self) -> Iterator[tuple[float, Job]]:
-        return self._new.items()
-
-    def begun(self) -> Iterator[tuple[float, Job]]:
-        return self._begun.items()
+    def part(self, place: Place) -> OrderedJobs:
+        """Those whose KV is there."""
+        return self._parts[place]
 
     def add(self, job: Job, key: float) -> None:
-        (self._begun if job.has_begun else self._new).add(job, key)
+        part = self._parts[job.place]
+        part.add(job, key)
+        self._part_of[job.number] = part
 
     def remove(self, job: Job) -> None:
-        self._part_of(job).remove(job)
+        self._part_of.pop(job.number).remove(job)
 
     def move(self, job: Job, key: float) -> None:
-        """Give the job another key, and its place among those that have begun if it has."""
-        part = self._part_of(job)
-        if part is self._new and job.has_begun:
-            part.remove(job)
-            self._begun.add(job, key)
-        else:
+        """Give the job another key, and the part of its place."""
+        part = self._part_of[job.number]
+        if part is self._parts[job.place]:
             part.move(job, key)
+        else:
+            part.remove(job)
+            self.add(job, key)
+
+    def placed(self, job: Job) -> None:
+        """The job's ``place`` has changed."""
+        self.move(job, self.key(job))
 
     def reorder(self, key: Callable[[Job], float]) -> None:
         """Give every job its key anew."""
-        self._new.reorder(key)
-        self._begun.reorder(key)
-
-    def _part_of(self, job: Job) -> OrderedJobs:
-        return self._new if job in self._new else self._begun
+        for part in self._parts:
+            part.reorder(key)

@@ -117,6 +117,10 @@ class Promotion:
                 self._waiting[turn.job.number] = (now, turn.job)
         return TurnChanges(self._begin_turns(now, in_flight), [turn.job for turn in over])
 
+    def next_promoted(self) -> Job | None:
+        """The job that has waited longest, and has no turn."""
+        return next((job for _, job in self._waiting.values()), None)
+
     def turn_in(self, job: Job, now: float) -> float | None:
         """Seconds until the job's turn, at least 0. None: another job has the next turn."""
         first = next(iter(self._waiting), None)

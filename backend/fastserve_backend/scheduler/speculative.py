@@ -9,9 +9,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import merge
 from itertools import accumulate, islice
 
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 from fastserve_backend.scheduler.base import (
     BatchLimits,
     IterationTimes,
@@ -21,9 +22,9 @@ from fastserve_backend.scheduler.base import (
     time_to_next_token,
 )
 from fastserve_backend.scheduler.mlfq import Quanta
-from fastserve_backend.scheduler.ordered_jobs import SplitOrder
+from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
-from fastserve_backend.scheduler.walk import MergedWalk, Walk, by_key
+from fastserve_backend.scheduler.walk import MergedWalk, Walk
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ class Speculative:
     def walk(self, now: float, in_flight: Collection[int]) -> Walk:
         return _BothOrders(
             self._queues.walk(now, in_flight),
-            MergedWalk(by_key(self._order.new()), by_key(self._order.begun())),
+            MergedWalk(lambda place: self._order.part(place).items()),
             self._queued_first,
         )
 
@@ -141,14 +142,10 @@ class Speculative:
         ENST, see ``MLFQ``, and T_execute counts the jobs with one that come before it too.
         """
         execute_s = self._queues.execute_s()
-        sums_s = [0.0]  # of remaining times: of the first 0, 1, … jobs in the order
-        rest = accumulate(self._entries[job.number].remaining_s for job in self._order)
+        parts = [_Sums(self._order.part(place), self._entries) for place in Place]
 
         def predicted_s(key: float, number: int) -> float:
-            num_before = self._order.num_before(key, number)
-            if num_before >= len(sums_s):
-                sums_s.extend(islice(rest, num_before + 1 - len(sums_s)))
-            return sums_s[num_before] / self.limits.max_seqs
+            return sum(part.before_s(key, number) for part in parts) / self.limits.max_seqs
 
         def ewt(job: Job) -> tuple[float, float]:
             if self._entries[job.number].num_tokens is None:
@@ -161,6 +158,21 @@ class Speculative:
             return min(before_s, max(0.0, virtual_s / self._aging)), key
 
         return ewt
+
+    def placed(self, job: Job) -> None:
+        if job in self._order:
+            self._order.placed(job)
+        else:
+            self._queues.placed(job)
+
+    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
+        """Jobs of one queue stay in its order."""
+        return merge(
+            self._queues.by_urgency(place, urgency, last_first=last_first),
+            self._order.part(place).jobs(last_first=last_first),
+            key=urgency,
+            reverse=last_first,
+        )
 
     def level_sizes(self) -> Sequence[int]:
         sizes = zip(self._queues.level_sizes(), self._ordered_sizes, strict=True)
@@ -220,6 +232,22 @@ class Speculative:
         return time_to_next_token(job, self._times) + num_decodes * decode_s
 
 
+class _Sums:
+    """Of remaining times of the jobs that come before one, as far as they are asked for."""
+
+    def __init__(self, jobs: OrderedJobs, entries: dict[int, _Entry]) -> None:
+        self._jobs = jobs
+        self._sums_s = [0.0]  # of the first 0, 1, … jobs
+        self._rest = accumulate(entries[number].remaining_s for number in jobs.numbers())
+
+    def before_s(self, key: float, number: int) -> float:
+        """Seconds, of those that come before a job of this key and number."""
+        num_before, sums_s = self._jobs.num_before(key, number), self._sums_s
+        if num_before >= len(sums_s):
+            sums_s.extend(islice(self._rest, num_before + 1 - len(sums_s)))
+        return sums_s[num_before]
+
+
 class _BothOrders:
     """Merges jobs in queues with jobs that have a prediction, by a comparison of the next two."""
 
@@ -244,10 +272,10 @@ class _BothOrders:
         self._next_ordered = next(self._ordered, None)
         return ordered
 
-    def skip_new(self) -> None:
-        self._queued.skip_new()
-        self._ordered.skip_new()
-        if self._next_queued is not None and not self._next_queued.has_begun:
+    def skip(self, place: Place) -> None:
+        self._queued.skip(place)
+        self._ordered.skip(place)
+        if self._next_queued is not None and self._next_queued.place is place:
             self._next_queued = next(self._queued, None)
-        if self._next_ordered is not None and not self._next_ordered.has_begun:
+        if self._next_ordered is not None and self._next_ordered.place is place:
             self._next_ordered = next(self._ordered, None)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from fastserve_backend.job import Job
+from fastserve_backend.job import Job, Place
 
 OrderKey = tuple[float, float]
 
@@ -17,43 +17,37 @@ class Walk(Protocol):
 
     def __next__(self) -> Job: ...
 
-    def skip_new(self) -> None:
-        """Yield only jobs that have begun from now on."""
+    def skip(self, place: Place) -> None:
+        """Yield no job whose KV is there from now on."""
         ...
 
 
 class MergedWalk:
-    """Of two ordered sequences, merged as they are asked for.
+    """Of ordered sequences, one for each ``Place``, merged as they are asked for.
 
     Args:
-        new, begun: (key, job) in order of the keys, of jobs that are new and that have begun.
+        part: (key, job) of the jobs of a place, in order of the keys.
     """
 
-    def __init__(
-        self, new: Iterator[tuple[OrderKey, Job]], begun: Iterator[tuple[OrderKey, Job]]
-    ) -> None:
-        self._new, self._begun = new, begun
-        self._next_new = next(new, None)
-        self._next_begun = next(begun, None)
+    def __init__(self, part: Callable[[Place], Iterator[tuple[OrderKey, Job]]]) -> None:
+        self._parts = [part(place) for place in Place]
+        self._next = [next(items, None) for items in self._parts]
 
     def __iter__(self) -> Iterator[Job]:
         return self
 
     def __next__(self) -> Job:
-        new, begun = self._next_new, self._next_begun
-        if new is not None and (begun is None or new[0] < begun[0]):
-            self._next_new = next(self._new, None)
-            return new[1]
-        if begun is None:
+        nowhere, device, host = self._next
+        first, place = nowhere, Place.NOWHERE
+        if device is not None and (first is None or device[0] < first[0]):
+            first, place = device, Place.DEVICE
+        if host is not None and (first is None or host[0] < first[0]):
+            first, place = host, Place.HOST
+        if first is None:
             raise StopIteration
-        self._next_begun = next(self._begun, None)
-        return begun[1]
+        self._next[place] = next(self._parts[place], None)
+        return first[1]
 
-    def skip_new(self) -> None:
-        """Yield only jobs that have begun from now on."""
-        self._next_new = None
-
-
-def by_key(items: Iterable[tuple[float, Job]]) -> Iterator[tuple[OrderKey, Job]]:
-    """Of equal keys the first to arrive comes first."""
-    return (((key, job.number), job) for key, job in items)
+    def skip(self, place: Place) -> None:
+        """Yield no job whose KV is there from now on."""
+        self._next[place] = None

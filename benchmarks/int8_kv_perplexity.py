@@ -40,11 +40,14 @@ SCORED_TOKENS = 256
 class RoundedCache(DynamicCache):
     """Keys and values as a cache in INT8 on the device has them."""
 
-    def update(self, key: Tensor, value: Tensor, *layer: Any, **options: Any) -> Any:
-        rounded = (
-            dequantize_tokens(*quantize_tokens(tokens), tokens.dtype) for tokens in (key, value)
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = (
+            dequantize_tokens(*quantize_tokens(tokens), tokens.dtype)
+            for tokens in (key_states, value_states)
         )
-        return super().update(*rounded, *layer, **options)
+        return super().update(keys, values, layer_idx, *args, **kwargs)
 
 
 def losses(model: Any, kv: Tensor, tokens: Tensor) -> float:

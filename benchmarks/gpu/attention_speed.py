@@ -14,6 +14,7 @@ from check_device import CACHES_EXCEEDED, Call, Timing
 from fastserve_kernels.gpu.paged_decode import decode_scratch, paged_decode
 from fastserve_kernels.gpu.paged_prefill import paged_prefill, query_tile
 from fastserve_kernels.gpu.work_lists import SPLIT_TOKENS, decode_work, num_splits, prefill_work
+from fastserve_kernels.int8_cache import MOST, SCALE_BYTES, codes_and_scales
 from phase_context import Context, one_line
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -59,7 +60,8 @@ def run(context: Context) -> None:
     rate, _ = copy_rate(context.device)
     flops, _ = gemm_rate(context.device)
     for shape in decode_shapes(context):
-        _decode(context, shape, rate)
+        seconds = _decode(context, shape, rate)
+        _int8_decode(context, shape, seconds, rate)
     tokens = 2 * BLOCK_SIZE if context.tiny else PROMPT_TOKENS
     for shape in decode_shapes(context):
         _prefill(context, replace(shape, batch=1, context=tokens), flops)
@@ -101,16 +103,24 @@ class Decode:
     timing: Timing
 
 
-def time_decode(context: Context, shape: Shape) -> Decode:
+def time_decode(context: Context, shape: Shape, int8: bool = False) -> Decode:
+    """int8: of a cache in INT8."""
     device, dtype = context.device.torch_device, _dtype(context)
     blocks_of_job = -(-shape.context // BLOCK_SIZE)
     num_blocks = shape.batch * blocks_of_job
     context.device.free()
     layers = int(min(LAYERS, max(1, CACHE_SHARE * context.device.free_bytes() / shape.kv_bytes)))
-    kv_shape = (num_blocks, layers, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
-    kv = torch.empty(kv_shape, dtype=dtype, device=device)
+    heads_shape = (num_blocks, layers, 2, shape.kv_heads, BLOCK_SIZE)
     layer = layers // 2
-    kv[:, layer] = torch.randn(kv[:, layer].shape, dtype=dtype, device=device)
+    if int8:
+        width = shape.head_dim + SCALE_BYTES
+        kv = torch.empty(*heads_shape, width, dtype=torch.int8, device=device)
+        codes, scales = codes_and_scales(kv)
+        codes[:, layer].random_(-MOST, MOST + 1)
+        scales[:, layer] = 2 / MOST
+    else:
+        kv = torch.empty(*heads_shape, shape.head_dim, dtype=dtype, device=device)
+        kv[:, layer] = torch.randn(kv[:, layer].shape, dtype=dtype, device=device)
     tables = torch.randperm(num_blocks).view(shape.batch, blocks_of_job).to(torch.int32).to(device)
     lengths = [shape.context] * shape.batch
     capacity = int(num_splits(lengths).sum())
@@ -133,7 +143,8 @@ def time_decode(context: Context, shape: Shape) -> Decode:
     return Decode(query, kv, layer, tables, timing)
 
 
-def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> None:
+def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> float:
+    """Returns seconds."""
     decode = time_decode(context, shape)
     others: dict[str, list[Callable[[], Call]]] = {
         "gather + SDPA": [
@@ -160,6 +171,24 @@ def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> None:
             **ratios,
         },
         note,
+    )
+    return timing.seconds
+
+
+def _int8_decode(context: Context, shape: Shape, seconds: float, copy_bytes_s: float) -> None:
+    """seconds: with the cache in 16 bits."""
+    timing = time_decode(context, shape, int8=True).timing
+    num_bytes = shape.kv_bytes // 2 // shape.head_dim * (shape.head_dim + SCALE_BYTES)
+    context.recorder.row(
+        "paged decode, cache in INT8",
+        shape.case(),
+        {
+            "µs": timing.seconds * 1e6,
+            "spread": timing.spread,
+            "GB/s": num_bytes / timing.seconds / 1e9,
+            "share of copy rate": num_bytes / timing.seconds / copy_bytes_s,
+            "× 16 bits": seconds / timing.seconds,
+        },
     )
 
 

@@ -68,7 +68,7 @@ class LinearParameters:
 
 # Keys are (padded head dim, bytes of an element, 10 * major + minor of the architecture). What the
 # rows rest on is the machine code, over which tests/kernels/gpu/test_attention_machine_code.py
-# keeps watch; they were not timed.
+# keeps watch. Of the choices for 9.0 docs/performance.md has an H100's times; no others were tried.
 #
 # Decode waits for memory. Some 3 TB/s at 700 ns, an H100's, take 16 to 32 KiB under way on each of
 # its 132 multiprocessors. Tiles of 4 KiB of K and as much of V, four or five deep, give one program
@@ -141,7 +141,7 @@ INT8_PREFILL = {
 # Keys are (bytes of an element of x, architecture); of each list, the first that takes so many rows
 # of x, or else the last. With few of them the weight's way from memory is what takes time: narrow
 # tiles, so that a layer has more programs than there are multiprocessors, each with 24 KiB of codes
-# under way (for float32, which is not meant to be fast, 12). These were not timed either.
+# under way (for float32, which is not meant to be fast, 12). No others were tried.
 LINEAR = {
     (2, 80): [
         LinearParameters(16, 32, 256, 4, 4),

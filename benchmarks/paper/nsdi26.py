@@ -42,15 +42,17 @@ class Panel:
     seats: int
     artifact: Mapping[str, float]
     """Line → jobs/s."""
+    duration_s: float | None = None
+    """How long jobs arrive, as in the artifact. ``None``: until --jobs have."""
 
 
 LLAMA = System("llama-3-8b", host_gib=40.0)
 LARGE = replace(OPT_13B, host_gib=60.0)
 PANELS: tuple[Panel, ...] = (
-    Panel("14a", LARGE, "sharegpt", 64, {VLLM: 2.71, FCFS: 2.86, SKIP_JOIN: 3.71}),
-    Panel("14b", LARGE, "sharegpt", 128, {VLLM: 2.61, FCFS: 3.00, SKIP_JOIN: 3.52}),
-    Panel("15a", LLAMA, "sharegpt", 16, {VLLM: 3.05, FCFS: 3.42, SKIP_JOIN: 4.77}),
-    Panel("15b", LLAMA, "alpaca", 16, {VLLM: 3.54, FCFS: 11.7, SKIP_JOIN: 15.9}),
+    Panel("14a", LARGE, "sharegpt", 64, {VLLM: 2.71, FCFS: 2.86, SKIP_JOIN: 3.71}, 200.0),
+    Panel("14b", LARGE, "sharegpt", 128, {VLLM: 2.61, FCFS: 3.00, SKIP_JOIN: 3.52}, 200.0),
+    Panel("15a", LLAMA, "sharegpt", 16, {VLLM: 3.05, FCFS: 3.42, SKIP_JOIN: 4.77}, 200.0),
+    Panel("15b", LLAMA, "alpaca", 16, {VLLM: 3.54, FCFS: 11.7, SKIP_JOIN: 15.9}, 200.0),
     Panel("18a", OPT_13B, "sharegpt", 16, {VLLM: 2.49, CHUNKED: 2.66, SKIP_JOIN: 5.00}),
     Panel("18b", OPT_13B, "alpaca", 16, {VLLM: 10.2, CHUNKED: 12.9, SKIP_JOIN: 18.2}),
 )
@@ -66,13 +68,17 @@ def main(argv: Sequence[str] | None = None) -> Table:
     panels = tuple(panel for panel in panels if args.figure in (None, panel.figure))
     runs = {}
     for panel in panels:
-        fcfs = fcfs_run(args, panel.system, panel.dataset, panel.seats)
+        fcfs = replace(
+            fcfs_run(args, panel.system, panel.dataset, panel.seats),
+            duration_s=None if args.quick else panel.duration_s,
+        )
         for label in panel.artifact:
             runs[panel, label] = _run(fcfs, label, panel.seats)
     (searches,) = search_all(args, runs, [mean_normalized], _bound_s)
     table = new_table(
         f"NSDI'26, Fig. 14, 15, 18: rates at {BOUND_S} s/token",
-        f"A100-40G, {args.jobs} jobs (Alpaca twice as many), batch of 64 (14a), 128 (14b) or 16. "
+        "A100-40G, batch of 64 (14a), 128 (14b) or 16. Jobs arrive for 200 s (18: until "
+        f"{args.jobs} have, Alpaca twice as many). "
         f"KV of skip-join and FCFS is swapped to 60 (14), 40 (15) or 56 GiB of host memory. "
         f"'vLLM': FCFS with device memory alone. 'chunks': the same with at most {CHUNK_TOKENS} "
         "prefill tokens an iteration. In brackets: the artifact's.",

@@ -25,22 +25,14 @@ from figures import (
 from prediction_errors import MEASURED, PERFECT, PredictionErrors
 from rate_search import Line, Search, ratio, save, search_all
 from rich.table import Table
-from simulated_runs import (
-    BATCH,
-    BLOCK_SIZE,
-    MAX_MODEL_LEN,
-    RECOMPUTE,
-    Run,
-    System,
-    mean_normalized,
-    scheduler,
-)
+from rivals import orca, vllm
+from simulated_runs import BATCH, Run, System, mean_normalized, scheduler
 
 ORCA, VLLM, ALISE, ORACLE = "ORCA", "vLLM", "ALISE", "oracle"
 RIVALS = (
     "'ORCA': FCFS, with room for the longest job kept for each. 'vLLM': FCFS, KV on the device "
     "alone and recomputed when it runs out. 'ALISE': speculative with the measured prediction "
-    "errors, KV swapped to 56 GiB of host memory in INT8. 'oracle': the same with perfect "
+    "errors, KV swapped to host memory in INT8. 'oracle': the same with perfect "
     "predictions."
 )
 """For captions."""
@@ -60,13 +52,50 @@ def options(description: str | None, jobs: int) -> argparse.ArgumentParser:
     return added
 
 
-def options_on_hardware(description: str | None, jobs: int) -> argparse.ArgumentParser:
-    """Of ALISE's figures."""
-    added = options(description, jobs)
+def testbed_options(description: str | None) -> argparse.ArgumentParser:
+    """Of ALISE's figures: two V100-32G, 1 TB of host memory, traces of 30 minutes."""
+    added = options(description, jobs=400)
     added.add_argument(
-        "--hardware", choices=list(HARDWARE), default="v100-32g", help="the GPU (v100-32g)"
+        "--hardware", choices=list(HARDWARE), default="v100-32g", help="the GPUs (v100-32g)"
+    )
+    added.add_argument("--tensor-parallel-size", type=int, default=2, help="GPUs (2)")
+    added.add_argument("--host-memory-gib", type=float, default=1024.0, help="for KV (1024)")
+    added.add_argument("--max-num-seqs", type=int, default=BATCH, help=f"batch ({BATCH})")
+    added.add_argument(
+        "--minutes",
+        type=float,
+        default=30.0,
+        help="how long jobs arrive (30); 0: until --jobs have, Alpaca twice as many",
     )
     return added
+
+
+def system_of(args: argparse.Namespace, model: str) -> System:
+    """The model on the testbed that the options give."""
+    return System(
+        model, args.tensor_parallel_size, hardware=args.hardware, host_gib=args.host_memory_gib
+    )
+
+
+def testbed_run(args: argparse.Namespace, system: System, dataset: str) -> Run:
+    """FCFS with host memory, at the rate that full batches serve."""
+    run = fcfs_run(args, system, dataset, args.max_num_seqs)
+    return replace(run, duration_s=60 * args.minutes if _is_timed(args) else None)
+
+
+def testbed(args: argparse.Namespace) -> str:
+    """For captions."""
+    trace = f"{args.jobs} jobs (Alpaca {jobs_of(args, 'alpaca')})"
+    if _is_timed(args):
+        trace = f"traces of {args.minutes:g} minutes"
+    return (
+        f"{args.tensor_parallel_size} × {args.hardware}, {args.host_memory_gib:g} GiB of host "
+        f"memory, batch {args.max_num_seqs}, {trace}"
+    )
+
+
+def _is_timed(args: argparse.Namespace) -> bool:
+    return args.minutes > 0 and not args.quick
 
 
 def measured(args: argparse.Namespace) -> PredictionErrors:
@@ -74,28 +103,23 @@ def measured(args: argparse.Namespace) -> PredictionErrors:
 
 
 def rivals(fcfs: Run, errors: PredictionErrors) -> Mapping[str, Run]:
-    vllm = replace(fcfs, kv_cache=RECOMPUTE)
     return {
-        ORCA: orca(vllm),
-        VLLM: vllm,
+        ORCA: orca(fcfs),
+        VLLM: vllm(fcfs),
         ALISE: alise(fcfs, errors),
         ORACLE: alise(fcfs, PERFECT),
     }
-
-
-def orca(run: Run) -> Run:
-    """ORCA allocates a job's KV for the greatest length when it begins, so that fewer run."""
-    most = run.memory.num_blocks // (MAX_MODEL_LEN // BLOCK_SIZE)
-    return replace(run, scheduler=scheduler("fcfs", min(BATCH, most)))
 
 
 def alise(
     run: Run, errors: PredictionErrors | None, policy: str = "speculative", **kv_cache: Any
 ) -> Run:
     """The policy with ALISE's host memory, in INT8."""
+    seats = run.scheduler.max_num_seqs
+    assert seats != "auto"
     return replace(
         run,
-        scheduler=scheduler(policy),
+        scheduler=scheduler(policy, seats),
         kv_cache=run.system.swapping(**{"host_dtype": "int8", **kv_cache}),
         errors=errors,
     )
@@ -116,7 +140,7 @@ def compare_rates(
         labels: of the rivals; ALISE among them.
         paper: (model, data set, rival) → ALISE's gain over it, where the paper has one.
     """
-    added = options_on_hardware(description, jobs=400)
+    added = testbed_options(description)
     added.add_argument("--model", choices=models, help="only this one (all)")
     added.add_argument(
         "--iterations",
@@ -128,15 +152,15 @@ def compare_rates(
     chosen = (
         models[-1:] if args.quick else [model for model in models if args.model in (None, model)]
     )
-    systems = [System(model, hardware=args.hardware) for model in chosen]
+    systems = [system_of(args, model) for model in chosen]
     errors = measured(args)
     runs = {}
     for system in systems:
         for dataset in datasets_of(args):
-            every = rivals(fcfs_run(args, system, dataset), errors)
+            every = rivals(testbed_run(args, system, dataset), errors)
             runs.update({Line(system, dataset, label): every[label] for label in labels})
     bound_s = partial(_bound_s, args.iterations)
-    searches = search_all(args, runs, mean_normalized, bound_s)
+    (searches,) = search_all(args, runs, [mean_normalized], bound_s)
     table = _rates_table(args, title, labels, searches, paper, bound_s)
     console.print(table)
     save(args, name, searches, bound_s)
@@ -158,9 +182,8 @@ def _rates_table(
     others = [label for label in labels if label != ALISE]
     table = new_table(
         title,
-        f"One {args.hardware}, batch {BATCH}, {args.jobs} jobs (Alpaca {jobs_of(args, 'alpaca')}). "
-        f"Rates at a mean normalized latency of {args.iterations:g} decode iterations; gains are "
-        f"ALISE's, with the paper's in brackets. {RIVALS}",
+        f"{testbed(args)}. Rates at a mean normalized latency of {args.iterations:g} decode "
+        f"iterations; gains are ALISE's, with the paper's in brackets. {RIVALS}",
         "model, lengths",
         "s/token",
         *(f"{label}\njobs/s" for label in labels),

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from alise import measured, options
 from fastserve_client.workload import Lengths, poisson_trace
-from figures import DATASETS, console, datasets_of, lengths_of, new_table, number, parse
+from figures import DATASETS, console, datasets_of, fcfs_run, lengths_of, new_table, number, parse
 from load_sweep import save, sweep
 from prediction_errors import PredictionErrors
 from rich.table import Table
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> Table:
                 )
         return runs
 
-    results = sweep(args, OPT_13B, ways)
+    results = sweep(args, partial(fcfs_run, args, OPT_13B), ways)
     save(args, "alise_errors", results)
     table = new_table(
         "Policies with wrong predictions",

@@ -7,33 +7,33 @@ begins no job that might not fit, 'recompute' drops KV and computes it again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from alise import alise, beside, measured, options_on_hardware
+from alise import alise, beside, measured, system_of, testbed, testbed_options, testbed_run
 from figures import DATASETS, console, new_table, number, parse
 from load_sweep import save, sweep
 from rich.table import Table
-from simulated_runs import BATCH, Run, System, mean_normalized
+from simulated_runs import Run, mean_normalized
 
 SWAP = "swap"
 PAPER = {"defer": "1.8×", "recompute": "2.8×"}
 
 
 def main(argv: Sequence[str] | None = None) -> Table:
-    args = parse(options_on_hardware(__doc__, jobs=400), argv)
+    args = parse(testbed_options(__doc__), argv)
     errors = measured(args)
 
     def ways(fcfs: Run) -> Mapping[str, Run]:
         others = {strategy: alise(fcfs, errors, strategy=strategy) for strategy in PAPER}
         return {**others, SWAP: alise(fcfs, errors)}
 
-    system = System("opt-13b", hardware=args.hardware)
-    results = sweep(args, system, ways)
+    results = sweep(args, partial(testbed_run, args, system_of(args, "opt-13b")), ways)
     save(args, "alise_fig08", results, {"mean normalized latency": mean_normalized})
     table = new_table(
         "ALISE Fig. 8: strategies for preempted jobs' KV",
-        f"OPT-13B, {args.hardware}, batch {BATCH}, speculative with the measured prediction "
-        f"errors, {args.jobs} jobs (Alpaca twice as many). Load: share of what full batches "
-        "finish. Seconds. In brackets: by how much the paper's ALISE is ahead.",
+        f"OPT-13B, {testbed(args)}, speculative with the measured prediction errors. Load: share "
+        "of what full batches finish. Seconds. In brackets: by how much the paper's ALISE is "
+        "ahead.",
         "lengths, load, strategy",
         "norm.\nmean",
         "norm.\nP95",

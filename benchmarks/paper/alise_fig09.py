@@ -6,20 +6,31 @@ OPT-13B, all with ALISE's host memory in INT8, so that only the order of the job
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from alise import ALISE, ORACLE, alise, beside, measured, options_on_hardware
+from alise import (
+    ALISE,
+    ORACLE,
+    alise,
+    beside,
+    measured,
+    system_of,
+    testbed,
+    testbed_options,
+    testbed_run,
+)
 from figures import DATASETS, console, new_table, number, parse
 from load_sweep import save, sweep
 from prediction_errors import PERFECT
 from rich.table import Table
-from simulated_runs import BATCH, Run, System, mean_jct, mean_normalized
+from simulated_runs import Run, mean_jct, mean_normalized
 
 FCFS = "FCFS"
 PAPER = {ALISE: "−46%"}
 
 
 def main(argv: Sequence[str] | None = None) -> Table:
-    args = parse(options_on_hardware(__doc__, jobs=400), argv)
+    args = parse(testbed_options(__doc__), argv)
     errors = measured(args)
 
     def ways(fcfs: Run) -> Mapping[str, Run]:
@@ -30,14 +41,12 @@ def main(argv: Sequence[str] | None = None) -> Table:
             ORACLE: alise(fcfs, PERFECT),
         }
 
-    system = System("opt-13b", hardware=args.hardware)
-    results = sweep(args, system, ways)
+    results = sweep(args, partial(testbed_run, args, system_of(args, "opt-13b")), ways)
     save(args, "alise_fig09", results, {"mean response time": mean_jct})
     table = new_table(
         "ALISE Fig. 9: mean response time",
-        f"OPT-13B, {args.hardware}, batch {BATCH}, {args.jobs} jobs (Alpaca twice as many). Load: "
-        "share of what full batches finish. Response time: from arrival to the last token, "
-        "seconds. In brackets: the paper's.",
+        f"OPT-13B, {testbed(args)}. Load: share of what full batches finish. Response "
+        "time: from arrival to the last token, seconds. In brackets: the paper's.",
         "lengths, load, policy",
         "mean\nresponse",
         "against\nFCFS",

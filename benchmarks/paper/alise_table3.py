@@ -1,4 +1,4 @@
-"""ALISE Table 3: rate over vLLM's at equal latency, LLaMA-13B, LLaMA-7B and Pythia-12B.
+"""ALISE Table 3: rate over ORCA's and vLLM's at equal latency, LLaMA-13B, LLaMA-7B and Pythia-12B.
 
 Systems and search are those of alise_fig06.py.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from alise import ALISE, VLLM, compare_rates
+from alise import ALISE, ORCA, VLLM, compare_rates
 from rich.table import Table
 
 MODELS = ("llama-13b", "llama-7b", "pythia-12b")
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> Table:
         __doc__,
         argv,
         MODELS,
-        (VLLM, ALISE),
+        (ORCA, VLLM, ALISE),
         "ALISE Table 3: rates at equal latency",
         PAPER,
     )

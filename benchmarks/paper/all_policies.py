@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from alise import measured, options
-from figures import DATASETS, console, new_table, number, parse
+from figures import DATASETS, console, fcfs_run, new_table, number, parse
 from load_sweep import save, sweep
 from prediction_errors import PERFECT
 from rich.table import Table
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> Table:
                 runs[f"{name}, {how}"] = replace(fcfs, scheduler=policy, errors=errors)
         return {**runs, "srpt (oracle)": replace(fcfs, scheduler=scheduler("srpt"))}
 
-    results = sweep(args, OPT_13B, ways)
+    results = sweep(args, partial(fcfs_run, args, OPT_13B), ways)
     save(args, "all_policies", results)
     table = new_table(
         "All policies",

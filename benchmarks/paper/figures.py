@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from simulated_runs import Run, System, scheduler
+from simulated_runs import BATCH, Run, System, scheduler
 
 DATASETS = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 ALPACA_JOBS = 2  # as many as ShareGPT's: they last a sixth as long
@@ -66,16 +66,16 @@ def jobs_of(args: argparse.Namespace, dataset: str) -> int:
     return jobs
 
 
-def fcfs_run(args: argparse.Namespace, system: System, dataset: str) -> Run:
+def fcfs_run(args: argparse.Namespace, system: System, dataset: str, seats: int = BATCH) -> Run:
     """At the rate that full batches serve, with host memory."""
     lengths = lengths_of(args, dataset)
     return Run(
         system,
         lengths,
-        system.capacity(lengths),
+        system.capacity(lengths, seats),
         jobs_of(args, dataset),
         args.seed,
-        scheduler("fcfs"),
+        scheduler("fcfs", seats),
         system.swapping(),
     )
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from fastserve_client.report.summary import Summary
-from figures import DATASETS, datasets_of, fcfs_run, save_json, save_plot
-from simulated_runs import Run, System, mean_jct, mean_normalized, on_all_cores
+from figures import DATASETS, datasets_of, save_json, save_plot
+from simulated_runs import Run, mean_jct, mean_normalized, on_all_cores
 
 Results: TypeAlias = Mapping[tuple[str, float, str], Summary]
 """(data set, load, label) → what came out."""
@@ -23,19 +23,20 @@ LATENCIES: Mapping[str, Callable[[Summary], float]] = {
 
 def sweep(
     args: argparse.Namespace,
-    system: System,
+    fcfs: Callable[[str], Run],
     ways: Callable[[Run], Mapping[str, Run]],
 ) -> Results:
     """Runs them all.
 
     Args:
+        fcfs: for a data set the run of FCFS at load 1.
         ways: what is compared, by label, made from a run of FCFS.
     """
     runs = {
         (dataset, load, label): replace(run, rate=load * run.rate)
         for dataset in datasets_of(args)
         for load in (LOADS[-1:] if args.quick else LOADS)
-        for label, run in ways(fcfs_run(args, system, dataset)).items()
+        for label, run in ways(fcfs(dataset)).items()
     }
     return dict(zip(runs, on_all_cores(Run.summary, runs.values()), strict=True))
 

@@ -51,44 +51,72 @@ def slo_s(system: System) -> float:
 def search_all(
     args: argparse.Namespace,
     runs: Mapping[Key, Run],
-    statistic: Callable[[Summary], float],
+    statistics: Sequence[Callable[[Summary], float]],
     bound_s: Callable[[System], float] = slo_s,
-    tolerance: float = _TOLERANCE,
-) -> dict[Key, Search]:
-    """For each run the largest rate at which the statistic is within its system's bound.
+) -> list[dict[Key, Search]]:
+    """For each statistic, and each run, the largest rate at which it is within the system's bound.
 
-    The search begins at the rate of the run. All runs of one have the same jobs, and arrivals that
-    only scale.
+    A search begins at the rate of its run. All runs of one have the same jobs, and arrivals that
+    only scale; what was run for one statistic serves the next. Equal runs are run once.
+    """
+    tolerance = _QUICK_TOLERANCE if args.quick else _TOLERANCE
+    distinct: list[Run] = []
+    for run in runs.values():
+        if run not in distinct:
+            distinct.append(run)
+    found = on_all_cores(
+        _searches, [(run, statistics, bound_s(run.system), tolerance) for run in distinct]
+    )
+    return [
+        {key: found[distinct.index(run)][index] for key, run in runs.items()}
+        for index in range(len(statistics))
+    ]
+
+
+def _searches(
+    task: tuple[Run, Sequence[Callable[[Summary], float]], float, float],
+) -> list[Search]:
+    run, statistics, bound_s, tolerance = task
+    summaries: dict[float, Summary] = {}
+    return [_search(run, summaries, statistic, bound_s, tolerance) for statistic in statistics]
+
+
+def _search(
+    run: Run,
+    summaries: dict[float, Summary],
+    statistic: Callable[[Summary], float],
+    bound_s: float,
+    tolerance: float,
+) -> Search:
+    """By interpolation between a rate that meets the bound and one that breaks it.
 
     Args:
+        summaries: by rate, of what was run before; the search adds its own.
         tolerance: factor between the rate that is found and one that is too high.
     """
-    if args.quick:
-        tolerance = _QUICK_TOLERANCE
-    tasks = [(run, statistic, bound_s(run.system), tolerance) for run in runs.values()]
-    return dict(zip(runs, on_all_cores(_search, tasks), strict=True))
-
-
-def _search(task: tuple[Run, Callable[[Summary], float], float, float]) -> Search:
-    """Bisects."""
-    run, statistic, bound_s, tolerance = task
-    low, high, rate = 0.0, math.inf, float(f"{run.rate:.3g}")
-    runs: list[tuple[float, Summary]] = []
-    while low == 0 or high / low > tolerance:
-        if rate > _HIGHEST_LOAD * run.rate:
-            return Search(math.inf, runs)
-        summary = replace(run, rate=rate).summary()
-        runs.append((rate, summary))
-        if statistic(summary) <= bound_s:
-            low = rate
-        else:
-            high = rate
-        if low == 0:
+    met: list[bool] = []
+    while True:
+        values = {rate: statistic(summary) for rate, summary in summaries.items()}
+        high = min((rate for rate, value in values.items() if value > bound_s), default=math.inf)
+        low = max((rate for rate in values if rate < high), default=0.0)
+        if not values:
+            rate = run.rate
+        elif high == math.inf:
+            rate = low * _STEP
+            if rate > _HIGHEST_LOAD * run.rate:
+                return Search(math.inf, sorted(summaries.items()))
+        elif low == 0:
             rate = high / _STEP
+        elif high / low <= tolerance:
+            return Search(low, sorted(summaries.items()))
+        elif high / low < tolerance**2 or (len(met) > 1 and met[-1] == met[-2]):
+            rate = math.sqrt(low * high)
         else:
-            rate = low * _STEP if high == math.inf else math.sqrt(low * high)
+            place = math.log(bound_s / values[low]) / math.log(values[high] / values[low])
+            rate = min(max(low * (high / low) ** place, low * tolerance), high / tolerance)
         rate = float(f"{rate:.3g}")
-    return Search(low, runs)
+        summaries[rate] = replace(run, rate=rate).summary()
+        met.append(statistic(summaries[rate]) <= bound_s)
 
 
 def finite(rate: float) -> float | None:

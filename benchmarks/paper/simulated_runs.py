@@ -22,7 +22,7 @@ from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.roofline import Roofline
 from fastserve_backend.simulation.memory import KVMemory, memory_of_roofline
-from fastserve_backend.simulation.simulator import Simulation, simulate
+from fastserve_backend.simulation.simulator import PolicyOfLimits, Simulation, simulate
 from fastserve_client.report.summary import Summary, summarize
 from fastserve_client.workload import Lengths, poisson_trace
 from prediction_errors import PredictionErrors
@@ -31,7 +31,6 @@ BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
 BATCH = 16
 """Most jobs in one iteration: MaxBatchSize of FastServe's authors."""
-_HOST_GIB = 56.0  # swap space of the authors' ShareGPT runs
 _TYPICAL_CONTEXT = 400  # tokens of a job in the middle of its output
 
 SWAPPING = "KV is swapped to 56 GiB of host memory (strategy proactive)."
@@ -48,6 +47,8 @@ class System:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     hardware: str = "a100-40g"
+    host_gib: float = 56.0
+    """Host memory for KV, shared by the ranks: of the authors' ShareGPT runs."""
 
     def __str__(self) -> str:
         name = self.model.upper()
@@ -66,8 +67,8 @@ class System:
         return _latency(self)
 
     def swapping(self, **keys: Any) -> KVCacheSection:
-        """With host memory as the authors', shared by the ranks."""
-        gib = _HOST_GIB / (self.tensor_parallel * self.pipeline_parallel)
+        """With host memory."""
+        gib = self.host_gib / (self.tensor_parallel * self.pipeline_parallel)
         return kv_cache(**{"swap_space_gib": gib, **keys})
 
     @property
@@ -79,13 +80,20 @@ class System:
     @property
     def decode_s(self) -> float:
         """One decode iteration of a full batch."""
-        load = IterationLoad.of([(_TYPICAL_CONTEXT - 1, 1, True)] * BATCH)
+        return self._decode_s(BATCH)
+
+    def _decode_s(self, num_jobs: int) -> float:
+        load = IterationLoad.of([(_TYPICAL_CONTEXT - 1, 1, True)] * num_jobs)
         return self.latency.iteration_s(load)
 
-    def capacity(self, lengths: Lengths) -> float:
+    def capacity(self, lengths: Lengths, seats: int = BATCH) -> float:
         """Jobs per second that full batches serve, roughly: prefills alone, decodes shared."""
         prompt, output = (statistics.fmean(column) for column in zip(*lengths, strict=True))
-        busy_s = self.latency.prefill_s(round(prompt)) + output * self.decode_s / BATCH
+        fitting = int(self.kv_tokens / (prompt + output / 2))
+        num_jobs = min(seats, fitting)
+        busy_s = (
+            self.latency.prefill_s(round(prompt)) + output * self._decode_s(num_jobs) / num_jobs
+        )
         rate: float = self.latency.num_stages / busy_s
         return rate
 
@@ -118,13 +126,20 @@ class Run:
     """The same jobs arrive at equal distances instead of as a Poisson process."""
     errors: PredictionErrors | None = None
     """Of the predicted output lengths; ``None``: nothing is predicted."""
+    policy_of: PolicyOfLimits | None = None
+    """A policy that the product does not have, instead of the scheduler's."""
+    duration_s: float | None = None
+    """Jobs arrive for so long, instead of ``num_jobs``: more of them at a higher rate."""
 
     @property
     def memory(self) -> KVMemory:
         return memory_of_roofline(self.system.latency, self.system.config, self.kv_cache)
 
     def simulate(self) -> Simulation:
-        trace = poisson_trace(self.lengths, self.rate, self.num_jobs, self.seed)
+        num_jobs = self.num_jobs
+        if self.duration_s is not None:
+            num_jobs = max(1, round(self.rate * self.duration_s))
+        trace = poisson_trace(self.lengths, self.rate, num_jobs, self.seed)
         if self.evenly:
             trace = [replace(job, arrival_s=i / self.rate) for i, job in enumerate(trace)]
         predictions = None
@@ -138,6 +153,7 @@ class Run:
             self.memory,
             max_model_len=MAX_MODEL_LEN,
             predictions=predictions,
+            policy_of=self.policy_of,
         )
 
     def summary(self) -> Summary:
@@ -172,6 +188,10 @@ def _pool() -> ProcessPoolExecutor:
 
 def mean_normalized(summary: Summary) -> float:
     return summary.normalized_latency_s.mean
+
+
+def p95_normalized(summary: Summary) -> float:
+    return summary.normalized_latency_s.p95
 
 
 def mean_jct(summary: Summary) -> float:

@@ -37,8 +37,8 @@ def run_figure(name: str, plots: Path, monkeypatch: pytest.MonkeyPatch) -> list[
             ],
         ),
         ("fig08", ["0.5", "2"]),
-        ("fig11", ["OPT-13B, Alpaca"]),
-        ("fig12", ["OPT-13B, Alpaca"]),
+        ("fig11_12", ["OPT-13B, Alpaca"]),
+        ("nsdi26", ["15b, Alpaca"]),
         (
             "fig13",
             [
@@ -60,14 +60,6 @@ def run_figure(name: str, plots: Path, monkeypatch: pytest.MonkeyPatch) -> list[
                     "proactive, no write-back",
                     "proactive, not incremental",
                 )
-            ],
-        ),
-        (
-            "batch_limits",
-            [
-                f"Alpaca, {limit}, {policy}"
-                for limit in ("16", "memory")
-                for policy in ("fcfs", "skip_join_mlfq", "srpt")
             ],
         ),
         (
@@ -102,8 +94,8 @@ def run_figure(name: str, plots: Path, monkeypatch: pytest.MonkeyPatch) -> list[
                 for scale in (0, 1, 2, 4)
             ],
         ),
-        ("alise_fig06", ["OPT-13B, Alpaca"]),
-        ("alise_table3", ["PYTHIA-12B, Alpaca"]),
+        ("alise_fig06", ["OPT-13B TP2, Alpaca"]),
+        ("alise_table3", ["PYTHIA-12B TP2, Alpaca"]),
         (
             "alise_fig08",
             [f"Alpaca, 2, {strategy}" for strategy in ("defer", "recompute", "swap")],
@@ -114,8 +106,8 @@ def run_figure(name: str, plots: Path, monkeypatch: pytest.MonkeyPatch) -> list[
         ),
         (
             "starvation",
-            [f"2.5, starvation_ms {ms}" for ms in ("1000", "3000", "10000", "30000", "100000")]
-            + ["2.5, starvation_ms 300000", "2.5, starvation_ms 1e+07"]
+            [f"2.5, starvation_ms {ms}" for ms in ("300", "1000", "3000", "10000", "30000")]
+            + [f"2.5, starvation_ms {ms}" for ms in ("100000", "300000", "1e+07")]
             + ["2.5, quantum_ratio 1.5", "2.5, quantum_ratio 2"],
         ),
     ],

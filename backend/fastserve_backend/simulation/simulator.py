@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from fastserve_client.report.records import JobRecord
 from fastserve_client.workload import TraceJob
@@ -24,9 +25,13 @@ from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.latency_histograms import LatencyHistograms
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.sampling_params import SamplingParams
+from fastserve_backend.scheduler.base import BatchLimits, Policy
+from fastserve_backend.scheduler.batch_limits import batch_limits
 from fastserve_backend.scheduler.registry import make_policy
 from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.worker.messages import Step
+
+PolicyOfLimits: TypeAlias = Callable[[BatchLimits], Policy]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ def simulate(
     *,
     max_model_len: int,
     predictions: Sequence[int] | None = None,
+    policy_of: PolicyOfLimits | None = None,
     check_integrity: bool = False,
 ) -> Simulation:
     """Serve ``trace``, in order of arrival, with output lengths forced to the trace's.
@@ -62,6 +68,7 @@ def simulate(
     Args:
         predictions: for each job, how many output tokens it is predicted to have; the policy learns
             of it when the job arrives. Default: nothing is predicted.
+        policy_of: makes a policy that the registry does not have, for the limits of ``scheduler``.
 
     Raises:
         ValueError: a job exceeds ``max_model_len`` or the KV blocks.
@@ -71,12 +78,13 @@ def simulate(
         raise ValueError(f"a job is longer than {capacity} tokens")
     clock = VirtualClock()
     executor = SimulatedExecutor(latency, clock, memory.link)
-    policy = make_policy(
-        scheduler,
-        latency,
-        max_model_len=max_model_len,
-        kv_tokens=memory.num_blocks * kv_cache.block_size,
-    )
+    kv_tokens = memory.num_blocks * kv_cache.block_size
+    if policy_of is None:
+        policy = make_policy(scheduler, latency, max_model_len=max_model_len, kv_tokens=kv_tokens)
+    else:
+        policy = policy_of(
+            batch_limits(scheduler, latency, max_model_len=max_model_len, kv_tokens=kv_tokens)
+        )
     counters = EngineCounters(LatencyHistograms(scheduler.slo_ms / 1e3))
     tiers = TwoTierKV(
         memory.num_blocks,

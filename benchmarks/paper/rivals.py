@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_backend.scheduler.fcfs import FCFS
-from fastserve_backend.scheduler.walk import MergedWalk, Walk, by_key
+from fastserve_backend.scheduler.walk import MergedWalk, OrderKey, Walk
 from simulated_runs import BLOCK_SIZE, MAX_MODEL_LEN, RECOMPUTE, Run, scheduler
 
 if TYPE_CHECKING:
@@ -46,10 +46,9 @@ class JobBatching(FCFS):
             for _, job in zip(range(self.limits.max_seqs), self._jobs, strict=False):
                 self._last = job.number
                 self._num_unfinished += 1
-        new, begun = self._jobs.new(), self._jobs.begun()
-        return MergedWalk(by_key(self._of_batch(new)), by_key(self._of_batch(begun)))
+        return MergedWalk(lambda place: self._of_batch(self._jobs.part(place).items()))
 
-    def _of_batch(self, jobs: Iterator[tuple[float, Job]]) -> Iterator[tuple[float, Job]]:
+    def _of_batch(self, jobs: Iterator[tuple[OrderKey, Job]]) -> Iterator[tuple[OrderKey, Job]]:
         return takewhile(lambda item: item[1].number <= self._last, jobs)
 
 

@@ -14,8 +14,7 @@ import torch
 from fastserve_kernels import reference
 from fastserve_kernels.gpu import launch_parameters, paged_decode, paged_prefill, work_lists
 from fastserve_kernels.gpu.device import capability, multiprocessors
-from fastserve_kernels.int8_cache import SCALE_BYTES, codes_and_scales, quantize_tokens
-from kernel_cases import DTYPES, NAN, Case, Comparison, near
+from kernel_cases import DTYPES, NAN, Case, Comparison, in_int8, near
 from torch import Tensor
 
 LAYERS, LAYER = 3, 1
@@ -103,7 +102,9 @@ class Cache:
     table_starts: Tensor
 
     @staticmethod
-    def filled(lengths: Sequence[int], shape: Shape, dtype: torch.dtype) -> Cache:
+    def filled(
+        lengths: Sequence[int], shape: Shape, dtype: torch.dtype, is_int8: bool = False
+    ) -> Cache:
         size = shape.block_size
         needed = [-(-length // size) for length in lengths]
         total = sum(needed) + 3
@@ -121,17 +122,14 @@ class Cache:
                 kv[block_id, LAYER, :, :, :used] = tokens.to(dtype)
             tables += [NO_BLOCK] * SPARE_ENTRIES
         return Cache(
-            kv,
+            in_int8(kv) if is_int8 else kv,
             torch.tensor(tables, dtype=torch.int32),
             torch.tensor(starts, dtype=torch.int32),
         )
 
     def in_int8(self) -> Cache:
-        """The same tokens, as codes and scales; NaN is in the scales."""
-        kv = torch.empty(*self.kv.shape[:-1], self.kv.shape[-1] + SCALE_BYTES, dtype=torch.int8)
-        for place, part in zip(codes_and_scales(kv), quantize_tokens(self.kv), strict=True):
-            place.copy_(part)
-        return replace(self, kv=kv)
+        """The same tokens."""
+        return replace(self, kv=in_int8(self.kv))
 
     def of(self, jobs: slice) -> Cache:
         """Of these jobs alone."""
@@ -230,15 +228,10 @@ def cases(interpreted: bool = False) -> Iterator[Case]:
             yield Case("paged_prefill", (dtype, *SHARED_PREFILL), _shared_prefill, "each alone")
 
 
-def _filled(lengths: Sequence[int], shape: Shape, dtype: torch.dtype, is_int8: bool) -> Cache:
-    cache = Cache.filled(lengths, shape, dtype)
-    return cache.in_int8() if is_int8 else cache
-
-
 def _decode(
     dtype: torch.dtype, contexts: list[int], shape: Shape, is_int8: bool, device: torch.device
 ) -> Iterator[Comparison]:
-    cache = _filled(contexts, shape, dtype, is_int8)
+    cache = Cache.filled(contexts, shape, dtype, is_int8)
     query, scale = queries(len(contexts), shape, dtype), shape.head_dim**-0.5
     actual = run_decode(cache, query, contexts, scale, device)
     yield near("rows", actual, cache.decode(query, contexts, scale), dtype)
@@ -269,7 +262,7 @@ def _prefill(
     dtype: torch.dtype, jobs: list[tuple[int, int]], shape: Shape, is_int8: bool,
     device: torch.device,
 ) -> Iterator[Comparison]:  # fmt: skip
-    cache = _filled([context for _, context in jobs], shape, dtype, is_int8)
+    cache = Cache.filled([context for _, context in jobs], shape, dtype, is_int8)
     total = sum(rows for rows, _ in jobs)
     query, scale = queries(total + SPARE_ROWS, shape, dtype), shape.head_dim**-0.5
     expected = torch.full(query.shape, NAN, dtype=torch.float64)

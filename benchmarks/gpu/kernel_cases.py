@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from fastserve_kernels.int8_cache import SCALE_BYTES, codes_and_scales, quantize_tokens
 from torch import Tensor
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
@@ -37,6 +38,14 @@ class Comparison:
         actual, expected = actual.nan_to_num(0.0), expected.nan_to_num(0.0)
         error = (actual - expected).abs().amax() if actual.numel() else torch.zeros(())
         return float(error / expected.abs().amax()) if error else 0.0
+
+
+def in_int8(kv: Tensor) -> Tensor:
+    """A cache's tokens as codes and scales, see `int8_cache`; NaN is in the scales."""
+    rounded = torch.empty(*kv.shape[:-1], kv.shape[-1] + SCALE_BYTES, dtype=torch.int8)
+    for place, part in zip(codes_and_scales(rounded), quantize_tokens(kv), strict=True):
+        place.copy_(part)
+    return rounded
 
 
 def near(what: str, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> Comparison:

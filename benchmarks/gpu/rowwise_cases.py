@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from fastserve_kernels import kv_quantization, ops, reference
 from fastserve_kernels.gpu import activations, kv_int8, pinned_copies
-from fastserve_kernels.int8_cache import MOST, SCALE_BYTES, codes_and_scales, quantize_tokens
-from kernel_cases import DTYPES, LIMITS, NAN, Case, Comparison, near
+from fastserve_kernels.int8_cache import MOST, codes_and_scales
+from kernel_cases import DTYPES, LIMITS, NAN, Case, Comparison, in_int8, near
 from torch import Tensor
 
 LAYER = 1
@@ -205,11 +205,7 @@ def _int8_rope_kv_write(
 
 def _int8_cache(tokens: int, kv_heads: int, head_dim: int) -> Tensor:
     """As `_cache`."""
-    plain = _cache(tokens, kv_heads, head_dim, torch.float32)
-    kv = torch.empty(*plain.shape[:-1], head_dim + SCALE_BYTES, dtype=torch.int8)
-    for place, part in zip(codes_and_scales(kv), quantize_tokens(plain), strict=True):
-        place.copy_(part)
-    return kv
+    return in_int8(_cache(tokens, kv_heads, head_dim, torch.float32))
 
 
 def _add_layer_norm(

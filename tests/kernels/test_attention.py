@@ -45,8 +45,7 @@ def prefill(
 def test_decode(
     backend: str, close: Close, contexts: list[int], shape: Shape, dtype: torch.dtype, is_int8: bool
 ) -> None:
-    cache = Cache.filled(contexts, shape, dtype)
-    cache = cache.in_int8() if is_int8 else cache
+    cache = Cache.filled(contexts, shape, dtype, is_int8)
     query, scale = queries(len(contexts), shape, dtype), shape.head_dim**-0.5
     out = decode(query, cache, contexts, scale)
     assert out.is_contiguous()
@@ -66,8 +65,7 @@ def test_prefill(
     is_int8: bool,
 ) -> None:
     jobs = [job for job in jobs if job[0] > 0]
-    cache = Cache.filled([context for _, context in jobs], shape, dtype)
-    cache = cache.in_int8() if is_int8 else cache
+    cache = Cache.filled([context for _, context in jobs], shape, dtype, is_int8)
     query = queries(sum(rows for rows, _ in jobs), shape, dtype)
     scale = shape.head_dim**-0.5
     out = prefill(query, cache, jobs, scale)
@@ -142,8 +140,7 @@ def test_large_scores_do_not_overflow(backend: str, close: Close) -> None:
 def test_compiled_rows_do_not_depend_on_the_batch(dtype: torch.dtype, is_int8: bool) -> None:
     assert ops.set_cpu_backend("compiled") == "compiled"
     contexts = [300, 17, 64, 129]
-    cache = Cache.filled(contexts, SHAPE, dtype)
-    cache = cache.in_int8() if is_int8 else cache
+    cache = Cache.filled(contexts, SHAPE, dtype, is_int8)
     query = queries(4, SHAPE, dtype)
     together = decode(query, cache, contexts, SCALE)
     for i in range(4):
@@ -159,8 +156,7 @@ def test_compiled_prompts_depend_neither_on_the_batch_nor_on_chunks(
 ) -> None:
     ops.set_cpu_backend("compiled")
     lengths = [30, 600, 30]
-    cache = Cache.filled(lengths, SHAPE, dtype)
-    cache = cache.in_int8() if is_int8 else cache
+    cache = Cache.filled(lengths, SHAPE, dtype, is_int8)
     query = queries(660, SHAPE, dtype)
     together = prefill(query, cache, [(length, length) for length in lengths], SCALE)
     second = cache.of(slice(1, 2))

@@ -14,8 +14,8 @@ class DeviceBorder:
     """Of all jobs with KV in order of urgency, those before the border have ``capacity`` blocks
     together. Jobs in flight and those taken in the round come before all others.
 
-    Nothing is summed up over all jobs. What the device holds is known, so a swapped-out job is
-    inside if enough of that is behind it, and a job on the device is outside if swapped-out jobs
+    Nothing is summed up over all jobs, as it is known what the device holds. A swapped-out job is
+    inside if enough of that is behind it. A job on the device is outside if swapped-out jobs
     before it need more than is free. Both look at no more jobs than have so many blocks.
     """
 

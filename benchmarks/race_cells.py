@@ -78,6 +78,7 @@ class Course:
     workload: str
     num_jobs: int
     arrivals: str | None = None
+    host_gib: float = HOST_GIB
 
     @property
     def name(self) -> str:
@@ -90,20 +91,21 @@ class Course:
         return Workload(self.workload, self.num_jobs, 0, limits, arrivals=arrivals).trace(rate)
 
 
-# Enough jobs for several full batches each, and few enough for a quarter of an hour.
+# Enough jobs that the end of a trace, when fewer and fewer are left, decides little, and few enough
+# for a quarter of an hour.
 COURSES = (
-    Course("opt-13b a100-40g", "sharegpt", 250),
-    Course("opt-13b a100-40g", "alpaca", 800),
-    Course("llama-3-8b a100-40g", "code", 600, "bursts"),
-    Course("llama-3-8b a100-80g", "sharegpt", 600),
-    Course("llama-3-8b a100-80g", "chat", 700),
-    Course("llama-3-8b a100-80g", "code", 600, "bursts"),
-    Course("llama-3-8b a100-80g", "long-context", 150),
-    Course("llama-3-8b a100-80g", "agents", 600, "bursts"),
-    Course("llama-3-8b a100-80g", "batch-beside-chat", 600),
-    Course("llama-3-8b h100", "chat", 900),
-    Course("llama-3-8b h100", "code", 600, "bursts"),
-    Course("opt-175b 16 x a100-40g", "sharegpt", 250),
+    Course("opt-13b a100-40g", "sharegpt", 750),
+    Course("opt-13b a100-40g", "alpaca", 2400),
+    Course("llama-3-8b a100-40g", "code", 1800, "bursts"),
+    Course("llama-3-8b a100-80g", "sharegpt", 1800),
+    Course("llama-3-8b a100-80g", "chat", 2100),
+    Course("llama-3-8b a100-80g", "code", 1800, "bursts"),
+    Course("llama-3-8b a100-80g", "long-context", 450),
+    Course("llama-3-8b a100-80g", "agents", 1800, "bursts"),
+    Course("llama-3-8b a100-80g", "batch-beside-chat", 1800),
+    Course("llama-3-8b h100", "chat", 2700),
+    Course("llama-3-8b h100", "code", 1800, "bursts"),
+    Course("opt-175b 16 x a100-40g", "sharegpt", 750),
 )
 
 
@@ -127,14 +129,17 @@ OURS = (
     Variant(DEFAULT, DEFAULT),
     Variant(f"{DEFAULT}, predicted", DEFAULT, is_predicted=True),
 )
+ORACLE = Variant("srpt (oracle)", "srpt")
 OTHERS = (
+    Variant("gittins, normalized latency", "gittins", {"objective": "normalized_latency"}),
+    Variant("gittins, jct", "gittins", {"objective": "jct"}),
     Variant("skip_join_mlfq", "skip_join_mlfq"),
     Variant("speculative, predicted", "speculative", is_predicted=True),
     Variant("mlfq", "mlfq"),
     Variant("fixed_priority", "fixed_priority"),
     Variant("sarathi_edf", "sarathi_edf"),
     Variant("uniboost", "uniboost"),
-    Variant("srpt (oracle)", "srpt"),
+    ORACLE,
 )
 VARIANTS = (*FCFS, *OURS, *OTHERS)
 
@@ -229,7 +234,7 @@ def _simulate(course: Course, variant: Variant, trace: list[TraceJob]) -> Simula
     system = SYSTEMS[course.system]
     num_ranks = system.tensor_parallel * system.pipeline_parallel
     config = EngineConfig().with_keys(
-        policy=variant.policy, swap_space_gib=HOST_GIB / num_ranks, **variant.keys
+        policy=variant.policy, swap_space_gib=course.host_gib / num_ranks, **variant.keys
     )
     predictions = None
     if variant.is_predicted:

@@ -19,13 +19,25 @@ import shlex
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
 from fastserve_client.errors import WorkloadError
 from fastserve_client.workload.datasets import load_jobs
 from fastserve_client.workload.lengths import LengthLimits
-from race_cells import COURSES, SYSTEMS, VARIANTS, Cell, Course, Result, Variant, capacity, run
+from race_cells import (
+    COURSES,
+    HOST_GIB,
+    SYSTEMS,
+    VARIANTS,
+    Cell,
+    Course,
+    Result,
+    Variant,
+    capacity,
+    run,
+)
 from race_report import by_cell, table, verdicts, write_markdown
 from rich.console import Console
 from rich.progress import Progress
@@ -76,6 +88,9 @@ def parse() -> argparse.Namespace:
         "--trace", action="append", default=[], help="a file of lengths or a trace; may be repeated"
     )
     parser.add_argument("--jobs", type=int, help="jobs of each trace file; default: 600 or all")
+    parser.add_argument(
+        "--host-gib", type=float, default=HOST_GIB, help="host memory for KV, of all ranks together"
+    )
     parser.add_argument("--output", type=Path, help="JSON")
     parser.add_argument("--markdown", type=Path, help="directory for scheduling_race.md")
     return parser.parse_args()
@@ -83,13 +98,16 @@ def parse() -> argparse.Namespace:
 
 def chosen_courses(arguments: argparse.Namespace) -> list[Course]:
     if arguments.trace:
-        return [of_file(path, arguments) for path in arguments.trace]
+        courses = [of_file(path, arguments) for path in arguments.trace]
+    else:
+        courses = standard_courses(arguments)
+    return [replace(course, host_gib=arguments.host_gib) for course in courses]
+
+
+def standard_courses(arguments: argparse.Namespace) -> list[Course]:
     courses = list(COURSES)
     if arguments.quick:
-        courses = [
-            Course(course.system, course.workload, QUICK_JOBS, course.arrivals)
-            for course in (COURSES[index] for index in QUICK_COURSES)
-        ]
+        courses = [replace(COURSES[index], num_jobs=QUICK_JOBS) for index in QUICK_COURSES]
     if arguments.workloads:
         names = arguments.workloads.split(",")
         if unknown := set(names) - {course.workload for course in courses}:

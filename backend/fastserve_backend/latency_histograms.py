@@ -16,7 +16,7 @@ from fastserve_backend.job import Job
 
 # Steps of at most 2.5: a quantile interpolated within a bucket is off by no more than that.
 _FIRST_TOKEN_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
-_INTER_TOKEN_BOUNDS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 25)
+_INTER_TOKEN_BOUNDS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 25, 60)
 _WHOLE_JOB_BOUNDS_S = (0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300, 600)
 # In units of the SLO, which is a bound itself: the share of jobs that keep it is exact.
 _NORMALIZED_BOUNDS_SLO = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 25)

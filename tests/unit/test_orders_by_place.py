@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from fastserve_backend.kv_cache.device_border import DeviceBorder
 from fastserve_backend.kv_cache.round import Round
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.scheduler.base import BatchLimits
-from fastserve_backend.scheduler.ordered_jobs import SplitOrder
+from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder, WeighedJobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
@@ -25,7 +26,7 @@ BLOCK_SIZE = 4
 @given(seed=SEEDS)
 def test_each_place_has_its_jobs_in_order(seed: int) -> None:
     rng = random.Random(seed)
-    order, keys = SplitOrder(), dict[Job, float]()
+    order, keys = SplitOrder(OrderedJobs), dict[Job, float]()
     for number in range(60):
         what = rng.choice(("add", "add", "move", "place", "remove", "reorder"))
         job = rng.choice(list(keys)) if keys and what != "add" else make_job(number, 1)
@@ -50,6 +51,32 @@ def test_each_place_has_its_jobs_in_order(seed: int) -> None:
             assert [one for _, one in part.items()] == there
             assert list(part.jobs(last_first=False)) == there
             assert list(part.jobs(last_first=True)) == there[::-1]
+
+
+@settings(max_examples=200)
+@given(seed=SEEDS)
+def test_weights_are_summed_in_order(seed: int) -> None:
+    rng = random.Random(seed)
+    keys, weights = dict[Job, float](), dict[Job, float]()
+    jobs = WeighedJobs(weights.__getitem__)
+    for number in range(60):
+        what = rng.choice(("add", "add", "move", "remove", "reorder"))
+        job = rng.choice(list(keys)) if keys and what != "add" else make_job(number, 1)
+        if what == "remove" and keys:
+            jobs.remove(job)
+            del keys[job]
+            continue
+        weights[job] = rng.randint(0, 9)
+        if job not in keys or what == "move":
+            # Often the key is as before, and the weight alone has changed.
+            keys[job] = rng.randint(0, 2)
+            (jobs.move if job in jobs else jobs.add)(job, keys[job])
+        else:
+            keys = {one: rng.randint(0, 5) for one in keys}
+            jobs.reorder(keys.__getitem__)
+        expected = sorted(keys, key=lambda one: (keys[one], one.number))
+        assert list(jobs) == expected
+        assert jobs.sums().tolist() == [0.0, *accumulate(weights[one] for one in expected)]
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -98,3 +98,32 @@ def test_rates_beyond_the_sweep_are_bounds(tables: ModuleType) -> None:
         "within_objectives": {"ours": {"mean": None, "p95": 2.345, "goodput": 0.0}},
     }
     assert cells(tables.objectives_table(report)) == [["ours", "> 4", "2.35", "< 1"]]
+
+
+def test_where_jobs_queue_each_repeat_is_compared_with_its_own(
+    tables: ModuleType, tmp_path: Path
+) -> None:
+    queues = importlib.import_module("queues")
+
+    def of(*means: float) -> list[dict[str, Any]]:
+        distributions = ("normalized_latency_s", "ttft_s", "latency_s")
+        return [
+            {name: {"mean": mean, "p95": mean, "p99": mean} for name in distributions}
+            for mean in means
+        ]
+
+    report = {"points": [point("ours", of(0.1, 0.3, 0.2)), point("theirs", of(0.2, 0.4, 0.8))]}
+    ours, _, over = cells(queues.table(report, ["ours", "theirs"]))
+    assert ours[:2] == ["ours", "200 [100, 300]"]
+    assert over[:2] == ["ours over theirs", "0.5 [0.25, 0.75]"]
+
+    report["points"][1]["failures_by_kind"] = {"timeout": 1}
+    with pytest.raises(RuntimeError, match="theirs: jobs failed"):
+        queues.table(report, ["ours", "theirs"])
+
+    log = tmp_path / "ours.log"
+    log.write_text("gittins: promotion after 60000 ms, at most 92 jobs and 2048 tokens\n")
+    assert queues.seats_of(log) == 92
+    log.write_text("nothing\n")
+    with pytest.raises(RuntimeError, match="does not say how many jobs"):
+        queues.seats_of(log)

@@ -58,7 +58,7 @@ def test_derived_parameters_come_from_the_profile_and_the_slo(name: str) -> None
     policy = make_policy(config.scheduler, TIMES, max_model_len=64, kv_tokens=10_000)
     assert isinstance(policy, MLFQ)
     assert policy.quanta_s == (1, 2, 4, 8, 16, 32, 64)
-    assert "promotion after 30000 ms" in policy.describe()
+    assert "promotion after 60000 ms" in policy.describe()
     given = config.with_keys(base_quantum_ms=20, starvation_ms=700, quantum_ratio=4)
     policy = make_policy(given.scheduler, TIMES, max_model_len=64, kv_tokens=10_000)
     assert isinstance(policy, MLFQ)

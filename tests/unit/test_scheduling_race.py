@@ -87,9 +87,26 @@ def test_a_cell_is_run_and_written(cells: ModuleType, report: ModuleType, tmp_pa
     report.write_markdown(tmp_path, report.by_cell(found), "python race.py --quick")
     page = (tmp_path / "scheduling_race.md").read_text(encoding="utf-8")
     assert "## code, llama-3-8b a100-80g, load 1.5" in page
-    assert page.count("| gittins") == 2
+    assert page.count("| gittins") == 4, "in the frontier and in the cell"
     assert "    python race.py --quick\n" in page
     assert (tmp_path / "scheduling_race.png").stat().st_size > 1000
+
+
+def test_the_frontier_is_of_the_cells_where_fcfs_queues(
+    cells: ModuleType, report: ModuleType
+) -> None:
+    idle = results(cells, mean=0.9)
+    first = results(cells, mean=0.4, jct=1.2, idle=0.2)["a cell"]
+    queues = {variant: cells.replace(result, idle=0.2) for variant, result in first.items()}
+    lines = report.frontier({"a": idle["a cell"], "b": queues})
+    assert lines[-1] == "| gittins | 0.40 | 1.00 | 1.20 | 1.00 | 1.00 |"
+
+
+def test_the_oracle_says_what_is_possible(cells: ModuleType, report: ModuleType) -> None:
+    cell = results(cells, mean=0.8, idle=0.2)["a cell"]
+    cell[cells.ORACLE.name] = cells.replace(cell["gittins"], variant=cells.ORACLE.name, mean=0.5)
+    (line,) = report.verdicts({"a cell": cell})
+    assert line.endswith("; srpt (oracle) 2.00 times")
 
 
 def test_courses_have_jobs_that_their_models_can_run(cells: ModuleType) -> None:

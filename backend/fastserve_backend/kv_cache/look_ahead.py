@@ -27,6 +27,9 @@ _MAX_RETURNING = 2
 # The order changes little from one round to the next. So it is looked at when blocks were freed or
 # jobs came, and in between only each so many rounds.
 _LOOK_AHEAD_ROUNDS = 8
+# Jobs that leave ahead of time at once: the link takes one after the other anyhow, and no decision
+# is held up by many. The next round goes on.
+_MOST_LEAVING = 4
 # Jobs are not asked to leave ahead of time when so many could not, for want of host memory or
 # because they are better computed again: the others are of that kind too.
 _MOST_REFUSED = 4
@@ -93,16 +96,20 @@ class LookAhead:
         returning = list(islice(border.inside(_BAND * device.num_blocks), most_returning))
         wanted = reserve + sum(self._room_to_return(job) for job in returning)
         spare += self._prefix_cache.give_back(wanted - spare, this.offered)
-        num_refused = 0
+        num_left = num_refused = 0
         for job in border.outside() if spare < wanted else ():
             if not self._holders.is_idle(job, this):
                 continue
+            if num_left == _MOST_LEAVING:
+                self.expect_change()
+                break
             num_held = device.num_held(job.number)
             if job.num_computed == 0:  # it was taken, but its step was held
                 self._holders.drop(job)
                 spare += num_held
             elif self._swapping.swap_out(job):
                 spare += num_held
+                num_left += 1
             else:
                 num_refused += 1
             if spare >= wanted or num_refused == _MOST_REFUSED:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.counters import EngineCounters
@@ -39,6 +39,7 @@ class Swapping:
     def begin(self, this: Round) -> None:
         """A round."""
         self._round = this
+        self._with_copies: Iterator[Job] | None = None  # from the first shortage on the host on
         self.begun: list[Transfer] = []
         """In this round."""
 
@@ -124,9 +125,12 @@ class Swapping:
             return True
         if host.num_held(job.number) + missing > host.num_free + self._tiers.num_copies:
             return False
-        for other in self._round.by_urgency(Place.DEVICE):
-            if other is not job and self._tiers.has_copy(other.number):
+        if self._with_copies is None:
+            here = self._round.by_urgency(Place.DEVICE)
+            self._with_copies = (other for other in here if self._tiers.has_copy(other.number))
+        for other in self._with_copies:
+            if other is not job:
                 self._tiers.forget_host(other.number)
                 if missing <= host.num_free:
-                    break
-        return True
+                    return True
+        return False

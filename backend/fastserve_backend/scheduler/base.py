@@ -310,9 +310,10 @@ def fill_batch(
         if (prompts_wait and job.num_uncomputed > 1) or job.number in in_flight:
             continue
         memory.recall(job)
-        seats_left = limits.max_seqs - len(batch) - 1
         needed = job.num_uncomputed
-        if needed != 1:
+        is_prefill = needed > 1
+        if is_prefill:
+            seats_left = limits.max_seqs - len(batch) - 1
             needed = limits.tokens_of(needed, tokens_left, chunk_left, seats_left)
         if needed <= 0:
             prompts_wait = True
@@ -332,6 +333,6 @@ def fill_batch(
             if not memory.is_waiting:
                 continue
         tokens_left -= needed
-        if chunk_left is not None and job.num_uncomputed > 1:
+        if is_prefill and chunk_left is not None:
             chunk_left -= needed
     return batch

@@ -64,7 +64,7 @@ class _Entry:
     job: Job
     learned: tuple[_Learned, ...]  # where it counts; by the last of these it is ordered
     bin: int = 0  # of its length, if it ended now
-    key_holds_to: int = 0  # output tokens, while the job decodes
+    key_holds_to: int = -1  # output tokens, while the job decodes
 
 
 class Gittins(KeyedPolicy):
@@ -161,8 +161,7 @@ class Gittins(KeyedPolicy):
             entry = self._entries[job.number]
             if len(job.output_ids) > edges[entry.bin + 1]:
                 self._pass(entry, job)
-            is_prefill = job.num_outputs == 0 or job.num_uncomputed > 1
-            if is_prefill or job.num_outputs > entry.key_holds_to:
+            if job.num_outputs > entry.key_holds_to or job.num_uncomputed > 1:
                 self._place(entry)
 
     def predicted(self, job: Job) -> None:
@@ -187,7 +186,7 @@ class Gittins(KeyedPolicy):
         edges = self._of_all.lengths.edges
         is_decode = job.num_uncomputed <= 1 and job.num_outputs > 0
         index = bisect_right(edges, job.num_outputs)
-        entry.key_holds_to = edges[index] - 1 if is_decode and index < len(edges) else 0
+        entry.key_holds_to = edges[index] - 1 if is_decode and index < len(edges) else -1
 
     def _learned_of(self, job: Job) -> tuple[_Learned, ...]:
         """Jobs whose predictions are from one power of two up to the next are a class."""
@@ -224,6 +223,7 @@ class Gittins(KeyedPolicy):
         if self._outdated:
             self._outdated.pop().update()
             self._num_to_place = len(self._entries)
+            return
         num_placed = min(self._num_to_place, _PLACED_AT_ONCE, len(self._entries))
         for _ in range(num_placed):
             number, entry = next(iter(self._entries.items()))

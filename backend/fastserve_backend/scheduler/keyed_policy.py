@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from fastserve_backend.job import Job, Place
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled, Urgency
-from fastserve_backend.scheduler.ordered_jobs import SplitOrder
+from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder
 from fastserve_backend.scheduler.walk import MergedWalk, Walk
 
 
@@ -23,7 +23,7 @@ class KeyedPolicy:
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
-        self._jobs = SplitOrder()
+        self._jobs = SplitOrder(OrderedJobs)
 
     @property
     def num_promotions(self) -> int:

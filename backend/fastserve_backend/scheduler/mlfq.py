@@ -26,7 +26,7 @@ from fastserve_backend.scheduler.base import (
     own_time_s,
     time_to_next_token,
 )
-from fastserve_backend.scheduler.ordered_jobs import SplitOrder
+from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder
 from fastserve_backend.scheduler.promotion import Promotion
 from fastserve_backend.scheduler.walk import MergedWalk, OrderKey, Walk
 
@@ -76,7 +76,7 @@ class MLFQ:
         while quantum_s < quanta.longest_job_s:
             quantum_s *= quanta.ratio
             num_queues += 1
-        self._queues = [SplitOrder() for _ in range(num_queues)]  # by tickets
+        self._queues = [SplitOrder(OrderedJobs) for _ in range(num_queues)]  # by tickets
         self._entries: dict[int, _Entry] = {}
         self._promotion = Promotion(quanta.starvation_s, lambda job: time_to_next_token(job, times))
         self._tickets = count()

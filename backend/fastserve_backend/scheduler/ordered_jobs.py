@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from heapq import merge
 from operator import itemgetter
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fastserve_backend.job import Job, Place
 
@@ -43,10 +48,6 @@ class OrderedJobs:
         jobs = self._jobs
         return ((place, jobs[place[1]][1]) for place in self._order)
 
-    def numbers(self) -> Iterator[int]:
-        """Of the jobs, in order."""
-        return (number for _, number in self._order)
-
     def jobs(self, *, last_first: bool) -> Iterator[Job]:
         """In order, or the other way round."""
         order = reversed(self._order) if last_first else self._order
@@ -73,17 +74,59 @@ class OrderedJobs:
         self._order = sorted((new, number) for number, (new, _) in self._jobs.items())
 
 
-class SplitOrder:
+class WeighedJobs(OrderedJobs):
+    """The same, with the sums of their weights.
+
+    Args:
+        weight: of a job, asked for when it is added, moved or reordered.
+    """
+
+    def __init__(self, weight: Callable[[Job], float]) -> None:
+        super().__init__()
+        self._weight = weight
+        self._weights = array("d")  # as the jobs are ordered
+
+    def sums(self) -> NDArray[np.float64]:
+        """Shape [jobs + 1]: of the weights of the first 0, 1, … jobs."""
+        sums = np.zeros(len(self._weights) + 1)
+        np.cumsum(self._weights, out=sums[1:])
+        return sums
+
+    def add(self, job: Job, key: float) -> None:
+        self._weights.insert(self.num_before(key, job.number), self._weight(job))
+        super().add(job, key)
+
+    def remove(self, job: Job) -> None:
+        del self._weights[self.num_before(self.key(job), job.number)]
+        super().remove(job)
+
+    def move(self, job: Job, key: float) -> None:
+        """Give the job another key, or only its weight of now."""
+        self.remove(job)
+        self.add(job, key)
+
+    def reorder(self, key: Callable[[Job], float]) -> None:
+        super().reorder(key)
+        self._weights = array("d", map(self._weight, self))
+
+
+Part = TypeVar("Part", bound=OrderedJobs)
+
+
+class SplitOrder(Generic[Part]):
     """The same, in a part for each ``Place``.
 
     Thousands of jobs may wait that cannot run now, because they are new or their KV is on the host.
     A selection passes over them at once, see ``Walk.skip``. The KV manager finds the jobs of one
     place in their order.
+
+    Args:
+        make_part: ``OrderedJobs``, or another kind of it.
     """
 
-    def __init__(self) -> None:
-        self._parts = tuple(OrderedJobs() for _ in Place)
-        self._part_of: dict[int, OrderedJobs] = {}  # by job number
+    def __init__(self, make_part: Callable[[], Part]) -> None:
+        self._parts = tuple(make_part() for _ in Place)
+        self._part_of: dict[int, Part] = {}  # by job number
 
     def __len__(self) -> int:
         return len(self._part_of)
@@ -100,7 +143,7 @@ class SplitOrder:
         """The key that the job was last given."""
         return self._part_of[job.number].key(job)
 
-    def part(self, place: Place) -> OrderedJobs:
+    def part(self, place: Place) -> Part:
         """Those whose KV is there."""
         return self._parts[place]
 

@@ -82,8 +82,11 @@ class Promotion:
     def iteration_done(self, jobs: Sequence[Job], now: float) -> None:
         """They ran in it, and wait from now on."""
         self.num_turns = max(1, int(len(jobs) * _BATCH_SHARE))
-        for job in jobs:
-            self.start_waiting(job, now)
+        waiting, turns = self._waiting, self._turns
+        for job in jobs:  # hundreds, so without a call for each
+            if job.number not in turns:
+                waiting[job.number] = (now, job)
+                waiting.move_to_end(job.number)
 
     def remove(self, job: Job) -> None:
         """The job ended, or another policy orders it from now on."""

@@ -17,11 +17,10 @@ from fastserve_backend.scheduler.uniboost import UniBoost
 
 # Tokens of KV memory that is never short.
 UNLIMITED_KV = 2**40
-# starvation_ms: auto, in units of slo_ms. A job keeps its SLO if it waits at most slo_ms for each
-# of its tokens, and a job that sank low enough to starve has about a hundred. A tenth of that makes
-# the queues round-robin under overload, ten times that costs the tail
-# (benchmarks/paper/starvation.py).
-STARVATION_TOKENS = 100
+# starvation_ms: auto, in units of slo_ms. Half as much makes jobs with long prompts starve near
+# capacity, where they would soon have run anyhow, and their turns delay all others
+# (docs/scheduling.md). Ten times as much costs the tail (benchmarks/paper/starvation.py).
+STARVATION_TOKENS = 200
 # Of ``sarathi_edf``: when a first token is due, in units of slo_ms.
 FIRST_TOKEN_SLOS = 10
 # Of ``speculative``: seconds of remaining time that a second since a job's arrival makes up for.

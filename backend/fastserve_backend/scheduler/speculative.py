@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
-from itertools import accumulate, islice
 
 from fastserve_backend.job import Job, Place
 from fastserve_backend.scheduler.base import (
@@ -22,7 +21,7 @@ from fastserve_backend.scheduler.base import (
     time_to_next_token,
 )
 from fastserve_backend.scheduler.mlfq import Quanta
-from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder
+from fastserve_backend.scheduler.ordered_jobs import SplitOrder, WeighedJobs
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.walk import MergedWalk, Walk
 
@@ -55,8 +54,8 @@ class Speculative:
     ``job.queue_level`` of a job with a prediction is the queue whose quantum covers its remaining
     time, and ``level_sizes`` counts it there.
 
-    ``walk`` costs what it costs in MLFQ; the first urgency asked for, an addition for each job
-    before that one; everything else what ``OrderedJobs`` costs a job.
+    ``walk`` costs what it costs in MLFQ; ``urgency`` an addition for each job, 2 ns; everything
+    else what ``OrderedJobs`` costs a job.
     """
 
     name = "speculative"
@@ -69,7 +68,7 @@ class Speculative:
         self._aging = aging
         self._entries: dict[int, _Entry] = {}
         self._queues = SkipJoinMLFQ(limits, quanta, times)  # jobs without a prediction
-        self._order = SplitOrder()  # jobs with one
+        self._order = SplitOrder(lambda: WeighedJobs(self._remaining_of))  # jobs with one
         self._ordered_sizes = [0] * len(self._queues.quanta_s)  # by queue level
         self._num_outlived = 0
 
@@ -142,10 +141,15 @@ class Speculative:
         ENST, see ``MLFQ``, and T_execute counts the jobs with one that come before it too.
         """
         execute_s = self._queues.execute_s()
-        parts = [_Sums(self._order.part(place), self._entries) for place in Place]
+        parts = [self._order.part(place) for place in Place]
+        sums_s = [part.sums() for part in parts]
 
         def predicted_s(key: float, number: int) -> float:
-            return sum(part.before_s(key, number) for part in parts) / self.limits.max_seqs
+            before_s = (
+                float(of_part[part.num_before(key, number)])
+                for part, of_part in zip(parts, sums_s, strict=True)
+            )
+            return sum(before_s) / self.limits.max_seqs
 
         def ewt(job: Job) -> tuple[float, float]:
             if self._entries[job.number].num_tokens is None:
@@ -200,6 +204,9 @@ class Speculative:
         quanta_s = self._queues.quanta_s
         return min(bisect_left(quanta_s, remaining_s), len(quanta_s) - 1)
 
+    def _remaining_of(self, job: Job) -> float:
+        return self._entries[job.number].remaining_s
+
     def _key_again(self, job: Job) -> float:
         num_tokens = self._entries[job.number].num_tokens
         assert num_tokens is not None
@@ -230,22 +237,6 @@ class Speculative:
         num_decodes = max(0, num_tokens - job.num_outputs - 1)
         decode_s = self._times.decode_s(job.num_tokens + 1 + num_decodes // 2)
         return time_to_next_token(job, self._times) + num_decodes * decode_s
-
-
-class _Sums:
-    """Of remaining times of the jobs that come before one, as far as they are asked for."""
-
-    def __init__(self, jobs: OrderedJobs, entries: dict[int, _Entry]) -> None:
-        self._jobs = jobs
-        self._sums_s = [0.0]  # of the first 0, 1, … jobs
-        self._rest = accumulate(entries[number].remaining_s for number in jobs.numbers())
-
-    def before_s(self, key: float, number: int) -> float:
-        """Seconds, of those that come before a job of this key and number."""
-        num_before, sums_s = self._jobs.num_before(key, number), self._sums_s
-        if num_before >= len(sums_s):
-            sums_s.extend(islice(self._rest, num_before + 1 - len(sums_s)))
-        return sums_s[num_before]
 
 
 class _BothOrders:

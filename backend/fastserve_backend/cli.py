@@ -101,7 +101,9 @@ def generate(
     top_p: _TopP = None,
     top_k: _TopK = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop word; can be repeated.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Stop word, also a special token; can be repeated.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on after an end token.")] = False,
     timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds.")] = None,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from fastserve_backend.errors import InvalidRequestError
@@ -176,6 +176,17 @@ class Job:
         return self.finish_reason is FinishReason.STOP or (
             self.finish_reason is FinishReason.LENGTH and self.params.ignore_eos
         )
+
+    def reason_to_end(self, eos_token_ids: Collection[int]) -> FinishReason | None:
+        """Why it ends with the last of ``output_ids``; None: it goes on, as far as they tell."""
+        token_id, params = self.output_ids[-1], self.params
+        if token_id in params.stop_token_ids:
+            return FinishReason.STOP
+        if token_id in eos_token_ids and not params.ignore_eos:
+            return FinishReason.STOP
+        if len(self.output_ids) >= params.max_tokens:
+            return FinishReason.LENGTH
+        return None
 
     def sent(self, num_tokens: int) -> None:
         """So many of its uncomputed tokens are in a step from now on."""

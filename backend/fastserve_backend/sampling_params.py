@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.structured_output import FIELD, StructuredOutput
@@ -13,6 +14,8 @@ MAX_LOGPROBS = 20  # the OpenAI API's limit; each alternative is a string per to
 # Each new piece of text is compared with each prefix of each stop word: these bound that work.
 MAX_STOP_WORDS = 16
 MAX_STOP_WORD_CHARS = 256
+# Below min_tokens each of them is banned, in each step anew.
+MAX_STOP_TOKEN_IDS = 128
 # OpenAI's limits. A hundred more or less is as good as certain or impossible.
 MAX_LOGIT_BIASES = 300
 MAX_LOGIT_BIAS = 100.0
@@ -31,7 +34,8 @@ class SamplingParams:
     max_tokens: int = 16
     """Most tokens to generate, ≥ 1."""
     min_tokens: int = 0
-    """End-of-sequence tokens and stop words are ignored before this many tokens."""
+    """Before this many tokens, end-of-sequence and stop tokens are not chosen, and stop words are
+    ignored."""
     temperature: float = 1.0
     """0 means greedy, and so does anything below ``LEAST_TEMPERATURE``."""
     top_p: float = 1.0
@@ -47,8 +51,13 @@ class SamplingParams:
     seed: int | None = None
     """Same seed, same prompt: same text, whatever else runs, unless the rest of the batch changes
     how logits are rounded (docs/architecture.md, Invariants). None: drawn at submission."""
-    stop: tuple[str, ...] = ()
-    """Generation ends when one of these appears in the text; the word itself is not returned."""
+    stop: Sequence[str] = ()
+    """Generation ends when one of these appears in the text; the word itself is not returned. A
+    text alone is one stop word. A word may name special tokens as the tokenizer spells them: these
+    have no text otherwise. Kept as a tuple."""
+    stop_token_ids: Collection[int] = ()
+    """Generation ends with one of these tokens, which is then returned without its text. A number
+    alone is one token. Kept as a frozenset."""
     ignore_eos: bool = False
     """Go on after an end-of-sequence token (benchmarks force output lengths with it)."""
     logprobs: int | None = None
@@ -74,13 +83,7 @@ class SamplingParams:
             _check_int("seed", self.seed, 0, MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if len(self.stop) > MAX_STOP_WORDS:
-            allowed = f"at most {MAX_STOP_WORDS} stop words"
-            raise InvalidRequestError("stop_words", f"{len(self.stop)} words", allowed)
-        for word in self.stop:
-            if not isinstance(word, str) or not 0 < len(word) <= MAX_STOP_WORD_CHARS:
-                allowed = f"each stop word has 1 to {MAX_STOP_WORD_CHARS} characters"
-                raise InvalidRequestError("stop_words", word, allowed)
+        self._check_stop_conditions()
         if self.logit_bias is not None:
             _check_logit_bias(self.logit_bias)
         if self.structured_output is not None:
@@ -90,6 +93,26 @@ class SamplingParams:
             if self.min_tokens:
                 allowed = f"must be 0 with {FIELD}, which may allow no more"
                 raise InvalidRequestError("min_tokens", self.min_tokens, allowed)
+
+    def _check_stop_conditions(self) -> None:
+        stop = as_elements("stop_words", self.stop, str)
+        object.__setattr__(self, "stop", stop)
+        if len(stop) > MAX_STOP_WORDS:
+            allowed = f"at most {MAX_STOP_WORDS} stop words"
+            raise InvalidRequestError("stop_words", f"{len(stop)} words", allowed)
+        for word in stop:
+            if not isinstance(word, str) or not 0 < len(word) <= MAX_STOP_WORD_CHARS:
+                allowed = f"each stop word has 1 to {MAX_STOP_WORD_CHARS} characters"
+                raise InvalidRequestError("stop_words", word, allowed)
+            if any("\ud800" <= char <= "\udfff" for char in word):  # which no text has
+                raise InvalidRequestError("stop_words", word, "must be valid Unicode")
+        token_ids = as_elements("stop_token_ids", self.stop_token_ids, int)
+        if len(token_ids) > MAX_STOP_TOKEN_IDS:
+            allowed = f"at most {MAX_STOP_TOKEN_IDS} token ids"
+            raise InvalidRequestError("stop_token_ids", f"{len(token_ids)} token ids", allowed)
+        for token_id in token_ids:
+            _check_int("stop_token_ids", token_id, 0, 2**31 - 1, "a token id")
+        object.__setattr__(self, "stop_token_ids", frozenset(token_ids))
 
     @property
     def greedy(self) -> bool:
@@ -102,6 +125,21 @@ class SamplingParams:
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
         )
+
+
+def as_elements(field: str, value: object, kind: type) -> tuple[Any, ...]:
+    """What a field for a list holds: one of ``kind`` alone is a list of one, None an empty one.
+
+    Raises InvalidRequestError: it is neither; the elements are not checked.
+    """
+    if value is None:
+        return ()
+    if isinstance(value, kind):
+        return (value,)
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Collection):
+        names = {str: "text, or a list of texts", int: "a list of integers"}
+        raise InvalidRequestError(field, value, f"must be {names[kind]}")
+    return tuple(value)
 
 
 def _check_int(field: str, value: object, low: int, high: int, allowed: str | None = None) -> None:

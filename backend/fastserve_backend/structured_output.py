@@ -30,7 +30,7 @@ class StructuredOutput:
     regex: str | None = None
     """The whole answer matches it (syntax of Rust's crate regex, without lookaround)."""
     choice: Sequence[str] | None = None
-    """The answer is one of these."""
+    """The answer is one of these; a text alone is the only one."""
     grammar: str | None = None
     """The answer is of the language of this grammar, in llguidance's variant of Lark."""
     kind: Kind = field(init=False)
@@ -78,7 +78,8 @@ def _text(kind: str, value: Any) -> str:
             if not isinstance(value, Mapping):
                 raise _invalid(kind, value, "must be a JSON object")
         case "choice":
-            if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+            value = [value] if isinstance(value, str) else value
+            if not isinstance(value, Sequence) or not value:
                 raise _invalid(kind, value, "must be a list of at least one text")
             for one in value:
                 if not isinstance(one, str) or not one:

@@ -36,6 +36,9 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     ignore_eos: bool | None
+    """A text or several, which may name special tokens."""
+    stop_token_ids: Sequence[int] | int | None
+    """The answer ends with one of these tokens, whose text is not part of it."""
     logit_bias: Mapping[int, float] | Mapping[str, float] | None
     """Added to the logits of these tokens, by id: from -100, which bans one, to 100."""
     structured_output: Mapping[str, Any] | None
@@ -54,6 +57,7 @@ _ALLOWED = {
     bool: "a bool",
     str: "text or a list of texts",
     Mapping: "a mapping that JSON can carry",
+    Sequence: "a list of token ids",
 }
 
 

@@ -71,6 +71,9 @@ the ``logprobs`` output lists for each generated token (it needs ``return_logpro
 CLIP_MAX_TOKENS: Final = "clip_max_tokens"
 """As ``LOGPROBS`` no tensor. True: a ``max_tokens`` for which the prompt leaves no room becomes as
 many as fit, instead of an error."""
+STOP_TOKEN_IDS: Final = "stop_token_ids"
+"""As ``LOGPROBS`` no tensor. Token ids that end the answer: a JSON list of integers (or its text),
+or one integer."""
 LOGIT_BIAS: Final = "logit_bias"
 """As ``LOGPROBS`` no tensor. A JSON object (or its text): what is added to the logits of which
 token, by its id as a string."""
@@ -172,6 +175,7 @@ PARAMETER_KEYS: Final = (
     STOP,
     LOGPROBS,
     CLIP_MAX_TOKENS,
+    STOP_TOKEN_IDS,
     LOGIT_BIAS,
     STRUCTURED_OUTPUT,
 )

@@ -109,6 +109,7 @@ def test_what_the_wire_cannot_carry_is_refused_by_name(
         ({"ignore_eos": float("nan")}, "a bool"),
         ({"stop": b"bytes"}, "text or a list of texts"),
     ],
+        ({"stop_token_ids": {5}}, "a list of token ids"),
     ids=str,
 )
 def test_a_refusal_says_what_that_option_may_be(options: dict[str, Any], allowed: str) -> None:

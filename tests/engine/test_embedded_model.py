@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +114,21 @@ def test_a_stop_word_ends_the_answer_before_it(small_llm: LLM) -> None:
     )[0]
     assert stopped.finish_reason is FinishReason.STOP
     assert stopped.text == whole.text[: whole.text.index("4. 4")]
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", ".<|im_end|>", "Paris.<|im_end|>\n", "<|im_end|>x"])
+def test_stop_words_with_the_end_token(small_llm: LLM, stop: str) -> None:
+    """Which ends the answer anyway, unless it is told not to."""
+    question = conversation("What is the capital of France? Answer in one word.")
+    answer = "The capital of France is Paris."
+    expected = answer.removesuffix(stop.partition("<")[0]) if stop.endswith(">") else answer
+    params = SamplingParams(max_tokens=12, temperature=0, stop=stop)
+    (ended,) = small_llm.chat(question, params, progress=False)
+    assert (ended.text, ended.finish_reason) == (expected, FinishReason.STOP)
+    if stop.endswith(">"):
+        params = replace(params, ignore_eos=True)
+        (ended,) = small_llm.chat(question, params, progress=False)
+        assert (ended.text, ended.finish_reason) == (expected, FinishReason.STOP)
 
 
 def test_a_conversation_keeps_its_turns(small_llm: LLM, reference: PreTrainedModel) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.job import FinishReason
 from live_engine import small_engine
 from safetensors.torch import load_file, save_file
-from small_model import EOS_TOKEN_IDS
+from small_model import EOS_TOKEN_IDS, VOCAB_SIZE
 from transformers import OPTForCausalLM
 
 PROMPT = [10, 50, 90, 130, 170]
@@ -132,6 +133,66 @@ def test_stop_words_end_the_text_and_free_the_job(llm: LLM) -> None:
         [PROMPT], SamplingParams(**base, stop=(word,), min_tokens=100), progress=False
     )
     assert len(both.token_ids) >= 100
+
+
+def test_a_stop_token_ends_the_job_without_its_text(llm: LLM) -> None:
+    base = {"max_tokens": 120, "seed": 8, "temperature": 1.4, "ignore_eos": True}
+    (whole,) = llm.generate([PROMPT], SamplingParams(**base), progress=False)
+    stop = whole.token_ids[20]
+    length = whole.token_ids.index(stop) + 1
+    params = [
+        SamplingParams(**base, stop_token_ids=[stop, VOCAB_SIZE - 1]),
+        SamplingParams(**base, stop_token_ids=[stop], min_tokens=length + 5),
+    ]
+    stopped, later = llm.generate([PROMPT] * 2, params, progress=False)
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.token_ids == whole.token_ids[:length]
+    assert stopped.text == llm.engine.tokenizer.decode(stopped.token_ids[:-1])
+    assert stop not in later.token_ids[: length + 4]
+    assert len(later.token_ids) >= length + 5
+
+
+def test_stop_words_that_name_special_tokens(llm: LLM) -> None:
+    a = llm.engine.tokenizer.encode("a")[-1]
+    spelling = {a: "a", 0: "<s>", 2: "</s>"}
+    biases = dict.fromkeys(spelling, 100.0)
+    base = {"max_tokens": 80, "seed": 3, "temperature": HOT, "ignore_eos": True}
+    params = SamplingParams(**base, logit_bias=biases)
+    (whole,) = llm.generate([PROMPT], params, progress=False)
+    assert set(whole.token_ids) == set(spelling)
+    ends = [slice(n, n + length) for n in range(0, 60, 5) for length in (1, 2, 5)]
+    words = ["".join(spelling[token] for token in whole.token_ids[end]) for end in ends]
+    words = [word for word in dict.fromkeys(words) if "<" in word]
+    assert {word[0] for word in words} == {"a", "<"}
+    assert {word[-1] for word in words} == {"a", ">"}
+    each = [replace(params, stop=word) for word in words]
+    for word, stopped in zip(
+        words, llm.generate([PROMPT] * len(words), each, progress=False), strict=True
+    ):
+        assert stopped.finish_reason is FinishReason.STOP
+        assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
+        # Special tokens that the word does not name do not part it.
+        pieces = [spelling[token] for token in whole.token_ids]
+        spelled = "".join(piece for piece in pieces if piece in word or piece == "a")
+        assert stopped.text == "a" * spelled[: spelled.index(word)].count("a"), word
+
+
+def test_a_stop_word_that_the_last_token_completes(llm: LLM) -> None:
+    a, b = (llm.engine.tokenizer.encode(letter)[-1] for letter in "ab")
+    base = SamplingParams(
+        max_tokens=50,
+        min_tokens=3,
+        seed=1,
+        temperature=HOT,
+        logit_bias={a: 100, b: 98},
+        stop_token_ids=[b],
+    )
+    params = [base, replace(base, stop="ab"), replace(base, stop="aba")]
+    plain, stopped, other = llm.generate([PROMPT] * 3, params, progress=False)
+    assert plain.token_ids[-1] == b
+    assert plain.text == other.text == "a" * (len(plain.token_ids) - 1)
+    assert stopped.text == plain.text[:-1]
+    assert {one.finish_reason for one in (plain, stopped, other)} == {FinishReason.STOP}
 
 
 def test_times_and_counts_are_plausible(llm: LLM) -> None:

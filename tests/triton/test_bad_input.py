@@ -185,6 +185,15 @@ CASES = [
     in_object("logit_bias", {"5": 1, "05": 1}, "a token twice"),
     in_object("logit_bias", {str(n): 0 for n in range(301)}, "too many"),
     bias(101),
+    Bad("an empty stop", "stop_words", in_object("stop", "").inputs),
+    in_object("stop_token_ids", [1024], "no such token"),
+    in_object("stop_token_ids", [-1]),
+    in_object("stop_token_ids", ["a"]),
+    in_object("stop_token_ids", [[5]]),
+    in_object("stop_token_ids", "a"),
+    in_object("stop_token_ids", {"5": 1}),
+    in_object("stop_token_ids", True),
+    in_object("stop_token_ids", list(range(129)), "too many"),
     bias(NAN),
     bias("much"),
     in_object("structured_output", "json"),
@@ -235,6 +244,8 @@ CASES = [
 @pytest.fixture(scope="module")
 def good_stream(endpoints: Endpoints) -> Iterator[GrpcStream]:
     """A request that streams while all the bad ones come, undisturbed."""
+    as_parameter("stop_token_ids", "[5, 1024]"),
+    as_parameter("stop_token_ids", -1),
     stream = GrpcStream(
         endpoints.grpc_url,
         text_input=GOOD_PROMPT,

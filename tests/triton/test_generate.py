@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import numpy as np
@@ -12,7 +13,7 @@ import tritonclient.grpc.aio as aio_grpcclient
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
-from fastserve_client import protocol
+from fastserve_client import FastServeClient, protocol
 from serving_client import (
     GENERATE,
     GENERATE_STREAM,
@@ -303,3 +304,56 @@ def test_an_http_error_of_a_stream_is_an_event(endpoints: Endpoints) -> None:
     response = post(endpoints.http_url, GENERATE_STREAM, body)
     assert response.status_code == 400
     assert "max_tokens" in response.text
+
+
+A = 4 + ord("a")
+BASE = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("given", [A, [A], [1023, A], str(A), f"[{A}, 1023]", f"\ufeff[{A}]"])
+def test_stop_tokens_by_every_way(given: Any, endpoints: Endpoints, url: str) -> None:
+    """The answer would be the letter a for ever."""
+    bias = {"logit_bias": json.dumps({A: 100})}
+    stop = {"stop_token_ids": given}
+    answers = [
+        generate(
+            endpoints.grpc_url,
+            text_input=PROMPT,
+            sampling_parameters=json.dumps(BASE | bias | stop),
+        )
+    ]
+    if not isinstance(given, list):  # which tritonserver takes for tensors alone
+        answers.append(
+            generate(endpoints.grpc_url, text_input=PROMPT, parameters=bias | stop, **BASE)
+        )
+        body = {"text_input": PROMPT, **BASE, **bias, **stop}
+        assert post(endpoints.http_url, GENERATE, body).json()["text_output"] == PROMPT
+    for answer in answers:
+        assert (answer.text, answer.token_ids) == (PROMPT, [A])
+    with FastServeClient(url) as client:
+        whole = client.generate(PROMPT, logit_bias={A: 100}, **stop, **BASE)
+    assert (whole.text, list(whole.token_ids), whole.finish_reason) == ("", [A], "stop")
+
+
+@pytest.mark.parametrize("stop", ["</s>", "</s></s>", "</s></s></s>"])
+def test_stop_words_of_special_tokens_by_every_way(
+    stop: str, endpoints: Endpoints, url: str
+) -> None:
+    """The answer would be the end token for ever; a text alone is one stop word."""
+    bias = {"logit_bias": json.dumps({2: 100})}
+    expected = [2] * stop.count("</s>")
+    grpc = endpoints.grpc_url
+    as_tensor = generate(grpc, text_input=PROMPT, stop_words=[stop], parameters=bias, **BASE)
+    as_text = generate(grpc, text_input=PROMPT, parameters=bias | {"stop": stop}, **BASE)
+    in_object = json.dumps(BASE | bias | {"stop": stop, "stop_words": []})
+    of_object = generate(grpc, text_input=PROMPT, sampling_parameters=in_object)
+    for answer in (as_tensor, as_text, of_object):
+        assert (answer.text, answer.token_ids) == (PROMPT, expected)
+    for name in ("stop", "stop_words"):
+        body = {"text_input": PROMPT, **BASE, **bias, name: stop}
+        over_http = post(endpoints.http_url, GENERATE, body).json()
+        assert over_http["text_output"] == PROMPT
+    for words in (stop, [stop, "never"], (stop,)):
+        with FastServeClient(url) as client:
+            whole = client.generate(PROMPT, logit_bias={2: 100}, stop=words, **BASE)
+        assert (whole.text, list(whole.token_ids), whole.finish_reason) == ("", expected, "stop")

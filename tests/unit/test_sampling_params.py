@@ -34,11 +34,38 @@ def test_values_out_of_range_are_refused_by_name(field: str, values: list[Any]) 
         assert str(caught.value).startswith(f"{field}: got ")
 
 
-@pytest.mark.parametrize("stop", [("",), ("x" * 257,), ("a",) * 17, (3,)])
-def test_impossible_stop_words(stop: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize(
+    "stop",
+    ["", ("",), ("x" * 257,), "x" * 257, ("a",) * 17, (3,), 3, b"END", {"a": 1}, "\ud800", [None]],
+)
+def test_impossible_stop_words(stop: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams(stop=stop)
     assert caught.value.field == "stop_words"
+
+
+@pytest.mark.parametrize(
+    ("stop", "words"),
+    [("END", ("END",)), (["END", "x"], ("END", "x")), (("\n",), ("\n",)), (None, ()), ([], ())],
+)
+def test_one_text_is_one_stop_word(stop: Any, words: tuple[str, ...]) -> None:
+    assert SamplingParams(stop=stop).stop == words
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "kept"), [(7, {7}), ([7, 0, 7], {0, 7}), ({7}, {7}), (None, set()), ((), set())]
+)
+def test_one_number_is_one_stop_token(token_ids: Any, kept: set[int]) -> None:
+    assert SamplingParams(stop_token_ids=token_ids).stop_token_ids == kept
+
+
+@pytest.mark.parametrize(
+    "token_ids", [-1, [2**31], [True], True, ["7"], "7", b"7", 7.0, [None], {7: 1}, range(129)]
+)
+def test_impossible_stop_tokens(token_ids: Any) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(stop_token_ids=token_ids)
+    assert caught.value.field == "stop_token_ids"
 
 
 def test_limits_are_inclusive() -> None:

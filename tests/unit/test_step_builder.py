@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from array import array
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from fastserve_backend.engine.step_builder import build_step, in_step_order, uniform
@@ -165,3 +168,20 @@ def test_masks_and_biases_of_the_jobs_that_get_a_token() -> None:
     (bias,) = step.sampling.biases
     assert (bias.row, ints(bias.token_ids)) == (0, [7, 3])
     assert np.frombuffer(bias.values, np.float32).tolist() == [-1.5, 100.0]
+
+
+def test_stop_tokens_are_banned_below_min_tokens() -> None:
+    pool = BlockPool(16, 4)
+    below, above = make_job(0, 5, computed=True), make_job(1, 5, computed=True)
+    options: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "stop_token_ids": [3, 7]}
+    below.params = SamplingParams(min_tokens=2, logit_bias={3: 100.0, 5: -1.5}, **options)
+    above.params = SamplingParams(min_tokens=1, **options)
+    step = build_step(0, held(pool, below, above), pool, NO_COPIES)
+    assert step.sampling is not None
+    (bias,) = step.sampling.biases
+    biases = dict(zip(ints(bias.token_ids), np.frombuffer(bias.values, np.float32), strict=True))
+    assert (bias.row, biases) == (0, {3: -math.inf, 5: -1.5, 7: -math.inf})
+    below.output_ids.append(9)  # its second token: the third may be any
+    assert build_step(1, held(pool, above), pool, NO_COPIES).sampling is None
+    below.params = replace(below.params, logit_bias=None)
+    assert build_step(1, held(pool, below, above), pool, NO_COPIES).sampling is None

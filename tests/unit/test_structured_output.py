@@ -23,6 +23,7 @@ SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}}}
         ({"regex": r"\d+"}, r"\d+"),
         ({"choice": ["a", "ä"]}, '["a", "ä"]'),
         ({"grammar": 'start: "a"'}, 'start: "a"'),
+        ({"choice": "ab"}, '["ab"]'),
         ({"choice": ("a",), "regex": None}, '["a"]'),
     ],
 )
@@ -50,7 +51,8 @@ def test_each_kind(value: dict[str, Any], text: str) -> None:
         ({"regex": 5}, "structured_output.regex: got 5; must be a text"),
         ({"regex": "\ud800"}, "must be valid Unicode"),
         ({"choice": []}, "structured_output.choice: got \\[\\]; must be a list"),
-        ({"choice": "ab"}, "must be a list"),
+        ({"choice": ""}, "structured_output.choice: got ''; each choice is a text"),
+        ({"choice": 5}, "structured_output.choice: got 5; must be a list"),
         ({"choice": ["a", ""]}, "structured_output.choice: got ''; each choice is a text"),
         ({"choice": ["a", 5]}, "got 5; each choice is a text"),
         ({"grammar": ["a"]}, "structured_output.grammar: got"),
@@ -92,6 +94,10 @@ def test_what_the_model_has_not_cannot_be_asked_for() -> None:
         InvalidRequestError, match="logit_bias: got 50272; token ids are 0 to 50271"
     ):
         checks.validate([5], SamplingParams(logit_bias={50271: 1.0, 50272: 1.0}))
+    with pytest.raises(
+        InvalidRequestError, match="stop_token_ids: got 50272; token ids are 0 to 50271"
+    ):
+        checks.validate([5], SamplingParams(stop_token_ids=[50271, 50272]))
     with pytest.raises(
         InvalidRequestError, match="structured_output: got 'regex'; the model has no"
     ):

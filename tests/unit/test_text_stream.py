@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from fastserve_backend.engine.text_stream import TextStream
+from fastserve_backend.models.chat_template import Message
+from fastserve_backend.models.tokenizer import Tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
 
-class Pieces:
-    """A detokenizer whose token n is the n-th piece of a list."""
+class Pieces(Tokenizer):
+    """Token n is the n-th piece of a list; those in angle brackets are special tokens."""
 
     def __init__(self, pieces: list[str]) -> None:
         self._pieces = pieces
+        self.specials = {n: piece for n, piece in enumerate(pieces) if piece.startswith("<")}
 
-    def step(self, token_id: int) -> str:
-        return self._pieces[token_id]
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        raise NotImplementedError
 
-    def flush(self) -> str:
-        return ""
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        raise NotImplementedError
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self.specials else self._pieces[token_id].encode()
 
 
-def stream(pieces: list[str], stop: tuple[str, ...], min_tokens: int = 0) -> tuple[list[str], bool]:
+def stream(
+    pieces: list[str], stop: tuple[str, ...], min_tokens: int = 0, *, has_end: bool = False
+) -> tuple[list[str], bool]:
+    """``has_end``: the last piece is that of an end token."""
     text = TextStream(Pieces(pieces), stop)
     sent = []
     for index in range(len(pieces)):
-        piece, stopped = text.push(index, may_stop=index + 1 >= min_tokens)
+        is_end = has_end and index == len(pieces) - 1
+        piece, stopped = text.push(index, may_stop=index + 1 >= min_tokens, is_end=is_end)
         sent.append(piece)
         if stopped:
             return sent, True
@@ -57,6 +69,79 @@ def test_a_false_start_is_released() -> None:
 
 def test_below_min_tokens_a_stop_word_is_text() -> None:
     assert stream(["END", "-", "END"], ("END",), min_tokens=2) == (["END", "-", ""], True)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "expected"),
+    [
+        (["Hi", "<end>", "more"], "<end>", "Hi"),
+        (["Hi", "<end>", "\n", "more"], "<end>\n", "Hi"),
+        (["Hi", " EN", "D", "<end>"], "END<end>", "Hi "),
+        (["Hi", "\n", "<end>", "\n", "more"], "\n<end>\n", "Hi"),
+        (["Hi", "<a>", "<b>", "more"], "<a><b>", "Hi"),
+        (["Hi", "<a>", "<a>", "<b>", "more"], "<a><b>", "Hi"),
+        (["Hi", "<a>", "x", "<b>"], "<a>x<b>", "Hi"),
+        # Spelled with ordinary tokens it is text that the client sees.
+        (["Hi ", "\\<e", "nd", ">", "more", "<end>"], "<end>", "Hi \\"),
+        # Special tokens that no stop word names have no text, and part no word.
+        (["Hi E", "<pad>", "ND", "more"], "END", "Hi "),
+        (["Hi E", "<pad>", "ND", "<end>"], "END<end>", "Hi "),
+    ],
+)
+def test_a_stop_word_may_name_special_tokens(pieces: list[str], stop: str, expected: str) -> None:
+    sent, stopped = stream(pieces, (stop, "never"))
+    assert ("".join(sent), stopped) == (expected, True)
+
+
+@pytest.mark.parametrize("stop", [">", "end", "<", "d>x", "x<e", "<end", "end>"])
+def test_a_part_of_a_special_token_is_no_stop_word(stop: str) -> None:
+    sent, stopped = stream(["x", "<end>", "x", "<end>"], (stop, "never<end>"))
+    assert ("".join(sent), stopped) == ("xx", False)
+
+
+def test_below_min_tokens_special_tokens_stop_nothing() -> None:
+    pieces = ["a", "<end>", "b", "<end>", "c"]
+    assert stream(pieces, ("<end>",), min_tokens=3) == (["a", "", "b", ""], True)
+    assert stream(pieces, ("b<end>",), min_tokens=5) == (["a", "", "", "", "bc", ""], False)
+
+
+@pytest.mark.parametrize("end", ["<end>", "."])
+def test_the_end_token_has_no_text_but_may_complete_a_stop_word(end: str) -> None:
+    pieces = ["Hi", " END", end]
+    assert stream(pieces, (), has_end=True) == (["Hi", " END", "", ""], False)
+    assert stream(pieces, (f"END{end}",), has_end=True) == (["Hi", " ", ""], True)
+    sent, stopped = stream(pieces, (f"{end}x", "END!"), has_end=True)
+    assert ("".join(sent), stopped) == ("Hi END", False)
+
+
+@given(
+    pieces=st.lists(st.sampled_from(["a", "b", "ab", "ba", "<a>", "<b>"]), min_size=1, max_size=9),
+    stop=st.lists(
+        st.lists(st.sampled_from(["a", "b", "<a>"]), min_size=1, max_size=4).map("".join),
+        min_size=1, max_size=3,
+    ).map(tuple),
+)  # fmt: skip
+def test_streams_of_special_tokens_are_cut_at_the_first_stop_word(
+    pieces: list[str], stop: tuple[str, ...]
+) -> None:
+    """Against the whole text, without special tokens and with the one that words may name."""
+    sent, stopped = stream(pieces, stop)
+    for end in range(1, len(pieces) + 1):
+        some = [piece for piece in pieces[:end] if piece != "<b>"]
+        plain = "".join(piece for piece in some if piece != "<a>")
+        spelled = "".join(some)
+        lengths = [len(plain) - at for word in stop if (at := plain.find(word)) >= 0]
+        lengths += [
+            len(spelled[at:].replace("<a>", ""))
+            for word in stop
+            if "<a>" in word and (at := spelled.find(word)) >= 0
+        ]
+        if lengths:
+            assert stopped
+            assert "".join(sent) == plain[: len(plain) - max(lengths)]
+            return
+    assert not stopped
+    assert "".join(sent) == "".join(piece for piece in pieces if not piece.startswith("<"))
 
 
 @given(

@@ -57,7 +57,7 @@ class Delivery:
         return not self._pending
 
     def open(self, job: Job) -> None:
-        self._texts[job] = TextStream(self._tokenizer.stream(), job.params.stop)
+        self._texts[job] = TextStream(self._tokenizer, job.params.stop)
 
     def add(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
         """A new token, already among the job's; ``reason`` if the job ends with it."""
@@ -95,10 +95,9 @@ class Delivery:
 
     def _text(self, job: Job, token: NewToken, reason: FinishReason | None) -> tuple[str, bool]:
         stream = self._texts[job]
-        if reason is FinishReason.STOP:
-            return stream.finish(), False  # the end-of-sequence token itself has no text
         may_stop = len(job.output_ids) >= job.params.min_tokens
-        text, stop = stream.push(token.token_id, may_stop=may_stop)
+        is_end = reason is FinishReason.STOP
+        text, stop = stream.push(token.token_id, may_stop=may_stop, is_end=is_end)
         if reason is not None and not stop:
             text += stream.finish()
         return text, stop

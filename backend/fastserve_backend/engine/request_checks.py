@@ -104,9 +104,13 @@ class RequestChecks:
         if len(prompt_ids) == 0:
             raise InvalidRequestError("input_ids", "no tokens", "must have at least one token")
         self._check_vocabulary(prompt_ids)
-        for token_id in params.logit_bias or ():
-            if token_id >= self._model_config.vocab_size:
-                raise self._unknown_token("logit_bias", token_id)
+        for field, token_ids in (
+            ("logit_bias", params.logit_bias or ()),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            beyond = max(token_ids, default=0)
+            if beyond >= self._model_config.vocab_size:
+                raise self._unknown_token(field, beyond)
         wanted = params.structured_output
         if wanted is not None and not self._model_config.eos_token_ids:
             allowed = "the model has no end-of-sequence token, with which such an answer ends"

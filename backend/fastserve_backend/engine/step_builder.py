@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -131,11 +132,11 @@ def _sampling(jobs: Sequence[Job]) -> Sampling | None:
         biases=[
             LogitBias(
                 row=row,
-                token_ids=np.array(list(p.logit_bias), "i4").tobytes(),
-                values=np.array(list(p.logit_bias.values()), "f4").tobytes(),
+                token_ids=np.array(list(biases), "i4").tobytes(),
+                values=np.array(list(biases.values()), "f4").tobytes(),
             )
-            for row, p in enumerate(params)
-            if p.logit_bias
+            for row, job in enumerate(jobs)
+            if (biases := _biases(job))
         ],
         masked_rows=np.array(list(masks), "i4").tobytes(),
         masks=b"".join(masks.values()),
@@ -148,7 +149,7 @@ def _is_plain_greedy(job: Job) -> bool:
         params.greedy
         and params.logprobs is None
         and not params.has_penalties
-        and not params.logit_bias
+        and not _biases(job)
         and params.structured_output is None
         and not _must_not_end(job)
     )
@@ -156,6 +157,15 @@ def _is_plain_greedy(job: Job) -> bool:
 
 def _must_not_end(job: Job) -> bool:
     return job.num_outputs < job.params.min_tokens and not job.params.ignore_eos
+
+
+def _biases(job: Job) -> dict[int, float]:
+    """What is added to the logits of which tokens."""
+    params = job.params
+    biases = dict(params.logit_bias or {})
+    if job.num_outputs < params.min_tokens:
+        biases |= dict.fromkeys(params.stop_token_ids, -math.inf)
+    return biases
 
 
 def uniform(seed: int, index: int) -> float:

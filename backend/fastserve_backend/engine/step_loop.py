@@ -452,20 +452,13 @@ class StepLoop:
                 self._without_token.remove(job.number)
             job.last_token_s = now
             self._counters.generation_tokens += 1
-            reason = self._finish_reason(job, token.token_id)
+            reason = job.reason_to_end(self._eos_token_ids)
             self._delivery.add(job, token, reason)
             if reason is not None:
                 self._end(job, reason)
             else:
                 self._masked.has_token(job)
         self._masked.ask(now)
-
-    def _finish_reason(self, job: Job, token_id: int) -> FinishReason | None:
-        if not job.params.ignore_eos and token_id in self._eos_token_ids:
-            return FinishReason.STOP
-        if len(job.output_ids) >= job.params.max_tokens:
-            return FinishReason.LENGTH
-        return None
 
     def _fail_if_too_long(self, job: Job) -> None:
         needed = len(job.prompt_ids) + job.params.max_tokens

@@ -114,8 +114,10 @@ class HFTokenizer(Tokenizer):
         self.max_token_bytes = 4 * max(map(len, fast.get_vocab(with_added_tokens=True)))
         self._fast = fast
         self._template = template
-        self._special = {
-            token_id for token_id, token in fast.get_added_tokens_decoder().items() if token.special
+        self.specials = {
+            token_id: token.content
+            for token_id, token in fast.get_added_tokens_decoder().items()
+            if token.special
         }
         self._bytes: dict[int, bytes] = {}
 
@@ -148,7 +150,7 @@ class HFTokenizer(Tokenizer):
     def token_bytes(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)
         if known is None:
-            token = None if token_id in self._special else self._fast.id_to_token(token_id)
+            token = None if token_id in self.specials else self._fast.id_to_token(token_id)
             if token is None:  # (not kept: there is no end of ids that no token has)
                 return b""
             known = self._bytes[token_id] = self._to_bytes(token)

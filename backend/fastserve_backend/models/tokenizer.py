@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fastserve_backend.errors import FastServeError
@@ -21,7 +21,8 @@ from fastserve_backend.models.model_config import ModelConfig
 
 # Ids of OPT's special tokens, which the built-in tokenizer shares.
 _OPT_EOS = 2
-_NUM_SPECIAL = 4  # <s>, <pad>, </s>, <unk>
+_SPECIALS = {0: "<s>", 1: "<pad>", 2: "</s>", 3: "<unk>"}
+_NUM_SPECIAL = len(_SPECIALS)
 
 NO_CHAT_TEMPLATE = "the model has no chat template; send a prompt as text"
 
@@ -39,6 +40,8 @@ class Tokenizer(ABC):
     vocab_size: int
     max_token_bytes: int
     """Most bytes of UTF-8 that one token of a prompt stands for: a bound on a prompt's length."""
+    specials: Mapping[int, str]
+    """The special tokens by id, as a prompt spells them; in an answer they have no text."""
 
     @abstractmethod
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
@@ -110,6 +113,7 @@ class ByteTokenizer(Tokenizer):
             )
         self.vocab_size = vocab_size
         self.max_token_bytes = 1
+        self.specials = _SPECIALS
         self._first_word = first_word
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:

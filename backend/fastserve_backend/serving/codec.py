@@ -187,7 +187,7 @@ def _sampling_params(values: _Values, needs_logprobs: bool) -> SamplingParams:
     num_logprobs = values.get(protocol.LOGPROBS, _to_int)
     stop = values.get(protocol.STOP_WORDS, _to_words)
     other_stop = values.get(protocol.STOP, _to_words)
-    if stop is not None and other_stop is not None:
+    if stop and other_stop:
         raise InvalidRequestError(
             protocol.STOP, list(other_stop), f"{protocol.STOP_WORDS} is given too; give one of them"
         )
@@ -251,11 +251,16 @@ def _sampling_object(tensor: NDArray[Any] | None) -> dict[str, Any]:
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        raise InvalidRequestError(name, text, "must be a JSON object") from None
+    value = _from_json(text)
     if not isinstance(value, dict):
+def _from_json(text: str) -> Any:
+    """None for what is no JSON. A byte order mark before it is passed over (RFC 8259, 8.1)."""
+    try:
+        return json.loads(text.removeprefix("\ufeff"))
+    except (ValueError, RecursionError):
+        return None
+
+
         raise InvalidRequestError(name, text, "must be a JSON object")
     return value
 
@@ -313,6 +318,13 @@ def _to_bool(name: str, value: Any) -> bool:
 
 
 def _to_words(name: str, value: Any) -> tuple[str, ...]:
+def _to_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """A list, one token alone, or the JSON text of either: request parameters are no lists."""
+    found = _from_json(value) if isinstance(value, str) else value
+    token_ids = found if isinstance(found, list) else [value if found is None else found]
+    return tuple(_to_int(name, token_id) for token_id in token_ids)
+
+
     words = value if isinstance(value, list) else [value]
     return tuple(_to_text(name, word) for word in words)
 
@@ -350,6 +362,7 @@ _SAMPLING: dict[str, Callable[[str, Any], Any]] = {
     protocol.TEMPERATURE: _to_float,
     protocol.TOP_P: _to_float,
     protocol.TOP_K: _to_int,
+    protocol.STOP_TOKEN_IDS: _to_token_ids,
     protocol.REPETITION_PENALTY: _to_float,
     protocol.PRESENCE_PENALTY: _to_float,
     protocol.FREQUENCY_PENALTY: _to_float,

@@ -15,6 +15,7 @@ from fastserve_backend.engine.engine import Engine
 from fastserve_backend.errors import EngineError, InvalidRequestError, OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput, JobStats, TokenLogprob
 from fastserve_backend.length_prediction.prompt_text import last_user_words
+from fastserve_backend.models.chat_messages import check_messages
 from fastserve_backend.models.chat_template import Message
 from fastserve_backend.sampling_params import SamplingParams
 
@@ -102,15 +103,15 @@ class LLM:
         """The model's answer to the last message of each conversation, by its chat template.
 
         Args:
-            conversations: a list of messages with ``role`` and ``content``, or a list of such
-                lists.
+            conversations: a list of messages, or a list of such lists. A message has the texts
+                ``role`` and ``content``; content may also be a list of parts of type ``text``,
+                which are joined. An assistant's message with ``tool_calls`` needs none.
 
-        Raises: as ``generate``, also where the model has no chat template.
+        Raises: as ``generate``, also for other messages, and where the model has no chat template.
         """
-        one = bool(conversations) and isinstance(conversations[0], Mapping)
-        jobs = [conversations] if one else conversations
-        prompts = [self.engine.checks.encode_chat(conversation) for conversation in jobs]  # type: ignore[arg-type]
-        texts = [last_user_words(conversation) for conversation in jobs]  # type: ignore[arg-type]
+        jobs = [check_messages(one) for one in _as_conversations(conversations)]
+        prompts = [self.engine.checks.encode_chat(messages) for messages in jobs]
+        texts = [last_user_words(messages) for messages in jobs]
         return self._complete(prompts, texts, params, progress)
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
@@ -205,3 +206,11 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_conversations(conversations: Conversation | Sequence[Conversation]) -> Sequence[object]:
+    """What is no list is one conversation, for ``check_messages`` to refuse."""
+    if not isinstance(conversations, Sequence) or isinstance(conversations, str):
+        return [conversations]
+    is_one = bool(conversations) and isinstance(conversations[0], Mapping)
+    return [conversations] if is_one else conversations

@@ -8,8 +8,9 @@ from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 
 from fastserve_client.errors import InvalidRequest, shown
 
-Message = Mapping[str, str]
-"""``{"role": …, "content": …}``; roles are the model's, such as system, user and assistant."""
+Message = Mapping[str, Any]
+"""``{"role": …, "content": …}``; roles are the model's, such as system, user and assistant. Content
+is text or a list of parts of type text; an assistant's message with ``tool_calls`` needs none."""
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or a conversation for the model's chat template."""
@@ -35,10 +36,10 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: float | None
     seed: int | None
     stop: str | Sequence[str] | None
-    ignore_eos: bool | None
     """A text or several, which may name special tokens."""
     stop_token_ids: Sequence[int] | int | None
     """The answer ends with one of these tokens, whose text is not part of it."""
+    ignore_eos: bool | None
     logit_bias: Mapping[int, float] | Mapping[str, float] | None
     """Added to the logits of these tokens, by id: from -100, which bans one, to 100."""
     structured_output: Mapping[str, Any] | None
@@ -56,8 +57,8 @@ _ALLOWED = {
     float: "a finite number",
     bool: "a bool",
     str: "text or a list of texts",
-    Mapping: "a mapping that JSON can carry",
     Sequence: "a list of token ids",
+    Mapping: "a mapping that JSON can carry",
 }
 
 

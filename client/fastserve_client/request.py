@@ -75,6 +75,10 @@ def build_watch_request(model: str, interval_s: float) -> InferRequest:
 def _prompt_input(prompt: Prompt) -> tuple[str, str | tuple[int, ...]]:
     if isinstance(prompt, str):
         return protocol.TEXT_INPUT, _checked_text(protocol.TEXT_INPUT, prompt)
+    if isinstance(prompt, Mapping):
+        raise InvalidRequest(
+            f"{protocol.MESSAGES}: got one message; must be a list of them, which is a conversation"
+        )
     if isinstance(prompt, bytes | bytearray):  # integers too, but hardly meant as token ids
         raise InvalidRequest(
             f"{protocol.TEXT_INPUT}: got {type(prompt).__name__}; must be text, which .decode() "
@@ -101,7 +105,7 @@ def _encode_messages(messages: Sequence[Message]) -> str:
         return json.dumps([dict(message) for message in messages], ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(
-            f"{protocol.MESSAGES}: got a message that is no mapping of strings ({error}); each "
+            f"{protocol.MESSAGES}: got a message that JSON cannot carry ({error}); each "
             "must have role and content"
         ) from None
 

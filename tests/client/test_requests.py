@@ -86,6 +86,7 @@ def test_an_integer_keeps_all_its_digits() -> None:
         (np.array([True, False]), {}, "input_ids"),
         (b"The sky is", {}, "text_input"),
         (bytearray(b"The sky is"), {}, "text_input"),
+        ({"role": "user", "content": "a"}, {}, "messages"),
         ("x", {"temperature": float("nan")}, "temperature"),
         ("x", {"temperature": float("inf")}, "temperature"),
         ("x", {"stop": [b"bytes"]}, "stop"),
@@ -108,8 +109,8 @@ def test_what_the_wire_cannot_carry_is_refused_by_name(
         ({"max_tokens": float("nan")}, "an integer that fits 64 bits"),
         ({"ignore_eos": float("nan")}, "a bool"),
         ({"stop": b"bytes"}, "text or a list of texts"),
-    ],
         ({"stop_token_ids": {5}}, "a list of token ids"),
+    ],
     ids=str,
 )
 def test_a_refusal_says_what_that_option_may_be(options: dict[str, Any], allowed: str) -> None:

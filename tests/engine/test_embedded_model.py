@@ -151,3 +151,48 @@ def test_a_conversation_that_is_too_long_is_refused(small_llm: LLM) -> None:
     refusal = r"got '512 messages'; This model's maximum .* so a prompt has at most 511"
     with pytest.raises(InvalidRequestError, match=refusal):
         small_llm.chat([{"role": "user", "content": ""}] * 512, progress=False)
+
+
+PARTS = [{"type": "text", "text": "What is the capital "}, {"type": "text", "text": "of France?"}]
+
+
+def test_parts_of_text_are_the_text(small_llm: LLM) -> None:
+    greedy = SamplingParams(max_tokens=12, temperature=0)
+    whole = [{"role": "user", "content": "What is the capital of France?"}]
+    parts = [{"role": "user", "content": PARTS}]
+    one, other = small_llm.chat([whole, parts], greedy, progress=False)
+    assert one.prompt == other.prompt == small_llm.engine.checks.encode_chat(parts)
+    assert one.token_ids == other.token_ids
+
+
+@pytest.mark.parametrize(
+    ("conversations", "field"),
+    [
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([[{"role": "user"}]], "messages[0]"),
+        ([{"role": "user", "content": "a"}, "b"], "messages[1]"),
+        ([[]], "messages"),
+        ([None], "messages"),
+        ("Hello", "messages"),
+        (["Hello"], "messages"),
+        ({"role": "user", "content": "a"}, "messages"),
+        (None, "messages"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_by_name(
+    small_llm: LLM, conversations: Any, field: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        small_llm.chat(conversations, SamplingParams(max_tokens=1), progress=False)
+    assert caught.value.field == field
+
+
+def test_an_assistant_that_calls_tools_may_say_nothing(small_llm: LLM) -> None:
+    checks = small_llm.engine.checks
+    user = {"role": "user", "content": "Hi"}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "c", "content": "5"}
+    called = [user, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    empty = [user, {"role": "assistant", "content": ""}, result]
+    assert checks.encode_chat(called) == checks.encode_chat(empty)  # the template knows no tools
+    assert small_llm.chat(called, SamplingParams(max_tokens=1), progress=False)[0].token_ids

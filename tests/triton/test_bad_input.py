@@ -110,6 +110,18 @@ CASES = [
         "messages[0].content",
         messages='[{"role": "user", "content": ["a"]}]',
     ),
+    prompt("null", "messages[0].content", messages='[{"role": "user", "content": null}]'),
+    prompt(
+        "an image",
+        "messages[0].content",
+        messages='[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]',
+    ),
+    prompt("no calls", "messages[0]", messages='[{"role": "assistant", "tool_calls": []}]'),
+    prompt(
+        "calls that are none",
+        "messages[0].tool_calls",
+        messages='[{"role": "assistant", "tool_calls": ["f"]}]',
+    ),
     prompt("surrogate", "messages[0].content", messages='[{"role": "a", "content": "\\ud800"}]'),
     prompt(
         "prompt of a conversation",
@@ -173,6 +185,15 @@ CASES = [
     in_object("stop", 5),
     in_object("stop", ["ok", 5]),
     in_object("stop", ["\ud800"], "a lone surrogate"),
+    Bad("an empty stop", "stop_words", in_object("stop", "").inputs),
+    in_object("stop_token_ids", [1024], "no such token"),
+    in_object("stop_token_ids", [-1]),
+    in_object("stop_token_ids", ["a"]),
+    in_object("stop_token_ids", [[5]]),
+    in_object("stop_token_ids", "a"),
+    in_object("stop_token_ids", {"5": 1}),
+    in_object("stop_token_ids", True),
+    in_object("stop_token_ids", list(range(129)), "too many"),
     in_object("ignore_eos", 1),
     in_object("ignore_eos", "maybe"),
     in_object("stream", "perhaps"),
@@ -185,15 +206,6 @@ CASES = [
     in_object("logit_bias", {"5": 1, "05": 1}, "a token twice"),
     in_object("logit_bias", {str(n): 0 for n in range(301)}, "too many"),
     bias(101),
-    Bad("an empty stop", "stop_words", in_object("stop", "").inputs),
-    in_object("stop_token_ids", [1024], "no such token"),
-    in_object("stop_token_ids", [-1]),
-    in_object("stop_token_ids", ["a"]),
-    in_object("stop_token_ids", [[5]]),
-    in_object("stop_token_ids", "a"),
-    in_object("stop_token_ids", {"5": 1}),
-    in_object("stop_token_ids", True),
-    in_object("stop_token_ids", list(range(129)), "too many"),
     bias(NAN),
     bias("much"),
     in_object("structured_output", "json"),
@@ -232,6 +244,8 @@ CASES = [
     as_parameter("temperature", "nan"),
     as_parameter("return_logprobs", "perhaps"),
     as_parameter("structured_output", "{"),
+    as_parameter("stop_token_ids", "[5, 1024]"),
+    as_parameter("stop_token_ids", -1),
     # Combinations.
     Bad(
         "prompt in a stream",
@@ -244,8 +258,6 @@ CASES = [
 @pytest.fixture(scope="module")
 def good_stream(endpoints: Endpoints) -> Iterator[GrpcStream]:
     """A request that streams while all the bad ones come, undisturbed."""
-    as_parameter("stop_token_ids", "[5, 1024]"),
-    as_parameter("stop_token_ids", -1),
     stream = GrpcStream(
         endpoints.grpc_url,
         text_input=GOOD_PROMPT,

@@ -31,6 +31,7 @@ from waiting import wait_for
 
 DEADLINE_S = 60.0
 CAPITAL = "What is the capital of France? Answer in one word."
+PARIS = "The capital of France is Paris."
 LONG_STORY = "Tell a very long story about a lighthouse."
 _HINT = "Ctrl-D ends"
 
@@ -76,6 +77,28 @@ def test_over_http_with_and_without_stream(chat_endpoints: Endpoints) -> None:
     with http_stream(chat_endpoints.http_url, {**body, "stream": True}) as events:
         assert "".join(event["text_output"] for event in events) == whole.json()["text_output"]
     assert post(chat_endpoints.http_url, GENERATE_STREAM, {"messages": "[]"}).status_code == 400
+
+
+def test_parts_of_text_are_joined(chat_endpoints: Endpoints, client: FastServeClient) -> None:
+    parts = [{"type": "text", "text": CAPITAL[:9]}, {"type": "text", "text": CAPITAL[9:]}]
+    messages = [{"role": "user", "content": parts}]
+    assert client.generate(messages, max_tokens=30, temperature=0).text == PARIS
+    body = {"messages": "\ufeff" + json.dumps(messages), "max_tokens": 30, "temperature": 0}
+    assert post(chat_endpoints.http_url, GENERATE, body).json()["text_output"] == PARIS
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    silent = {"role": "assistant", "content": "", "name": None}
+    one, other = (
+        client.generate([user("Hi"), answer, user(CAPITAL)], max_tokens=5, temperature=0)
+        for answer in (called, silent)
+    )
+    assert one == other  # the template of this model knows no tools
+    with pytest.raises(
+        InvalidRequest, match=r"messages\[0\].content: got 'NoneType'; must be text"
+    ):
+        client.generate([{"role": "user", "content": None}])
+    with pytest.raises(InvalidRequest, match="messages: got one message; must be a list"):
+        client.generate(user(CAPITAL))  # type: ignore[arg-type]
 
 
 def test_emoji_of_several_tokens_are_streamed_whole(client: FastServeClient) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastserve_backend.errors import ContextLengthError, InvalidRequestError
+from fastserve_backend.models.chat_messages import check_messages
 from fastserve_backend.models.chat_template import Message
 from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.tokenizer import TokenizationError, Tokenizer
@@ -56,9 +57,10 @@ class RequestChecks:
         """Token ids of the prompt that the model's chat template makes of a conversation.
 
         Raises:
-            InvalidRequestError: no template, or messages that it refuses.
+            InvalidRequestError: messages that are none, no template, or messages that it refuses.
             ContextLengthError: too long.
         """
+        messages = check_messages(messages)
         given = f"{len(messages)} messages"
         if len(messages) > self._max_prompt_tokens:  # each takes a token at least
             raise self._too_long("messages", given)

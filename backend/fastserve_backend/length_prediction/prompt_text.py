@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 # Of each end. The encoder reads a dozen tokens of the beginning and a few of the end; that is far
 # more, and still little for the socket, which holds some dozens of questions.
@@ -11,11 +12,11 @@ MAX_CHARS = 300
 MAX_TOKENS = 100
 
 
-def last_user_words(messages: Sequence[Mapping[str, str]]) -> str | None:
+def last_user_words(messages: Sequence[Mapping[str, Any]]) -> str | None:
     """Of a conversation: what the answer will be to; None where the user said nothing."""
     for message in reversed(messages):
         if message["role"] == "user":
-            return message["content"]
+            return str(message["content"])
     return None
 
 

@@ -17,8 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.models.errors import ModelError
 
-Message = Mapping[str, str]
-"""``role`` (such as system, user, assistant) and ``content``."""
+Message = Mapping[str, Any]
+"""``role`` (such as system, user, assistant) and ``content``, both text; also what else a template
+knows, such as ``tool_calls``."""
 
 _FILE = "chat_template.jinja"
 

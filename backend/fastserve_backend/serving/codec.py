@@ -18,6 +18,8 @@ from fastserve_client import protocol
 from numpy.typing import NDArray
 
 from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.models.chat_messages import check_messages
+from fastserve_backend.models.chat_template import Message
 from fastserve_backend.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 from fastserve_backend.structured_output import StructuredOutput
 
@@ -29,6 +31,8 @@ forward it as a request parameter, because such a stream must be answered in ano
 MAX_SAMPLING_PARAMETERS_BYTES = 1 << 20
 # A million tokens of text, escaped. Reading JSON holds up all other requests.
 MAX_MESSAGES_BYTES = 16 << 20
+
+_MESSAGE_KEYS = ("role", "content", "tool_calls")
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}", re.ASCII)
 _BOOLEANS = {"true": True, "false": False}
@@ -43,8 +47,8 @@ class GenerateRequest:
     text: str | None
     input_ids: NDArray[np.int32] | None
     """[n]"""
-    messages: list[dict[str, str]] | None
-    """A conversation, for the model's chat template: each with ``role`` and ``content``."""
+    messages: list[Message] | None
+    """A conversation, for the model's chat template, as ``check_messages`` returns it."""
     stream: bool
     include_input: bool
     """The prompt's text comes first in ``text_output``; never with ``stream`` or ``messages``."""
@@ -130,7 +134,7 @@ def decode_watch(tensors: Mapping[str, NDArray[Any]], parameters: str) -> float 
 class _Prompt(NamedTuple):
     text: str | None = None
     input_ids: NDArray[np.int32] | None = None
-    messages: list[dict[str, str]] | None = None
+    messages: list[Message] | None = None
 
 
 def _prompt(tensors: Mapping[str, NDArray[Any]]) -> _Prompt:
@@ -160,27 +164,19 @@ def _prompt(tensors: Mapping[str, NDArray[Any]]) -> _Prompt:
     return _Prompt(text=text)
 
 
-def _messages(text: str) -> list[dict[str, str]]:
+def _messages(text: str) -> list[Message]:
     """A conversation from JSON; errors name the message, and quote nothing that was said."""
-    try:
-        messages = json.loads(text)
-    except (ValueError, RecursionError):
-        messages = None
+    messages = _from_json(text)
     if not isinstance(messages, list) or not messages:
         allowed = "must be a JSON list of at least one message"
         raise InvalidRequestError(protocol.MESSAGES, f"{len(text)} characters", allowed)
-    for index, message in enumerate(messages):
-        name = f"{protocol.MESSAGES}[{index}]"
-        if not isinstance(message, dict):
-            raise InvalidRequestError(name, type(message).__name__, "must be a JSON object")
-        if message.keys() != {"role", "content"}:
-            keys = ", ".join(message) or "no keys"
-            raise InvalidRequestError(name, keys, "must have the keys role and content")
+    checked = check_messages(messages)
+    for index, message in enumerate(checked):
         for key, value in message.items():
-            if not isinstance(value, str):
-                raise InvalidRequestError(f"{name}.{key}", type(value).__name__, "must be a string")
-            _to_text(f"{name}.{key}", value)
-    return messages
+            if key not in _MESSAGE_KEYS and value is not None:
+                allowed = "unknown; allowed are " + ", ".join(_MESSAGE_KEYS)
+                raise InvalidRequestError(f"{protocol.MESSAGES}[{index}]", key, allowed)
+    return checked
 
 
 def _sampling_params(values: _Values, needs_logprobs: bool) -> SamplingParams:
@@ -253,16 +249,16 @@ def _sampling_object(tensor: NDArray[Any] | None) -> dict[str, Any]:
 def _json_object(name: str, text: str) -> dict[str, Any]:
     value = _from_json(text)
     if not isinstance(value, dict):
+        raise InvalidRequestError(name, text, "must be a JSON object")
+    return value
+
+
 def _from_json(text: str) -> Any:
     """None for what is no JSON. A byte order mark before it is passed over (RFC 8259, 8.1)."""
     try:
         return json.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError):
         return None
-
-
-        raise InvalidRequestError(name, text, "must be a JSON object")
-    return value
 
 
 def _single(name: str, tensor: NDArray[Any]) -> Any:
@@ -318,15 +314,15 @@ def _to_bool(name: str, value: Any) -> bool:
 
 
 def _to_words(name: str, value: Any) -> tuple[str, ...]:
+    words = value if isinstance(value, list) else [value]
+    return tuple(_to_text(name, word) for word in words)
+
+
 def _to_token_ids(name: str, value: Any) -> tuple[int, ...]:
     """A list, one token alone, or the JSON text of either: request parameters are no lists."""
     found = _from_json(value) if isinstance(value, str) else value
     token_ids = found if isinstance(found, list) else [value if found is None else found]
     return tuple(_to_int(name, token_id) for token_id in token_ids)
-
-
-    words = value if isinstance(value, list) else [value]
-    return tuple(_to_text(name, word) for word in words)
 
 
 def _to_object(name: str, value: Any) -> dict[str, Any]:
@@ -362,11 +358,11 @@ _SAMPLING: dict[str, Callable[[str, Any], Any]] = {
     protocol.TEMPERATURE: _to_float,
     protocol.TOP_P: _to_float,
     protocol.TOP_K: _to_int,
-    protocol.STOP_TOKEN_IDS: _to_token_ids,
     protocol.REPETITION_PENALTY: _to_float,
     protocol.PRESENCE_PENALTY: _to_float,
     protocol.FREQUENCY_PENALTY: _to_float,
     protocol.SEED: _to_int,
+    protocol.STOP_TOKEN_IDS: _to_token_ids,
     protocol.IGNORE_EOS: _to_bool,
     protocol.LOGIT_BIAS: _to_logit_bias,
     protocol.STRUCTURED_OUTPUT: _to_structured_output,

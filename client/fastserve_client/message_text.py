@@ -1,0 +1,27 @@
+"""What a message of a conversation says, of which OpenAI's API has two forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+NOT_TEXT = "must be text, or a list of parts of type text"
+
+
+def joined_text(content: object) -> str | None:
+    """A text as it is, or the texts of parts ``{"type": "text", "text": …}``, joined.
+
+    None: it is neither, such as a part that is an image.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple) or not content:
+        return None
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            return None
+        text = part.get("text")
+        if not isinstance(text, str):
+            return None
+        texts.append(text)
+    return "".join(texts)

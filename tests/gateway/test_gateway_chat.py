@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from fastserve_backend.config import EngineConfig
@@ -18,7 +19,7 @@ from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.serving.launch import TritonServer
 from openai import OpenAI
 from pydantic import BaseModel
-from running_gateway import COMMAND, RunningGateway, running_gateway
+from running_gateway import COMMAND, REQUEST_TIMEOUT_S, RunningGateway, running_gateway
 from running_server import running_server
 
 CAPITAL = "What is the capital of France? Answer in one word."
@@ -26,6 +27,7 @@ MAX_MODEL_LEN = 128  # an answer that takes all of it is soon there
 DOCS = Path(__file__).parents[2] / "docs"
 PARIS = "The capital of France is Paris."
 PARIS_TOKENS = 8  # with the end token
+DOT = 30  # its token of "."
 GREEDY: dict[str, Any] = {"model": "fastserve", "temperature": 0}
 
 
@@ -235,6 +237,71 @@ def test_the_gateways_examples(gateway: RunningGateway) -> None:
     printed = output("bash", "-c", here(curl)).splitlines()
     assert '"chat.completion"' in printed[0]
     assert "data: [DONE]" in printed
+
+
+def test_a_schema_beside_json_object_counts(client: OpenAI) -> None:
+    schema = {
+        "properties": {"zz": {"enum": [7]}},
+        "required": ["zz"],
+        "additionalProperties": False,
+    }
+    for kind in ("json_object", "json_schema"):
+        form = {"type": kind, "schema": {"type": "object", **schema}}
+        answer = ask(client, user("JSON about Paris."), response_format=form, max_tokens=40)
+        assert json.loads(answer.choices[0].message.content) == {"zz": 7}
+    form = {"type": "json_object", "schema": {"type": "strin"}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, user("JSON about Paris."), response_format=form)
+    assert refused.value.param == "response_format.schema"
+
+
+def test_formats_that_grammars_do_not_know_are_left_out_and_named(client: OpenAI) -> None:
+    schema = {"type": "object", "properties": {"site": {"type": "string", "format": "iri"},
+              "day": {"type": "string", "format": "date"}}, "required": ["day"],
+              "additionalProperties": False}  # fmt: skip
+    raw = client.chat.completions.with_raw_response.create(
+        messages=[user("JSON about a site and a day.")],
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+        max_tokens=60,
+        **GREEDY,
+    )
+    name = "response_format.json_schema.schema.properties.site.format"
+    assert raw.headers["FastServe-Ignored-Fields"] == name
+    answer = raw.parse().choices[0]
+    assert answer.finish_reason == "stop"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", json.loads(answer.message.content)["day"])
+
+
+def test_stop_words_and_tokens(client: OpenAI) -> None:
+    for fields in ({"stop": ".<|im_end|>"}, {"stop": [".<|im_end|>", "never"]}):
+        for ignore_eos in (False, True):
+            extra = {"extra_body": {"ignore_eos": ignore_eos}}
+            (choice,) = ask(client, user(CAPITAL), **fields, **extra).choices
+            assert (choice.message.content, choice.finish_reason) == (PARIS[:-1], "stop")
+    dot = {"extra_body": {"stop_token_ids": [DOT]}}
+    answer = ask(client, user(CAPITAL), **dot)
+    assert answer.choices[0].message.content == PARIS[:-1]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == PARIS_TOKENS - 1
+    events = ask(client, user(CAPITAL), **dot, stream=True)
+    assert "".join(event.choices[0].delta.content or "" for event in events) == PARIS[:-1]
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, user(CAPITAL), extra_body={"stop_token_ids": [10**6]})
+    assert refused.value.param == "stop_token_ids"
+
+
+def test_a_body_with_a_byte_order_mark(gateway: RunningGateway) -> None:
+    body = json.dumps({"messages": [user(CAPITAL)], **GREEDY}).encode("utf-8-sig")
+    headers = {"Content-Type": "application/json"}
+    url = f"{gateway.api_url}/chat/completions"
+    answer = httpx2.post(url, content=body, headers=headers, timeout=REQUEST_TIMEOUT_S)
+    assert answer.json()["choices"][0]["message"]["content"] == PARIS
+
+
+def test_assistants_that_only_called_tools(client: OpenAI) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [user("Hi"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert ask(client, *turns, user(CAPITAL), max_tokens=12).choices[0].message.content
 
 
 class City(BaseModel):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import Any
 
 import pytest
-from fastserve_client.gateway.errors import from_validation
+from fastserve_client.gateway.body import parse_body
+from fastserve_client.gateway.errors import ApiError, from_validation
 from fastserve_client.gateway.schemas import ChatRequest, CompletionRequest
 from pydantic import ValidationError
 
@@ -43,6 +45,7 @@ print((peak_kib() - before) * 1024)
     [
         ("ChatRequest", "messages", "{}"),
         ("ChatRequest", "messages", '{"role":"","content":""}'),
+        ("ChatRequest", "messages", '{"role":"","content":[{"type":"text","text":""}]}'),
         ("CompletionRequest", "prompt", "1"),
         ("CompletionRequest", "prompt", "[1]"),
         ("CompletionRequest", "prompt", '"a"'),
@@ -85,6 +88,15 @@ def refusal(schema: type[ChatRequest | CompletionRequest], **fields: Any) -> dic
         ("functions", [{"name": "secret"}]),
         ("functions", "secret"),
         ("suffix", "secret"),
+        ("guided_json", {"type": "object", "secret": 1}),
+        ("guided_regex", "secret"),
+        ("guided_choice", ["secret"]),
+        ("guided_grammar", "secret"),
+        ("structured_outputs", {"json": {"secret": 1}}),
+        ("grammar", "secret"),
+        ("json_schema", {"secret": 1}),
+        ("bad_words", ["secret"]),
+        ("allowed_token_ids", [1]),
         ("best_of", 3),
         pytest.param("best_of", 10**5000, id="long"),
         ("best_of", "2"),
@@ -108,6 +120,14 @@ def test_fields_that_change_the_answer_are_refused(schema: Any, name: str, value
         ("response_format", None),
         ("logit_bias", {}),
         ("suffix", ""),
+        ("stream_options", {}),
+        ("stream_options", {"include_usage": False}),
+        ("stream_options", {"include_usage": None}),
+        ("logprobs", False),
+        ("stop", []),
+        ("stop_token_ids", []),
+        ("bad_words", []),
+        ("guided_json", None),
         ("best_of", 1),
         ("best_of", 2),
     ],
@@ -127,6 +147,18 @@ def test_fields_that_ask_for_nothing_are_taken(name: str, value: Any) -> None:
         ({"response_format": ["text"]}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": []}}, "response_format.schema"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "schema": {},
+                    "json_schema": {"name": "a", "schema": {}},
+                }
+            },
+            "response_format",
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             "response_format.json_schema.schema",
@@ -158,6 +190,172 @@ def test_forms_and_biases_that_are_none(schema: Any, fields: dict[str, Any], par
     assert error["param"] == param
     assert error["message"].startswith(f"{param}: ")
     assert "secret" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "top"),
+    [
+        ({"top_logprobs": 0}, None),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+        ({"logprobs": None, "top_logprobs": None}, None),
+        ({"logprobs": True, "top_logprobs": 0}, 0),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 2}, 2),
+    ],
+)
+def test_defaults_of_logprobs_may_be_written_out(fields: dict[str, Any], top: int | None) -> None:
+    request = ChatRequest.model_validate(MESSAGES | fields)
+    assert request.options()["logprobs"] == top
+    assert request.unknown_fields() == []
+    assert (
+        CompletionRequest.model_validate(PROMPT | {"logprobs": False}).options()["logprobs"] is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "fields", "param"),
+    [
+        (ChatRequest, {"top_logprobs": 1}, "top_logprobs"),
+        (ChatRequest, {"top_logprobs": 1, "logprobs": False}, "top_logprobs"),
+        (ChatRequest, {"stream_options": {"include_usage": True}}, "stream_options"),
+        (CompletionRequest, {"logprobs": True}, "logprobs"),
+        (CompletionRequest, {"stop_token_ids": "5"}, "stop_token_ids"),
+        (CompletionRequest, {"stop_token_ids": [True]}, "stop_token_ids"),
+        (CompletionRequest, {"stop_token_ids": [[5]]}, "stop_token_ids"),
+        (CompletionRequest, {"stop_token_ids": False}, "stop_token_ids"),
+    ],
+)
+def test_what_is_not_a_default_is_refused(schema: Any, fields: dict[str, Any], param: str) -> None:
+    assert refusal(schema, **fields)["param"] == param
+
+
+@pytest.mark.parametrize("given", [5, [5], [5, 7]])
+def test_stop_tokens_go_to_the_server_as_they_are(given: Any) -> None:
+    for request in (
+        ChatRequest.model_validate(MESSAGES | {"stop_token_ids": given}),
+        CompletionRequest.model_validate(PROMPT | {"stop_token_ids": given}),
+    ):
+        assert request.options()["stop_token_ids"] == given
+        assert request.unknown_fields() == []
+
+
+@pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
+def test_a_byte_order_mark_is_passed_over(schema: Any) -> None:
+    body = json.dumps(MESSAGES | PROMPT | {"max_tokens": 3})
+    request = parse_body(body.encode("utf-8-sig"), schema)
+    assert request.max_tokens == 3
+    for other in (body.encode("utf-16"), "\ufeff\ufeff{}".encode(), b"\xef\xbb\xbf"):
+        with pytest.raises(ApiError, match="the body is no JSON"):
+            parse_body(other, schema)
+
+
+def test_schemas_beside_json_object_count() -> None:
+    def wanted(**form: Any) -> Any:
+        request = ChatRequest.model_validate(MESSAGES | {"response_format": form})
+        assert request.unknown_fields() == []
+        return request.options()["structured_output"]
+
+    schema = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    assert wanted(type="json_object", schema=schema) == {
+        "json_schema": {"type": "object", **schema}
+    }
+    listed = {"type": "array"}
+    assert wanted(type="json_object", schema=listed) == {"json_schema": listed}
+    assert wanted(type="json_object", schema={}) == {"json_object": True}
+    assert wanted(type="json_object", schema=None) == {"json_object": True}
+    assert wanted(type="json_schema", schema=schema) == {"json_schema": schema}
+    assert wanted(type="text", schema=None, json_schema=None) is None
+
+
+FORMATTED = {
+    "type": "object",
+    "properties": {
+        "format": {"type": "string", "format": "date"},
+        "a": {"type": "array", "items": {"format": "regex"}},
+        "b": {"anyOf": [{"format": "uuid"}, {"format": "iri"}], "enum": [{"format": "x"}]},
+    },
+    "not": {"format": "x"},
+    "additionalProperties": {"type": "integer", "format": "int32"},
+    "$defs": {"c": {"format": "x"}, "d": True, "e": {"format": 5}},
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": FORMATTED},
+                }
+            },
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": FORMATTED}},
+            "response_format.schema",
+        ),
+        ({"structured_output": {"json_schema": FORMATTED}}, "structured_output.json_schema"),
+        (
+            {"structured_output": {"json_schema": FORMATTED}, "response_format": {"type": "text"}},
+            "structured_output.json_schema",
+        ),
+    ],
+)
+def test_formats_that_are_left_out_are_named(fields: dict[str, Any], path: str) -> None:
+    assert ChatRequest.model_validate(MESSAGES | fields).unknown_fields() == [
+        f"{path}.properties.a.items.format",
+        f"{path}.properties.b.anyOf.1.format",
+        f"{path}.additionalProperties.format",
+        f"{path}.$defs.c.format",
+    ]
+
+
+def test_messages_of_assistants_that_call_tools() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "On it.", "tool_calls": None, "refusal": None},
+        {"role": "tool", "content": [{"type": "text", "text": "5"}], "tool_call_id": "c"},
+    ]
+    request = ChatRequest.model_validate({"model": "m", "messages": messages})
+    assert request.prompts == [
+        [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "assistant", "content": "On it."},
+            {"role": "tool", "content": "5"},
+        ]
+    ]
+    assert request.unknown_fields() == ["messages.tool_call_id"]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "assistant"}, "messages.0.content"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "messages.0.content"),
+        ({"role": "user", "content": None, "tool_calls": [{}]}, "messages.0.content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages.0.content"),
+        ({"role": "user", "content": ["secret"]}, "messages.0.content"),
+        ({"role": "assistant", "content": "a", "tool_calls": ["f"]}, "messages.0.tool_calls.0"),
+    ],
+)
+def test_messages_that_say_nothing_are_refused(message: dict[str, Any], param: str) -> None:
+    error = refusal(ChatRequest, messages=[message])
+    assert error["param"] == param
+    assert "secret" not in error["message"]
+
+
+def test_what_parts_say_beside_their_text_is_named() -> None:
+    parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "x": None}]
+    request = ChatRequest.model_validate(
+        {"model": "m", "messages": [{"role": "user", "content": parts, "name": "n"}]}
+    )
+    assert request.prompts == [[{"role": "user", "content": "a"}]]
+    assert request.unknown_fields() == ["messages.content.cache_control", "messages.name"]
 
 
 def test_what_forms_become_and_which_of_their_fields_are_not_read() -> None:

@@ -15,7 +15,13 @@ import psutil
 import pytest
 from fastserve_backend.grammars import client
 from fastserve_backend.grammars.client import GrammarClient
-from fastserve_backend.grammars.compiler import Compiler, accept, next_mask
+from fastserve_backend.grammars.compiler import (
+    Compiler,
+    GrammarError,
+    _Vocabulary,
+    accept,
+    next_mask,
+)
 from fastserve_backend.grammars.messages import (
     Failed,
     FromGrammars,
@@ -25,9 +31,10 @@ from fastserve_backend.grammars.messages import (
     encoder,
 )
 from fastserve_backend.structured_output import StructuredOutput
+from fastserve_client.schema_formats import KNOWN_FORMATS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 DEADLINE_S = 60.0
 EOS = (2, 3)
@@ -35,6 +42,12 @@ EOS = (2, 3)
 WORDS = [b'{"', b'": ', b'", "', b"true", b"12", b"yes", b" no", "ö".encode(), b"", b"yes"]
 TOKENS = [b""] * 4 + [bytes([value]) for value in range(256)] + WORDS
 CHAIN = {f"a{n}": {"$ref": f"#/$defs/a{n + 1}"} for n in range(1500)}
+STANDARD_FORMATS = (
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname",
+    "ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template",
+    "json-pointer", "relative-json-pointer", "regex", "int32", "int64", "float", "double", "byte",
+    "binary", "password", "color", "phone", "unknown",
+)  # fmt: skip
 # Recursion, time without end, memory.
 HOSTILE = {
     "stack": {"json_schema": {"$defs": CHAIN | {"a1500": {}}, "$ref": "#/$defs/a0"}},
@@ -81,6 +94,43 @@ class TestCompiler:
             matcher = compiler.compile(wanted.kind, wanted.text)
             ids = [4 + byte for byte in text]
             assert (matcher.validate_tokens([*ids, EOS[0]]) > len(ids)) == is_answer
+
+    def test_formats_that_are_known(self) -> None:
+        """Of those that JSON Schema and OpenAPI have, and one that nobody has."""
+        tokens = LLTokenizer(TokenizerWrapper(_Vocabulary(TOKENS, EOS[0])), eos_token=list(EOS))
+        for name in (*STANDARD_FORMATS, *KNOWN_FORMATS, "colour"):
+            grammar = LLMatcher.grammar_from_json_schema({"type": "string", "format": name})
+            is_known = not LLMatcher(tokens, grammar, log_level=0).is_error()
+            assert is_known == (name in KNOWN_FORMATS), name
+
+    @pytest.mark.parametrize(
+        ("schema", "answers"),
+        [
+            ({"type": "string", "format": "regex"}, {'"(: is none"': True, "5": False}),
+            ({"type": "string", "format": "regex", "pattern": "^a$"}, {'"a"': True, '"b"': False}),
+            ({"type": "integer", "format": "int32"}, {"5": True, '"5"': False}),
+            ({"type": "number", "format": "double", "minimum": 2}, {"5": True, "1": False}),
+            ({"type": "string", "format": "date"}, {'"2026-01-31"': True, '"today"': False}),
+            ({"enum": [{"format": "x"}]}, {'{"format":"x"}': True, "{}": False}),
+            ({"properties": {"format": {"const": "x"}}, "required": ["format"], "type": "object"},
+             {'{"format":"x"}': True, '{"format":"y"}': False}),
+            ({"properties": {"a": {"$ref": "#/$defs/a"}}, "type": "object", "required": ["a"],
+              "$defs": {"a": {"type": "string", "format": "iri"}}}, {'{"a":"ä"}': True}),
+            ({"type": "object", "$ref": "#/$defs/a", "$defs": {"a": {"maxProperties": 0}}},
+             {"{}": True, "5": False}),
+        ],
+    )  # fmt: skip
+    def test_formats_that_are_not_known_are_left_out(
+        self, compiler: Compiler, schema: dict[str, Any], answers: dict[str, bool]
+    ) -> None:
+        for text, is_answer in answers.items():
+            matcher = compiler.compile("json_schema", json.dumps(schema))
+            ids = [4 + byte for byte in text.encode()]
+            assert (matcher.validate_tokens([*ids, EOS[0]]) > len(ids)) == is_answer, text
+
+    def test_where_a_format_less_would_allow_more_it_is_refused(self, compiler: Compiler) -> None:
+        with pytest.raises(GrammarError):
+            compiler.compile("json_schema", '{"type": "string", "not": {"format": "x"}}')
 
     def test_white_space_comes_to_an_end(self, compiler: Compiler) -> None:
         matcher = compiler.compile("json_object", '{"type": "object"}')

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fastserve_client.schema_formats import has_unknown_format, schema_parts
 from llguidance import (
     LLMatcher,
     LLParserLimits,
@@ -124,8 +125,12 @@ class _Vocabulary:
 
 def _grammar(kind: str, text: str) -> str:
     if kind in ("json_schema", "json_object"):
+        schema = json.loads(text)
+        for _, part in schema_parts(schema):
+            if has_unknown_format(part):
+                del part["format"]
         options: JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
-        return LLMatcher.grammar_from_json_schema(text, overrides=options)
+        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if kind == "regex":
         # Else \d is any of the digits that Unicode has.
         return f"start: /{regex_to_lark(text, use_ascii='d')}/"

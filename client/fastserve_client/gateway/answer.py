@@ -81,7 +81,7 @@ class Answer(ABC):
         if request.structured_output is None:
             wanted = protocol.STRUCTURED_OUTPUT
             self._fields |= {
-                f"{wanted}.json_schema": "response_format.json_schema.schema",
+                f"{wanted}.json_schema": request.schema_field,
                 f"{wanted}.json_object": "response_format",
                 wanted: "response_format",
             }

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
-from typing import Annotated, Any, Literal
+from itertools import chain, islice
+from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 from typing_extensions import TypedDict  # pydantic takes typing's only since Python 3.12
 
-from fastserve_client.options import Prompt, SamplingOptions
-from fastserve_client.protocol import MAX_INT32, MAX_SEED
+from fastserve_client.message_text import NOT_TEXT, joined_text
+from fastserve_client.options import Message, Prompt, SamplingOptions
+from fastserve_client.protocol import MAX_INT32, MAX_SEED, STRUCTURED_OUTPUT
+from fastserve_client.schema_formats import has_unknown_format, schema_parts
 
 MAX_CHOICES = 128
 """OpenAI's limit of ``n``."""
@@ -30,19 +39,34 @@ def _check_prompt(value: Any) -> Any:
 
 
 def _check_content(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
-    if _all(dict, value):
-        texts = [part.get("text") for part in value if part.get("type") == "text"]
-        if len(texts) == len(value) and _all(str, texts):
-            return "".join(texts)
-    raise ValueError("must be text, or a list of parts of type text")
+    if joined_text(value) is None:
+        raise ValueError(NOT_TEXT)
+    return value
+
+
+def _fill_content(message: Any) -> Any:
+    """Assistants that only call tools say nothing; clients send such messages back."""
+    if not isinstance(message, dict) or message.get("content") is not None:
+        return message
+    only_calls = message.get("role") == "assistant" and message.get("tool_calls")
+    return {**message, "content": ""} if only_calls else message
 
 
 def _check_stop(value: Any) -> Any:
     if value is None or isinstance(value, str) or value == [] or _all(str, value):
         return value
     raise ValueError("must be text or a list of texts")
+
+
+def _check_token_ids(value: Any) -> Any:
+    if value is None or type(value) is int or value == [] or _all(int, value):
+        return value
+    raise ValueError("must be a token id or a list of them")
+
+
+def _without_false(value: Any) -> Any:
+    """``logprobs`` is a flag for chat and a number for completions; false is either's default."""
+    return None if value is False else value
 
 
 def _check_biases(value: Any) -> Any:
@@ -60,14 +84,30 @@ def _all(kind: type, value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {kind}
 
 
+_OTHER_FORM = (
+    "must be left out; response_format or structured_output says what an answer looks like"
+)
+_BIAS = "must be left out; logit_bias bans tokens"
 _UNSUPPORTED = {
     "tools": "must be empty or left out",
     "functions": "must be empty or left out",
     "suffix": "must be empty or left out",
     "best_of": "must be at most n or left out",
+    # vLLM's and llama.cpp's.
+    "guided_json": _OTHER_FORM,
+    "guided_regex": _OTHER_FORM,
+    "guided_choice": _OTHER_FORM,
+    "guided_grammar": _OTHER_FORM,
+    "structured_outputs": _OTHER_FORM,
+    "grammar": _OTHER_FORM,
+    "json_schema": _OTHER_FORM,
+    "bad_words": _BIAS,
+    "allowed_token_ids": _BIAS,
 }
 """Fields without which the answer would be another than the one asked for, and what they may be."""
 _MAX_KIND_CHARS = 32
+# More than a schema of the size that the server takes may have.
+_MAX_SCHEMA_PARTS = 1 << 15
 _JSON_KINDS = {list: "a list", dict: "an object", str: "a text", int: "a number", float: "a number"}
 
 
@@ -113,12 +153,30 @@ class JSONSchema(_Fields):
 class ResponseFormat(_Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
+    bare_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    """Where llama.cpp's API, Together's and others have it, also with the type json_object."""
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
-        if (self.json_schema is not None) != (self.type == "json_schema"):
+        if self.json_schema is not None and self.type != "json_schema":
             raise ValueError("json_schema goes with the type json_schema, and with no other")
+        if self.bare_schema is not None and self.type == "text":
+            raise ValueError("schema goes with the types json_object and json_schema")
+        num_schemas = (self.json_schema is not None) + (self.bare_schema is not None)
+        if self.type == "json_schema" and num_schemas != 1:
+            raise ValueError("the type json_schema needs one of json_schema and schema")
         return self
+
+    @property
+    def structured_output(self) -> dict[str, Any] | None:
+        """What the server gets."""
+        if self.json_schema is not None:
+            return {"json_schema": self.json_schema.json_schema}
+        if self.type == "json_schema":
+            return {"json_schema": self.bare_schema}
+        if self.type == "json_object" and self.bare_schema:
+            return {"json_schema": {"type": "object", **self.bare_schema}}
+        return {"json_object": True} if self.type == "json_object" else None
 
 
 class _GenerationRequest(_Fields):
@@ -138,6 +196,7 @@ class _GenerationRequest(_Fields):
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: Annotated[str | list[str] | None, PlainValidator(_check_stop)] = None
+    stop_token_ids: Annotated[list[int] | int | None, PlainValidator(_check_token_ids)] = None
     ignore_eos: bool | None = None
     logit_bias: Annotated[dict[str, float] | None, PlainValidator(_check_biases)] = None
     response_format: ResponseFormat | None = None
@@ -145,14 +204,14 @@ class _GenerationRequest(_Fields):
 
     @model_validator(mode="after")
     def _check_structured_output(self) -> _GenerationRequest:
-        formatted = self.response_format is not None and self.response_format.type != "text"
+        formatted = self.response_format and self.response_format.structured_output
         if formatted and self.structured_output is not None:
             raise ValueError("structured_output: response_format is given too; give one of them")
         return self
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> _GenerationRequest:
-        if self.stream_options is not None and not self.stream:
+        if self.include_usage and not self.stream:
             raise ValueError("stream_options: only allowed with stream")
         return self
 
@@ -178,6 +237,7 @@ class _GenerationRequest(_Fields):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def unknown_fields(self) -> list[str]:
+        """Also formats of a schema that the server leaves out."""
         names = [name for name in super().unknown_fields() if name not in _UNSUPPORTED]
         wanted = self.response_format
         for prefix, part in (
@@ -187,7 +247,9 @@ class _GenerationRequest(_Fields):
         ):
             if part:
                 names += [f"{prefix}.{name}" for name in part.unknown_fields()]
-        return names
+        schema = (self._wanted_output() or {}).get("json_schema")
+        parts = islice(schema_parts(schema, f"{self.schema_field}."), _MAX_SCHEMA_PARTS)
+        return [*names, *(f"{path}format" for path, part in parts if has_unknown_format(part))]
 
     def _common_options(self) -> SamplingOptions:
         return SamplingOptions(
@@ -200,18 +262,23 @@ class _GenerationRequest(_Fields):
             frequency_penalty=self.frequency_penalty,
             repetition_penalty=self.repetition_penalty,
             stop=None if self.stop == [] else self.stop,
+            stop_token_ids=None if self.stop_token_ids == [] else self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             logit_bias=self.logit_bias or None,
-            structured_output=self._structured_output(),
+            structured_output=self._wanted_output(),
         )
 
-    def _structured_output(self) -> dict[str, Any] | None:
-        wanted = self.response_format
-        if wanted is None or wanted.type == "text":
-            return self.structured_output
-        if wanted.json_schema is None:
-            return {"json_object": True}
-        return {"json_schema": wanted.json_schema.json_schema}
+    @property
+    def schema_field(self) -> str:
+        """Where in the body a schema of the answer is."""
+        if self.structured_output is not None:
+            return f"{STRUCTURED_OUTPUT}.json_schema"
+        is_bare = self.response_format is not None and self.response_format.json_schema is None
+        return "response_format.schema" if is_bare else "response_format.json_schema.schema"
+
+    def _wanted_output(self) -> dict[str, Any] | None:
+        formatted = self.response_format and self.response_format.structured_output
+        return formatted or self.structured_output
 
     def choice_seed(self, choice: int) -> int | None:
         """Seed of answer ``choice`` to a prompt: the next whole number for each next answer.
@@ -225,7 +292,7 @@ class CompletionRequest(_GenerationRequest):
     """Body of ``POST /v1/completions``."""
 
     prompt: Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_check_prompt)]
-    logprobs: int | None = None
+    logprobs: Annotated[int | None, BeforeValidator(_without_false)] = None
     echo: bool | None = None
 
     @model_validator(mode="after")
@@ -256,21 +323,33 @@ class ChatMessage(TypedDict):
     __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
 
     role: str
-    content: Annotated[str, PlainValidator(_check_content)]
-    """Text parts are joined."""
+    content: Annotated[str | list[dict[str, Any]], PlainValidator(_check_content)]
+    """Text, or parts of type text."""
+    tool_calls: NotRequired[list[dict[str, Any]] | None]
+    """For the chat template; the server refuses what else there is of tools."""
+
+
+def _for_template(message: ChatMessage) -> Message:
+    kept: dict[str, Any] = {"role": message["role"], "content": joined_text(message["content"])}
+    if message.get("tool_calls"):
+        kept["tool_calls"] = message["tool_calls"]
+    return kept
 
 
 class ChatRequest(_GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[
+        list[Annotated[ChatMessage, BeforeValidator(_fill_content)]],
+        Field(min_length=1, fail_fast=True),
+    ]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only allowed with logprobs")
         if self.max_completion_tokens is not None and self.max_tokens is not None:
             raise ValueError("max_tokens: max_completion_tokens is given too; give one of them")
@@ -279,7 +358,7 @@ class ChatRequest(_GenerationRequest):
     @property
     def prompts(self) -> Sequence[Prompt]:
         """One conversation, copied without fields that nothing here reads."""
-        return [[{"role": one["role"], "content": one["content"]} for one in self.messages]]
+        return [[_for_template(one) for one in self.messages]]
 
     def unknown_fields(self) -> list[str]:
         known = ChatMessage.__annotations__.keys()
@@ -288,6 +367,14 @@ class ChatRequest(_GenerationRequest):
             for one in self.messages
             for name, value in one.items()
             if name not in known and value is not None
+        }
+        nested |= {
+            f"messages.content.{name}"
+            for one in self.messages
+            if isinstance(one["content"], list)
+            for part in one["content"]
+            for name, value in part.items()
+            if name not in ("type", "text") and value is not None
         }
         return [*super().unknown_fields(), *sorted(nested)]
 

@@ -1,0 +1,59 @@
+"""String formats of JSON schemas: which of them the server's grammars know.
+
+``format`` is an annotation (JSON Schema 2020-12, validation, 7.2.1): an answer without one that is
+not known follows the schema all the same. So such formats are left out, instead of refused as other
+unknown keywords are, and the gateway tells whoever asked for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+KNOWN_FORMATS = frozenset(
+    (
+        *("date-time", "time", "date", "duration", "email", "hostname"),
+        *("ipv4", "ipv6", "uuid", "uri", "unknown"),
+    )
+)
+"""Those of llguidance, as a test finds out; "unknown" is any text."""
+
+# Keywords that hold schemas: by name, or one or a list of them. Not ``not`` and ``if``: with a
+# format less in there, the schema would allow other answers.
+_BY_NAME = frozenset(
+    ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+)
+_ONE_OR_MORE = frozenset(
+    (
+        *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
+        *("additionalProperties", "unevaluatedProperties", "propertyNames"),
+        *("anyOf", "allOf", "oneOf", "then", "else"),
+    )
+)
+
+
+def schema_parts(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schema and all that it is made of, each with where it is.
+
+    Args:
+        schema: as JSON has it; what is no object has no parts.
+        path: where the schema is, with a dot at its end.
+    """
+    if not isinstance(schema, dict):
+        return  # true and false are schemas too
+    yield path, schema
+    for keyword, value in schema.items():
+        if keyword in _BY_NAME and isinstance(value, dict):
+            for name, part in value.items():
+                yield from schema_parts(part, f"{path}{keyword}.{name}.")
+        elif keyword in _ONE_OR_MORE and isinstance(value, list):
+            for index, part in enumerate(value):
+                yield from schema_parts(part, f"{path}{keyword}.{index}.")
+        elif keyword in _ONE_OR_MORE:
+            yield from schema_parts(value, f"{path}{keyword}.")
+
+
+def has_unknown_format(part: dict[str, Any]) -> bool:
+    """Of one part, without those that it is made of."""
+    wanted = part.get("format")
+    return isinstance(wanted, str) and wanted not in KNOWN_FORMATS

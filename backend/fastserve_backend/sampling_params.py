@@ -95,7 +95,7 @@ class SamplingParams:
                 raise InvalidRequestError("min_tokens", self.min_tokens, allowed)
 
     def _check_stop_conditions(self) -> None:
-        stop = as_elements("stop_words", self.stop, str)
+        stop = _elements("stop_words", self.stop, str)
         object.__setattr__(self, "stop", stop)
         if len(stop) > MAX_STOP_WORDS:
             allowed = f"at most {MAX_STOP_WORDS} stop words"
@@ -106,7 +106,7 @@ class SamplingParams:
                 raise InvalidRequestError("stop_words", word, allowed)
             if any("\ud800" <= char <= "\udfff" for char in word):  # which no text has
                 raise InvalidRequestError("stop_words", word, "must be valid Unicode")
-        token_ids = as_elements("stop_token_ids", self.stop_token_ids, int)
+        token_ids = _elements("stop_token_ids", self.stop_token_ids, int)
         if len(token_ids) > MAX_STOP_TOKEN_IDS:
             allowed = f"at most {MAX_STOP_TOKEN_IDS} token ids"
             raise InvalidRequestError("stop_token_ids", f"{len(token_ids)} token ids", allowed)
@@ -127,7 +127,7 @@ class SamplingParams:
         )
 
 
-def as_elements(field: str, value: object, kind: type) -> tuple[Any, ...]:
+def _elements(field: str, value: object, kind: type) -> tuple[Any, ...]:
     """What a field for a list holds: one of ``kind`` alone is a list of one, None an empty one.
 
     Raises InvalidRequestError: it is neither; the elements are not checked.

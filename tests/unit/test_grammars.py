@@ -111,6 +111,7 @@ class TestCompiler:
             ({"type": "integer", "format": "int32"}, {"5": True, '"5"': False}),
             ({"type": "number", "format": "double", "minimum": 2}, {"5": True, "1": False}),
             ({"type": "string", "format": "date"}, {'"2026-01-31"': True, '"today"': False}),
+            ({"type": "array", "uniqueItems": False}, {"[1,1]": True, "{}": False}),
             ({"enum": [{"format": "x"}]}, {'{"format":"x"}': True, "{}": False}),
             ({"properties": {"format": {"const": "x"}}, "required": ["format"], "type": "object"},
              {'{"format":"x"}': True, '{"format":"y"}': False}),
@@ -120,7 +121,7 @@ class TestCompiler:
              {"{}": True, "5": False}),
         ],
     )  # fmt: skip
-    def test_formats_that_are_not_known_are_left_out(
+    def test_what_is_left_out_of_a_schema(
         self, compiler: Compiler, schema: dict[str, Any], answers: dict[str, bool]
     ) -> None:
         for text, is_answer in answers.items():

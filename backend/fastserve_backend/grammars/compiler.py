@@ -129,6 +129,8 @@ def _grammar(kind: str, text: str) -> str:
         for _, part in schema_parts(schema):
             if has_unknown_format(part):
                 del part["format"]
+            if part.get("uniqueItems") is False:  # the default, and llguidance refuses the keyword
+                del part["uniqueItems"]
         options: JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if kind == "regex":

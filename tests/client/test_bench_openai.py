@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from fastserve_client.bench.connection import Request
+from fastserve_client.bench.connection import Answer, Request
 from fastserve_client.bench.openai_connection import OpenAIConnection
-from fastserve_client.errors import ConnectionFailed, InvalidRequest, ServerError
+from fastserve_client.errors import ConnectionFailed, InvalidRequest, RequestCancelled, ServerError
 
 DEADLINE_S = 20.0
 
@@ -29,7 +30,13 @@ def prefix() -> str:
 
 
 @pytest.fixture
-def url(usage: dict[str, Any], prefix: str) -> Iterator[str]:
+def events() -> list[dict[str, Any]]:
+    """Of the answer; one with ``usage`` comes behind them."""
+    return [{"choices": [{"text": ""}]}]
+
+
+@pytest.fixture
+def url(usage: dict[str, Any], events: list[dict[str, Any]], prefix: str) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_error(404)
@@ -38,9 +45,9 @@ def url(usage: dict[str, Any], prefix: str) -> Iterator[str]:
             self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(200)
             self.end_headers()
-            for event in ({"choices": [{"text": ""}]}, {"choices": [], "usage": usage}):
-                self.wfile.write(f"{prefix}{json.dumps(event)}\n\n".encode())
-            self.wfile.write(f"{prefix}[DONE]\n\n".encode())
+            sent = [json.dumps(one) for one in (*events, {"choices": [], "usage": usage})]
+            # At once: a client leaves at an error.
+            self.wfile.write("".join(f"{prefix}{one}\n\n" for one in (*sent, "[DONE]")).encode())
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -50,18 +57,18 @@ def url(usage: dict[str, Any], prefix: str) -> Iterator[str]:
         thread.join()
 
 
-async def send(url: str) -> tuple[int, int]:
+async def send(url: str) -> Answer:
     connection = OpenAIConnection(url, "fastserve", None)
     try:
-        answer = await connection.send(Request("a", 4, exact=False), DEADLINE_S)
+        return await connection.send(Request("a", 4, exact=False), DEADLINE_S)
     finally:
         await connection.close()
-    return answer.prompt_tokens, answer.output_tokens
 
 
 @pytest.mark.parametrize("prefix", ["data: ", "data:"])  # the space is left to the server
 async def test_tokens_are_those_that_the_server_counted(url: str) -> None:
-    assert await send(url) == (3, 2)
+    answer = await send(url)
+    assert (answer.prompt_tokens, answer.output_tokens) == (3, 2)
 
 
 @pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens"])
@@ -93,3 +100,92 @@ async def test_messages_hold_no_password() -> None:
     finally:
         await connection.close()
     assert "no server at http://127.0.0.1:1/v1" in str(refused.value)
+
+
+# --- what of an answer a user sees --------------------------------------------------------------
+
+ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+
+
+TOKEN = {"choices": [{"index": 0, "delta": {"content": "a"}}]}
+
+
+def delta(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": fields}]}
+
+
+def end(reason: str | None) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]}
+
+
+class Clock:
+    """Of the events: each comes a second after the one before."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        self.now_s += 1.0
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastserve_client.bench.openai_connection.time", Clock())
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize(
+    ("events", "first_s", "last_s"),
+    [
+        ([ROLE, delta(content="a"), delta(content="b"), end("stop")], 2, 4),
+        ([delta(role="assistant"), delta(content="a"), end("length")], 2, 3),
+        ([delta(role="assistant", content="a"), delta(content="b"), end("stop")], 1, 3),
+        ([ROLE, delta(content=None), delta(), delta(content="a"), end("stop")], 4, 5),
+        ([ROLE, delta(reasoning_content="a"), delta(content="b"), end("stop")], 2, 4),
+        ([ROLE, delta(reasoning="a"), delta(content="b"), end("stop")], 2, 4),
+        ([ROLE, delta(tool_calls=[{"index": 0}]), end("tool_calls")], 2, 3),
+        ([{"choices": [{"text": one}]} for one in ("", "a", "b", "")], 2, 3),
+        ([{"choices": [{"text": "a", "finish_reason": "stop"}]}], 1, 1),
+        # What has no text is seen when it ends.
+        ([ROLE, end("stop")], 2, 2),
+        ([{"choices": [{"text": ""}]}], 1, 1),
+        # Neither a token nor an error.
+        ([{"choices": []}, {"choices": None}, {}, delta(content="a"), end(None)], 4, 4),
+        ([{"choices": [{"delta": None}]}, delta(content="a"), end("stop")], 2, 3),
+        ([{"choices": [], "error": None}, delta(content="a"), end("stop")], 2, 3),
+    ],
+)
+async def test_the_first_token_is_the_first_that_has_text(
+    url: str, first_s: float, last_s: float
+) -> None:
+    answer = await send(url)
+    assert (answer.first_token_s, answer.last_token_s) == (first_s, last_s)
+
+
+@pytest.mark.parametrize(
+    ("events", "kind", "message"),
+    [
+        ([TOKEN, end("error")], ServerError, "the stream ended with finish_reason 'error'"),
+        ([TOKEN, end("abort")], RequestCancelled, "the stream ended with finish_reason 'abort'"),
+        (
+            [TOKEN, end("cancelled")],
+            RequestCancelled,
+            "the stream ended with finish_reason 'cancelled'",
+        ),
+        (
+            [TOKEN, {"choices": [{"text": "b", "finish_reason": "error"}]}],
+            ServerError,
+            "the stream ended with finish_reason 'error'",
+        ),
+        ([TOKEN, {"error": {"message": "rank 0 died"}}], ServerError, "rank 0 died"),
+        ([TOKEN, {"object": "error", "message": "rank 0 died"}], ServerError, "rank 0 died"),
+        ([TOKEN, {"choices": ["a"]}], ServerError, "choices are no JSON objects"),
+        ([TOKEN, {"choices": 3}], ServerError, "choices are no JSON objects"),
+    ],
+)
+async def test_an_answer_that_ends_unfinished_is_an_error(
+    url: str, kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        await send(url)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +15,7 @@ from fastserve_client.errors import (
     ClientError,
     ConnectionFailed,
     InvalidRequest,
+    RequestCancelled,
     RequestTimeout,
     ServerError,
     ServerOverloaded,
@@ -32,6 +33,14 @@ _OTHER_URLS = (
 )
 _DATA = b"data:"
 _DONE = b"[DONE]"
+# Of a delta; servers have two names for what a model thinks before it answers.
+_TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
+# Any other answer is whole, or was to be cut off.
+_UNFINISHED: dict[str, type[ClientError]] = {
+    "error": ServerError,
+    "abort": RequestCancelled,
+    "cancelled": RequestCancelled,
+}
 
 
 class OpenAIConnection:
@@ -115,20 +124,49 @@ class OpenAIConnection:
 
 
 async def _read_answer(response: aiohttp.ClientResponse) -> Answer:
-    """A chunk may hold several tokens: only ``usage`` tells how many there were. One whose text is
-    empty still stands for a token, of a character that is not complete."""
-    first_token_s = last_token_s = None
+    """An event may hold several tokens: only ``usage`` tells how many there were. Users see the
+    first token when its text comes, not the role or the empty text that some servers send before.
+    """
+    first_s = last_s = None
     usage: Any = None
     async for now_s, event in _events(response):
-        if event.get("error") is not None:
-            raise ServerError(_shorten(f"the stream ended with an error: {event['error']}"))
-        if event.get("choices"):
-            last_token_s = now_s
-            first_token_s = first_token_s or now_s
         usage = event.get("usage") or usage
-    if first_token_s is None or last_token_s is None:
+        for choice in _choices(event):
+            if _has_text(choice):
+                first_s = first_s or now_s
+                last_s = now_s
+            elif first_s is None or choice.get("finish_reason") is not None:
+                last_s = now_s  # an answer without text is seen when it ends
+    if last_s is None:
         raise ServerError("the answer had no token")
-    return Answer(first_token_s, last_token_s, *_token_counts(usage))
+    return Answer(first_s or last_s, last_s, *_token_counts(usage))
+
+
+def _choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of an event of the stream.
+
+    Raises:
+        RequestCancelled, ServerError: it says that the answer ends unfinished, or makes no sense.
+    """
+    error = event.get("error")
+    if error is None and event.get("object") == "error":  # as some servers write it
+        error = event.get("message")
+    if error is not None:
+        raise ServerError(_shorten(f"the stream ended with an error: {error}"))
+    choices = event.get("choices") or []
+    if not isinstance(choices, list) or not all(isinstance(one, dict) for one in choices):
+        raise ServerError("the stream held an event whose choices are no JSON objects")
+    for reason in (one.get("finish_reason") for one in choices):
+        if isinstance(reason, str) and reason in _UNFINISHED:
+            raise _UNFINISHED[reason](f"the stream ended with finish_reason {reason!r}")
+    return choices
+
+
+def _has_text(choice: Mapping[str, Any]) -> bool:
+    """Whether a user sees something of a token: an answer, its reasoning, or a call of a tool."""
+    delta = choice.get("delta")
+    shown = [delta.get(name) for name in _TEXTS] if isinstance(delta, dict) else []
+    return any((choice.get("text"), *shown))
 
 
 async def _events(

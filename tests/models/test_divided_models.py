@@ -91,7 +91,7 @@ class TestWrongFiles:
         ("change", "message"),
         [
             (lambda t: t.pop("model.decoder.layers.1.fc1.bias"), r"lacks layers\.1\.fc1\.bias"),
-            (lambda t: t.update(score=torch.zeros(2)), "score is unexpected"),
+            (lambda t: t.update({"lm_head.bias": torch.zeros(2)}), r"lm_head\.bias is unexpected"),
             (
                 lambda t: t.update({"model.decoder.layers.2.fc2.weight": torch.zeros(3, 5)}),
                 r"layers\.2\.fc2\.weight has shape \(3, 5\)",
@@ -107,6 +107,16 @@ class TestWrongFiles:
         config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
         with pytest.raises(ModelError, match=message):
             DividedModel(config, 2, 3)
+
+    def test_what_is_no_part_of_the_model_is_named_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        random_opt().save_pretrained(tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors") | {"score": torch.zeros(2)}
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
+        DividedModel(config, 2, 3)
+        assert [record.getMessage()[-7:] for record in caplog.records] == [": score"]
 
     def test_tensors_of_layers_that_config_json_lacks(self, tmp_path: Path) -> None:
         random_opt().save_pretrained(tmp_path)

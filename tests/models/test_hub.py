@@ -256,13 +256,24 @@ def test_safetensors_before_pytorch_model_bin(hub: Hub, tmp_path: Path) -> None:
     assert weights(hub.fetched) == {"model.safetensors"}
 
 
-def test_safetensors_of_several_files(hub: Hub, tmp_path: Path) -> None:
+def divided(directory: Path, name: str) -> dict[str, bytes]:
+    """An index, and files whose names begin with `name`."""
+    random_llama().save_pretrained(directory, max_shard_size="50KB")
+    index = directory / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-", name))
+    files = {file.name.replace("model-", name): file for file in directory.glob("model*")}
+    return {shown: file.read_bytes() for shown, file in files.items()}
+
+
+@pytest.mark.parametrize("name", ["model-", "language_model-", "text/part-"])
+def test_safetensors_of_several_files(hub: Hub, tmp_path: Path, name: str) -> None:
     del hub.files["model.safetensors"]
-    random_llama().save_pretrained(tmp_path / "saved", max_shard_size="50KB")
-    shards = {file.name: file.read_bytes() for file in (tmp_path / "saved").glob("model*")}
-    hub.files |= shards
-    load(parts(run(tmp_path, hub.endpoint))[0])
+    shards = divided(tmp_path / "saved", name)
+    hub.files |= shards | {"other-00001.safetensors": b"never read"}
+    directory, chat = parts(run(tmp_path, hub.endpoint))
+    load(directory)
     assert weights(hub.fetched) == shards.keys() - {"model.safetensors.index.json"}
+    assert parts(run(tmp_path, None)) == (directory, chat)
 
 
 @pytest.mark.parametrize("other", ["adapter_model.safetensors", "model.fp16.safetensors"])
@@ -312,17 +323,34 @@ def test_without_network_the_error_comes_soon(tmp_path: Path, load_format: str) 
     assert "\n" not in output
 
 
-def test_cache_of_another_program(checkpoint: dict[str, bytes], tmp_path: Path) -> None:
-    """A snapshot on disk as an older client left it, without a list of what it should hold."""
+@pytest.mark.parametrize("is_linked", [False, True])
+@pytest.mark.parametrize("name", [None, "overlay-"])
+def test_cache_of_another_program(
+    checkpoint: dict[str, bytes], tmp_path: Path, name: str | None, is_linked: bool
+) -> None:
+    """A snapshot on disk as an older client left it, without a list of what it should hold; with
+    links to blobs, in a cache that is a link itself, or with files."""
+    files = {name: content for name, content in checkpoint.items() if "/" not in name}
+    if name is not None:
+        del files["model.safetensors"]
+        files |= divided(tmp_path / "saved", name)
+    if is_linked:
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "hub").symlink_to(tmp_path / "disk", target_is_directory=True)
     repository = tmp_path / "hub" / "models--owner--tiny"
     snapshot = repository / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
-    for name, content in checkpoint.items():
-        if "/" not in name:
-            (snapshot / name).write_bytes(content)
-    assert parts(run(tmp_path, None)) == (snapshot, "Hello world")
+    (repository / "blobs").mkdir()
+    for file, content in files.items():
+        if is_linked:
+            blob = repository / "blobs" / hashlib.sha1(content).hexdigest()
+            blob.write_bytes(content)
+            (snapshot / file).symlink_to(Path("../../blobs") / blob.name)
+        else:
+            (snapshot / file).write_bytes(content)
+    assert parts(run(tmp_path, None)) == (snapshot.resolve(), "Hello world")
     load(snapshot)
 
 

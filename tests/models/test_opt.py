@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +50,29 @@ def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> Non
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("score.weight", "v_head.summary.bias"),
+        ("model.decoder.version", "model.vision_tower.layers.0.fc1.weight"),
+        tuple(f"mtp.{number}.weight" for number in range(9)),
+    ],
+)
+def test_what_is_no_part_of_the_model_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, names: tuple[str, ...]
+) -> None:
+    theirs = random_opt()
+    save_safetensors(theirs, tmp_path)
+    rewrite(tmp_path, lambda t: t.update({name: torch.tensor(3) for name in names}))
+    executor = PagedExecutor(load(tmp_path), theirs.config, prompts(9), seed=5)
+    executor.step([(0, 9)])
+    check(theirs, executor)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("checkpoint tensors that the model does not use: ")
+    assert all(name in record.getMessage() for name in names[:4])
+    assert len(record.getMessage()) < 200
 
 
 @pytest.mark.parametrize("only_head", [True, False], ids=["head_only", "head_differs"])
@@ -139,9 +163,22 @@ class TestBadWeights:
         with pytest.raises(ModelError, match=r"lacks layers\.1\.fc1\.bias"):
             load(checkpoint)
 
-    def test_unexpected_tensor(self, checkpoint: Path) -> None:
-        rewrite(checkpoint, lambda t: t.update(score=torch.zeros(2)))
-        with pytest.raises(ModelError, match="score is unexpected"):
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "model.decoder.layers.0.fc3.weight",
+            "model.decoder.layers.0.self_attn.q_proj.lora_A.weight",
+            "model.decoder.layers.3.fc1.bias",  # of a layer that config.json does not have
+            "model.decoder.project_in.weight",
+            "lm_head.bias",
+        ],
+    )
+    def test_a_tensor_without_which_the_model_would_be_another(
+        self, checkpoint: Path, name: str
+    ) -> None:
+        rewrite(checkpoint, lambda t: t.update({name: torch.zeros(2)}))
+        shown = name.removeprefix("model.decoder.")
+        with pytest.raises(ModelError, match=f"{re.escape(shown)} is unexpected"):
             load(checkpoint)
 
     @pytest.mark.parametrize("name", ["model.decoder.layers.0.fc2.weight", "lm_head.weight"])

@@ -51,6 +51,29 @@ def read(directory: Path, fields: dict[str, Any]) -> Rotary:
         LLAMA | {"rope_scaling": YARN, "rope_parameters": {}},
         LLAMA | {"rope_scaling": {}, "rope_parameters": YARN},
         LLAMA | {"rope_scaling": YARN, "rope_parameters": YARN},
+        # The same, spelled otherwise.
+        LLAMA
+        | {
+            "rope_scaling": {"type": "yarn", "factor": 4},
+            "rope_parameters": YARN | {"rope_theta": 1e4},
+        },
+        LLAMA
+        | {
+            "rope_theta": 500,
+            "rope_scaling": LLAMA3,
+            "rope_parameters": LLAMA3 | {"rope_theta": 500.0, TRAINED: 256},
+        },
+        LLAMA | {"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 1e4}},
+        NEOX
+        | {
+            "rotary_pct": 0.5,
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2,
+                "partial_rotary_factor": 0.5,
+            },
+        },
         LLAMA | {"rope_theta": 77.0, "rope_parameters": {"rope_theta": 500.0}},
         LLAMA | {"partial_rotary_factor": 1.0},
         NEOX,
@@ -90,7 +113,20 @@ def test_as_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
         ),
         (
             LLAMA | {"rope_parameters": LLAMA3, "rope_scaling": YARN},
-            r"rope_scaling is .* expected the same as in .* rope_parameters, or one of them",
+            r"rope_scaling is .* expected the same rotation as in rope_parameters, or one of them",
+        ),
+        (
+            LLAMA
+            | {
+                "rope_theta": 1e4,
+                "rope_scaling": LLAMA3,
+                "rope_parameters": LLAMA3 | {"rope_theta": 500.0},
+            },
+            "expected the same rotation as in rope_parameters",
+        ),
+        (
+            LLAMA | {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4}},
+            "expected the same rotation as in rope_parameters",
         ),
         (LLAMA | {"rope_theta": 1.0, "rope_scaling": YARN}, "rope_theta is 1, expected a number"),
         # transformers would take it for the rotation alone.
@@ -103,3 +139,9 @@ def test_as_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
 def test_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read(tmp_path, fields)
+
+
+def test_a_base_that_one_object_leaves_out_is_that_of_the_other(tmp_path: Path) -> None:
+    """``rope_scaling`` has never had a place for it."""
+    alone = LLAMA | {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}}
+    assert read(tmp_path, alone | {"rope_scaling": LLAMA3}) == read(tmp_path, alone)

@@ -70,7 +70,11 @@ def test_older_configurations_name_their_rotation_differently(tmp_path: Path) ->
 
 def test_buffers_of_older_checkpoints_are_ignored(tmp_path: Path) -> None:
     for name, buffers in {
-        "llama": ["model.layers.0.self_attn.rotary_emb.inv_freq"],
+        "llama": [
+            "model.layers.0.self_attn.rotary_emb.inv_freq",
+            "model.layers.1.self_attn.rotary_emb.cos_cached",
+            "model.rotary_emb.sin_cached",
+        ],
         "neox": [
             "gpt_neox.layers.0.attention.bias",
             "gpt_neox.layers.1.attention.masked_bias",

@@ -102,11 +102,7 @@ class GPTNeoXModel(RotaryLM):
         norm = LayerNorm(hidden, affine=True, part=part, eps=config.layer_norm_eps)
         super().__init__(
             prefix="gpt_neox.",
-            computed=(
-                ".attention.bias",
-                ".attention.masked_bias",
-                ".attention.rotary_emb.inv_freq",
-            ),
+            computed=(".attention.bias", ".attention.masked_bias"),
             part=part,
             tokens=("embed_in", tokens),
             rotary=RotaryEmbedding(config.rotary, config.max_model_len, part.device),
@@ -116,7 +112,8 @@ class GPTNeoXModel(RotaryLM):
         )
 
     def _canonical(self, source: WeightSource) -> Iterator[StoredTensor]:
-        for stored in super()._canonical(source):
-            # transformers 5 calls it so in memory, and where it is not told to write older names.
-            is_head = stored.name == "lm_head.weight"
-            yield replace(stored, name="embed_out.weight") if is_head else stored
+        # transformers 5 calls it so in memory, and where it is not told to write older names.
+        head = {"lm_head.weight": "embed_out.weight"}
+        return super()._canonical(
+            replace(stored, name=head.get(stored.name, stored.name)) for stored in source
+        )

@@ -61,8 +61,8 @@ class GPTNeoXConfig(ModelConfig):
             raw,
             head_dim,
             positions,
-            theta=raw.number("rotary_emb_base", 1e4),
-            share=raw.number("rotary_pct", 0.25),
+            theta=("rotary_emb_base", 1e4),
+            share=("rotary_pct", 0.25),
         )
         return cls(
             **common,

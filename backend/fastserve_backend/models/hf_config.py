@@ -56,23 +56,12 @@ class HFConfig:
         """A finite number above 0; 0 where the field is 0 or not there."""
         return 0.0 if self._raw.get(key) == 0 else self.number(key, 0.0)
 
-    def mapping(self, *keys: str) -> HFConfig:
-        """The fields of the object that has one of these names; none where no such is there.
-
-        An empty object is none. Raises ModelError where two are there that are not equal.
-        """
-        chosen = HFConfig({}, self.source)
-        for key in keys:
-            value = self._raw.get(key)
-            if value is None:
-                continue
-            if not isinstance(value, Mapping):
-                raise self.error(key, "an object")
-            if chosen._raw and value and chosen._raw != value:
-                raise self.error(key, f"the same as in {chosen.source}, or one of them alone")
-            if value:
-                chosen = HFConfig(value, f"{self.source}, {key}")
-        return chosen
+    def mapping(self, key: str) -> HFConfig | None:
+        """The fields of an object; None where it is not there, or empty."""
+        value = self._raw.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.error(key, "an object")
+        return HFConfig(value, f"{self.source}, {key}") if value else None
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self._raw.get(key)

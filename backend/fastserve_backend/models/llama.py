@@ -71,7 +71,6 @@ class LlamaModel(RotaryLM):
         tied_to = ("embed_tokens.weight", tokens) if config.tie_word_embeddings else None
         super().__init__(
             prefix="model.",
-            computed=(".rotary_emb.inv_freq",),
             part=part,
             tokens=("embed_tokens", tokens),
             rotary=RotaryEmbedding(config.rotary, config.max_model_len, part.device),

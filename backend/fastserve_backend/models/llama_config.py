@@ -72,8 +72,8 @@ class LlamaConfig(ModelConfig):
             raw,
             head_dim,
             positions,
-            theta=raw.number("rope_theta", 1e4),
-            share=raw.number("partial_rotary_factor", 1.0),
+            theta=("rope_theta", 1e4),
+            share=("partial_rotary_factor", 1.0),
         )
         if rotary.dim != head_dim:  # no version of transformers runs such a model as it says
             raise ModelError(

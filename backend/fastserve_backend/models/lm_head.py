@@ -39,8 +39,9 @@ class LMHead:
         tied_to: tuple[str, VocabEmbedding] | None,
         part: ModelPart,
     ) -> None:
+        self.name = name
         self._linear = ColumnLinear(hidden, {name: vocab}, bias=False, part=part)
-        self._name = f"{name}.weight"
+        self._tensor_name = f"{name}.weight"
         self._vocab = vocab
         self._tied_to = tied_to
         self._part = part
@@ -51,7 +52,7 @@ class LMHead:
         if not self._part.is_last:
             return {}
         if self._tied_to is None:
-            return {self._name: self._parameter}
+            return {self._tensor_name: self._parameter}
         return {} if self._part.is_first else {self._tied_to[0]: self._parameter}
 
     def __call__(self, hidden: Tensor) -> Tensor | None:
@@ -78,7 +79,7 @@ class LMHead:
         if not (self._part.is_first and self._part.is_last):
             return
         if len(tables) == 2:
-            own = tables[self._name].read(self._parameter.shard)
+            own = tables[self._tensor_name].read(self._parameter.shard)
             if not torch.equal(own.to(embedding.table), embedding.table):
                 self._parameter.load(own)
                 return
@@ -93,16 +94,16 @@ class LMHead:
         assert self._tied_to is not None
         embedding_name, _ = self._tied_to
         for stored in source:
-            if stored.name in (embedding_name, self._name) and stored.name not in tables:
+            if stored.name in (embedding_name, self._tensor_name) and stored.name not in tables:
                 check_tensor(stored, self._parameter.shape)
                 tables[stored.name] = stored
             else:
                 yield stored
-        of_embedding, of_head = tables.get(embedding_name), tables.get(self._name)
+        of_embedding, of_head = tables.get(embedding_name), tables.get(self._tensor_name)
         table = (of_embedding or of_head) if self._part.is_first else (of_head or of_embedding)
         if table is not None:
             yield replace(table, name=embedding_name)
 
     @property
     def _parameter(self) -> Parameter:
-        return self._linear.parameters()[self._name]
+        return self._linear.parameters()[self._tensor_name]

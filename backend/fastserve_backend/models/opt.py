@@ -96,6 +96,7 @@ class OPTModel(CausalLM):
         super().__init__(
             part,
             prefixes=("model.", "decoder."),
+            other_modules=("project_in", "project_out", "final_layer_norm"),
             first=first,
             layers=[layer.parameters() for layer in self._layers],
             last=last,

@@ -13,6 +13,7 @@ from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.hf_config import HFConfig
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_OBJECTS = ("rope_parameters", "rope_scaling")  # its name since transformers 5, and until then
 
 
 @dataclass(frozen=True)
@@ -29,19 +30,52 @@ class Rotary:
     """Beyond so many positions the frequencies would be others."""
 
 
+Field = tuple[str, float]
+"""An architecture's own field of a configuration, and its value where it is left out."""
+
+
 def read_rotary(
-    raw: HFConfig, head_dim: int, positions: int, *, theta: float, share: float
+    raw: HFConfig, head_dim: int, positions: int, *, theta: Field, share: Field
 ) -> Rotary:
     """The rotary embedding of a configuration.
 
-    ``theta``, the base of its frequencies, and ``share``, how much of a head is rotated, are those
-    of the architecture's own fields; what ``rope_parameters`` says counts more.
+    ``theta`` is the base of its frequencies, and ``share`` how much of a head is rotated; what
+    ``rope_parameters`` says of them counts more. Where ``rope_scaling`` is there too, for older
+    programs, both must give the same rotation, however they spell it.
 
     Raises ModelError for a type that is not known or a field that is wrong.
     """
-    rope = raw.mapping("rope_parameters", "rope_scaling")
-    theta = rope.number("rope_theta", theta)
-    share = rope.number("partial_rotary_factor", share)
+    ropes = [rope for key in _OBJECTS if (rope := raw.mapping(key)) is not None]
+    ropes = ropes or [HFConfig({}, raw.source)]
+
+    def stated(rope: HFConfig, name: str, own: Field) -> float:
+        """By the object, the architecture's field, or the other object, in this order."""
+        key, default = own
+        for fields, field in ((rope, name), (raw, key), *((other, name) for other in ropes)):
+            if field in fields:
+                return fields.number(field, None)
+        return default
+
+    rotary, *others = [
+        _read_rope(
+            raw,
+            rope,
+            head_dim,
+            positions,
+            theta=stated(rope, "rope_theta", theta),
+            share=stated(rope, "partial_rotary_factor", share),
+        )
+        for rope in ropes
+    ]
+    if any(other != rotary for other in others):
+        first, second = _OBJECTS
+        raise raw.error(second, f"the same rotation as in {first}, or one of them alone")
+    return rotary
+
+
+def _read_rope(
+    raw: HFConfig, rope: HFConfig, head_dim: int, positions: int, *, theta: float, share: float
+) -> Rotary:
     kind_key = "rope_type" if "rope_type" in rope else "type"  # its name until 2024
     kind = rope.choice(kind_key, "default", _TYPES)
     dim = int(head_dim * share)

@@ -16,6 +16,9 @@ from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.rotary import RotaryEmbedding
 from fastserve_backend.models.weights import Parameter
 
+# What transformers has kept beside the weights, in one version or another.
+_ROTARY_BUFFERS = tuple(f".rotary_emb.{one}" for one in ("inv_freq", "cos_cached", "sin_cached"))
+
 
 class RotaryLayer(Protocol):
     """One decoder layer."""
@@ -31,13 +34,14 @@ class RotaryLayer(Protocol):
 
 
 class RotaryLM(CausalLM):
-    """Layers are those of the part, in order; tokens and final_norm come with their names."""
+    """Layers are those of the part, in order; tokens and final_norm come with their names.
+    `computed` is as in `CausalLM`, whose rotary tables are among them."""
 
     def __init__(
         self,
         *,
         prefix: str,
-        computed: tuple[str, ...],
+        computed: tuple[str, ...] = (),
         part: ModelPart,
         tokens: tuple[str, VocabEmbedding],
         rotary: RotaryEmbedding,
@@ -52,7 +56,7 @@ class RotaryLM(CausalLM):
         super().__init__(
             part,
             prefixes=(prefix,),
-            computed=computed,
+            computed=(*_ROTARY_BUFFERS, *computed),
             first=prefixed(tokens_name, self._tokens.parameters()),
             layers=[layer.parameters() for layer in layers],
             last=prefixed(final_norm_name, self._final_norm.parameters()),

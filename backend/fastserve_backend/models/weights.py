@@ -7,7 +7,6 @@ converts and packs them at once: there is never a second full copy.
 
 from __future__ import annotations
 
-import json
 import pickle
 import zipfile
 import zlib
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from fastserve_backend.models.config import WEIGHT_FILES
 from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.weight_index import read_weight_index
 
 DUMMY_STD = 0.02  # standard deviation of OPT's own initial weights
 
@@ -96,12 +96,16 @@ def load_parameters(
         check_tensor(stored, parameter.shape)
         parameter.load(stored.read(parameter.shard))
     if waiting:
-        names = sorted(waiting)
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         raise ModelError(
-            f"checkpoint lacks {', '.join(names[:4])}{more}; does config.json match the weights, "
+            f"checkpoint lacks {some_of(waiting)}; does config.json match the weights, "
             "and are all weight files there?"
         )
+
+
+def some_of(names: Collection[str]) -> str:
+    """Names for a message, which is not to be as long as the model is deep."""
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(sorted(names)[:4]) + more
 
 
 def check_tensor(stored: StoredTensor, shape: tuple[int, ...]) -> None:
@@ -178,30 +182,27 @@ def numel(shape: tuple[int, ...]) -> int:
 def checkpoint_tensors(directory: Path) -> Iterator[StoredTensor]:
     """The tensors of a checkpoint, file by file; the first of `WEIGHT_FILES` that is there.
 
+    Of a divided checkpoint each tensor is read from the file that the index names for it.
+
     Raises ModelError for missing, damaged or unsafe files.
     """
     found = next((directory / name for name in WEIGHT_FILES if (directory / name).is_file()), None)
     if found is None:
         raise ModelError(f"{directory} holds no weights (model.safetensors or pytorch_model.bin)")
-    read = _safetensors if "safetensors" in found.name else _torch_file
-    for file in _shards(found) if found.suffix == ".json" else [found]:
-        yield from read(file)
+    if found.suffix != ".json":
+        yield from _file_tensors(found)
+        return
+    index = read_weight_index(found)
+    files = {directory / name: index[name] for name in sorted(index)}
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"weight file {file} is missing; download it again")
+    for file, names in files.items():
+        yield from (stored for stored in _file_tensors(file) if stored.name in names)
 
 
-def _shards(index: Path) -> list[Path]:
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is no index of weight files: {error!r}") from error
-    files = []
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ModelError(f"{index} names {name!r}, which is no file beside it")
-        if not (index.parent / name).is_file():
-            raise ModelError(f"weight file {index.parent / name} is missing; download it again")
-        files.append(index.parent / name)
-    return files
+def _file_tensors(file: Path) -> Iterator[StoredTensor]:
+    return _safetensors(file) if file.suffix == ".safetensors" else _torch_file(file)
 
 
 def _safetensors(file: Path) -> Iterator[StoredTensor]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from fastserve_client.endpoint import DEFAULT_URL
 from fastserve_client.errors import ClientError
+from fastserve_client.listening import DEFAULT_KEEP_ALIVE_S
 from fastserve_client.protocol import (
     DEFAULT_GRPC_PORT,
     DEFAULT_HOST,
@@ -184,6 +185,14 @@ def gateway(
     max_jobs: Annotated[
         int, typer.Option(min=1, help="Most answers to one request: prompts times n.")
     ] = 128,
+    keep_alive_s: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=86_400,
+            help="Seconds until an idle connection ends; proxies must end theirs sooner.",
+        ),
+    ] = DEFAULT_KEEP_ALIVE_S,
 ) -> None:
     """OpenAI's HTTP API in front of a running server: completions, chat, models.
 
@@ -205,7 +214,7 @@ def gateway(
         max_held_bytes=max_held_bytes,
         max_jobs=max_jobs,
     )
-    run_gateway(settings, host, port, _print_gateway)
+    run_gateway(settings, host, port, _print_gateway, keep_alive_s)
 
 
 def _print_gateway(url: str) -> None:

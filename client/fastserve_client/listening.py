@@ -14,6 +14,10 @@ _PORTS = range(1 << 16)
 # Connections that wait to be accepted.
 _BACKLOG = 1024
 
+# Seconds that the gateway keeps an idle connection. Whoever reuses one that is being closed loses a
+# request, so proxies must let go first: nginx does after 60 s, Go and Traefik after 90, Caddy 120.
+DEFAULT_KEEP_ALIVE_S = 130
+
 
 class ListenError(ClientError):
     """What was asked for is no address of this machine, or no port. The message names the flag."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from deploy_files import KUBERNETES, ROOT, compose_file
+from fastserve_client.listening import DEFAULT_KEEP_ALIVE_S
 
 MIB = 1 << 20
 # docs/deploy.md, *Sizing*.
@@ -38,3 +39,18 @@ def test_bodies_fit_in_the_memory(gateway: Any) -> None:
     proxy = (ROOT / "deploy" / "nginx" / "fastserve.conf").read_text(encoding="utf-8")
     (size,) = re.findall(r"client_max_body_size (\d+)m;", proxy)
     assert int(flags["--max-body-bytes"]) == int(size) * MIB
+
+
+def test_proxies_let_go_of_idle_connections_before_the_gateway() -> None:
+    nginx = (ROOT / "deploy" / "nginx" / "fastserve.conf").read_text(encoding="utf-8")
+    caddy = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    kept_s = [
+        int(seconds)
+        for text, setting in ((nginx, "keepalive_timeout"), (caddy, "keepalive"))
+        for seconds in re.findall(rf"^\s+{setting} (\d+)s\b", text, re.MULTILINE)
+    ]
+    assert len(kept_s) == 2
+    arguments = [*compose_gateway()[0], *kubernetes_gateway()[0]]
+    chosen_s = [int(one.partition("=")[2]) for one in arguments if "--keep-alive-s" in one]
+    # Twice as long: a proxy and the gateway see the end of an answer at different times.
+    assert min(DEFAULT_KEEP_ALIVE_S, *chosen_s) >= 2 * max(kept_s)

@@ -298,24 +298,47 @@ def test_who_sends_too_slowly_may_go_on(gateway: Gateway, monkeypatch: pytest.Mo
 # --- those that do nothing ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX: a"])
+@pytest.mark.parametrize("before", [b"", MODELS])
 def test_headers_that_do_not_come_are_not_waited_for(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, before: bytes
+) -> None:
+    monkeypatch.setattr(http_connection, "HEADERS_TIMEOUT_S", SHORT_S)
+    with gateway.connect() as connection:
+        if before:
+            assert status(connection, before) == 200
+        connection.sendall(b"GET /health HTTP/1.1\r\nX: a")
+        assert rest(connection) == b""
+
+
+@pytest.mark.parametrize("sent", [b"", b"2\r\na"])
+def test_nor_is_the_rest_of_a_body_that_was_answered(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
     monkeypatch.setattr(http_connection, "HEADERS_TIMEOUT_S", SHORT_S)
     with gateway.connect() as connection:
+        assert status(connection, CHUNKED) == 415
         connection.sendall(sent)
         assert rest(connection) == b""
 
 
-def test_nor_is_the_rest_of_a_body_that_was_answered(
+@pytest.mark.parametrize("before", [b"", MODELS, CHUNKED + b"0\r\n\r\n"])
+def test_idle_ones_end(gateway: Gateway, monkeypatch: pytest.MonkeyPatch, before: bytes) -> None:
+    monkeypatch.setattr(gateway.server.config, "timeout_keep_alive", SHORT_S)
+    with gateway.connect() as connection:
+        if before:
+            status(connection, before)
+        connection.sendall(b"\r\n")  # some clients end a request so; it begins none
+        assert rest(connection) == b""
+
+
+def test_but_are_kept_longer_than_headers_may_take(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_connection, "HEADERS_TIMEOUT_S", SHORT_S)
     with gateway.connect() as connection:
-        assert status(connection, CHUNKED) == 415
-        connection.sendall(b"2\r\na")
-        assert rest(connection) == b""
+        for request in (MODELS, CHUNKED + b"0\r\n\r\n", MODELS):
+            time.sleep(2 * SHORT_S)  # a proxy has nothing to send
+            assert status(connection, request) in (200, 415)
 
 
 def test_an_answer_may_take_longer(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:

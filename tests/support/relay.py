@@ -19,16 +19,24 @@ class Relay:
     Args:
         num_refused: so many first connections are dropped.
         delay_s: until a connection is led on: the relay's clients hear nothing before.
+        latency_s: of all that is sent, in each direction.
         tls: the relay's clients speak TLS, and find ``CERTIFICATE``.
     """
 
     def __init__(
-        self, target: str, *, num_refused: int = 0, delay_s: float = 0.0, tls: bool = False
+        self,
+        target: str,
+        *,
+        num_refused: int = 0,
+        delay_s: float = 0.0,
+        latency_s: float = 0.0,
+        tls: bool = False,
     ) -> None:
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
         self._num_refused = num_refused
         self._delay_s = delay_s
+        self._latency_s = latency_s
         self._closed = threading.Event()
         self._context = _server_context() if tls else None
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -60,7 +68,9 @@ class Relay:
     def _copy(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):  # closed by the other direction, or at the end
             while data := source.recv(65536):
+                self._closed.wait(self._latency_s)
                 sink.sendall(data)
+            self._closed.wait(self._latency_s)
             sink.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:

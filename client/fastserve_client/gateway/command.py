@@ -21,7 +21,7 @@ from fastserve_client.gateway.app import GatewaySettings, create_app, end_answer
 from fastserve_client.gateway.http_connection import HttpConnection
 from fastserve_client.gateway.live import EVENTS_PATH
 from fastserve_client.http_aio_transport import AioHttpTransport
-from fastserve_client.listening import is_loopback, listen
+from fastserve_client.listening import DEFAULT_KEEP_ALIVE_S, is_loopback, listen
 
 # Answers that take longer end with an error when the gateway ends.
 _DRAIN_TIMEOUT_S = 30.0
@@ -32,7 +32,11 @@ _ERRORS_TIMEOUT_S = 5.0
 
 
 def run_gateway(
-    settings: GatewaySettings, host: str, port: int, on_listening: Callable[[str], None]
+    settings: GatewaySettings,
+    host: str,
+    port: int,
+    on_listening: Callable[[str], None],
+    keep_alive_s: int = DEFAULT_KEEP_ALIVE_S,
 ) -> None:
     """Serves until SIGTERM or Ctrl-C; then what runs may end within 30 s, or until a second Ctrl-C.
 
@@ -40,6 +44,7 @@ def run_gateway(
         host: an address other than loopback needs API keys.
         port: 0 takes any free one.
         on_listening: called with the URL once connections are accepted.
+        keep_alive_s: after so long an idle connection is closed; proxies must do so sooner.
 
     Raises:
         InvalidRequest: the settings cannot be used.
@@ -57,7 +62,7 @@ def run_gateway(
     _raise_limit_of_connections()
     with listen(host, port) as listener:
         address = listener.getsockname()
-        server = GatewayServer(create_app(settings), _DRAIN_TIMEOUT_S)
+        server = GatewayServer(create_app(settings), _DRAIN_TIMEOUT_S, keep_alive_s)
         # uvicorn repeats the signal that ended it, for the handler that was there before.
         signal.signal(signal.SIGTERM, _exit)
         signal.signal(signal.SIGINT, _exit)
@@ -70,12 +75,15 @@ class GatewayServer(uvicorn.Server):
     """Lets answers end for ``drain_timeout_s`` once it is to stop, or until Ctrl-C, but not the
     live view, whose events end only with their reader."""
 
-    def __init__(self, app: FastAPI, drain_timeout_s: float) -> None:
+    def __init__(
+        self, app: FastAPI, drain_timeout_s: float, keep_alive_s: int = DEFAULT_KEEP_ALIVE_S
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 http=HttpConnection,
                 ws="none",
+                timeout_keep_alive=keep_alive_s,
                 log_config=None,
                 log_level="warning",
                 access_log=False,  # /metrics counts requests, and a log of them would cost and tell

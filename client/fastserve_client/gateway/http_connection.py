@@ -19,7 +19,8 @@ from fastserve_client.gateway.errors import ApiError
 # Of those that have not ended too: the parser joins a header's pieces in time that grows with
 # their square.
 MAX_HEADER_BYTES = 1 << 16
-# For the headers of a request; also for the rest of a body that was answered before its end.
+# For the headers of a request from its first byte on; also for the rest of a body that was answered
+# before its end.
 HEADERS_TIMEOUT_S = 30.0
 # A client that reads nothing for this long, while there is something to read, is gone.
 UNREAD_TIMEOUT_S = 120.0
@@ -34,6 +35,8 @@ class HttpConnection(HttpToolsProtocol):
 
     _num_unparsed_bytes = 0
     """Since the last headers or part of a body was whole."""
+    _is_idle = True
+    """No request has begun whose end is still to come."""
 
     def is_answering(self, path: str) -> bool:
         """Whether a request for it has no whole answer yet."""
@@ -45,7 +48,8 @@ class HttpConnection(HttpToolsProtocol):
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_TIMEOUT_S * 1000)
         )
         self._unanswered: deque[RequestResponseCycle] = deque()
-        self._await_headers()
+        # Clients connect ahead, too.
+        self._deadline = self._close_in(self.timeout_keep_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
@@ -56,7 +60,6 @@ class HttpConnection(HttpToolsProtocol):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
         self._num_unparsed_bytes += len(data)
         try:
             self.parser.feed_data(data)
@@ -68,6 +71,11 @@ class HttpConnection(HttpToolsProtocol):
             self._refuse(400, reason)
         if self._num_unparsed_bytes > MAX_HEADER_BYTES:
             self._refuse_headers()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_idle = False
+        self._set_deadline()
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -96,13 +104,15 @@ class HttpConnection(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._num_unparsed_bytes = 0
+        self._is_idle = True
         super().on_message_complete()
+        self._set_deadline()
 
     def on_response_complete(self) -> None:
         self._unanswered.popleft()
         super().on_response_complete()
-        if not self._unanswered:
-            self._await_headers()
+        self._unset_keepalive_if_required()  # ours also counts once half a request has come
+        self._set_deadline()
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
         """A server may ignore the offer (RFC 9110, 7.8), but this parser ends with its headers.
@@ -119,8 +129,15 @@ class HttpConnection(HttpToolsProtocol):
         self._num_unparsed_bytes = 0
         self.data_received(b"\r\n".join((*lines, b"", rest)))
 
-    def _await_headers(self) -> None:
-        self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.close)
+    def _set_deadline(self) -> None:
+        """Of the next headers, or of the rest of a body, where no answer is under way."""
+        if not self._unanswered:
+            self._deadline.cancel()
+            seconds = self.timeout_keep_alive if self._is_idle else HEADERS_TIMEOUT_S
+            self._deadline = self._close_in(seconds)
+
+    def _close_in(self, seconds: float) -> asyncio.TimerHandle:
+        return self.loop.call_later(seconds, self.transport.close)
 
     def _refuse_headers(self) -> None:
         self._refuse(431, f"headers: longer than {MAX_HEADER_BYTES} bytes")

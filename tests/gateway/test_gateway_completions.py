@@ -229,6 +229,9 @@ def test_sampling_fields_reach_the_server(client: OpenAI) -> None:
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [10**9]}, "prompt"),
         ({"prompt": [10**30]}, "prompt"),
+        # Triton would take their low 32 bits over HTTP, which are tokens.
+        ({"prompt": [2**32 + 5]}, "prompt"),
+        ({"prompt": [[5], [5 - 2**32]]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"stop": ["x"] * 17}, "stop"),

@@ -91,7 +91,7 @@ class TestWrongFiles:
         ("change", "message"),
         [
             (lambda t: t.pop("model.decoder.layers.1.fc1.bias"), r"lacks layers\.1\.fc1\.bias"),
-            (lambda t: t.update({"lm_head.bias": torch.zeros(2)}), r"lm_head\.bias is unexpected"),
+            (lambda t: t.update({"lm_head.bias": torch.ones(2)}), r"lm_head\.bias is unexpected"),
             (
                 lambda t: t.update({"model.decoder.layers.2.fc2.weight": torch.zeros(3, 5)}),
                 r"layers\.2\.fc2\.weight has shape \(3, 5\)",

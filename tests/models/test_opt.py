@@ -176,10 +176,15 @@ class TestBadWeights:
     def test_a_tensor_without_which_the_model_would_be_another(
         self, checkpoint: Path, name: str
     ) -> None:
-        rewrite(checkpoint, lambda t: t.update({name: torch.zeros(2)}))
+        rewrite(checkpoint, lambda t: t.update({name: torch.ones(2)}))
         shown = name.removeprefix("model.decoder.")
         with pytest.raises(ModelError, match=f"{re.escape(shown)} is unexpected"):
             load(checkpoint)
+
+    @pytest.mark.parametrize("name", ["lm_head.bias", "model.decoder.layers.0.fc3.bias"])
+    def test_but_not_a_bias_that_adds_nothing(self, checkpoint: Path, name: str) -> None:
+        rewrite(checkpoint, lambda t: t.update({name: torch.zeros(2)}))
+        load(checkpoint)
 
     @pytest.mark.parametrize("name", ["model.decoder.layers.0.fc2.weight", "lm_head.weight"])
     def test_wrong_shape(self, checkpoint: Path, name: str) -> None:

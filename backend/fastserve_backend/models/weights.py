@@ -78,7 +78,7 @@ def load_parameters(
     parameters: Mapping[str, Parameter], source: WeightSource, elsewhere: Collection[str] = ()
 ) -> None:
     """Hand every parameter its part of its tensor. Tensors of the names in `elsewhere`, which other
-    ranks want, are left.
+    ranks want, are left, and so are unexpected biases of zeros.
 
     Raises ModelError for a tensor that is unexpected, there twice, not floating point or of a wrong
     shape, and for parameters that got none.
@@ -87,9 +87,10 @@ def load_parameters(
     for stored in source:
         parameter = waiting.pop(stored.name, None)
         if parameter is None:
-            if stored.name in elsewhere and stored.name not in parameters:
+            is_known = stored.name in parameters
+            if not is_known and (stored.name in elsewhere or _adds_nothing(stored)):
                 continue
-            problem = "twice" if stored.name in parameters else "unexpected"
+            problem = "twice" if is_known else "unexpected"
             raise ModelError(
                 f"checkpoint tensor {stored.name} is {problem}; does config.json match the weights?"
             )
@@ -100,6 +101,12 @@ def load_parameters(
             f"checkpoint lacks {some_of(waiting)}; does config.json match the weights, "
             "and are all weight files there?"
         )
+
+
+def _adds_nothing(stored: StoredTensor) -> bool:
+    """A bias of zeros, as some programs write them for layers that have none."""
+    is_bias = stored.name.endswith(".bias") and len(stored.shape) == 1
+    return is_bias and not bool(stored.read(()).any())
 
 
 def some_of(names: Collection[str]) -> str:

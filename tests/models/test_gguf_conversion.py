@@ -309,7 +309,7 @@ class TestRefused:
             (remove("tokenizer.ggml.token_type"), "field tokenizer.ggml.token_type is missing"),
             (
                 lambda fields, _: fields.update({"tokenizer.ggml.token_type": [1]}),
-                "its tokenizer cannot be read",
+                "token_type has 1 values, but there are 301 tokens",
             ),
             (remove("tokenizer.ggml.tokens"), "tokenizer.ggml.tokens is missing"),
             (

@@ -15,12 +15,17 @@ from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.gguf_conversion import convert
 from fastserve_backend.models.tokenizer import Tokenizer, load_tokenizer
-from gguf_files import Arrays, Fields, random_llama, write_llama
+from gguf_files import VOCAB_SIZE, Arrays, Fields, random_llama, write_llama
 
 WORDS = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "lo", "hello", "▁hello", "w", "▁w"]
 ADDED = ["<|im_start|>", "<|im_end|>", "<tool call>"]
 TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS, *ADDED]
-UNKNOWN, NORMAL, CONTROL, USER_DEFINED, BYTE = 2, 1, 3, 4, 6
+UNKNOWN, NORMAL, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 1, 3, 4, 5, 6
+TYPES = [
+    UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(WORDS),
+    USER_DEFINED, USER_DEFINED, CONTROL,
+]  # fmt: skip
+SCORES = [0.0] * 259 + [-float(n) for n in range(len(WORDS))] + [-1000.0] * len(ADDED)
 
 
 def sentencepiece(tmp_path: Path, **changes: Any) -> Tokenizer:
@@ -28,17 +33,15 @@ def sentencepiece(tmp_path: Path, **changes: Any) -> Tokenizer:
     fields = {
         "model": "llama",
         "tokens": TOKENS,
-        "scores": [0.0] * 259 + [-float(n) for n in range(len(WORDS))] + [-1000.0] * len(ADDED),
-        "token_type": [
-            UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(WORDS),
-            USER_DEFINED, USER_DEFINED, CONTROL,
-        ],
+        "scores": SCORES,
+        "token_type": TYPES,
         "eos_token_id": 2,
         "eot_token_id": 2,
         "pre": None,
         "merges": None,
-    }  # fmt: skip
-    return tokenizer(tmp_path, fields | changes, len(TOKENS))
+    }
+    fields |= changes
+    return tokenizer(tmp_path, fields, len(fields["tokens"]))
 
 
 def tokenizer(tmp_path: Path, fields: dict[str, Any], vocab_size: int = 301) -> Tokenizer:
@@ -60,6 +63,70 @@ def test_tokens_that_were_added_are_whole(tmp_path: Path) -> None:
         "<|im_start|>", "▁hello", "<|im_end|>", "▁w", "<tool call>", "<unk>",
     ]  # fmt: skip
     assert ours.decode(ids) == "<|im_start|> hello<|im_end|> w"  # those of the chat are text
+
+
+# With letters that stand for bytes in a byte-level vocabulary, and spaces as in SentencePiece's.
+WORDS_ADDED = ["đem", "Bác", "Začnimo", "kuća", "ĉu", "Ġgantija", "日本", "x▁y", "<tool>"]
+
+
+@pytest.mark.parametrize("split", ["gpt-2", "llama-bpe"])
+def test_tokens_that_were_added_to_a_byte_level_vocabulary(tmp_path: Path, split: str) -> None:
+    size = VOCAB_SIZE + len(WORDS_ADDED)
+
+    def change(given: Fields, arrays: Arrays) -> None:
+        given["tokenizer.ggml.pre"] = split
+        given["tokenizer.ggml.tokens"] += WORDS_ADDED
+        given["tokenizer.ggml.token_type"] += [USER_DEFINED] * len(WORDS_ADDED)
+
+    convert(
+        write_llama(tmp_path / "m.gguf", random_llama(vocab_size=size), change=change),
+        tmp_path / "out",
+    )
+    ours = load_tokenizer("m", None, load_model_config(str(tmp_path / "out"), load_format="auto"))
+    assert [ours.decode([one]) for one in range(VOCAB_SIZE, size)] == WORDS_ADDED
+    for word in WORDS_ADDED:
+        assert ours.decode(ours.encode(f"Hello {word}")) == f"Hello {word}"
+
+
+def test_tokens_that_were_added_to_sentencepieces(tmp_path: Path) -> None:
+    ours = sentencepiece(
+        tmp_path,
+        tokens=[*TOKENS, *WORDS_ADDED],
+        token_type=[*TYPES, *[USER_DEFINED] * len(WORDS_ADDED)],
+        scores=[*SCORES, *[-1000.0] * len(WORDS_ADDED)],
+    )
+    assert [ours.decode([len(TOKENS) + n]) for n in range(len(WORDS_ADDED))] == WORDS_ADDED
+
+
+def test_tokens_under_two_ids_have_their_text(tmp_path: Path) -> None:
+    """Whichever of the ids a text gets, a model may choose the other one."""
+    twice = {"▁hello": NORMAL, "<0x41>": BYTE, "<tool call>": CONTROL, "<|im_end|>": USER_DEFINED,
+             "</s>": NORMAL, "w": UNUSED}  # fmt: skip
+    ours = sentencepiece(
+        tmp_path,
+        tokens=[*TOKENS, *twice],
+        token_type=[*TYPES, *twice.values()],
+        scores=[*SCORES, *[-1000.0] * len(twice)],
+    )
+    last = [ours.decode([len(TOKENS) + n]) for n in range(len(twice))]
+    assert last == [" hello", "A", "", "<|im_end|>", "</s>", "w"]
+    first = [ours.decode([TOKENS.index(token)]) for token in twice]
+    assert first == [" hello", "A", "", "<|im_end|>", "", "w"]
+    # The end token is that of the fields, and a token that is not used is never written.
+    assert ours.encode("</s>w", special_tokens=False)[0] == 2
+    assert ours.encode("w", special_tokens=False) == [TOKENS.index("▁w")]
+    assert ours.encode("ow", special_tokens=False)[-1] == TOKENS.index("w")
+
+
+def test_begin_and_end_token_of_one_text(tmp_path: Path) -> None:
+    ours = sentencepiece(
+        tmp_path,
+        tokens=[*TOKENS, "</s>"],
+        token_type=[*TYPES, CONTROL],
+        scores=[*SCORES, -1000.0],
+        bos_token_id=len(TOKENS),
+    )
+    assert ours.encode("hello")[0] in (2, len(TOKENS))
 
 
 def best_pairs(text: str) -> list[str]:

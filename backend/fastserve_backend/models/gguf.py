@@ -21,7 +21,7 @@ from fastserve_backend.interpreter import child_environment, python_executable
 from fastserve_backend.models.errors import ModelError
 
 # Part of the key of what is cached: to be raised when the same file is to give something else.
-_VERSION = 6
+_VERSION = 7
 
 # Minutes from a slow disk, for the largest model that a disk holds twice.
 _TIMEOUT_S = 3600.0

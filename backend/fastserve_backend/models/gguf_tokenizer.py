@@ -10,13 +10,19 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 
 from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.gguf_vocabulary import (
+    BYTE_LEVEL,
+    SENTENCEPIECE,
+    Fields,
+    GGUFVocabulary,
+)
 from fastserve_backend.models.hf_tokenizer import around_prompt
 
 # Of Llama 3's own tokenizer.json.
@@ -29,19 +35,7 @@ _GPT2 = ("default", "gpt-2")
 _SMOLLM = ("smollm",)
 _LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 
-_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"  # GGUF's names of the kinds of vocabularies
-# Its types of tokens that are found in a text before all others.
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-
 _log = logging.getLogger(__name__)
-
-
-class Fields(Protocol):
-    """The metadata of a GGUF file."""
-
-    def field(self, key: str, default: Any = None) -> Any: ...
-
-    def required(self, key: str) -> Any: ...
 
 
 def save_tokenizer(file: Fields, directory: Path) -> None:
@@ -51,51 +45,48 @@ def save_tokenizer(file: Fields, directory: Path) -> None:
     encoding it in another would make answers worse without a sign of it.
     """
     try:
-        fast = _read(file)
+        vocabulary = GGUFVocabulary.of(file)
+        fast = _read(file, vocabulary)
     except ModelError:
         raise
     except Exception as error:  # what is missing or unknown shows as errors of any kind
         raise ModelError(f"its tokenizer cannot be read ({error!r})") from error
-    fast.post_processor = _post_processor(file, fast)
+    fast.post_processor = _post_processor(file, vocabulary, fast)
     fast.save(str(directory / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     for key, name in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown")):
-        token = _token(file, fast, name)
+        token = vocabulary.named(file, name)
         if token is not None:
             settings[key] = token
+    duplicates = vocabulary.duplicates()
+    if duplicates:
+        settings["duplicate_tokens"] = duplicates
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     template = file.field("tokenizer.chat_template")
     if template is not None:
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def _read(file: Fields) -> FastTokenizer:
-    kind = file.field("tokenizer.ggml.model")
-    if kind not in (_BYTE_LEVEL, _SENTENCEPIECE):
-        raise ModelError(
-            f"tokenizer.ggml.model is {kind!r}; known are {_BYTE_LEVEL} and {_SENTENCEPIECE}; use "
-            "the model's Hugging Face checkpoint"
-        )
-    tokens = file.required("tokenizer.ggml.tokens")
-    types = file.required("tokenizer.ggml.token_type")
-    fast = _byte_level(file, tokens) if kind == _BYTE_LEVEL else _sentencepiece(file, tokens)
+def _read(file: Fields, vocabulary: GGUFVocabulary) -> FastTokenizer:
+    make = _byte_level if vocabulary.kind == BYTE_LEVEL else _sentencepiece
+    fast = make(file, vocabulary)
     fast.add_tokens(
         [
-            AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+            AddedToken(token, special=vocabulary.is_special(token_id), normalized=False)
+            for token, token_id in vocabulary.ids.items()
+            if vocabulary.is_added(token_id)
         ]
     )
     return fast
 
 
-def _sentencepiece(file: Fields, tokens: list[str]) -> FastTokenizer:
+def _sentencepiece(file: Fields, vocabulary: GGUFVocabulary) -> FastTokenizer:
     merges = file.field("tokenizer.ggml.merges")
     fast = FastTokenizer(
         models.BPE(
-            vocab=_ids(tokens),
-            merges=_merges_by_score(file, tokens) if merges is None else _pairs(merges),
-            unk_token=tokens[file.field("tokenizer.ggml.unknown_token_id", 0)],
+            vocab=vocabulary.ids,
+            merges=_merges_by_score(file, vocabulary) if merges is None else _pairs(merges),
+            unk_token=vocabulary.named(file, "unknown") or vocabulary.tokens[0],
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -112,21 +103,17 @@ def _sentencepiece(file: Fields, tokens: list[str]) -> FastTokenizer:
     return fast
 
 
-def _merges_by_score(file: Fields, tokens: list[str]) -> list[tuple[str, str]]:
+def _merges_by_score(file: Fields, vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
     """Every way to make a token of two: those of the best token first, then of the longest left."""
-    known = set(tokens)
+    ids, scores = vocabulary.ids, file.required("tokenizer.ggml.scores")
     scored = [
-        (score, token[:cut], token[cut:])
-        for token, score in zip(tokens, file.required("tokenizer.ggml.scores"), strict=True)
+        (scores[token_id], token[:cut], token[cut:])
+        for token, token_id in ids.items()
         for cut in range(1, len(token))
-        if token[:cut] in known and token[cut:] in known
+        if token[:cut] in ids and token[cut:] in ids
     ]
     scored.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
     return [(left, right) for _, left, right in scored]
-
-
-def _ids(tokens: list[str]) -> dict[str, int]:
-    return {token: token_id for token_id, token in enumerate(tokens)}
 
 
 def _pairs(merges: list[str]) -> list[tuple[str, str]]:
@@ -141,10 +128,10 @@ def _sentencepiece_spaces(file: Fields) -> normalizers.Normalizer:
     )
 
 
-def _byte_level(file: Fields, tokens: list[str]) -> FastTokenizer:
+def _byte_level(file: Fields, vocabulary: GGUFVocabulary) -> FastTokenizer:
     fast = FastTokenizer(
         models.BPE(
-            vocab=_ids(tokens),
+            vocab=vocabulary.ids,
             merges=_pairs(file.required("tokenizer.ggml.merges")),
             ignore_merges=file.field("tokenizer.ggml.pre") in _LLAMA3,
         )
@@ -182,25 +169,16 @@ def _pre_tokenizer(file: Fields) -> PreTokenizer:
     )
 
 
-def _post_processor(file: Fields, fast: FastTokenizer) -> processors.PostProcessor:
+def _post_processor(
+    file: Fields, vocabulary: GGUFVocabulary, fast: FastTokenizer
+) -> processors.PostProcessor:
     """The begin and end token around a prompt, with llama.cpp's defaults."""
     adds_begin = file.field(
         "tokenizer.ggml.add_bos_token",
-        file.field("tokenizer.ggml.model") == _SENTENCEPIECE
+        file.field("tokenizer.ggml.model") == SENTENCEPIECE
         or file.field("tokenizer.ggml.pre") in _LLAMA3,
     )
     adds_end = file.field("tokenizer.ggml.add_eos_token", False)
-    begin = _token(file, fast, "bos") if adds_begin else None
-    end = _token(file, fast, "eos") if adds_end else None
+    begin = vocabulary.named(file, "bos") if adds_begin else None
+    end = vocabulary.named(file, "eos") if adds_end else None
     return around_prompt(fast, begin, end)
-
-
-def _token(file: Fields, fast: FastTokenizer, name: str) -> str | None:
-    """The special token of that name in GGUF; None where the file has none."""
-    token_id = file.field(f"tokenizer.ggml.{name}_token_id")
-    if token_id is None:
-        return None
-    token: str | None = fast.id_to_token(token_id)
-    if token is None:
-        raise ModelError(f"its special token {token_id} is not in the vocabulary")
-    return token

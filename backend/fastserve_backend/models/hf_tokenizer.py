@@ -1,9 +1,5 @@
 """BPE tokenizers in Hugging Face's files, read with `tokenizers` alone.
 
-Two kinds are known, and what the bytes of a token are: byte-level ones (GPT-2, OPT, Llama 3), which
-spell each byte with a letter of its own, and SentencePiece's (LLaMA 1 and 2), which spell text, "▁"
-for a space and <0x0A> for a byte that no token has.
-
 `transformers.AutoTokenizer` would import torch. What it does for these files is small:
 tokenizer.json is taken as it is, but for the space before a text of GPT-2's and GPT-NeoX' classes
 and the tokens around one of LLaMA's; vocab.json with merges.txt (as OPT and GPT-2 ship) make a
@@ -14,8 +10,9 @@ special_tokens_map.json.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from fastserve_backend.models.chat_template import ChatTemplate, ChatTemplateError, Message
 from fastserve_backend.models.errors import ModelError
+from fastserve_backend.models.token_ids import build, parse
+from fastserve_backend.models.token_text import bytes_of_added, spelling_of
 from fastserve_backend.models.tokenizer import NO_CHAT_TEMPLATE, TokenizationError, Tokenizer, utf8
 
 _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
@@ -82,28 +81,25 @@ class HFTokenizer(Tokenizer):
             )
         try:
             settings = _settings(directory)
-            fast = _load(directory, settings)
+            files = _load(directory, settings)
+            fast = files.fast
             fast.encode("a")  # some damage shows only then
             template = ChatTemplate.load(directory, settings, _special_tokens(settings))
         except (ModelError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # `tokenizers` raises Exception, or panics, which is none
             raise ModelError(f"tokenizer {str(directory)!r} cannot be read: {error}") from error
-        if isinstance(fast.decoder, decoders.ByteLevel):
-            self._to_bytes = _byte_level_bytes
-        elif _is_sentencepiece(fast):
-            self._to_bytes = _sentencepiece_bytes
-        else:
+        spelling = spelling_of(fast)
+        if spelling is None:
             raise ModelError(
                 f"tokenizer {str(directory)!r} is neither byte-level nor SentencePiece BPE (its "
                 f"decoder is {type(fast.decoder).__name__}); no other kind is supported"
             )
         # Tokens that were added for training, as padding, may lie behind: `encode` refuses them.
-        largest = max(fast.get_vocab(with_added_tokens=False).values(), default=-1)
-        if largest >= vocab_size:
+        if files.largest >= vocab_size:
             raise ModelError(
-                f"tokenizer {str(directory)!r} has token id {largest}, but the model's vocab_size "
-                f"is {vocab_size}; use the tokenizer that belongs to the model"
+                f"tokenizer {str(directory)!r} has token id {files.largest}, but the model's "
+                f"vocab_size is {vocab_size}; use the tokenizer that belongs to the model"
             )
         # Prompts are never cut or padded silently, whatever was left switched on in tokenizer.json.
         fast.no_truncation()
@@ -114,12 +110,15 @@ class HFTokenizer(Tokenizer):
         self.max_token_bytes = 4 * max(map(len, fast.get_vocab(with_added_tokens=True)))
         self._fast = fast
         self._template = template
+        self._spelling = spelling
+        added = files.added()
+        self._bytes = {token_id: spelling(token) for token_id, token in files.further.items()}
+        self._bytes |= bytes_of_added(fast, spelling, added)
         self.specials = {
             token_id: token.content
-            for token_id, token in fast.get_added_tokens_decoder().items()
-            if token.special
+            for token_id, token in added.items()
+            if token.special and not self._bytes[token_id]
         }
-        self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         utf8(text)
@@ -150,74 +149,114 @@ class HFTokenizer(Tokenizer):
     def token_bytes(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)
         if known is None:
-            token = None if token_id in self.specials else self._fast.id_to_token(token_id)
+            token = self._fast.id_to_token(token_id)
             if token is None:  # (not kept: there is no end of ids that no token has)
                 return b""
-            known = self._bytes[token_id] = self._to_bytes(token)
+            known = self._bytes[token_id] = self._spelling(token)
         return known
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable Latin-1 is itself, the rest U+0100 and up in order."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + index): byte for index, byte in enumerate(others)
-    }
+@dataclass(frozen=True)
+class _Files:
+    """A tokenizer as its files say, and what `tokenizers` cannot keep of them."""
+
+    fast: FastTokenizer
+    largest: int
+    """The vocabulary's largest id; tokens that were added may have larger ones."""
+    further: Mapping[int, str]
+    """The vocabulary's tokens under a second id."""
+    further_added: Mapping[int, AddedToken]
+    """Added tokens under a second id."""
+
+    def added(self) -> dict[int, AddedToken]:
+        """All added tokens, by id."""
+        return {**self.fast.get_added_tokens_decoder(), **self.further_added}
 
 
-_BYTE_OF = _byte_alphabet()
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-
-
-def _byte_level_bytes(token: str) -> bytes:
-    """Bytes of a token's written form; with a letter outside the alphabet it is plain text."""
-    try:
-        return bytes(_BYTE_OF[letter] for letter in token)
-    except KeyError:
-        return token.encode()
-
-
-def _is_sentencepiece(fast: FastTokenizer) -> bool:
-    return bool(getattr(fast.model, "byte_fallback", False)) and "▁" in fast.get_vocab()
-
-
-def _sentencepiece_bytes(token: str) -> bytes:
-    byte = _BYTE_TOKEN.fullmatch(token)
-    return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
-
-
-def _load(directory: Path, settings: dict[str, Any]) -> FastTokenizer:
+def _load(directory: Path, settings: dict[str, Any]) -> _Files:
     tokenizer_class = settings.get("tokenizer_class")
     add_prefix_space = bool(settings.get("add_prefix_space", False))
-    # Read here: the library opens no path that the stub's Python, which takes file names for ASCII,
-    # cannot spell.
     if (directory / "tokenizer.json").is_file():
-        fast = FastTokenizer.from_str((directory / "tokenizer.json").read_text("utf-8"))
-        if (
-            isinstance(fast.pre_tokenizer, pre_tokenizers.ByteLevel)
-            and tokenizer_class in _GPT2_CLASSES + _GPT_NEOX_CLASSES
-        ):  # transformers lets these classes decide, whatever tokenizer.json says
-            fast.pre_tokenizer.add_prefix_space = add_prefix_space
-        _add_special_tokens(fast, settings)
+        # Read here: the library opens no path that the stub's Python, which takes file names for
+        # ASCII, cannot spell.
+        text = (directory / "tokenizer.json").read_text("utf-8")
+        fields, further = parse(text)
+        vocabulary = _vocabulary(fields)
+        in_file = {
+            one["id"]: _token(one, special=False) for one in fields.get("added_tokens") or ()
+        }
+
+        def make(whole: dict[str, int]) -> FastTokenizer:
+            if whole is vocabulary:
+                fast = FastTokenizer.from_str(text)
+            else:
+                model = {**fields["model"], "vocab": whole}
+                fast = FastTokenizer.from_str(json.dumps({**fields, "model": model}))
+            if (
+                isinstance(fast.pre_tokenizer, pre_tokenizers.ByteLevel)
+                and tokenizer_class in _GPT2_CLASSES + _GPT_NEOX_CLASSES
+            ):  # transformers lets these classes decide, whatever tokenizer.json says
+                fast.pre_tokenizer.add_prefix_space = add_prefix_space
+            _add_special_tokens(fast, settings)
+            return fast
+
+        files = _build(make, vocabulary, further, in_file, settings)
         given = {key: settings[key] for key in _LLAMA_AROUND if settings.get(key) is not None}
         if tokenizer_class in _LLAMA_CLASSES and given.keys() & {"add_bos_token", "add_eos_token"}:
-            fast.post_processor = _tokens_around(fast, _LLAMA_AROUND | given)
-        return fast
+            files.fast.post_processor = _tokens_around(files.fast, _LLAMA_AROUND | given)
+        return files
     if tokenizer_class not in (None, *_GPT2_CLASSES):
         raise ModelError(
             f"tokenizer {str(directory)!r} is a {tokenizer_class} without tokenizer.json; write "
             "that file with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    vocabulary = json.loads((directory / "vocab.json").read_text("utf-8"))
-    fast = FastTokenizer(models.BPE(vocabulary, _merges(directory / "merges.txt")))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
-    fast.decoder = decoders.ByteLevel()
+    vocabulary, further = parse((directory / "vocab.json").read_text("utf-8"))
+    merges = _merges(directory / "merges.txt")
     for key in ("bos_token", "eos_token", "unk_token"):
         settings.setdefault(key, _GPT2_SPECIAL)
-    _add_special_tokens(fast, settings)
-    fast.post_processor = _tokens_around(fast, settings)
-    return fast
+
+    def make_gpt2(whole: dict[str, int]) -> FastTokenizer:
+        fast = FastTokenizer(models.BPE(whole, merges))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+        fast.decoder = decoders.ByteLevel()
+        _add_special_tokens(fast, settings)
+        return fast
+
+    files = _build(make_gpt2, vocabulary, further, {}, settings)
+    files.fast.post_processor = _tokens_around(files.fast, settings)
+    return files
+
+
+def _vocabulary(fields: dict[str, Any]) -> dict[str, int]:
+    """That of a tokenizer.json; empty for kinds of models that have it as a list."""
+    vocabulary = fields["model"]["vocab"]
+    return vocabulary if isinstance(vocabulary, dict) else {}
+
+
+def _build(
+    make: Callable[[dict[str, int]], FastTokenizer],
+    vocabulary: dict[str, int],
+    further: dict[int, str],
+    in_file: dict[int, AddedToken],
+    settings: dict[str, Any],
+) -> _Files:
+    added = dict(in_file)
+    for token_id, value in _added(settings):
+        added.setdefault(token_id, _token(value, special=False))
+    fast = build(make, vocabulary, added, (_text(value) for value in _named(settings)))
+    listed: dict[int, str | AddedToken] = {**further, **added}
+    forgotten = {one: token for one, token in listed.items() if fast.id_to_token(one) is None}
+    # As a conversion from GGUF writes them: a text is the vocabulary's, an object an added token's.
+    for token_id, value in (settings.get("duplicate_tokens") or {}).items():
+        forgotten[int(token_id)] = value if isinstance(value, str) else _token(value, special=False)
+    return _Files(
+        fast,
+        largest=max(vocabulary.values(), default=-1),
+        further={one: token for one, token in forgotten.items() if isinstance(token, str)},
+        further_added={
+            one: token for one, token in forgotten.items() if not isinstance(token, str)
+        },
+    )
 
 
 def _merges(path: Path) -> list[tuple[str, str]]:
@@ -271,22 +310,27 @@ def _settings(directory: Path) -> dict[str, Any]:
     return settings
 
 
-def _add_special_tokens(fast: FastTokenizer, settings: dict[str, Any]) -> None:
+def _added(settings: dict[str, Any]) -> list[tuple[int, Any]]:
+    """The added tokens of tokenizer_config.json or added_tokens.json, by id."""
     added = settings.get("added_tokens_decoder") or {}
-    fast.add_tokens(
-        [
-            _token(value, special=False)
-            for _, value in sorted(added.items(), key=lambda x: int(x[0]))
-        ]
-    )
-    named = [settings.get(key) for key in _SPECIAL_KEYS]
+    return sorted(((int(token_id), value) for token_id, value in added.items()), key=itemgetter(0))
+
+
+def _named(settings: dict[str, Any]) -> Iterator[Any]:
+    """The special tokens that have names, and the further ones."""
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     if isinstance(extra, dict):  # tokens of this model alone, by name
         extra = extra.values()
+    named = [settings.get(key) for key in _SPECIAL_KEYS]
+    return (value for value in (*named, *extra) if value is not None)
+
+
+def _add_special_tokens(fast: FastTokenizer, settings: dict[str, Any]) -> None:
+    fast.add_tokens([_token(value, special=False) for _, value in _added(settings)])
     known = set(fast.get_added_tokens_decoder())
-    for value in [*named, *extra]:
+    for value in _named(settings):
         # A token that is there already keeps its own flags (such as eating the space before it).
-        if value is not None and fast.token_to_id(_text(value)) not in known:
+        if fast.token_to_id(_text(value)) not in known:
             fast.add_special_tokens([_token(value, special=True)])
 
 

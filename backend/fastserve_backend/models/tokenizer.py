@@ -66,6 +66,10 @@ class Tokenizer(ABC):
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that `token_id` stands for: none for a special or unknown one."""
 
+    def written(self, token_id: int) -> str:
+        """`token_id` for people to read: a special one by its name."""
+        return self.specials.get(token_id) or self.decode([token_id])
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of `token_ids`, without special tokens; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")

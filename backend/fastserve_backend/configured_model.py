@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.config import load_model_config
+from fastserve_backend.models.end_tokens import end_tokens
 from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.partition import check_parallel
+from fastserve_backend.models.tokenizer import Tokenizer, load_tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 def load_configured_model(config: EngineConfig) -> ModelConfig:
@@ -26,3 +33,20 @@ def load_configured_model(config: EngineConfig) -> ModelConfig:
     )
     check_parallel(described, parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
     return described
+
+
+def load_model_and_tokenizer(config: EngineConfig) -> tuple[ModelConfig, Tokenizer]:
+    """The same with its tokenizer, and with the end tokens of the files of both, which it logs.
+
+    Raises:
+        ConfigError, ModelError: as above, or there is no tokenizer for it.
+    """
+    described = load_configured_model(config)
+    tokenizer = load_tokenizer(config.model.model, config.model.tokenizer, described)
+    ends = end_tokens(described, tokenizer)
+    if ends:
+        names = ", ".join(f"{one} {tokenizer.written(one)!r}" for one in ends)
+        _log.info("an answer ends at token %s", names)
+    else:
+        _log.warning("no file names an end token: answers end at stop words and max_tokens alone")
+    return replace(described, eos_token_ids=ends), tokenizer

@@ -127,6 +127,7 @@ def test_begin_and_end_token_of_one_text(tmp_path: Path) -> None:
         bos_token_id=len(TOKENS),
     )
     assert ours.encode("hello")[0] in (2, len(TOKENS))
+    assert {2, len(TOKENS)} <= set(ours.end_token_ids)
 
 
 def best_pairs(text: str) -> list[str]:

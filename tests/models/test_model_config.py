@@ -114,7 +114,7 @@ def test_end_tokens(tmp_path: Path) -> None:
     assert load(write(tmp_path, eos_token_id=5)).eos_token_ids == (5,)
     assert load(write(tmp_path, eos_token_id=[5, 6])).eos_token_ids == (5, 6)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    assert load(str(tmp_path)).eos_token_ids == (7, 8)
+    assert load(str(tmp_path)).eos_token_ids == (5, 6, 7, 8)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps({**SMALL, "eos_token_id": None}))
     assert load(str(tmp_path)).eos_token_ids == ()

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 
 from fastserve_backend.clock import Clock, MonotonicClock
 from fastserve_backend.config import START_TIMEOUT_S, EngineConfig
-from fastserve_backend.configured_model import load_configured_model
+from fastserve_backend.configured_model import load_model_and_tokenizer
 from fastserve_backend.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.engine.delivery import Delivery
 from fastserve_backend.engine.picture import take_picture
@@ -46,7 +46,7 @@ from fastserve_backend.length_prediction.job_predictions import JobPredictions
 from fastserve_backend.length_prediction.messages import Predicted
 from fastserve_backend.length_prediction.settings import PredictorSettings
 from fastserve_backend.models.model_config import ModelConfig
-from fastserve_backend.models.tokenizer import Tokenizer, load_tokenizer
+from fastserve_backend.models.tokenizer import Tokenizer
 from fastserve_backend.profile.correction import CorrectedLatency
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.latency import LatencyProfile
@@ -150,7 +150,7 @@ class Engine:
         with ExitStack() as undo:
             undo.callback(self._close_predictions)
             undo.callback(self._close_cluster)
-            self._load()
+            self.model_config, self.tokenizer = load_model_and_tokenizer(self.config)
             if predictor is not None:  # first, since it loads beside the ranks
                 self.predictions = JobPredictions(predictor, self.tokenizer.decode, self._inbox.put)
             self._executor = self._make_executor()
@@ -412,11 +412,6 @@ class Engine:
 
     # --- Start --------------------------------------------------------------------------------
 
-    def _load(self) -> None:
-        model = self.config.model
-        self.model_config = load_configured_model(self.config)
-        self.tokenizer = load_tokenizer(model.model, model.tokenizer, self.model_config)
-
     def _vocabulary(self) -> Vocabulary:
         tokens = [self.tokenizer.token_bytes(one) for one in range(self.model_config.vocab_size)]
         return Vocabulary(tokens, self.model_config.eos_token_ids)
@@ -434,9 +429,10 @@ class Engine:
 
     def _start_ranks(self, executor: OwnedExecutor) -> tuple[Ready, LatencyProfile]:
         """Returns when they have loaded the model, with the latency profile of such ranks."""
-        setup = Setup.of(self.config, self.model_config.directory)
+        model = self.model_config
+        setup = Setup.of(self.config, model.directory, model.eos_token_ids)
         ready = executor.start(setup, self._start_timeout_s)
-        ranks = ReadyRanks.of(self.model_config, self.config, ready, executor, self.clock.now)
+        ranks = ReadyRanks.of(model, self.config, ready, executor, self.clock.now)
         if self._profiled is None or self._profiled.identity.key != ranks.identity.key:
             self._profiled = load_or_measure(cache_path_if_any(ranks.identity), ranks)
         return ready, self._profiled

@@ -53,6 +53,9 @@ class Compiler:
     """
 
     def __init__(self, tokens: Sequence[bytes], eos_token_ids: Sequence[int]) -> None:
+        # Whatever text an end token has, the answer ends there: it is no part of a string.
+        ends = set(eos_token_ids)
+        tokens = [b"" if one in ends else token for one, token in enumerate(tokens)]
         wrapper = TokenizerWrapper(_Vocabulary(tokens, eos_token_ids[0]))
         self._tokenizer = LLTokenizer(wrapper, eos_token=list(eos_token_ids))
 

@@ -23,6 +23,9 @@ knows, such as ``tool_calls``."""
 
 _FILE = "chat_template.jinja"
 
+# Words that no template writes by itself.
+_QUESTION, _ANSWER = "wolpertinger", "jackalope"
+
 
 class ChatTemplateError(FastServeError):
     """The template refuses these messages, such as two of the user's in a row."""
@@ -65,12 +68,29 @@ class ChatTemplate:
 
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt after which the model answers. Raises ChatTemplateError."""
+        return self._render(messages, add_generation_prompt=True)
+
+    def behind_answer(self, *, is_last: bool) -> str:
+        """What it writes behind an answer, which is the conversation's last or not; nothing where
+        it takes no plain conversation."""
+        asked = {"role": "user", "content": _QUESTION}
+        answered = [asked, {"role": "assistant", "content": _ANSWER}]
+        try:
+            text = self._render(
+                answered if is_last else [*answered, asked], add_generation_prompt=False
+            )
+        except ChatTemplateError:
+            return ""
+        _, answer, behind = text.rpartition(_ANSWER)
+        return behind if answer else ""
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         try:
             return self._template.render(
                 messages=[dict(message) for message in messages],
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
         except jinja2.TemplateError as error:

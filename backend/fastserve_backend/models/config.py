@@ -26,6 +26,8 @@ from fastserve_backend.models.registry import ARCHITECTURES
 
 _log = logging.getLogger(__name__)
 
+_EOS = "eos_token_id"
+
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -80,6 +82,9 @@ def load_model_config(
         quantization=quantization,
         kv_dtype=kv_dtype,
     )
+    # Where no file has the field, the architecture gives its own.
+    if config.eos_token_ids != raw.token_ids(_EOS, ()):
+        config = replace(config, eos_is_default=True)
     positions = config.max_model_len
     if max_model_len is not None:
         if max_model_len > positions:
@@ -112,18 +117,25 @@ def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
         return HFConfig(builtin, f"built-in {model}"), None
     directory = _directory(model, load_format)
     raw = _read_json(directory / "config.json", model)
-    generation = directory / "generation_config.json"
-    if generation.is_file():
-        # Where both name end tokens, generation_config.json is the one that generation follows.
-        defaults = _read_json(generation, model)
-        if defaults.get("eos_token_id") is not None:
-            raw["eos_token_id"] = defaults["eos_token_id"]
+    _add_end_tokens(raw, directory, model)
     if load_format == "auto" and not any((directory / f).is_file() for f in WEIGHT_FILES):
         raise ModelError(
             f"model {model!r}: {directory} holds no weights ({', '.join(WEIGHT_FILES)}); "
             "download them, or use load_format dummy for random weights"
         )
     return HFConfig(raw, str(directory / "config.json")), str(directory)
+
+
+def _add_end_tokens(raw: dict[str, Any], directory: Path, model: str) -> None:
+    """Those of generation_config.json count beside those of config.json. Authors correct one of
+    the files and not the other; ending at one token more than is needed costs nothing."""
+    generation = directory / "generation_config.json"
+    if not generation.is_file():
+        return
+    named = HFConfig(_read_json(generation, model), str(generation)).token_ids(_EOS, ())
+    if named:
+        own = HFConfig(raw, str(directory / "config.json")).token_ids(_EOS, ())
+        raw[_EOS] = list(dict.fromkeys([*own, *named]))
 
 
 def _builtins() -> dict[str, Mapping[str, Any]]:

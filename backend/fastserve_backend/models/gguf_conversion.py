@@ -25,8 +25,10 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fastserve_backend.models.end_tokens import TURN_ENDS
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.gguf_tokenizer import save_tokenizer
+from fastserve_backend.models.gguf_vocabulary import NO_TOKEN
 from fastserve_backend.models.hf_config import HFConfig
 from fastserve_backend.models.llama import LlamaModel
 from fastserve_backend.models.llama_config import LlamaConfig
@@ -39,8 +41,6 @@ _SHARD_BYTES = 2 * 2**30
 
 # Factors of the rotary frequencies, computed by llama.cpp's converter for Llama 3.1 and later.
 _ROPE_FACTORS = "rope_freqs.weight"
-# Of chat templates; a vocabulary has at most one that it uses.
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 # Optional fields of rotary scaling: GGUF's name -> Hugging Face's.
 _ROPE_OPTIONS = {
@@ -187,13 +187,12 @@ class GGUFFile:
             )
 
     def _end_tokens(self) -> list[int]:
-        """End of text, and of a turn in chat where that is another token."""
-        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-        ids = [token_id for key in keys if (token_id := self.field(key)) is not None]
-        if self.field(keys[1]) is None:
-            # As llama.cpp: files of before there was the field have a token of such a name.
-            tokens = self.field("tokenizer.ggml.tokens") or []
-            ids += [tokens.index(name) for name in _TURN_ENDS if name in tokens][:1]
+        """End of text, of a turn in chat and of a message. Files of before there were these fields
+        have tokens of such names."""
+        fields = (self.field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+        ids = [token_id for token_id in fields if token_id not in NO_TOKEN]
+        tokens = self.required("tokenizer.ggml.tokens")
+        ids += [token_id for token_id, token in enumerate(tokens) if token in TURN_ENDS]
         return list(dict.fromkeys(ids))
 
     def _rope(self, config: dict[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as FastTokenizer
 
 from fastserve_backend.models.chat_template import ChatTemplate, ChatTemplateError, Message
+from fastserve_backend.models.end_tokens import tokenizer_ends
 from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.token_ids import build, parse
 from fastserve_backend.models.token_text import bytes_of_added, spelling_of
@@ -48,6 +49,9 @@ _SPECIAL_KEYS = (
     "cls_token",
     "mask_token",
 )
+
+# Ends of a text, of a turn and of a message.
+_END_KEYS = ("eos_token", "eot_token", "eom_token")
 
 
 def has_tokenizer_files(directory: Path) -> bool:
@@ -82,6 +86,7 @@ class HFTokenizer(Tokenizer):
         try:
             settings = _settings(directory)
             files = _load(directory, settings)
+            named_ends = _named_ends(directory, settings)
             fast = files.fast
             fast.encode("a")  # some damage shows only then
             template = ChatTemplate.load(directory, settings, _special_tokens(settings))
@@ -119,6 +124,11 @@ class HFTokenizer(Tokenizer):
             for token_id, token in added.items()
             if token.special and not self._bytes[token_id]
         }
+        self.end_token_ids = tuple(
+            token_id
+            for token_id in tokenizer_ends(fast, added, named_ends, template)
+            if token_id < vocab_size
+        )
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         utf8(text)
@@ -133,7 +143,7 @@ class HFTokenizer(Tokenizer):
         beyond = next((one for one in ids if one >= self.vocab_size), None)
         if beyond is not None:
             raise TokenizationError(
-                f"the prompt has the token {self._fast.id_to_token(beyond)!r} ({beyond}), but the "
+                f"the prompt has the token {self.written(beyond)!r} ({beyond}), but the "
                 f"model's vocabulary has {self.vocab_size} ids"
             )
         return ids
@@ -332,6 +342,18 @@ def _add_special_tokens(fast: FastTokenizer, settings: dict[str, Any]) -> None:
         # A token that is there already keeps its own flags (such as eating the space before it).
         if fast.token_to_id(_text(value)) not in known:
             fast.add_special_tokens([_token(value, special=True)])
+
+
+def _named_ends(directory: Path, settings: dict[str, Any]) -> list[str]:
+    """The end tokens that the files name. One that has none, or null, hides none of another."""
+    parts = [settings]
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = directory / name
+        if path.is_file():
+            parts.append(json.loads(path.read_text(encoding="utf-8")))
+    extra = [part.get("extra_special_tokens") for part in parts]
+    parts += [one for one in extra if isinstance(one, dict)]
+    return [_text(part[key]) for part in parts for key in _END_KEYS if part.get(key)]
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:

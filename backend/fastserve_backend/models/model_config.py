@@ -59,6 +59,10 @@ class ModelConfig:
     kv_dtype: KVDType = "same"
     """Of the cache on the device."""
     eos_token_ids: tuple[int, ...]
+    """End an answer. Of a model alone, those of config.json and generation_config.json; see
+    `end_tokens` for those of its other files."""
+    eos_is_default: bool = False
+    """Whether neither file names an end token, so that it is the architecture's usual one."""
 
     # Built-in configurations: name -> the fields of a config.json.
     builtin: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})

@@ -42,6 +42,8 @@ class Tokenizer(ABC):
     """Most bytes of UTF-8 that one token of a prompt stands for: a bound on a prompt's length."""
     specials: Mapping[int, str]
     """The special tokens by id, as a prompt spells them; in an answer they have no text."""
+    end_token_ids: tuple[int, ...] = ()
+    """Those that its files name, all of the model's vocabulary; see `end_tokens`."""
 
     @abstractmethod
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:

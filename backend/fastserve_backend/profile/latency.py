@@ -28,7 +28,15 @@ _FORMAT = 5
 # What a model's configuration says that its iteration times do not depend on, or that a profile
 # states by itself.
 _NOT_SHAPE = frozenset(
-    ("name", "directory", "load_format", "dtype", "max_model_len", "eos_token_ids")
+    (
+        "name",
+        "directory",
+        "load_format",
+        "dtype",
+        "max_model_len",
+        "eos_token_ids",
+        "eos_is_default",
+    )
 )
 
 

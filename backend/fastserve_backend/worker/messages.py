@@ -50,11 +50,23 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
     max_num_batched_tokens: int
     start_id: str = ""
     """On several hosts: names this start of the ranks where they meet."""
+    eos_token_ids: tuple[int, ...] = ()
+    """End an answer, by files that a rank does not read, such as the tokenizer's."""
 
     @classmethod
-    def of(cls, config: EngineConfig, directory: str | None = None) -> Setup:
-        """``directory``: where the model's files are on this host. Ranks there load those, ranks of
-        other hosts their commit: a name may mean others by the time that they are (re)started."""
+    def of(
+        cls,
+        config: EngineConfig,
+        directory: str | None = None,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> Setup:
+        """
+        Args:
+            directory: where the model's files are on this host. Ranks there load those, ranks of
+                other hosts their commit: a name may mean others by the time that they are
+                (re)started.
+            eos_token_ids: a job may not choose them before it has its ``min_tokens``.
+        """
         model, parallel, kv = config.model, config.parallel, config.kv_cache
         files = at_commit(model.model, directory)
         if directory and parallel.nnodes == 1:
@@ -77,6 +89,7 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
             host_dtype=kv.host_dtype,
             max_num_seqs=config.scheduler.most_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            eos_token_ids=eos_token_ids,
         )
 
 

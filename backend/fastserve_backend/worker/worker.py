@@ -127,6 +127,7 @@ def _set_up(
         kv_dtype=setup.device_dtype,
         max_model_len=setup.max_model_len,
     )
+    config = replace(config, eos_token_ids=setup.eos_token_ids)
     layers = layers_of_stages(config, place.num_stages)[place.stage]
     # The rank's KV is that of a model that has no more than its layers and its heads.
     kv_config = replace(

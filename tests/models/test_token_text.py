@@ -74,6 +74,22 @@ def test_special_tokens_have_no_text(tmp_path: Path, make: Any) -> None:
         assert (ours.token_bytes(token_id), ours.written(token_id)) == (b"", word)
 
 
+@pytest.mark.parametrize("in_file", [True, False])
+@pytest.mark.parametrize("named", ["eos_token", "pad_token", None])
+def test_what_any_file_calls_special_is_no_text(
+    tmp_path: Path, named: str | None, in_file: bool
+) -> None:
+    fast = train()
+    fast.add_tokens([AddedToken("<kuća>", special=in_file), AddedToken("<đem>")])
+    token_id = fast.token_to_id("<kuća>")
+    token = {"content": "<kuća>", "special": not in_file and named is None}
+    settings: dict[str, Any] = {"added_tokens_decoder": {str(token_id): token}}
+    if named is not None:
+        settings[named] = "<kuća>"
+    ours = tokenizer(tmp_path, fast, **settings)
+    assert ours.decode(ours.encode("a<kuća>b<đem>")) == "ab<đem>"
+
+
 def test_a_vocabularys_own_text_counts_where_a_text_makes_the_token(tmp_path: Path) -> None:
     """A list of added tokens may have those of the vocabulary too, spelled as there."""
     fast = train()

@@ -10,7 +10,7 @@ special_tokens_map.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -177,10 +177,15 @@ class _Files:
     """The vocabulary's tokens under a second id."""
     further_added: Mapping[int, AddedToken]
     """Added tokens under a second id."""
+    special: Set[str]
+    """The added tokens that any file calls special, or gives the name of such a one."""
 
     def added(self) -> dict[int, AddedToken]:
         """All added tokens, by id."""
-        return {**self.fast.get_added_tokens_decoder(), **self.further_added}
+        tokens = {**self.fast.get_added_tokens_decoder(), **self.further_added}
+        for token in tokens.values():
+            token.special = token.special or token.content in self.special
+        return tokens
 
 
 def _load(directory: Path, settings: dict[str, Any]) -> _Files:
@@ -250,15 +255,16 @@ def _build(
     in_file: dict[int, AddedToken],
     settings: dict[str, Any],
 ) -> _Files:
-    added = dict(in_file)
-    for token_id, value in _added(settings):
-        added.setdefault(token_id, _token(value, special=False))
+    in_settings = {token_id: _token(value, special=False) for token_id, value in _added(settings)}
+    added = in_file | {one: token for one, token in in_settings.items() if one not in in_file}
     fast = build(make, vocabulary, added, (_text(value) for value in _named(settings)))
     listed: dict[int, str | AddedToken] = {**further, **added}
     forgotten = {one: token for one, token in listed.items() if fast.id_to_token(one) is None}
     # As a conversion from GGUF writes them: a text is the vocabulary's, an object an added token's.
     for token_id, value in (settings.get("duplicate_tokens") or {}).items():
         forgotten[int(token_id)] = value if isinstance(value, str) else _token(value, special=False)
+    special = {one.content for one in (*in_file.values(), *in_settings.values()) if one.special}
+    special |= {_text(settings[key]) for key in _SPECIAL_KEYS if settings.get(key)}
     return _Files(
         fast,
         largest=max(vocabulary.values(), default=-1),
@@ -266,6 +272,7 @@ def _build(
         further_added={
             one: token for one, token in forgotten.items() if not isinstance(token, str)
         },
+        special=special,
     )
 
 

@@ -65,6 +65,9 @@ A job misses an objective if its first token takes over {FIRST_TOKEN_S:g} s, or 
 The best FCFS is the best of three, for each figure by itself: with the shipped chunks of prefill,
 with chunks of 512 tokens, and with whole prompts. "Predicted" policies are told output lengths with
 an error of σ = 0.5 in ln(predicted / real). `srpt` knows them exactly.
+
+The baselines `sarathi_edf` and `uniboost` order jobs anew at each token, and no rule keeps jobs in
+place where KV memory is short: there they swap for each token, and tokens/s fall.
 """
 
 

@@ -16,12 +16,15 @@ INSTALLED := $(VENV)/.installed
 EMULATED := -k "not -float16 and not -float32" tests/engine/test_gpu_host.py \
   $(addprefix tests/kernels/gpu/,test_linear_kernels.py test_paged_kernels.py test_rowwise_kernels.py test_staged_int8_store.py)
 
-.PHONY: help install run serve test test-sm_80 test-sm_90 perf-analyzer gpu-check check format clean
+ENDURANCE := tests/unit/test_simulated_day.py
+
+.PHONY: help install run serve test endurance test-sm_80 test-sm_90 perf-analyzer gpu-check check format clean
 
 help:
 	@echo "make run     start the server with the embedded model, stream one answer, stop"
 	@echo "make serve   start the server and keep it up (ports 8000, 8001, 8002 on loopback)"
 	@echo "make test    run the whole test suite"
+	@echo "make endurance   a simulated day of lost ranks, failed copies and bursts, for every policy"
 	@echo "make check   lint, formatting and types"
 	@echo "make gpu-check   on a machine with an NVIDIA GPU: prove and measure the GPU engine"
 	@echo "make perf-analyzer   fetch NVIDIA's load generator, see perf_analyzer_configs/README.md"
@@ -46,6 +49,10 @@ serve: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/pytest
 	$(MAKE) --jobs=2 --output-sync test-sm_80 test-sm_90
+
+# The whole length of what `make test` has in short; minutes.
+endurance: $(INSTALLED)
+	$(BIN)/pytest --endurance $(ENDURANCE)
 
 # On an emulator, compiled for that architecture.
 test-sm_80 test-sm_90: $(INSTALLED)

@@ -43,3 +43,26 @@ def pytest_collection_finish() -> None:
     if torch := sys.modules.get("torch"):
         torch.ones(1).cos()
         torch.ones(1).sin()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--endurance", action="store_true", help="the whole length of what `make test` has in short"
+    )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the tests of endurance counted, as Markdown."""
+    if not terminalreporter.config.getoption("--endurance"):
+        return
+    columns: tuple[str, ...] = ()
+    for report in terminalreporter.getreports("passed"):
+        if not report.user_properties:
+            continue
+        names, values = zip(*report.user_properties, strict=True)
+        if names != columns:
+            columns = names
+            terminalreporter.write_line("| " + " | ".join(("test", *names)) + " |")
+            terminalreporter.write_line("|---" * (len(names) + 1) + "|")
+        test = report.nodeid.rpartition("::")[2]
+        terminalreporter.write_line("| " + " | ".join((test, *map(str, values))) + " |")

@@ -5,145 +5,25 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections import Counter, deque
+from collections import Counter
 
-import numpy as np
 from collector import Collector
 from delayed_masks import DelayedMasks
-from fastserve_backend.clock import VirtualClock
 from fastserve_backend.config import KVCacheSection
-from fastserve_backend.engine.delivery import Delivery
-from fastserve_backend.errors import EngineError
 from fastserve_backend.job import FinishReason, Job, JobState
-from fastserve_backend.kv_cache.manager import KVManager
-from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
-from fastserve_backend.kv_cache.tiers import TwoTierKV
-from fastserve_backend.models.tokenizer import ByteTokenizer
-from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits, Policy
 from fastserve_backend.structured_output import StructuredOutput
-from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step, StepResult
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job
-from loop_driver import BLOCK_BYTES, BLOCK_SIZE, Rig, WatchedExecutor
+from loop_driver import BLOCK_SIZE
+from mortal_ranks import DOWN_S, RecoveringRig
 from policies import POLICIES, make, skip_join
-from remembering_ranks import FIRST_TOKEN, NUM_TOKENS, RememberedKV
 
-LINK = Link(0.4, 0.3)
 NUM_JOBS = 16
 LONGEST = 16 + 12  # tokens of a job
 STRATEGIES = ("defer", "recompute", "reactive", "proactive")
-END_TOKEN = FIRST_TOKEN + NUM_TOKENS - 1
-FOR_EVER = 10**9
-DOWN_S = 50.0  # more than it takes to starve
-
-
-class MortalRanks(WatchedExecutor):
-    """Ranks that are lost at the call with a certain number."""
-
-    def __init__(
-        self,
-        model: LatencyModel,
-        clock: VirtualClock,
-        kv: RememberedKV,
-        calls_to_live: int,
-        ahead: bool,
-    ) -> None:
-        super().__init__(model, clock, LINK, ahead)
-        self._kv = kv
-        self._calls_to_live = calls_to_live
-        self._sent: dict[int, CopyBlocks] = {}
-        self._copied: deque[tuple[Step, np.ndarray]] = deque()
-
-    def submit(self, step: Step) -> None:
-        self._live()
-        super().submit(step)
-        self._copied.append((step, self._kv.copied(step)))
-        self._unfinished[-1][1].token_ids = self._kv.run(step)
-
-    def copy(self, blocks: CopyBlocks) -> None:
-        self._live()
-        super().copy(blocks)
-        self._sent[blocks.transfer_id] = blocks
-
-    def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
-        self._live()
-        result = super().collect(timeout_s)
-        if isinstance(result, CopyResult):
-            self._kv.copy(self._sent.pop(result.transfer_id))
-        elif result is not None:
-            step, copied = self._copied.popleft()  # real ranks may do it as late as now
-            assert np.array_equal(self._kv.copied(step), copied)
-        return result
-
-    def check(self) -> None:
-        self._live()
-
-    def _live(self) -> None:
-        self._calls_to_live -= 1
-        assert self._calls_to_live >= -1, "used after they were lost"
-        if self._calls_to_live < 0:
-            raise EngineError("rank 0 died")
-
-
-class RecoveringRig(Rig):
-    """``lives``: after how many calls the ranks are lost, again and again; then no more."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        lives: list[int],
-        num_blocks: int,
-        num_host_blocks: int,
-        kv_cache: KVCacheSection,
-        num_stages: int,
-        ahead: bool = False,
-        masks: DelayedMasks | None = None,
-    ) -> None:
-        self.lives = lives
-        self.sizes = (num_blocks, num_host_blocks)
-        self.kv_cache = kv_cache
-        super().__init__(
-            policy,
-            num_blocks=num_blocks,
-            num_host_blocks=num_host_blocks,
-            link=LINK,
-            num_stages=num_stages,
-            kv_cache=kv_cache,
-            eos_token_ids=(END_TOKEN,),
-            ahead=ahead,
-            masks=masks,
-        )
-
-    def make_delivery(self) -> Delivery:
-        return Delivery(ByteTokenizer(300))
-
-    def make_executor(self, model: LatencyModel, link: Link) -> MortalRanks:
-        self.model = model
-        life = self.lives.pop(0) if self.lives else FOR_EVER
-        kv = RememberedKV(*self.sizes, BLOCK_SIZE)
-        return MortalRanks(model, self.clock, kv, life, self.ahead)
-
-    def new_kv(self) -> KVManager:
-        tiers = TwoTierKV(*self.sizes, BLOCK_SIZE, incremental=self.kv_cache.incremental)
-        self.pool, self.host = tiers.device, tiers.host
-        costs = SwapCosts(self.model, BLOCK_BYTES, LINK)
-        return KVManager(tiers, self.loop.policy, self.kv_cache, costs, self.counters)
-
-    def turn(self, count: int = 1) -> float:
-        try:
-            return super().turn(count)
-        except EngineError:
-            self.loop.suspend(self.new_kv())
-            self.clock.advance_to(self.clock.now() + DOWN_S)
-            self.resume()
-            return self.clock.now()
-
-    def resume(self) -> None:
-        self.executor = self.make_executor(self.model, LINK)
-        self.loop.resume(self.executor, self.new_kv())
 
 
 def rig_of(policy: Policy, num_blocks: int = 100, num_stages: int = 1) -> RecoveringRig:

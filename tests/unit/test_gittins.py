@@ -341,8 +341,8 @@ def test_starved_jobs_have_their_turns_one_after_the_other() -> None:
     ran = [iterate(gittins, float(now))[0].number for now in range(1, 38)]
     assert ran[:30] == [0] * 30
     assert ran[30:] == [1, 0, 0, 0, 0, 0, 0]  # a first token ends a turn
-    # First tokens get a quarter of the time, and this one took 450 s.
-    assert iterate(gittins, 31.0 + 4 * 450)[0].number == 2
+    # First tokens get a tenth of the time, and this one took 450 s.
+    assert iterate(gittins, 31.0 + 10 * 450)[0].number == 2
     assert gittins.num_promotions == 2
 
 
@@ -365,7 +365,7 @@ def test_a_promoted_job_that_ends_makes_room_for_the_next() -> None:
     gittins.remove(first)
     assert iterate(gittins, 91.0) == [second]
     assert gittins.num_promotions == 1
-    select(gittins, 90.0 + 4 * 400)
+    select(gittins, 90.0 + 10 * 400)
     assert gittins.num_promotions == 2
 
 

@@ -271,8 +271,8 @@ def test_starved_jobs_have_their_turns_one_after_the_other() -> None:
     assert (key(first)[0], key(second)[0]) == (0.0, 0.0)  # nobody is before them
     policy.add(make_job(2, 1), 29.5)
     assert iterate(policy, 30.0)[0] is first
-    assert second not in iterate(policy, 61.0)  # first tokens get a quarter of the time
-    assert iterate(policy, 62.0)[0] is second
+    assert second not in iterate(policy, 109.0)  # first tokens get a tenth of the time
+    assert iterate(policy, 110.0)[0] is second
     assert policy.num_promotions == 2
 
 
@@ -288,7 +288,7 @@ def test_only_the_next_turn_counts_for_when_a_job_runs() -> None:
     assert key(second)[0] > 100.0
     select(policy, 30.0)  # the first has its turn
     assert policy.urgency(31.0)(first)[0] == 0.0
-    assert policy.urgency(31.0)(second)[0] == 127.0  # four times the prefill of the first, less 1
+    assert policy.urgency(31.0)(second)[0] == 319.0  # ten times the prefill of the first, less 1
 
 
 def test_after_its_turn_a_job_that_cannot_sink_goes_behind_the_others() -> None:
@@ -297,9 +297,9 @@ def test_after_its_turn_a_job_that_cannot_sink_goes_behind_the_others() -> None:
     jobs = [make_job(number, 1) for number in range(4)]
     for job in jobs:
         policy.add(job, 0.0)
-    ran = [iterate(policy, float(now))[0].number for now in range(42)]
-    # A first token ends a turn, and the next one begins 4 s after it.
-    assert ran == 30 * [0] + [1] + 3 * [0] + [2] + 3 * [0] + [3] + 3 * [0]
+    ran = [iterate(policy, float(now))[0].number for now in range(60)]
+    # A first token ends a turn, and the next one begins 10 s after it.
+    assert ran == 30 * [0] + [1] + 9 * [0] + [2] + 9 * [0] + [3] + 9 * [0]
 
 
 def test_a_job_that_starves_in_q1_has_a_turn_too() -> None:
@@ -308,7 +308,7 @@ def test_a_job_that_starves_in_q1_has_a_turn_too() -> None:
     policy.add(first, 0.0)
     policy.add(second, 0.0)
     assert iterate(policy, 100.0) == [first]
-    assert iterate(policy, 104.0) == [second]
+    assert iterate(policy, 110.0) == [second]
     assert policy.num_promotions == 2
 
 

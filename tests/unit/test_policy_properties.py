@@ -284,7 +284,7 @@ class History:
         iterations = self.num_stages * max(iterations, math.ceil(self.starvation_s / SHORTEST_S))
         passed_by = (self.most_known - 1) * iterations
         bound_s = self.starvation_s + (2 + passed_by + 1) * LONGEST_S
-        bound_s += 4 * self.most_known * LONGEST_PROMPT  # first tokens get a quarter of the time
+        bound_s += 10 * self.most_known * LONGEST_PROMPT  # first tokens get a tenth of the time
         assert all(self.now - since <= bound_s for since in self.waiting_since.values())
 
 

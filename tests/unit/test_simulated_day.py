@@ -74,7 +74,7 @@ class DayRig(RecoveringRig):
         # All of the job is computed again, 1 s a token, beside a chunk of another's prefill.
         token_s = 2.0 * (LONGEST_PROMPT + LONGEST_OUTPUT)
         starving = self.most_starving
-        return (1 + starving) * STARVATION_S + 5 * (starving + 1) * token_s
+        return (1 + starving) * STARVATION_S + 11 * (starving + 1) * token_s
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from fastserve_backend.job import Job
 
 # Time of the machine that turns may take until their jobs have a token. More would make overload
-# first come, first served where prompts are most of the work.
-_TIME_SHARE = 0.25
+# first come, first served where prompts are most of the work (docs/scheduling.md).
+_TIME_SHARE = 0.1
 # Jobs that have a turn at once, of those of an iteration. If all had, overload would make the queue
 # round-robin; if one had, the wait of the last starving job would grow with their number.
 _BATCH_SHARE = 0.25
@@ -40,10 +40,10 @@ class Promotion:
     A job that has not run for ``starvation_s`` (since its arrival, if it never ran) starves. The
     job that has starved longest gets the next free turn: it comes before all others until it has a
     token, and if it had one before, for ``starvation_s``. There are ``num_turns`` turns, a quarter
-    of the jobs of the latest iteration. A turn begins when a quarter of the time since the turn
+    of the jobs of the latest iteration. A turn begins when a tenth of the time since the turn
     before it is enough for that one's token. So of S starving jobs none waits longer than::
 
-        (1 + ceil(S / num_turns)) · starvation_s + 5 · (S + num_turns) · token_s
+        (1 + ceil(S / num_turns)) · starvation_s + 11 · (S + num_turns) · token_s
 
     A turn that cost a job's way back to the device is worth it only if the job then runs for long:
     most end in it. New jobs need no more than their first token, after which the policy knows as

@@ -71,8 +71,8 @@ class DayRig(RecoveringRig):
 
     def bound_s(self) -> float:
         """What ``Promotion`` says, with one turn at a time."""
-        # All of the job is computed again, 1 s a token, beside a chunk of another's prefill.
-        token_s = 2.0 * (LONGEST_PROMPT + LONGEST_OUTPUT)
+        # All of the job is computed again, 1 s a token, after the step that runs.
+        token_s = LONGEST_PROMPT + LONGEST_OUTPUT + float(LIMITS.prefill_chunk_tokens or 0)
         starving = self.most_starving
         return (1 + starving) * STARVATION_S + 11 * (starving + 1) * token_s
 

@@ -232,7 +232,7 @@ def test_a_full_queue_is_counted_over_both_protocols(fragile: TritonServer, tmp_
         done = bench(
             "--url", f"triton=grpc://{fragile.endpoints.grpc_url}",
             "--url", f"gateway={gateway.api_url}", "--rates", "200", "--num-jobs", "40",
-            "--dataset", "equal:16:100", "--warmup", "1", "--output", str(output),
+            "--dataset", "equal:16:400", "--warmup", "1", "--output", str(output),
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for point in report_of(output)["points"]:

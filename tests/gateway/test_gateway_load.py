@@ -83,11 +83,17 @@ async def test_a_client_that_goes_away_frees_its_blocks(
             httpx2.AsyncClient(timeout=REQUEST_TIMEOUT_S) as client,
             client.stream("POST", f"{gateway.api_url}/completions", json=body) as response,
         ):
+            response.raise_for_status()
             async for _ in response.aiter_bytes():
                 pass
 
     reader = asyncio.create_task(read())
-    await asyncio.to_thread(wait_until_busy, endpoints, n)
+    try:
+        await asyncio.to_thread(wait_until_busy, endpoints, n)
+    except AssertionError:
+        if reader.done():
+            await reader  # says why
+        raise
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
     await asyncio.to_thread(wait_until_idle, endpoints)

@@ -162,7 +162,7 @@ class Comparison:
             "slo_ms": SLO_MS,
             "prefix_caching": False,
         }
-        config = EngineConfig().with_keys(**{**common, **keys})
+        config = EngineConfig().with_keys(**(common | keys))
         say(f"starting {label}")
         server = self._stack.enter_context(
             TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=self.log(label))

@@ -159,13 +159,13 @@ def _must_not_end(job: Job) -> bool:
     return job.num_outputs < job.params.min_tokens and not job.params.ignore_eos
 
 
-def _biases(job: Job) -> dict[int, float]:
+def _biases(job: Job) -> Mapping[int, float]:
     """What is added to the logits of which tokens."""
     params = job.params
-    biases = dict(params.logit_bias or {})
-    if job.num_outputs < params.min_tokens:
-        biases |= dict.fromkeys(params.stop_token_ids, -math.inf)
-    return biases
+    biases = params.logit_bias or {}
+    if not params.stop_token_ids or job.num_outputs >= params.min_tokens:
+        return biases  # asked of each job in each step: no copy
+    return {**biases, **dict.fromkeys(params.stop_token_ids, -math.inf)}
 
 
 def uniform(seed: int, index: int) -> float:

@@ -1,8 +1,8 @@
 """What bytes a token stands for.
 
-Two vocabularies are known: byte-level ones (GPT-2, OPT, Llama 3), which spell each byte with a
-letter of its own, and SentencePiece's (LLaMA 1 and 2), which spell text, "▁" for a space and <0x0A>
-for a byte that no token has. Tokens that were added to a vocabulary are found in a text as they
+Two vocabularies are known. Byte-level ones (GPT-2, OPT, Llama 3) spell each byte with a letter of
+its own. SentencePiece's (LLaMA 1 and 2) spell text, "▁" for a space and <0x0A> for a byte that no
+token has. Tokens that were added to a vocabulary are found in a text as they
 are, so they stand for what was added. (`tokenizers` reads them by the vocabulary's spelling too,
 which makes other characters of "ć" or "▁".)
 """

@@ -319,12 +319,12 @@ def test_a_server_has_its_own_limits_and_removes_no_others_directory(
 ) -> None:
     config_path = tmp_path / "engine.yaml"
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
-    others = Path("/tmp/python_env_others")
     with leaving_nothing() as started:
         launcher = start_launcher(config_path, tmp_path / "server.log")
         resource.prlimit(launcher.pid, resource.RLIMIT_NOFILE, (256, 4096))
         wait_for(lambda: bool(psutil.Process(launcher.pid).children()), 30.0)
-        others.mkdir()
+        # A name of its own: a run that was killed may have left one.
+        others = Path(tempfile.mkdtemp(prefix="python_env_", dir="/tmp"))
         try:
             started.append(started_by(launcher))
             (server,) = psutil.Process(launcher.pid).children()

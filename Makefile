@@ -16,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 EMULATED := -k "not -float16 and not -float32" tests/engine/test_gpu_host.py \
   $(addprefix tests/kernels/gpu/,test_linear_kernels.py test_paged_kernels.py test_rowwise_kernels.py test_staged_int8_store.py)
 
-ENDURANCE := tests/unit/test_simulated_day.py
+ENDURANCE := tests/endurance tests/unit/test_simulated_day.py
 
 .PHONY: help install run serve test endurance test-sm_80 test-sm_90 perf-analyzer gpu-check check format clean
 

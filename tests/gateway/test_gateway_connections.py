@@ -350,12 +350,32 @@ def test_an_answer_may_take_longer(gateway: Gateway, monkeypatch: pytest.MonkeyP
             assert connection.recv(1 << 20)
 
 
-def test_who_reads_nothing_is_gone(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_connection, "UNREAD_TIMEOUT_S", SHORT_S)
+@pytest.mark.parametrize("timeout", ["UNREAD_TIMEOUT_S", "STALLED_TIMEOUT_S"])
+def test_who_reads_nothing_is_gone(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch, timeout: str
+) -> None:
+    monkeypatch.setattr(http_connection, "UNREAD_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(http_connection, "STALLED_TIMEOUT_S", DEADLINE_S)
+    monkeypatch.setattr(http_connection, timeout, SHORT_S)
     with gateway.connect() as connection:
         connection.sendall(EVENTS)
         wait_for(lambda: gateway.pictures.is_watched)
-        wait_for(lambda: not gateway.pictures.is_watched)
+        wait_for(lambda: not gateway.pictures.is_watched, DEADLINE_S / 2)
+
+
+def test_who_reads_slowly_is_not(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connection, "STALLED_TIMEOUT_S", 5 * SHORT_S)
+    with socket.socket() as connection:
+        # As in a network: the loopback device would let 64 KiB gather before it tells of room.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1400)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        connection.connect(gateway.address)
+        connection.sendall(EVENTS)
+        until_s = time.monotonic() + 15 * SHORT_S
+        while time.monotonic() < until_s:
+            assert connection.recv(1 << 12)
+            time.sleep(SHORT_S / 4)
+        assert gateway.pictures.is_watched
 
 
 def test_as_many_connections_as_the_system_allows(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_client import protocol
-from launched import leaving_nothing, start, start_launcher, started_by
-from serving_client import GENERATE, STATUS_HEADER, GrpcStream, metric, post, used_blocks
+from launched import is_serving, leaving_nothing, start, start_launcher, started_by
+from serving_client import STATUS_HEADER, GrpcStream, metric, used_blocks
 from waiting import wait_for
 
 RESTART_TIMEOUT_S = 60.0
@@ -85,16 +85,6 @@ def long_stream(server: TritonServer, headers: dict[str, str] | None = None) -> 
     )
     stream.first_token()
     return stream
-
-
-def is_serving(server: TritonServer, restarts: int) -> bool:
-    if server.restarts < restarts:
-        return False
-    try:
-        body = {"text_input": "hello", "max_tokens": 1}
-        return post(server.endpoints.http_url, GENERATE, body).status_code == 200
-    except httpx2.TransportError:
-        return False
 
 
 def test_the_stub_never_imports_torch_and_ranks_do(server: TritonServer) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import socket
+import sys
+import termios
 from collections import deque
 
 import httptools
@@ -23,7 +26,11 @@ MAX_HEADER_BYTES = 1 << 16
 # before its end.
 HEADERS_TIMEOUT_S = 30.0
 # A client that reads nothing for this long, while there is something to read, is gone.
-UNREAD_TIMEOUT_S = 120.0
+UNREAD_TIMEOUT_S = 4.0
+# And so is one that has this much unread, beside what uvicorn holds, and reads none of it for so
+# long: an answer goes on growing in the server.
+_UNREAD_BYTES = 1 << 17  # of which the system, by itself, would hold megabytes
+STALLED_TIMEOUT_S = 1.0
 # Requests without an answer. Clients send one at a time, and the parser cannot be paused.
 MAX_UNANSWERED = 16
 
@@ -38,26 +45,60 @@ class HttpConnection(HttpToolsProtocol):
     _is_idle = True
     """No request has begun whose end is still to come."""
 
+    _stalled: asyncio.TimerHandle | None = None
+
     def is_answering(self, path: str) -> bool:
         """Whether a request for it has no whole answer yet."""
         return any(cycle.scope["path"] == path for cycle in self._unanswered)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.get_extra_info("socket").setsockopt(
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_TIMEOUT_S * 1000)
         )
+        connection.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES // 2
+        )  # it doubles it
         self._unanswered: deque[RequestResponseCycle] = deque()
         # Clients connect ahead, too.
         self._deadline = self._close_in(self.timeout_keep_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
+        if self._stalled is not None:
+            self._stalled.cancel()
         super().connection_lost(exc)
         # uvicorn tells the latest request only.
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+    def _expect_reading(self) -> None:
+        """Nothing is written meanwhile, so that what is unread can only become less."""
+        before = self._num_unread_bytes()
+
+        def drop_or_go_on() -> None:
+            if self._num_unread_bytes() == before:
+                self.transport.abort()
+            else:
+                self._expect_reading()
+
+        self._stalled = self.loop.call_later(STALLED_TIMEOUT_S, drop_or_go_on)
+
+    def _num_unread_bytes(self) -> int:
+        connection = self.transport.get_extra_info("socket")
+        unsent = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+        return self.transport.get_write_buffer_size() + int.from_bytes(unsent, sys.byteorder)
 
     def data_received(self, data: bytes) -> None:
         self._num_unparsed_bytes += len(data)

@@ -9,10 +9,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx2
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.runtime import RuntimeDirectory
+from serving_client import GENERATE, post
 from tiny_model import START_TIMEOUT_S
 from waiting import wait_for
 
@@ -65,3 +67,14 @@ def started_by(launcher: subprocess.Popen[str]) -> tuple[RuntimeDirectory, Endpo
     grpc_port, metrics_port = launcher.stdout.readline().split()
     endpoints = Endpoints("127.0.0.1", int(http_port), int(grpc_port), int(metrics_port))
     return RuntimeDirectory(Path(path)), endpoints
+
+
+def is_serving(server: TritonServer, restarts: int) -> bool:
+    """After so many restarts, or more."""
+    if server.restarts < restarts:
+        return False
+    try:
+        body = {"text_input": "hello", "max_tokens": 1}
+        return post(server.endpoints.http_url, GENERATE, body).status_code == 200
+    except httpx2.TransportError:
+        return False

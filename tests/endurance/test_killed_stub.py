@@ -1,0 +1,87 @@
+"""The model's process is killed again and again under load: clients are told, the server is back
+soon, and nothing stays.
+
+`make endurance` kills it ten times, `make test` once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fastserve_backend import restart_limit
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.launch import TritonServer
+from launched import is_serving, leaving_nothing, start
+from serving_client import GrpcStream
+from waiting import wait_for
+
+KILLS = 10
+STREAMS, SEATS = 16, 8
+ERROR_S, READY_S = 3.0, 15.0
+DEADLINE_S = 60.0
+
+
+def test_the_stub_is_killed_under_load(
+    tiny_config: EngineConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
+) -> None:
+    is_long = request.config.getoption("--endurance")
+    kills = KILLS if is_long else 1
+    monkeypatch.setattr(restart_limit, "_MAX_RESTARTS", kills)
+    error_s = ready_s = 0.0
+    with leaving_nothing() as started:
+        server = start(tiny_config, tmp_path / "server.log")
+        started.append((server.runtime, server.endpoints))
+        try:
+            shared_memory = names(server)
+            for number in range(kills):
+                streams = load(server)
+                killed_s = time.monotonic()
+                os.kill(server.runtime.stub_pid(), signal.SIGKILL)
+                for stream in streams:
+                    assert stream.until_error(DEADLINE_S)
+                error_s = max(error_s, time.monotonic() - killed_s)
+                for stream in streams:
+                    stream.cancel()
+                wait_for(lambda number=number: is_serving(server, number + 1), DEADLINE_S)
+                ready_s = max(ready_s, time.monotonic() - killed_s)
+                assert len(names(server)) == len(shared_memory)
+            assert server.restarts == kills
+        finally:
+            server.stop()
+    if is_long:
+        assert error_s <= ERROR_S
+        assert ready_s <= READY_S
+    for key, value in (
+        ("kills", kills),
+        ("streams at each", STREAMS),
+        ("the last error after, s", round(error_s, 1)),
+        ("answers again after, s", round(ready_s, 1)),
+        ("names left in /dev/shm", 0),
+    ):
+        record_property(key, value)
+
+
+def names(server: TritonServer) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"{server.runtime.shared_memory_prefix}*"))
+
+
+def load(server: TritonServer) -> list[GrpcStream]:
+    """As many jobs as run at once, and as many that wait."""
+    streams = [
+        GrpcStream(
+            server.endpoints.grpc_url, text_input="a", stream=True, max_tokens=3500, ignore_eos=True
+        )
+        for _ in range(STREAMS)
+    ]
+    for stream in streams[:SEATS]:
+        stream.first_token()
+    return streams

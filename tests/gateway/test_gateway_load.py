@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,6 +32,7 @@ from unread_process import PIPE_BYTES, unread_process
 from waiting import wait_for
 
 DEADLINE_S = 60.0
+STILL_S = 4.0
 LONG = {
     "model": "fastserve", "prompt": "Hello", "max_tokens": 3000, "ignore_eos": True,
 }  # fmt: skip
@@ -191,6 +193,18 @@ async def test_refusals_of_several_answers(fragile_gateway: RunningGateway) -> N
 
 def is_healthy(gateway: RunningGateway) -> bool:
     return httpx2.get(f"{gateway.url}/health", timeout=REQUEST_TIMEOUT_S).status_code == 200
+
+
+def test_a_gateway_that_stands_still_for_a_while_loses_nothing(gateway: RunningGateway) -> None:
+    """As on a machine with too much to do. The server must not take it for dead."""
+    url = f"{gateway.api_url}/completions"
+    with httpx2.stream("POST", url, json={**LONG, "stream": True}, timeout=DEADLINE_S) as response:
+        lines = response.iter_lines()
+        next(lines)
+        gateway.process.send_signal(signal.SIGSTOP)
+        time.sleep(STILL_S)
+        gateway.process.send_signal(signal.SIGCONT)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
 def test_a_server_that_drains_and_then_is_gone(

@@ -305,9 +305,11 @@ def _flags(runtime: RuntimeDirectory, endpoints: Endpoints) -> list[str]:
         "--allow-gpu-metrics=false",
         f"--http-restricted-api={restriction}",
         f"--grpc-restricted-protocol={restriction}",
-        # A client that vanished without closing its connection is noticed within 3 s.
-        "--grpc-keepalive-time=2000",
-        "--grpc-keepalive-timeout=1000",
+        # A client that vanished without closing its connection is noticed within 15 s. Not sooner:
+        # one that only stands still for some seconds, as on a busy machine, would lose its answers,
+        # and a gateway those of all its clients.
+        "--grpc-keepalive-time=5000",
+        "--grpc-keepalive-timeout=10000",
         "--grpc-http2-max-pings-without-data=0",
         f"--grpc-header-forward-pattern={GRPC_STATUS_HEADER}",
         f"--backend-config=python,shm-region-prefix-name={runtime.shared_memory_prefix}",

@@ -16,13 +16,15 @@ from fastserve_client import AsyncFastServeClient, InvalidRequest
 from fastserve_client.protocol import MODEL_NAME
 from serving_client import GENERATE, GENERATE_STREAM, generate, server_sent_events
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 """Of each request; most take less than a second."""
 LONGEST_PROMPT, LONGEST_OUTPUT = 60, 24
 LONG = 400
 """Tokens of an answer that its client gives up after the first ones."""
 BURST, BURST_PROMPT, BURST_OUTPUT = 8, 400, 60
 """Requests that come at once, and their tokens: more KV than the device has."""
+BURST_EVERY = 200
+"""The first request of so many is a burst."""
 CODE = r"\d{3}-[a-f]{2}"
 
 Kind = Callable[[], Awaitable[None]]
@@ -56,7 +58,6 @@ class MixedLoad:
             self._structured,
             *[self._chat] * 3,
             *[self._chat_stream] * 3,
-            self._burst,
             self._scrapes,
         ]
 
@@ -72,9 +73,8 @@ class MixedLoad:
             turn: list[Kind] = []
             for number in range(round(seconds * requests_per_s)):
                 await asyncio.sleep(started_s + number / requests_per_s - loop.time())
-                if not turn:
-                    turn = self._rng.sample(self._kinds, len(self._kinds))
-                kind = turn.pop()
+                turn = turn or self._rng.sample(self._kinds, len(self._kinds))
+                kind = self._burst if number % BURST_EVERY == 0 else turn.pop()
                 self.sent[kind.__name__.strip("_")] += 1
                 group.create_task(asyncio.wait_for(kind(), DEADLINE_S))
 

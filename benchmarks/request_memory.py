@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -124,10 +125,10 @@ class Ways:
         for kind, url in (("gRPC", grpc_gateway), ("HTTP", http_gateway)):
             name, url = f"gateway over {kind}", f"{url}/v1/completions"
             self.all |= {
-                name: lambda number, url=url: self.gateway(url, number, stream=False),
-                f"{name}, stream": lambda number, url=url: self.gateway(url, number, stream=True),
-                f"{name}, cancelled": lambda number, url=url: self.gateway_cancelled(url, number),
-                f"{name}, refused": lambda number, url=url: self.gateway_refused(url, number),
+                name: partial(self.gateway, url, stream=False),
+                f"{name}, stream": partial(self.gateway, url, stream=True),
+                f"{name}, cancelled": partial(self.gateway_cancelled, url),
+                f"{name}, refused": partial(self.gateway_refused, url),
             }
 
     async def grpc(self, number: int) -> None:
@@ -239,7 +240,7 @@ async def measure(
     pids = processes(server) | {"gateway, gRPC": grpc[1], "gateway, HTTP": http[1]}
     table = Table("", "requests/s", *pids)
     numbers = count()
-    connector = aiohttp.TCPConnector(limit=None)
+    connector = aiohttp.TCPConnector(limit=0)
     async with (
         AsyncFastServeClient(f"grpc://{server.endpoints.grpc_url}") as client,
         aiohttp.ClientSession(connector=connector) as session,

@@ -18,7 +18,9 @@ from serving_client import GENERATE, GENERATE_STREAM, generate, server_sent_even
 
 DEADLINE_S = 120.0
 """Of each request; most take less than a second."""
-LONGEST_PROMPT, LONGEST_OUTPUT = 60, 24
+WORDS = tuple(f"w{number:x}" for number in range(300))
+"""Of all prompts. The tokenizer keeps the tokens of 10,000 words: all of these are soon there."""
+LONGEST_PROMPT, LONGEST_OUTPUT = 20, 24
 LONG = 400
 """Tokens of an answer that its client gives up after the first ones."""
 BURST, BURST_PROMPT, BURST_OUTPUT = 8, 400, 60
@@ -79,7 +81,7 @@ class MixedLoad:
                 group.create_task(asyncio.wait_for(kind(), DEADLINE_S))
 
     def _prompt(self) -> str:
-        return "".join(self._rng.choices("abc de", k=self._rng.randint(1, LONGEST_PROMPT)))
+        return " ".join(self._rng.choices(WORDS, k=self._rng.randint(1, LONGEST_PROMPT)))
 
     def _output(self) -> int:
         return self._rng.randint(1, LONGEST_OUTPUT)
@@ -97,7 +99,7 @@ class MixedLoad:
         self.num_jobs += 1
         request = {"text_input": self._prompt(), "max_tokens": self._output(), "stream": True}
         answer = await asyncio.to_thread(generate, self._endpoints.grpc_url, **request)
-        assert answer.error is None
+        assert answer.error is None, answer.error
         assert answer.num_finals == 1
 
     async def _grpc_cancelled(self) -> None:

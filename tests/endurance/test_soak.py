@@ -36,9 +36,9 @@ from waiting import wait_for
 pytestmark = pytest.mark.timeout(1200)
 
 REQUESTS_PER_S = 20.0
-ROUND_S, NUM_ROUNDS, WARM_UP_ROUNDS = 60.0, 10, 2
+ROUND_S, NUM_ROUNDS, WARM_UP_ROUNDS = 60.0, 10, 3
 SHORT_ROUND_S, NUM_SHORT_ROUNDS = 2.5, 2
-# Of what a process had after the warm-up. An allocator asks for memory by the MiB.
+# Of what a process had after the warm-up; or so much, which is more of tritonserver's few MiB.
 MOST_GROWTH, MOST_SHORT_GROWTH, GRAIN_BYTES = 0.05, 0.5, 1 << 20
 # For connections that were closed, and threads that have nothing left to do.
 SETTLE_S, SETTLE_TIMEOUT_S = 0.5, 30.0

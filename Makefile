@@ -24,7 +24,7 @@ help:
 	@echo "make run     start the server with the embedded model, stream one answer, stop"
 	@echo "make serve   start the server and keep it up (ports 8000, 8001, 8002 on loopback)"
 	@echo "make test    run the whole test suite"
-	@echo "make endurance   a simulated day of lost ranks, failed copies and bursts, for every policy"
+	@echo "make endurance   an hour's requests in ten minutes, a simulated day of losses and bursts"
 	@echo "make check   lint, formatting and types"
 	@echo "make gpu-check   on a machine with an NVIDIA GPU: prove and measure the GPU engine"
 	@echo "make perf-analyzer   fetch NVIDIA's load generator, see perf_analyzer_configs/README.md"

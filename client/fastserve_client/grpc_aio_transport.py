@@ -79,12 +79,11 @@ class AioGrpcCall(AsyncIterator[Outputs]):
         if self._end is not None:
             await self._await_end()
             raise StopAsyncIteration
+        # In a task of its own, which ends with the call: grpcio 1.85 never frees what a read holds
+        # whose task was cancelled (github.com/grpc/grpc/issues/43360).
+        read = asyncio.ensure_future(self._read())
         try:
-            response = await anext(self._responses)
-            if response.error_message or is_last(response.infer_response):
-                self._end = asyncio.ensure_future(self._read_to_end())
-                self._ending.add(self._end)
-                self._end.add_done_callback(self._ending.discard)
+            response = await asyncio.shield(read)
         except asyncio.CancelledError:
             # gRPC reports a call that cancel() has ended as it does a cancelled task.
             if not _task_is_cancelled():
@@ -92,7 +91,7 @@ class AioGrpcCall(AsyncIterator[Outputs]):
                     raise StopAsyncIteration from None
                 if self._transport_closed.is_set():
                     raise ClientClosed("the client was closed") from None
-            self._call.cancel()
+            self.cancel()
             raise
         except grpc.RpcError as error:
             raise status_error(self._url, error) from None
@@ -100,6 +99,15 @@ class AioGrpcCall(AsyncIterator[Outputs]):
             await self._await_end()
             raise error_from_message(response.error_message)
         return decode_response(response.infer_response)
+
+    async def _read(self) -> Any:
+        """The next ``ModelStreamInferResponse``; the last one starts the reading to the end."""
+        response = await anext(self._responses)
+        if response.error_message or is_last(response.infer_response):
+            self._end = asyncio.ensure_future(self._read_to_end())
+            self._ending.add(self._end)
+            self._end.add_done_callback(self._ending.discard)
+        return response
 
     async def _read_to_end(self) -> None:
         with suppress(grpc.RpcError):

@@ -1,0 +1,94 @@
+"""Calls that are cancelled while they wait for a response leave nothing in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import subprocess
+import sys
+
+from fastserve_client.endpoint import Endpoint
+from fastserve_client.grpc_aio_transport import AioGrpcTransport
+from fastserve_client.request import InferRequest
+
+AT_ONCE = 16
+NUM_CALLS = 1600
+# An array of one operation in grpcio, where the task that reads is cancelled itself.
+LEAK_BYTES = 80
+
+
+class MallocInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def allocated_bytes() -> int:
+    """What C has allocated and not freed; Python's own small objects are elsewhere."""
+    gc.collect()
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = MallocInfo
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+SERVER = """
+import asyncio
+import grpc
+
+async def one_response(request, context):
+    yield b""
+    await asyncio.Event().wait()
+
+async def serve():
+    server = grpc.aio.server()
+    handlers = {"ModelStreamInfer": grpc.unary_stream_rpc_method_handler(one_response)}
+    service = grpc.method_handlers_generic_handler("inference.GRPCInferenceService", handlers)
+    server.add_generic_rpc_handlers((service,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    print(port, flush=True)
+    await server.wait_for_termination()
+
+asyncio.run(serve())
+"""
+
+
+async def cancel_calls(transport: AioGrpcTransport, how_many: int) -> None:
+    left = iter(range(how_many))
+
+    async def cancel_one_after_the_other() -> None:
+        for _ in left:
+            call = transport.start(InferRequest("model", {}), None)
+            await anext(call)
+            reader = asyncio.ensure_future(anext(call))
+            await asyncio.sleep(0.002)
+            reader.cancel()
+            await asyncio.wait((reader,))
+
+    await asyncio.gather(*(cancel_one_after_the_other() for _ in range(AT_ONCE)))
+    await asyncio.sleep(0.2)
+
+
+async def test_cancelled_reads_are_freed() -> None:
+    # In a process of its own: grpcio's servers leak too.
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            transport = AioGrpcTransport(Endpoint.parse(f"grpc://127.0.0.1:{port}"))
+            await cancel_calls(transport, NUM_CALLS)
+            before = allocated_bytes()
+            await cancel_calls(transport, NUM_CALLS)
+            assert allocated_bytes() - before < NUM_CALLS * LEAK_BYTES / 2
+            await transport.close()
+        finally:
+            server.kill()

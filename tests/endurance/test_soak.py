@@ -1,0 +1,210 @@
+"""An hour's requests: no process grows, none is restarted, and each request ends once.
+
+A server and a gateway, in processes of their own, get 20 requests a second of every kind: streams,
+whole answers, chats, forms, clients that go away, what is refused, and bursts that need more KV
+than the device has. `make endurance` has ten minutes of it, as many requests as come in an hour at
+3.3 a second; `make test` has seconds. After each round all is idle, and what each process has is
+read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from byte_tokenizer import save_byte_tokenizer
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.job import FinishReason
+from fastserve_backend.serving.endpoints import Endpoints
+from fastserve_backend.serving.runtime import RuntimeDirectory
+from launched import leaving_nothing, start_launcher, started_by
+from mixed_load import MixedLoad
+from process_holdings import Holdings
+from running_gateway import running_gateway
+from serving_client import ended_jobs, metric, unfinished_jobs, used_blocks
+from tiny_model import TINY_OPT, engine_options
+from waiting import wait_for
+
+pytestmark = pytest.mark.timeout(1200)
+
+REQUESTS_PER_S = 20.0
+ROUND_S, NUM_ROUNDS, WARM_UP_ROUNDS = 60.0, 10, 3
+SHORT_ROUND_S, NUM_SHORT_ROUNDS = 2.5, 2
+# Of what a process had after the warm-up; or so much, which is more of tritonserver's few MiB.
+MOST_GROWTH, MOST_SHORT_GROWTH, GRAIN_BYTES = 0.05, 0.5, 1 << 20
+# For connections that were closed, and threads that have nothing left to do.
+SETTLE_S, SETTLE_TIMEOUT_S = 0.5, 30.0
+MIB = 1 << 20
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+# Of their command lines.
+PROCESSES = {
+    "tritonserver": "bin/tritonserver",
+    "stub": "triton_python_backend_stub",
+    "rank": "fastserve_backend.worker",
+    "grammars": "fastserve_backend.grammars",
+}
+NAMES = ("launcher", *PROCESSES, "gateway")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The idle processes, by name, and the names of their shared memory."""
+
+    holdings: dict[str, Holdings]
+    shared_memory: frozenset[str]
+
+    def counts(self) -> object:
+        """All that is to be constant."""
+        return self.shared_memory, {
+            name: (one.pid, one.num_descriptors, one.num_threads)
+            for name, one in self.holdings.items()
+        }
+
+
+@dataclass(frozen=True)
+class Soak:
+    sent: Counter[str]
+    swap_bytes: float
+    worker_restarts: float
+    readings: list[Reading]
+    """After the warm-up, and after each round that followed."""
+
+
+@pytest.fixture(scope="module")
+def soak(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Soak]:
+    directory = tmp_path_factory.mktemp("soak")
+    config = directory / "engine.yaml"
+    config.write_text(_config(directory / "model").to_yaml(), encoding="utf-8")
+    is_long = request.config.getoption("--endurance")
+    with leaving_nothing() as started:
+        launcher = start_launcher(config, directory / "server.log")
+        try:
+            started.append(started_by(launcher))
+            (runtime, endpoints), log = started[0], directory / "gateway.log"
+            with running_gateway(f"grpc://{endpoints.grpc_url}", log) as gateway:
+                pids = {"launcher": launcher.pid, "gateway": gateway.process.pid}
+                load = MixedLoad(endpoints, gateway.url)
+                yield _soak(load, runtime, endpoints, pids, is_long=is_long)
+            launcher.send_signal(signal.SIGTERM)
+            assert launcher.wait(60.0) == 0
+        finally:
+            launcher.kill()
+
+
+def _config(model: Path) -> EngineConfig:
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(TINY_OPT), encoding="utf-8")
+    save_byte_tokenizer(model)
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    # So little memory on the host that a burst touches all of it.
+    small = {"device_blocks": 80, "swap_space_gib": 0.01}
+    return EngineConfig().with_keys(**engine_options(model) | small)
+
+
+def _soak(
+    load: MixedLoad,
+    runtime: RuntimeDirectory,
+    endpoints: Endpoints,
+    pids: dict[str, int],
+    *,
+    is_long: bool,
+) -> Soak:
+    round_s = ROUND_S if is_long else SHORT_ROUND_S
+    num_rounds = NUM_ROUNDS if is_long else NUM_SHORT_ROUNDS
+    num_warm = WARM_UP_ROUNDS if is_long else 1
+    readings: list[Reading] = []
+    for number in range(1, num_rounds + 1):
+        asyncio.run(load.run(round_s, REQUESTS_PER_S))
+        wait_for(lambda: _is_over(load, endpoints), SETTLE_TIMEOUT_S)
+        if number >= num_warm:
+            readings.append(_settled_reading(runtime, pids))
+    url = endpoints.metrics_url
+    swapped = metric(url, "fastserve_swap_bytes_total", direction="out")
+    restarts = metric(url, "fastserve_worker_restarts_total")
+    return Soak(load.sent, swapped, restarts, readings)
+
+
+def _is_over(load: MixedLoad, endpoints: Endpoints) -> bool:
+    """Whether the server counts each job as ended once, and has nothing left of any."""
+    url = endpoints.metrics_url
+    num_ended = sum(ended_jobs(url, reason.value) for reason in FinishReason)
+    num_refused = metric(url, "fastserve_requests_rejected_total")
+    # The launcher's probe was one, too.
+    assert num_ended <= load.num_jobs + 1
+    assert num_refused <= load.num_refused
+    is_all = (num_ended, num_refused) == (load.num_jobs + 1, load.num_refused)
+    return is_all and unfinished_jobs(url) == 0 and used_blocks(url) == 0
+
+
+def _settled_reading(runtime: RuntimeDirectory, pids: dict[str, int]) -> Reading:
+    """Once nothing changes any more: closed connections are let go of a moment later."""
+    deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+    before = _read(runtime, pids)
+    while True:
+        time.sleep(SETTLE_S)
+        now = _read(runtime, pids)
+        if now.counts() == before.counts() or time.monotonic() > deadline_s:
+            return now
+        before = now
+
+
+def _read(runtime: RuntimeDirectory, pids: dict[str, int]) -> Reading:
+    found = dict(pids)
+    for pid in runtime.processes():
+        words = " ".join(psutil.Process(pid).cmdline())
+        found |= {name: pid for name, part in PROCESSES.items() if part in words}
+    names = Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*")
+    return Reading(
+        {name: Holdings.of(found[name]) for name in NAMES}, frozenset(path.name for path in names)
+    )
+
+
+def test_each_request_ends_once(soak: Soak, record_property: Callable[[str, object], None]) -> None:
+    """Which each of them, and the server's counters, have said by now."""
+    assert soak.worker_restarts == 0
+    assert soak.swap_bytes > 0
+    for reading in soak.readings:
+        assert reading.shared_memory == soak.readings[0].shared_memory
+    ends = Counter(
+        next((end for end in ("cancelled", "refused") if end in kind), "answered")
+        for kind in soak.sent.elements()
+    )
+    record_property("requests", soak.sent.total())
+    record_property("cancelled", ends["cancelled"])
+    record_property("refused", ends["refused"])
+    record_property("lost", 0)
+    record_property("swapped out, MiB", round(soak.swap_bytes / MIB))
+    record_property("names in /dev/shm", len(soak.readings[0].shared_memory))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_process_has_stays(
+    name: str,
+    soak: Soak,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
+) -> None:
+    first, *others = (reading.holdings[name] for reading in soak.readings)
+    most_growth = MOST_GROWTH if request.config.getoption("--endurance") else MOST_SHORT_GROWTH
+    limit = max(first.memory_bytes * (1 + most_growth), first.memory_bytes + GRAIN_BYTES)
+    for other in others:
+        assert other.pid == first.pid
+        assert other.num_descriptors == first.num_descriptors
+        assert other.num_threads == first.num_threads
+        assert other.memory_bytes <= limit
+    growth = others[-1].memory_bytes / first.memory_bytes - 1
+    record_property("after warm-up, MiB", f"{first.memory_bytes / MIB:.1f}")
+    record_property("at the end, MiB", f"{others[-1].memory_bytes / MIB:.1f}")
+    record_property("growth", f"{growth:+.1%}")
+    record_property("descriptors", others[-1].num_descriptors)
+    record_property("threads", others[-1].num_threads)

@@ -30,10 +30,9 @@ def test_the_stub_is_killed_under_load(
     tiny_config: EngineConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    request: pytest.FixtureRequest,
+    is_long: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    is_long = request.config.getoption("--endurance")
     kills = KILLS if is_long else 1
     monkeypatch.setattr(restart_limit, "_MAX_RESTARTS", kills)
     error_s = ready_s = 0.0

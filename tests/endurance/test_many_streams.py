@@ -35,10 +35,9 @@ BODY = {
 async def test_each_of_many_streams_gets_its_tokens(
     tiny_config: EngineConfig,
     tmp_path: Path,
-    request: pytest.FixtureRequest,
+    is_long: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    is_long = request.config.getoption("--endurance")
     num_tokens = MANY_TOKENS if is_long else FEW_TOKENS
     config = tiny_config.with_keys(
         max_num_seqs=STREAMS,

@@ -31,11 +31,10 @@ DEADLINE_S = 60.0
 def test_responses_of_many_streams(
     tiny_config: EngineConfig,
     tmp_path: Path,
-    request: pytest.FixtureRequest,
+    is_long: bool,
     record_property: Callable[[str, object], None],
     stream_interval: int,
 ) -> None:
-    is_long = request.config.getoption("--endurance")
     num_tokens = MANY_TOKENS if is_long else FEW_TOKENS
     most_tokens = STREAMS * num_tokens
     config = tiny_config.with_keys(

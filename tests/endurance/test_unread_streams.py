@@ -19,7 +19,6 @@ from contextlib import ExitStack
 
 import httpx2
 import psutil
-import pytest
 from fastserve_backend.serving.launch import TritonServer
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway
 from serving_client import wait_until_idle
@@ -44,10 +43,9 @@ PLAIN = {
 def test_clients_that_stop_reading_are_dropped(
     gateway: RunningGateway,
     server: TritonServer,
-    request: pytest.FixtureRequest,
+    is_long: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    is_long = request.config.getoption("--endurance")
     num_rounds = ROUNDS if is_long else 1
     slowest_s = held = 0.0
     ends = threading.Event()

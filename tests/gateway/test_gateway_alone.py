@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import gzip
 import json
 import re
 import socket
@@ -122,6 +123,20 @@ def test_the_name_of_json_in_any_case(alone: TestClient) -> None:
     for name in ("Application/JSON", "application/json; charset=utf-8"):
         headers = {"Content-Type": name}
         assert alone.post("/v1/completions", headers=headers, content=b"{").status_code == 400
+
+
+@pytest.mark.parametrize("name", ["gzip", "deflate", "br", "Identity, gzip"])
+def test_a_compressed_body_is_not_read_as_text(alone: TestClient, name: str) -> None:
+    content = gzip.compress(b'{"model": "fastserve", "prompt": "a"}')
+    headers = {"Content-Type": "application/json", "Content-Encoding": name}
+    answer = alone.post("/v1/completions", headers=headers, content=content)
+    assert answer.status_code == 415
+    assert "Content-Encoding" in answer.json()["error"]["message"]
+
+
+def test_a_body_that_says_it_is_not_compressed(alone: TestClient) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "identity"}
+    assert alone.post("/v1/completions", headers=headers, content=b"{").status_code == 400
 
 
 # --- how much it holds --------------------------------------------------------------------------

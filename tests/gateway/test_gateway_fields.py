@@ -72,6 +72,30 @@ def test_of_many_wrong_messages_the_first_is_named() -> None:
     assert from_validation(raised.value).body["error"]["param"] == "messages.0.role"
 
 
+@pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest])
+@pytest.mark.parametrize("body", ["[]", "null", '"a"', "1", "[[]]"])
+def test_a_body_that_is_no_object(schema: Any, body: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        parse_body(body.encode(), schema)
+    assert raised.value.body["error"]["message"] == "the body must be a JSON object"
+
+
+@pytest.mark.parametrize(
+    ("schema", "fields", "param"),
+    [
+        (ChatRequest, {"messages": ["secret"]}, "messages.0"),
+        (CompletionRequest, {"response_format": "secret"}, "response_format"),
+        (ChatRequest, {"stream_options": ["secret"]}, "stream_options"),
+        (CompletionRequest, {"structured_output": "secret"}, "structured_output"),
+    ],
+)
+def test_what_is_no_object_is_told_so_in_the_words_of_json(
+    schema: Any, fields: dict[str, Any], param: str
+) -> None:
+    """Not in Python's, with names of classes."""
+    assert refusal(schema, **fields)["message"] == f"{param}: must be a JSON object"
+
+
 def refusal(schema: type[ChatRequest | CompletionRequest], **fields: Any) -> dict[str, Any]:
     body = MESSAGES if schema is ChatRequest else PROMPT
     with pytest.raises(ValidationError) as raised:
@@ -183,6 +207,8 @@ def test_fields_that_ask_for_nothing_are_taken(name: str, value: Any) -> None:
         ({"logit_bias": ["secret"]}, "logit_bias"),
         ({"logit_bias": {"5": "secret"}}, "logit_bias"),
         ({"logit_bias": {str(n): 1 for n in range(301)}}, "logit_bias"),
+        ({"stop": ["secret"] * 17}, "stop"),
+        ({"stop_token_ids": [5] * 129}, "stop_token_ids"),
     ],
 )
 def test_forms_and_biases_that_are_none(schema: Any, fields: dict[str, Any], param: str) -> None:

@@ -93,6 +93,14 @@ def test_the_stub_never_imports_torch_and_ranks_do(server: TritonServer) -> None
     assert "libtorch" in Path(f"/proc/{rank_pid(server.runtime)}/maps").read_text()
 
 
+def test_large_blocks_go_back_to_the_system_in_the_server_and_not_in_ranks(
+    server: TritonServer,
+) -> None:
+    variable = b"MALLOC_MMAP_THRESHOLD_="
+    assert variable in Path(f"/proc/{server.pid}/environ").read_bytes()
+    assert variable not in Path(f"/proc/{rank_pid(server.runtime)}/environ").read_bytes()
+
+
 def test_runtime_directory_is_private_and_locked(server: TritonServer) -> None:
     path = server.runtime.path
     assert path.stat().st_mode & 0o777 == 0o700

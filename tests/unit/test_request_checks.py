@@ -113,3 +113,12 @@ def test_what_just_fits() -> None:
     for limit in (800, 1000):
         fits = checks(ByteTokenizer(MODEL.vocab_size), limit)
         fits.validate([5] * (limit - 10), SamplingParams(max_tokens=10))
+
+
+def test_of_too_many_messages_none_is_looked_at() -> None:
+    """Hundreds of thousands would take seconds, in which no other request is accepted."""
+    refusing = checks(ByteTokenizer(MODEL.vocab_size))
+    with pytest.raises(ContextLengthError, match=r"^messages: got '1000 messages'; "):
+        refusing.encode_chat([{"no": "message"}] * 1000)
+    with pytest.raises(InvalidRequestError, match=r"^messages\[0\]: got 'no'; "):
+        refusing.encode_chat([{"no": "message"}] * 999)

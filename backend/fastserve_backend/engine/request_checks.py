@@ -53,6 +53,18 @@ class RequestChecks:
             raise InvalidRequestError("text_input", text, "must give at least one token")
         return ids
 
+    def check_conversation(self, messages: Sequence[object]) -> list[Message]:
+        """The messages as ``check_messages`` returns them.
+
+        Raises:
+            InvalidRequestError: one of them is none.
+            ContextLengthError: too many, which is said before each is looked at: hundreds of
+                thousands would take seconds, in which no other request is accepted.
+        """
+        if len(messages) > self._max_prompt_tokens:  # each takes a token at least
+            raise self._too_long("messages", f"{len(messages)} messages")
+        return check_messages(messages)
+
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the prompt that the model's chat template makes of a conversation.
 
@@ -60,10 +72,8 @@ class RequestChecks:
             InvalidRequestError: messages that are none, no template, or messages that it refuses.
             ContextLengthError: too long.
         """
-        messages = check_messages(messages)
+        messages = self.check_conversation(messages)
         given = f"{len(messages)} messages"
-        if len(messages) > self._max_prompt_tokens:  # each takes a token at least
-            raise self._too_long("messages", given)
         self._check_length("messages", sum(len(m["role"]) + len(m["content"]) for m in messages))
         try:
             text = self._tokenizer.render_chat(messages)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from fastserve_client import protocol
 from numpy.typing import NDArray
 
 from fastserve_backend.errors import InvalidRequestError
-from fastserve_backend.models.chat_messages import check_messages
 from fastserve_backend.models.chat_template import Message
 from fastserve_backend.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 from fastserve_backend.structured_output import StructuredOutput
@@ -47,8 +46,8 @@ class GenerateRequest:
     text: str | None
     input_ids: NDArray[np.int32] | None
     """[n]"""
-    messages: list[Message] | None
-    """A conversation, for the model's chat template, as ``check_messages`` returns it."""
+    messages: list[Any] | None
+    """A conversation, for the model's chat template: a list that is not empty, of anything yet."""
     stream: bool
     include_input: bool
     """The prompt's text comes first in ``text_output``; never with ``stream`` or ``messages``."""
@@ -134,7 +133,7 @@ def decode_watch(tensors: Mapping[str, NDArray[Any]], parameters: str) -> float 
 class _Prompt(NamedTuple):
     text: str | None = None
     input_ids: NDArray[np.int32] | None = None
-    messages: list[Message] | None = None
+    messages: list[Any] | None = None
 
 
 def _prompt(tensors: Mapping[str, NDArray[Any]]) -> _Prompt:
@@ -164,19 +163,22 @@ def _prompt(tensors: Mapping[str, NDArray[Any]]) -> _Prompt:
     return _Prompt(text=text)
 
 
-def _messages(text: str) -> list[Message]:
-    """A conversation from JSON; errors name the message, and quote nothing that was said."""
+def _messages(text: str) -> list[Any]:
+    """A conversation from JSON; the error quotes nothing that was said."""
     messages = _from_json(text)
     if not isinstance(messages, list) or not messages:
         allowed = "must be a JSON list of at least one message"
         raise InvalidRequestError(protocol.MESSAGES, f"{len(text)} characters", allowed)
-    checked = check_messages(messages)
-    for index, message in enumerate(checked):
+    return messages
+
+
+def refuse_unknown_keys(messages: Sequence[Message]) -> None:
+    """Raises InvalidRequestError: a message has a key that nothing reads."""
+    for index, message in enumerate(messages):
         for key, value in message.items():
             if key not in _MESSAGE_KEYS and value is not None:
                 allowed = "unknown; allowed are " + ", ".join(_MESSAGE_KEYS)
                 raise InvalidRequestError(f"{protocol.MESSAGES}[{index}]", key, allowed)
-    return checked
 
 
 def _sampling_params(values: _Values, needs_logprobs: bool) -> SamplingParams:

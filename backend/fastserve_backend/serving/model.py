@@ -27,6 +27,7 @@ from fastserve_backend.serving.codec import (
     GenerateRequest,
     decode_request,
     decode_watch,
+    refuse_unknown_keys,
 )
 from fastserve_backend.serving.guard import ParentGuard
 from fastserve_backend.serving.metrics import MetricsPublisher
@@ -140,8 +141,10 @@ class TritonPythonModel:
         if wanted.text is not None:
             prompt_ids = engine.checks.encode(wanted.text)
         elif wanted.messages is not None:
-            prompt_ids = engine.checks.encode_chat(wanted.messages)
-            users_words = last_user_words(wanted.messages)
+            messages = engine.checks.check_conversation(wanted.messages)
+            refuse_unknown_keys(messages)
+            prompt_ids = engine.checks.encode_chat(messages)
+            users_words = last_user_words(messages)
         else:
             assert wanted.input_ids is not None
             prompt_ids = engine.checks.accept_ids(wanted.input_ids)

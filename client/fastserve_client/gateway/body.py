@@ -32,14 +32,19 @@ async def read_body(
     """The fields of a JSON body.
 
     Raises:
-        ApiError: no JSON (415), too large, alone or for so many answers (413), a field that is
-            wrong or missing (400), too slow (408), or no room for it beside others (429).
+        ApiError: no JSON, or compressed (415), too large, alone or for so many answers (413), a
+            field that is wrong or missing (400), too slow (408), or no room for it beside others
+            (429).
         starlette.requests.ClientDisconnect: the client went away.
     """
     # A page in a browser can send text/plain to any address, but not JSON without CORS.
     content_type = request.headers.get("content-type", "").partition(";")[0]
     if content_type.strip().lower() != "application/json":
         raise ApiError(415, "Content-Type must be application/json")
+    encoding = request.headers.get("content-encoding", "")
+    if encoding.strip().lower() not in ("", "identity"):
+        # A few bytes may become gigabytes, and bodies are small as they are.
+        raise ApiError(415, "Content-Encoding must be left out: bodies are not decompressed")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:
         # Who waits for leave to send it (RFC 9110, 10.1.1) may send the next request in its place.

@@ -78,6 +78,11 @@ _FIELDS = {
 }
 
 
+# Pydantic's, whose words for them are Python's and name classes.
+_NO_OBJECT = ("model_type", "dict_type")
+_MUST_BE_OBJECT = "must be a JSON object"
+
+
 def invalid(param: str, reason: str) -> ApiError:
     """A field with a wrong value."""
     return ApiError(400, f"{param}: {reason}", param=param)
@@ -104,6 +109,10 @@ def from_validation(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     param = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] in _NO_OBJECT:
+        message = _MUST_BE_OBJECT
+        if not param:
+            return ApiError(400, f"the body {message}")
     if param:
         return invalid(param, message)
     # Of several fields: the schema's own words begin with one of them.

@@ -25,6 +25,10 @@ MAX_CHOICES = 128
 """OpenAI's limit of ``n``."""
 MAX_LOGIT_BIASES = 300
 """OpenAI's, and the server's."""
+MAX_STOP_WORDS = 16
+MAX_STOP_TOKEN_IDS = 128
+"""The server's, as ``MAX_STOP_WORDS``. It has no time for other requests while it reads a million
+of them only to refuse them."""
 
 # Values of a field that may hold millions are checked as a whole, and at the first that is wrong:
 # pydantic would keep an error for each, and for each member of a union.
@@ -53,15 +57,15 @@ def _fill_content(message: Any) -> Any:
 
 
 def _check_stop(value: Any) -> Any:
-    if value is None or isinstance(value, str) or value == [] or _all(str, value):
+    if value is None or isinstance(value, str) or _is_short(str, value, MAX_STOP_WORDS):
         return value
-    raise ValueError("must be text or a list of texts")
+    raise ValueError(f"must be text or a list of at most {MAX_STOP_WORDS} texts")
 
 
 def _check_token_ids(value: Any) -> Any:
-    if value is None or type(value) is int or value == [] or _all(int, value):
+    if value is None or type(value) is int or _is_short(int, value, MAX_STOP_TOKEN_IDS):
         return value
-    raise ValueError("must be a token id or a list of them")
+    raise ValueError(f"must be a token id or a list of at most {MAX_STOP_TOKEN_IDS} of them")
 
 
 def _without_false(value: Any) -> Any:
@@ -77,6 +81,10 @@ def _check_biases(value: Any) -> Any:
     ):
         return value
     raise ValueError(f"must give at most {MAX_LOGIT_BIASES} token ids a number each")
+
+
+def _is_short(kind: type, value: Any, most: int) -> bool:
+    return value == [] or (_all(kind, value) and len(value) <= most)
 
 
 def _all(kind: type, value: Any) -> bool:

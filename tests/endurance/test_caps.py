@@ -1,0 +1,231 @@
+"""As many requests, connections and bytes as there may be, and more, and clients that are odd.
+
+`make endurance` has the whole numbers, `make test` a tenth or so. What a single connection to the
+gateway may do is in tests/gateway/test_gateway_connections.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.serving.launch import TritonServer
+from fastserve_client.protocol import MAX_TOKENS, MODEL_NAME, TEXT_INPUT
+from running_gateway import RunningGateway
+from serving_client import GENERATE, GrpcStream, generate, post
+from tritonclient.grpc import service_pb2
+
+DEADLINE_S = 120.0
+
+
+pytestmark = pytest.mark.usefixtures("unharmed")
+
+
+# --- open requests ------------------------------------------------------------------------------
+
+REQUESTS_OF_STREAM = 100
+# Most jobs have all of theirs only when no new ones come any more.
+TOKENS = 8
+BEYOND_QUEUE = 0.1
+"""More requests than the queue takes, as a part of it: some end while the others come."""
+FULL = "requests are queued already"
+# 2 s for a thousand, on two cores that clients and server share.
+MOST_REFUSAL_S = 20.0
+
+
+@pytest.mark.timeout(2 * DEADLINE_S)
+async def test_each_open_request_ends_once(
+    chatty_config: EngineConfig,
+    chatty_server: TritonServer,
+    is_long: bool,
+    note: Callable[..., None],
+) -> None:
+    limit = chatty_config.scheduler.max_queued_requests
+    number = round(limit * (1 + BEYOND_QUEUE))
+    began_s = time.monotonic()
+    finals: Counter[str] = Counter()
+    answers: Counter[str] = Counter()
+    refused_s: list[float] = []
+
+    async def read(call: Any) -> None:
+        async for response in call:
+            if response.error_message:
+                assert FULL in response.error_message
+                refused_s.append(time.monotonic() - began_s)
+                continue
+            one = response.infer_response
+            finals[one.id] += one.parameters["triton_final_response"].bool_param
+            answers[one.id] += bool(one.outputs)
+
+    async with grpc.aio.insecure_channel(chatty_server.endpoints.grpc_url) as channel:
+        stream = channel.stream_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer",
+            request_serializer=service_pb2.ModelInferRequest.SerializeToString,
+            response_deserializer=service_pb2.ModelStreamInferResponse.FromString,
+        )
+        starts = range(0, number, REQUESTS_OF_STREAM)
+        calls = [
+            stream(requests(start, min(number, start + REQUESTS_OF_STREAM)), timeout=DEADLINE_S)
+            for start in starts
+        ]
+        await asyncio.gather(*map(read, calls))
+    seconds = time.monotonic() - began_s
+
+    ids = {str(index) for index in range(number)}
+    assert finals == Counter(ids)
+    answered = {name for name, count in answers.items() if count}
+    assert max(answers.values()) == 1
+    assert len(answered) + len(refused_s) == number
+    assert len(answered) >= limit
+    if is_long:
+        assert 0 < max(refused_s, default=0.0) < MOST_REFUSAL_S
+    result = f"{len(answered)} answered, {len(refused_s)} refused"
+    note("open requests over gRPC", number, result, seconds)
+
+
+async def requests(start: int, end: int) -> AsyncIterator[Any]:
+    for index in range(start, end):
+        message = service_pb2.ModelInferRequest(model_name=MODEL_NAME, id=str(index))
+        for name, datatype, raw in (
+            (TEXT_INPUT, "BYTES", struct.pack("<I1s", 1, b"a")),
+            (MAX_TOKENS, "INT32", struct.pack("<i", TOKENS)),
+        ):
+            message.inputs.add(name=name, datatype=datatype, shape=[1])
+            message.raw_input_contents.append(raw)
+        message.parameters["triton_enable_empty_final_response"].bool_param = True
+        yield message
+
+
+# --- large prompts ------------------------------------------------------------------------------
+
+LARGE = 10_000_000
+"""Bytes."""
+MANY, SOME = 32, 2
+# Where nothing else runs it is below 0.3 s; whoever types reads on.
+MOST_GAP_S = 3.0
+# Of tritonserver and the stub together, when all have been refused.
+MOST_GROWTH_BYTES = 500_000_000
+TOO_LONG = "maximum context length is 256 tokens"
+TOO_LARGE = "the body is larger than 8388608 bytes"
+
+
+class Reader(threading.Thread):
+    """Somebody who reads stream after stream, and notes the longest time without a token."""
+
+    def __init__(self, grpc_url: str) -> None:
+        super().__init__()
+        self._grpc_url = grpc_url
+        self._has_begun, self._is_over = threading.Event(), threading.Event()
+        self.longest_gap_s = 0.0
+
+    def run(self) -> None:
+        while not self._is_over.is_set():
+            last_s = time.monotonic()
+            stream = GrpcStream(
+                self._grpc_url, text_input="a", stream=True, max_tokens=250, ignore_eos=True
+            )
+            while not stream.answer.num_finals:
+                stream.step()
+                now_s = time.monotonic()
+                self.longest_gap_s = max(self.longest_gap_s, now_s - last_s)
+                last_s = now_s
+                self._has_begun.set()
+            assert stream.finish().error is None
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        self.start()
+        try:
+            assert self._has_begun.wait(DEADLINE_S)
+            yield
+        finally:
+            self._is_over.set()
+            self.join()
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def conversation(num_messages: int, content: str) -> str:
+    return json.dumps([{"role": "user", "content": content}] * num_messages)
+
+
+def gateway_prompts() -> dict[str, bytes]:
+    message = {"role": "user", "content": "a" * LARGE}
+    return {
+        "text": body(model=MODEL_NAME, prompt="a" * LARGE),
+        "token ids": body(model=MODEL_NAME, prompt=[5] * (LARGE // 3)),
+        "a message": body(model=MODEL_NAME, messages=[message]),
+    }
+
+
+def triton_prompts() -> dict[str, dict[str, Any]]:
+    return {
+        "text": {"text_input": "a" * LARGE},
+        "token ids": {"input_ids": [5] * (LARGE // 4)},
+        "a message": {"messages": conversation(1, "a" * LARGE)},
+        "messages": {"messages": conversation(LARGE // 40, "a")},
+    }
+
+
+@pytest.mark.timeout(2 * DEADLINE_S)
+@pytest.mark.parametrize("way", ["gateway", "Triton HTTP", "Triton gRPC"])
+def test_large_prompts_are_refused_quickly_and_nobody_else_notices(
+    way: str,
+    chatty_server: TritonServer,
+    chatty_gateway: RunningGateway,
+    is_long: bool,
+    note: Callable[..., None],
+) -> None:
+    endpoints = chatty_server.endpoints
+    number = MANY if is_long else SOME
+    before = memory(chatty_server)
+    reader = Reader(endpoints.grpc_url)
+    took_s: list[float] = []
+
+    def send(prompt: Any) -> None:
+        began_s = time.monotonic()
+        if way == "gateway":
+            path = "chat/completions" if b'"messages"' in prompt[:100] else "completions"
+            answer = post(chatty_gateway.api_url, f"/{path}", prompt)
+            assert (answer.status_code, TOO_LARGE in answer.text) == (413, True)
+        elif way == "Triton HTTP":
+            answer = post(endpoints.http_url, GENERATE, prompt)
+            assert (answer.status_code, TOO_LONG in answer.text) == (400, True)
+        else:
+            error = generate(endpoints.grpc_url, **prompt).error
+            assert error is not None
+            assert TOO_LONG in error.message()
+        took_s.append(time.monotonic() - began_s)
+
+    prompts = list((gateway_prompts() if way == "gateway" else triton_prompts()).values())
+    if way == "Triton HTTP":
+        prompts = [json.dumps(prompt).encode() for prompt in prompts]
+    with reader.reading(), ThreadPoolExecutor(number) as pool:
+        for prompt in prompts:
+            send(prompt)
+            list(pool.map(send, [prompt] * number))
+    assert memory(chatty_server) - before < MOST_GROWTH_BYTES
+    if is_long:
+        assert reader.longest_gap_s < MOST_GAP_S
+    result = f"refused; longest gap of a stream beside them {reader.longest_gap_s:.2f} s"
+    note(f"prompts of 10 MB, {way}", len(took_s), result, max(took_s))
+
+
+def memory(server: TritonServer) -> int:
+    """PSS of tritonserver and the stub, bytes."""
+    pids = (server.pid, server.runtime.stub_pid())
+    return sum(psutil.Process(pid).memory_full_info().pss for pid in pids)

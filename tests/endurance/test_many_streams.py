@@ -49,7 +49,10 @@ async def test_each_of_many_streams_gets_its_tokens(
         running_server(config, tmp_path / "server.log") as server,
         running_gateway(server.endpoints.grpc_url, tmp_path / "gateway.log") as gateway,
     ):
-        streams = [asyncio.create_task(read(gateway, num_tokens)) for _ in range(STREAMS)]
+        begun = [asyncio.Event() for _ in range(STREAMS)]
+        streams = [asyncio.create_task(read(gateway, num_tokens, one)) for one in begun]
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*(one.wait() for one in begun))
         refused_s = await refusals(gateway, streams)
         rates = await asyncio.wait_for(asyncio.gather(*streams), DEADLINE_S)
     if not is_long:  # short answers may end before one is refused
@@ -68,8 +71,8 @@ async def test_each_of_many_streams_gets_its_tokens(
         record_property(key, value)
 
 
-async def read(gateway: RunningGateway, num_tokens: int) -> float:
-    """Tokens/s of one answer."""
+async def read(gateway: RunningGateway, num_tokens: int, begun: asyncio.Event) -> float:
+    """Tokens/s of one answer; ``begun`` is set when its first token is there."""
     body = json.dumps({**BODY, "max_tokens": num_tokens}).encode()
     url = httpx2.URL(gateway.url)
     began_s = time.monotonic()
@@ -79,6 +82,7 @@ async def read(gateway: RunningGateway, num_tokens: int) -> float:
     writer.write(head.encode() + body)
     end = b""
     while part := await reader.read(1 << 16):
+        begun.set()
         end = (end + part)[-1000:]
     seconds = time.monotonic() - began_s
     writer.close()
@@ -96,7 +100,7 @@ async def refusals(gateway: RunningGateway, streams: Sequence[asyncio.Task[float
             url = f"{gateway.api_url}/completions"
             return (await http.post(url, json={**BODY, "max_tokens": 1})).status_code
 
-        # One that is taken came before the last stream, or after the first had ended.
+        # One that is taken came after the first stream had ended.
         while not any(stream.done() for stream in streams):
             began_s = time.monotonic()
             if await ask() == httpx2.codes.TOO_MANY_REQUESTS:

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("unharmed")
 REQUESTS_OF_STREAM = 100
 # Most jobs have all of theirs only when no new ones come any more.
 TOKENS = 8
-BEYOND_QUEUE = 0.1
+BEYOND_QUEUE = 1.0
 """More requests than the queue takes, as a part of it: some end while the others come."""
 FULL = "requests are queued already"
 # 2 s for a thousand, on two cores that clients and server share.

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import httpx2
@@ -32,15 +32,12 @@ LONGEST_QUEUE, SHORT_QUEUE = 10_000, 1000
 
 
 @pytest.fixture(scope="session")
-def chatty_config(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> EngineConfig:
+def chatty_config(tmp_path_factory: pytest.TempPathFactory, is_long: bool) -> EngineConfig:
     """A tiny model that takes all there is to take: conversations and structured output, too."""
     model = save_byte_tokenizer(tmp_path_factory.mktemp("chatty-opt"))
     config = TINY_OPT | {"vocab_size": VOCAB_SIZE}
     (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    is_long = request.config.getoption("--endurance")
     return EngineConfig().with_keys(
         **engine_options(model)
         | {
@@ -72,23 +69,28 @@ def chatty_gateway(
         yield running
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def is_long(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--endurance"))
 
 
 @pytest.fixture
-def note(record_property: Callable[[str, object], None]) -> Callable[..., None]:
-    """A row of the table."""
+def row(record_property: Callable[[str, object], None]) -> Callable[[Mapping[str, object]], None]:
+    """Takes the test's row of the table, by column."""
+
+    def record(columns: Mapping[str, object]) -> None:
+        for name, value in columns.items():
+            record_property(name, value)
+
+    return record
+
+
+@pytest.fixture
+def note(row: Callable[[Mapping[str, object]], None]) -> Callable[..., None]:
+    """A row of the table of caps."""
 
     def record(what: str, number: int, result: str, worst_s: float) -> None:
-        for key, value in (
-            ("what", what),
-            ("number", number),
-            ("result", result),
-            ("worst time, s", f"{worst_s:.2f}"),
-        ):
-            record_property(key, value)
+        row({"what": what, "number": number, "result": result, "worst time, s": f"{worst_s:.2f}"})
 
     return record
 

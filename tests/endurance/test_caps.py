@@ -1,7 +1,6 @@
-"""As many requests, connections and bytes as there may be, and more, and clients that are odd.
+"""As many open requests and as large prompts as there may be, and more.
 
-`make endurance` has the whole numbers, `make test` a tenth or so. What a single connection to the
-gateway may do is in tests/gateway/test_gateway_connections.py.
+`make endurance` has the whole numbers, `make test` a tenth or so.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ pytestmark = pytest.mark.usefixtures("unharmed")
 REQUESTS_OF_STREAM = 100
 # Most jobs have all of theirs only when no new ones come any more.
 TOKENS = 8
-BEYOND_QUEUE = 1.0
-"""More requests than the queue takes, as a part of it: some end while the others come."""
 FULL = "requests are queued already"
 # 2 s for a thousand, on two cores that clients and server share.
 MOST_REFUSAL_S = 20.0
@@ -53,7 +50,7 @@ async def test_each_open_request_ends_once(
     note: Callable[..., None],
 ) -> None:
     limit = chatty_config.scheduler.max_queued_requests
-    number = round(limit * (1 + BEYOND_QUEUE))
+    number = 2 * limit  # some end while the others come
     began_s = time.monotonic()
     finals: Counter[str] = Counter()
     answers: Counter[str] = Counter()

@@ -57,10 +57,10 @@ def test_each_is_answered_and_nothing_is_left(
     chatty_server: TritonServer,
     chatty_gateway: RunningGateway,
     chatty_log_path: Path,
-    request: pytest.FixtureRequest,
+    is_long: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
-    number = NUM_LONG if request.config.getoption("--endurance") else NUM_SHORT
+    number = NUM_LONG if is_long else NUM_SHORT
     endpoints, runtime = chatty_server.endpoints, chatty_server.runtime
     answer = generate(endpoints.grpc_url, **FIXED_REQUEST).token_ids
     processes = {chatty_server.pid, runtime.stub_pid(), *runtime.processes()}

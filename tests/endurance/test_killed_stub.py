@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,7 @@ def test_the_stub_is_killed_under_load(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     is_long: bool,
-    record_property: Callable[[str, object], None],
+    row: Callable[[Mapping[str, object]], None],
 ) -> None:
     kills = KILLS if is_long else 1
     monkeypatch.setattr(restart_limit, "_MAX_RESTARTS", kills)
@@ -40,7 +40,8 @@ def test_the_stub_is_killed_under_load(
         server = start(tiny_config, tmp_path / "server.log")
         started.append((server.runtime, server.endpoints))
         try:
-            shared_memory = names(server)
+            prefix = server.runtime.shared_memory_prefix
+            num_names = len(names(prefix))
             for number in range(kills):
                 streams = load(server)
                 killed_s = time.monotonic()
@@ -52,25 +53,26 @@ def test_the_stub_is_killed_under_load(
                     stream.cancel()
                 wait_for(lambda number=number: is_serving(server, number + 1), DEADLINE_S)
                 ready_s = max(ready_s, time.monotonic() - killed_s)
-                assert len(names(server)) == len(shared_memory)
+                assert len(names(prefix)) == num_names
             assert server.restarts == kills
         finally:
             server.stop()
     if is_long:
         assert error_s <= ERROR_S
         assert ready_s <= READY_S
-    for key, value in (
-        ("kills", kills),
-        ("streams at each", STREAMS),
-        ("the last error after, s", round(error_s, 1)),
-        ("answers again after, s", round(ready_s, 1)),
-        ("names left in /dev/shm", 0),
-    ):
-        record_property(key, value)
+    row(
+        {
+            "kills": kills,
+            "streams at each": STREAMS,
+            "the last error after, s": round(error_s, 1),
+            "answers again after, s": round(ready_s, 1),
+            "names left in /dev/shm": len(names(prefix)),
+        }
+    )
 
 
-def names(server: TritonServer) -> list[Path]:
-    return list(Path("/dev/shm").glob(f"{server.runtime.shared_memory_prefix}*"))
+def names(prefix: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"{prefix}*"))
 
 
 def load(server: TritonServer) -> list[GrpcStream]:

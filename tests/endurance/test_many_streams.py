@@ -11,12 +11,13 @@ import json
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import httpx2
 import pytest
 from fastserve_backend.config import EngineConfig
+from raw_http import http_post
 from running_gateway import RunningGateway, running_gateway
 from running_server import running_server
 
@@ -37,7 +38,7 @@ async def test_each_of_many_streams_gets_its_tokens(
     tiny_config: EngineConfig,
     tmp_path: Path,
     is_long: bool,
-    record_property: Callable[[str, object], None],
+    row: Callable[[Mapping[str, object]], None],
 ) -> None:
     num_tokens = MANY_TOKENS if is_long else FEW_TOKENS
     config = tiny_config.with_keys(
@@ -59,16 +60,17 @@ async def test_each_of_many_streams_gets_its_tokens(
         return
     assert min(rates) >= TOKENS_PER_S
     assert statistics.median(refused_s) <= REFUSED_S
-    for key, value in (
-        ("streams", STREAMS),
-        ("tokens of each", num_tokens),
-        ("the slowest, tokens/s", round(min(rates))),
-        ("refused meanwhile", len(refused_s)),
-        ("after, median, ms", round(1e3 * statistics.median(refused_s))),
-        ("P90, ms", round(1e3 * sorted(refused_s)[len(refused_s) * 9 // 10])),
-        ("the slowest, ms", round(1e3 * max(refused_s))),
-    ):
-        record_property(key, value)
+    row(
+        {
+            "streams": STREAMS,
+            "tokens of each": num_tokens,
+            "the slowest, tokens/s": round(min(rates)),
+            "refused meanwhile": len(refused_s),
+            "after, median, ms": round(1e3 * statistics.median(refused_s)),
+            "P90, ms": round(1e3 * sorted(refused_s)[len(refused_s) * 9 // 10]),
+            "the slowest, ms": round(1e3 * max(refused_s)),
+        }
+    )
 
 
 async def read(gateway: RunningGateway, num_tokens: int, begun: asyncio.Event) -> float:
@@ -77,9 +79,7 @@ async def read(gateway: RunningGateway, num_tokens: int, begun: asyncio.Event) -
     url = httpx2.URL(gateway.url)
     began_s = time.monotonic()
     reader, writer = await asyncio.open_connection(url.host, url.port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
-    head += "Content-Type: application/json\r\nConnection: close\r\n\r\n"
-    writer.write(head.encode() + body)
+    writer.write(http_post("/v1/completions", body, "Connection: close\r\n"))
     end = b""
     while part := await reader.read(1 << 16):
         begun.set()

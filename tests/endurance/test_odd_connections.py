@@ -23,6 +23,7 @@ import psutil
 import pytest
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_client.protocol import MODEL_NAME
+from raw_http import http_post
 from running_gateway import RunningGateway
 from serving_client import GENERATE, GENERATE_STREAM, post
 
@@ -48,7 +49,7 @@ class Service:
             path, fields = "/v1/completions", {"model": MODEL_NAME, "prompt": "a"} | fields
         else:
             path, fields = GENERATE_STREAM, {"text_input": "a"} | fields
-        return http_request(path, json.dumps({"max_tokens": 1} | fields).encode())
+        return http_post(path, json.dumps({"max_tokens": 1} | fields).encode())
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection(self.host, self.port)
@@ -61,11 +62,6 @@ class Service:
         assert await status_of(reader) == 200
         writer.close()
         return time.monotonic() - began_s
-
-
-def http_request(path: str, content: bytes, headers: str = "") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    return f"{head}{headers}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 async def status_of(reader: asyncio.StreamReader) -> int | None:
@@ -216,9 +212,7 @@ async def test_compressed_bodies_are_not_unpacked(
         path = "/v1/completions" if service.name == GATEWAY else GENERATE
         reader, writer = await service.connect()
         with suppress(ConnectionError):
-            writer.write(
-                http_request(path, COMPRESSED[encoding], f"Content-Encoding: {encoding}\r\n")
-            )
+            writer.write(http_post(path, COMPRESSED[encoding], f"Content-Encoding: {encoding}\r\n"))
             await writer.drain()
         status = await status_of(reader)
         writer.close()

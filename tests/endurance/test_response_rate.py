@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_responses_of_many_streams(
     tiny_config: EngineConfig,
     tmp_path: Path,
     is_long: bool,
-    record_property: Callable[[str, object], None],
+    row: Callable[[Mapping[str, object]], None],
     stream_interval: int,
 ) -> None:
     num_tokens = MANY_TOKENS if is_long else FEW_TOKENS
@@ -58,15 +58,16 @@ def test_responses_of_many_streams(
     assert max(counts) <= most_tokens
     if is_long and stream_interval == 1:
         assert statistics.median(rates) >= RESPONSES_PER_S
-    for key, value in (
-        ("streams", STREAMS),
-        ("tokens of each", num_tokens),
-        ("responses/s, median", round(statistics.median(rates))),
-        ("least", round(min(rates))),
-        ("most", round(max(rates))),
-        ("tokens a response", round(most_tokens / statistics.median(counts), 1)),
-    ):
-        record_property(key, value)
+    row(
+        {
+            "streams": STREAMS,
+            "tokens of each": num_tokens,
+            "responses/s, median": round(statistics.median(rates)),
+            "least": round(min(rates)),
+            "most": round(max(rates)),
+            "tokens a response": round(most_tokens / statistics.median(counts), 1),
+        }
+    )
 
 
 def num_responses(grpc_url: str, message: bytes, num_requests: int) -> int:

@@ -79,13 +79,10 @@ class Soak:
 
 
 @pytest.fixture(scope="module")
-def soak(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Soak]:
+def soak(is_long: bool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soak]:
     directory = tmp_path_factory.mktemp("soak")
     config = directory / "engine.yaml"
     config.write_text(_config(directory / "model").to_yaml(), encoding="utf-8")
-    is_long = request.config.getoption("--endurance")
     with leaving_nothing() as started:
         launcher = start_launcher(config, directory / "server.log")
         try:
@@ -182,7 +179,6 @@ def test_each_request_ends_once(soak: Soak, record_property: Callable[[str, obje
     record_property("requests", soak.sent.total())
     record_property("cancelled", ends["cancelled"])
     record_property("refused", ends["refused"])
-    record_property("lost", 0)
     record_property("swapped out, MiB", round(soak.swap_bytes / MIB))
     record_property("names in /dev/shm", len(soak.readings[0].shared_memory))
 
@@ -191,11 +187,11 @@ def test_each_request_ends_once(soak: Soak, record_property: Callable[[str, obje
 def test_what_a_process_has_stays(
     name: str,
     soak: Soak,
-    request: pytest.FixtureRequest,
+    is_long: bool,
     record_property: Callable[[str, object], None],
 ) -> None:
     first, *others = (reading.holdings[name] for reading in soak.readings)
-    most_growth = MOST_GROWTH if request.config.getoption("--endurance") else MOST_SHORT_GROWTH
+    most_growth = MOST_GROWTH if is_long else MOST_SHORT_GROWTH
     limit = max(first.memory_bytes * (1 + most_growth), first.memory_bytes + GRAIN_BYTES)
     for other in others:
         assert other.pid == first.pid

@@ -8,18 +8,18 @@ from __future__ import annotations
 import fcntl
 import json
 import socket
-import struct
 import sys
 import termios
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import httpx2
 import psutil
 from fastserve_backend.serving.launch import TritonServer
+from raw_http import http_post
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway
 from serving_client import wait_until_idle
 from waiting import wait_for
@@ -44,7 +44,7 @@ def test_clients_that_stop_reading_are_dropped(
     gateway: RunningGateway,
     server: TritonServer,
     is_long: bool,
-    record_property: Callable[[str, object], None],
+    row: Callable[[Mapping[str, object]], None],
 ) -> None:
     num_rounds = ROUNDS if is_long else 1
     slowest_s = held = 0.0
@@ -68,14 +68,15 @@ def test_clients_that_stop_reading_are_dropped(
         assert slowest_s <= DROPPED_S
         assert held_mb <= HELD_MB
         assert longest_gap_s <= GAP_S
-    for key, value in (
-        ("clients that stop", AT_ONCE * num_rounds),
-        ("the slowest is dropped after, s", round(slowest_s, 1)),
-        ("one holds, MB", round(held_mb, 2)),
-        ("tokens of one that reads", num_tokens),
-        ("its longest gap, s", round(longest_gap_s, 2)),
-    ):
-        record_property(key, value)
+    row(
+        {
+            "clients that stop": AT_ONCE * num_rounds,
+            "the slowest is dropped after, s": round(slowest_s, 1),
+            "one holds, MB": round(held_mb, 2),
+            "tokens of one that reads": num_tokens,
+            "its longest gap, s": round(longest_gap_s, 2),
+        }
+    )
 
 
 def memory(gateway: RunningGateway, server: TritonServer) -> int:
@@ -105,7 +106,7 @@ def drop_some(gateway: RunningGateway) -> float:
 
 def unread_bytes(connection: socket.socket) -> int:
     """What the system holds for the client to read."""
-    answer = fcntl.ioctl(connection, termios.FIONREAD, struct.pack("i", 0))
+    answer = fcntl.ioctl(connection, termios.FIONREAD, bytes(4))
     return int.from_bytes(answer, sys.byteorder)
 
 
@@ -116,9 +117,7 @@ def stopped_client(gateway: RunningGateway) -> socket.socket:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
     connection.settimeout(REQUEST_TIMEOUT_S)
     connection.connect((url.host, url.port))
-    body = json.dumps(WORDY).encode()
-    headers = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{headers}\r\n\r\n".encode() + body)
+    connection.sendall(http_post("/v1/completions", json.dumps(WORDY).encode()))
     assert connection.recv(1 << 12).startswith(b"HTTP/1.1 200 ")
     return connection
 

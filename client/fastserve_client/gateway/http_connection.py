@@ -44,8 +44,8 @@ class HttpConnection(HttpToolsProtocol):
     """Since the last headers or part of a body was whole."""
     _is_idle = True
     """No request has begun whose end is still to come."""
-
     _stalled: asyncio.TimerHandle | None = None
+    """Drops a client that has much to read, and reads none of it."""
 
     def is_answering(self, path: str) -> bool:
         """Whether a request for it has no whole answer yet."""
@@ -57,9 +57,8 @@ class HttpConnection(HttpToolsProtocol):
         connection.setsockopt(
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_TIMEOUT_S * 1000)
         )
-        connection.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES // 2
-        )  # it doubles it
+        # Linux takes twice as much as it is told (socket(7)).
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES // 2)
         self._unanswered: deque[RequestResponseCycle] = deque()
         # Clients connect ahead, too.
         self._deadline = self._close_in(self.timeout_keep_alive)

@@ -226,10 +226,10 @@ from types import SimpleNamespace
 from fastserve_backend.serving.guard import ParentGuard
 
 guard = ParentGuard(None, lambda: True)
-guard.watch(SimpleNamespace(failure=None, gave_up=False), lambda: None)
+guard.watch(SimpleNamespace(failure=None, gave_up=False), [])
 print("works", flush=True)
 sys.stdin.readline()
-guard.watch(SimpleNamespace(failure="rank 0 died", gave_up=True), lambda: None)
+guard.watch(SimpleNamespace(failure="rank 0 died", gave_up=True), [])
 threading.Event().wait()
 """
 SERVER = """

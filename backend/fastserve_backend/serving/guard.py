@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from fastserve_backend.engine.engine import Engine
@@ -69,16 +69,16 @@ class ParentGuard:
         self._server = os.getppid()
         self._launcher = _open_launcher()
         self._engine: Engine | None = None
-        self._call: Callable[[], int | None] = lambda: None
-        self._stall = StallDetector()
+        self._calls: list[tuple[StallDetector, Callable[[], int | None]]] = []
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="parent-guard", daemon=True)
         self._thread.start()
 
-    def watch(self, engine: Engine, call: Callable[[], int | None]) -> None:
-        """From now on there is an engine; ``call`` numbers what is done with Triton just now."""
+    def watch(self, engine: Engine, calls: Iterable[Callable[[], int | None]]) -> None:
+        """From now on there is an engine. ``calls`` has one function for each thread that calls
+        Triton: the number of that thread's call under way, or None."""
         self._engine = engine
-        self._call = call
+        self._calls = [(StallDetector(), call) for call in calls]
 
     def release_engine(self) -> None:
         """The engine is about to be closed."""
@@ -105,7 +105,7 @@ class ParentGuard:
                     self._runtime.remove_shared_memory()
                     self._runtime.remove()
                 os._exit(1)
-            if self._stall.sees(self._call()):
+            if any(detector.sees(call()) for detector, call in self._calls):
                 logger.error("tritonserver takes no responses any more; ending")
                 if self._launcher is None:
                     self._ask_server_to_end()

@@ -1,9 +1,9 @@
 """From the engine's outputs to Triton's responses.
 
 What kills a tritonserver 24.10 shapes this: two threads that send on one response sender, a
-cancellation poll after the FINAL flag, and an exception in ``execute`` during such a poll. So one
-emitter thread owns everything that happens to a request's sender, from its acceptance to FINAL.
-The fourth is an error that ends a gRPC call at once: ``RefusedStream`` waits.
+cancellation poll after the FINAL flag, and an exception in ``execute`` during such a poll. So each
+request has one emitter, whose thread owns everything that happens to the request's sender, from its
+acceptance to FINAL. The fourth is an error that ends a gRPC call at once: ``RefusedStream`` waits.
 
 There is no back-pressure in Triton: sending to a client that has stopped reading never blocks, and
 how much it has unread cannot be seen. What one request may pile up is bounded by its max_tokens,
@@ -271,7 +271,8 @@ class Emitter:
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
-        """``on_end`` is called after each request's last response; must return at once."""
+        """``on_end`` is called after each request's last response, by this emitter's thread; it
+        must return at once."""
         self._on_end = on_end
         self._inbox: queue.SimpleQueue[RequestStream | None] = queue.SimpleQueue()
         self._active: set[RequestStream] = set()
@@ -293,8 +294,7 @@ class Emitter:
     def num_active(self) -> int:
         return len(self._active)
 
-    @property
-    def call(self) -> int | None:
+    def current_call(self) -> int | None:
         """The number of what the thread does with Triton now; None while it does nothing."""
         return self._num_calls if self._is_calling else None
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fastserve_backend.lasting_imports import lasting_imports
+from fastserve_backend.system.lasting_imports import lasting_imports
 from hypothesis import settings
 
 # Not a conftest.py in tests/: that would put tests/ on the path, where tests/triton passes for the

@@ -31,8 +31,8 @@ from typing import Any
 import psutil
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.rank_protocol.messages import Step, StepResult
 from fastserve_backend.serving.launch import TritonServer
-from fastserve_backend.worker.messages import Step, StepResult
 from fastserve_client import FastServeClient
 from rich.console import Console
 from rich.table import Table
@@ -202,7 +202,7 @@ def idle_percent(server_pid: int) -> float:
 
 def machine(repeats: int) -> None:
     import torch
-    from fastserve_backend.models.config import load_model_config
+    from fastserve_backend.checkpoints.load_config import load_model_config
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     data = torch.ones(2**28, dtype=torch.uint8).view(torch.int64)
@@ -237,7 +237,7 @@ def shortest_s(call: Callable[[], Any], repeats: int) -> float:
 def step(repeats: int) -> None:
     """Where a rank's time goes: one decode step in this process, every kernel call timed."""
     import torch
-    from fastserve_backend.models.config import load_model_config
+    from fastserve_backend.checkpoints.load_config import load_model_config
     from fastserve_backend.models.loader import load_model
     from fastserve_backend.worker.kv_store import allocate_kv
     from fastserve_backend.worker.model_runner import ModelRunner

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.embedded import EMBEDDED_MODEL
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_kernels.kv_quantization import dequantize, quantize
 from rich.console import Console
 from rich.table import Table

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastserve_backend.models.embedded import EMBEDDED_MODEL
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
 from fastserve_kernels.int8_cache import dequantize_tokens, quantize_tokens
 from int8_kv_error import DTYPES, cache_of, kv_of, load, round_trip
 from rich.console import Console

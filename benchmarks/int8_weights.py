@@ -23,7 +23,7 @@ from operator import truediv
 import psutil
 import torch
 from cpu_decode import MODEL, PREFILL_BATCH, PROMPT_TOKENS, Run, engine, summary
-from fastserve_backend.models.embedded import EMBEDDED_MODEL
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
 from fastserve_kernels.weight_quantization import rounded
 from int8_kv_error import load
 from rich.console import Console

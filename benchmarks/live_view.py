@@ -27,9 +27,9 @@ from unittest.mock import patch
 import msgspec
 from fastserve_backend import LLM, SamplingParams, engine
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.counters import EngineCounters
 from fastserve_backend.engine.picture import take_picture
 from fastserve_backend.engine.step_loop import StepLoop
+from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import FastServeClient
 from fastserve_client.engine_state import EngineState

@@ -20,14 +20,14 @@ import time
 from pathlib import Path
 
 from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.executor.distributed import DistributedExecutor
-from fastserve_backend.models.config import load_model_config
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.roofline import Roofline
 from fastserve_backend.simulation.memory import memory_of_roofline
 from fastserve_backend.simulation.simulator import simulate
-from fastserve_client.workload import TraceJob
+from fastserve_bench.workload import TraceJob
 from rich.console import Console
 from rich.table import Table
 

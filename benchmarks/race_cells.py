@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.roofline import Roofline
 from fastserve_backend.simulation.memory import memory_of_roofline
 from fastserve_backend.simulation.predictions import make_predictions
 from fastserve_backend.simulation.simulator import Simulation, simulate
-from fastserve_client.report.summary import summarize
-from fastserve_client.workload import LengthLimits, TraceJob, Workload
+from fastserve_bench.report.summary import summarize
+from fastserve_bench.workload import LengthLimits, TraceJob, Workload
 
 # Host memory for swapped KV, of all ranks together, as FastServe's authors have.
 HOST_GIB = 48.0

@@ -12,8 +12,8 @@ from fastserve_backend.engine.engine import Engine
 from fastserve_backend.errors import EngineError
 from fastserve_backend.job import FinishReason, JobOutput, JobStats
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_client.report.records import JobRecord
-from fastserve_client.workload import TraceJob, poisson_trace
+from fastserve_bench.report.records import JobRecord
+from fastserve_bench.workload import TraceJob, poisson_trace
 
 MODEL, DTYPE = "opt-125m", "bfloat16"
 DEADLINE_S = 600.0

@@ -29,12 +29,13 @@ from collections import deque
 from typing import get_args
 
 from fastserve_backend.config import EngineConfig, PolicyName
-from fastserve_backend.counters import EngineCounters
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.manager import KVManager
-from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
+from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
-from fastserve_backend.latency_histograms import LatencyHistograms
+from fastserve_backend.metrics.counters import EngineCounters
+from fastserve_backend.metrics.latency_histograms import LatencyHistograms
+from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import fill_batch
 from fastserve_backend.scheduler.registry import make_policy

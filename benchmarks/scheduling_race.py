@@ -23,9 +23,9 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
+from fastserve_bench.workload.datasets import load_jobs
+from fastserve_bench.workload.lengths import LengthLimits
 from fastserve_client.errors import WorkloadError
-from fastserve_client.workload.datasets import load_jobs
-from fastserve_client.workload.lengths import LengthLimits
 from race_cells import (
     COURSES,
     HOST_GIB,

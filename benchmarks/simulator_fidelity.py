@@ -24,7 +24,7 @@ from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.simulation.memory import memory_of_profile
 from fastserve_backend.simulation.simulator import simulate
-from fastserve_client.report.summary import summarize
+from fastserve_bench.report.summary import summarize
 from replay import DTYPE, MODEL, Lengths, on_the_engine, workload
 from rich.console import Console
 from rich.table import Table

@@ -27,7 +27,7 @@ from pathlib import Path
 import zmq
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.executor.distributed import DistributedExecutor
-from fastserve_backend.worker.messages import Setup, Step, StepResult, encoder
+from fastserve_backend.rank_protocol.messages import Setup, Step, StepResult, encoder
 from rich.console import Console
 from rich.table import Table
 

@@ -21,8 +21,8 @@ from contextlib import ExitStack, contextmanager
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
+from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_backend.worker.messages import Step
 from replay import Lengths, on_the_engine, run_jobs, workload
 from rich.console import Console
 from rich.table import Table

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 
 import numpy as np
 from fastserve_backend import LLM, SamplingParams, StructuredOutput
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.grammars.compiler import Compiler, accept, next_mask
-from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from replay import run_jobs
 from rich.console import Console
 from rich.table import Table

@@ -14,7 +14,7 @@ import argparse
 import statistics
 
 from fastserve_backend import LLM
-from fastserve_client.report.summary import summarize
+from fastserve_bench.report.summary import summarize
 from replay import DTYPE, MODEL, Lengths, on_the_engine, workload
 from rich.console import Console
 from rich.table import Table

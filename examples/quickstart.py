@@ -5,8 +5,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_client.terminal import generate_to_terminal
 

@@ -8,9 +8,9 @@ import sys
 def main() -> None:
     """The command line; Ctrl-C ends it quietly from the beginning, while it imports its parts."""
     try:
-        from fastserve_backend import cli
+        from fastserve_backend.cli import app
 
-        cli.main()
+        app.main()
     except KeyboardInterrupt:
         sys.exit(130)  # 128 + SIGINT, as shells report it
 

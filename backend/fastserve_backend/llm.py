@@ -10,13 +10,13 @@ from typing import Any
 
 from rich.progress import Progress
 
+from fastserve_backend.checkpoints.chat_messages import check_messages
+from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.errors import EngineError, InvalidRequestError, OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput, JobStats, TokenLogprob
 from fastserve_backend.length_prediction.prompt_text import last_user_words
-from fastserve_backend.models.chat_messages import check_messages
-from fastserve_backend.models.chat_template import Message
 from fastserve_backend.sampling_params import SamplingParams
 
 # A wait for the next output looks this often whether the engine takes more jobs.

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import msgspec
 import torch
-from fastserve_backend.models.config import load_model_config
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.models.loader import load_model, torch_dtype
-from fastserve_backend.models.model_config import ModelConfig
-from fastserve_backend.worker.messages import Step
+from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.worker.model_runner import Answer, ModelRunner
 from fastserve_backend.worker.step_inputs import StepLimits
 from phase_context import Context

@@ -63,7 +63,7 @@ class Context:
     scratch: Path
     """A directory for files that nobody keeps."""
     dataset: str = "sharegpt"
-    """Of job lengths, as ``fastserve_client.workload.load_lengths`` takes it."""
+    """Of job lengths, as ``fastserve_bench.workload.load_lengths`` takes it."""
 
     @property
     def tiny(self) -> bool:

@@ -23,10 +23,17 @@ from fastserve_backend.config import MOST_AUTO_SEQS
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.profile.iteration import LatencyModel
-from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Ready, Setup, Step, StepResult
-from fastserve_client.report.records import JobRecord
-from fastserve_client.report.summary import Summary, summarize
-from fastserve_client.workload import AUTHORS_LIMITS, load_lengths, poisson_trace
+from fastserve_backend.rank_protocol.messages import (
+    CopyBlocks,
+    CopyResult,
+    Ready,
+    Setup,
+    Step,
+    StepResult,
+)
+from fastserve_bench.report.records import JobRecord
+from fastserve_bench.report.summary import Summary, summarize
+from fastserve_bench.workload import AUTHORS_LIMITS, load_lengths, poisson_trace
 from phase_context import Context, Value, one_line
 from random_models import engine_config, largest_model
 from replay import TooSlow, on_the_engine

@@ -13,8 +13,8 @@ from ceilings import read_rate
 from decode_steps import FIRST_TOKEN, blocks_of, decode_step, load, steps_ahead
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
+from fastserve_backend.rank_protocol.messages import CopyResult, Step, StepResult
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_backend.worker.messages import CopyResult, Step, StepResult
 from phase_context import Context
 from random_models import MODELS, engine_config, largest_model
 from replay import run_jobs

@@ -20,8 +20,8 @@ from decode_steps import (
     load,
     steps_ahead,
 )
+from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step
 from fastserve_backend.worker.host_store import make_host_store
-from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step
 from fastserve_backend.worker.swap_engine import SwapEngine
 from phase_context import CheckFailed, Context, Value
 from random_models import largest_model

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.models.config import load_model_config
 from phase_context import Context
 
 MODELS = ("opt-125m", "opt-1.3b", "opt-13b")

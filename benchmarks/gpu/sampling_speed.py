@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from fastserve_backend.worker.messages import Sampling
+from fastserve_backend.rank_protocol.messages import Sampling
 from fastserve_backend.worker.sampler import sample
 from phase_context import Context
 

@@ -25,6 +25,9 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.tokenizer import load_tokenizer
 from fastserve_backend.length_prediction.encoder import Embedding, Encoder
 from fastserve_backend.length_prediction.past_jobs import Neighbours
 from fastserve_backend.length_prediction.predictor import (
@@ -33,9 +36,6 @@ from fastserve_backend.length_prediction.predictor import (
     LengthPredictor,
     median_length,
 )
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.embedded import EMBEDDED_MODEL
-from fastserve_backend.models.tokenizer import load_tokenizer
 from instructions import FIRST_HELD_OUT, Instruction, part, read_instructions, read_lengths
 from measures import Accuracy, Lengths, accuracy, bin_edges
 from proxy_model import ProxyModel

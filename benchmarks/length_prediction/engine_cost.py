@@ -23,8 +23,8 @@ from pathlib import Path
 
 import psutil
 from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
 from fastserve_backend.length_prediction.job_predictions import JobPredictions
-from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from instructions import Instruction, read_instructions
 from rich.console import Console
 from rich.table import Table

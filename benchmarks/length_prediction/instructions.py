@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from fastserve_backend.models.chat_template import Message
+from fastserve_backend.checkpoints.chat_template import Message
 
 
 @dataclass(frozen=True, slots=True)

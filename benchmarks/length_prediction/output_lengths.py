@@ -15,7 +15,7 @@ import csv
 from pathlib import Path
 
 from fastserve_backend import LLM, SamplingParams
-from fastserve_backend.models.embedded import EMBEDDED_MODEL
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
 from instructions import Instruction, read_instructions, read_lengths
 
 _COLUMNS = ("prompt_sha256", "prompt_tokens", "output_tokens", "finish_reason")

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 from alise import measured, options
-from fastserve_client.workload import Lengths, poisson_trace
+from fastserve_bench.workload import Lengths, poisson_trace
 from figures import DATASETS, console, datasets_of, fcfs_run, lengths_of, new_table, number, parse
 from load_sweep import save, sweep
 from prediction_errors import PredictionErrors

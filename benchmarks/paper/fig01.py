@@ -12,8 +12,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from fastserve_client.report.records import JobRecord
-from fastserve_client.workload import load_lengths
+from fastserve_bench.report.records import JobRecord
+from fastserve_bench.workload import load_lengths
 from figures import console, lengths_of, new_table, parse, parser, save_json, save_plot
 from rich.table import Table
 from simulated_runs import OPT_13B, RECOMPUTE, Run, on_all_cores, scheduler

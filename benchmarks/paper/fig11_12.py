@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fastserve_client.report.summary import Summary
+from fastserve_bench.report.summary import Summary
 from figures import (
     DATASETS,
     add_dataset,

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fastserve_client.report.objectives import Objectives, attainment, highest_rate
+from fastserve_bench.report.objectives import Objectives, attainment, highest_rate
 from figures import (
     console,
     fcfs_run,

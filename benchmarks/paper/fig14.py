@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastserve_client.workload import AUTHORS_LIMITS, scale_ratio
+from fastserve_bench.workload import AUTHORS_LIMITS, scale_ratio
 from figures import console, lengths_of, new_table, number, parse, parser, save_json, save_plot
 from rich.table import Table
 from simulated_runs import BATCH, OPT_13B, SWAPPING, Run, on_all_cores, scheduler

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastserve_client.report.summary import summarize
+from fastserve_bench.report.summary import summarize
 from figures import console, lengths_of, new_table, number, parse, parser, save_json, save_plot
 from rich.table import Table
 from simulated_runs import BATCH, OPT_13B, Run, on_all_cores, scheduler

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastserve_client.workload import AUTHORS_LIMITS, Lengths, load_lengths
+from fastserve_bench.workload import AUTHORS_LIMITS, Lengths, load_lengths
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
-from fastserve_client.report.summary import Summary
+from fastserve_bench.report.summary import Summary
 from figures import DATASETS, datasets_of, save_json, save_plot
 from simulated_runs import Run, mean_jct, mean_normalized, on_all_cores
 

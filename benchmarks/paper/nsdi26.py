@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from alise import beside
-from fastserve_client.report.summary import Summary
+from fastserve_bench.report.summary import Summary
 from figures import (
     DATASETS,
     console,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fastserve_client.workload import Lengths, TraceJob
+from fastserve_bench.workload import Lengths, TraceJob
 from numpy.typing import NDArray
 
 MEASURED = Path(__file__).parents[1] / "length_prediction" / "prediction_errors.csv"

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from fastserve_client.report.plot import plot_sweep
-from fastserve_client.report.summary import Summary
-from fastserve_client.report.sweep import SweepPoint
+from fastserve_bench.report.plot import plot_sweep
+from fastserve_bench.report.summary import Summary
+from fastserve_bench.report.sweep import SweepPoint
 from figures import DATASETS, save_json
 from simulated_runs import OPT_13B, Run, System, on_all_cores
 

@@ -15,16 +15,16 @@ from functools import cache
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.config import EngineConfig, KVCacheSection, SchedulerSection
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.roofline import Roofline
 from fastserve_backend.simulation.memory import KVMemory, memory_of_roofline
 from fastserve_backend.simulation.simulator import PolicyOfLimits, Simulation, simulate
-from fastserve_client.report.summary import Summary, summarize
-from fastserve_client.workload import Lengths, poisson_trace
+from fastserve_bench.report.summary import Summary, summarize
+from fastserve_bench.workload import Lengths, poisson_trace
 from prediction_errors import PredictionErrors
 
 BLOCK_SIZE = 16

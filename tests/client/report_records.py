@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fastserve_client.report.records import JobRecord
-from fastserve_client.report.summary import summarize
-from fastserve_client.report.sweep import SweepPoint
+from fastserve_bench.report.records import JobRecord
+from fastserve_bench.report.summary import summarize
+from fastserve_bench.report.sweep import SweepPoint
 
 
 def record(

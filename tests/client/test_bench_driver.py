@@ -7,8 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 
 import pytest
-from fastserve_client.bench.connection import Answer, Request
-from fastserve_client.bench.driver import Driver
+from fastserve_bench.connection import Answer, Request
+from fastserve_bench.driver import Driver
 from fastserve_client.errors import (
     ClientError,
     ConnectionFailed,

@@ -10,8 +10,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from fastserve_client.bench.connection import Answer, Request
-from fastserve_client.bench.openai_connection import OpenAIConnection
+from fastserve_bench.connection import Answer, Request
+from fastserve_bench.openai_connection import OpenAIConnection
 from fastserve_client.errors import ConnectionFailed, InvalidRequest, RequestCancelled, ServerError
 
 DEADLINE_S = 20.0
@@ -131,7 +131,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastserve_client.bench.openai_connection.time", Clock())
+    monkeypatch.setattr("fastserve_bench.openai_connection.time", Clock())
 
 
 @pytest.mark.usefixtures("clock")

@@ -7,22 +7,22 @@ import math
 from pathlib import Path
 
 import pytest
-from fastserve_client.bench.comparison import compare, comparison_table
-from fastserve_client.bench.connection import Target
-from fastserve_client.bench.figures import write_figures
-from fastserve_client.bench.outcome import Failure, FailureKind, Outcome
-from fastserve_client.bench.own_server import OwnServer
-from fastserve_client.bench.points import Point, gather_points, sweep_points, within_objectives
-from fastserve_client.bench.report import report_json
-from fastserve_client.bench.requests import FIRST_TOKEN_ID, exact_requests, natural_requests
-from fastserve_client.bench.session import Load, Plan, Run
-from fastserve_client.bench.tables import error_lines, objectives_table, result_tables
+from fastserve_bench.comparison import compare, comparison_table
+from fastserve_bench.connection import Target
+from fastserve_bench.figures import write_figures
+from fastserve_bench.outcome import Failure, FailureKind, Outcome
+from fastserve_bench.own_server import OwnServer
+from fastserve_bench.points import Point, gather_points, sweep_points, within_objectives
+from fastserve_bench.report.objectives import Objectives, highest_rate
+from fastserve_bench.report.output import Output, write_json
+from fastserve_bench.report.records import JobRecord
+from fastserve_bench.report.table import sweep_table
+from fastserve_bench.requests import FIRST_TOKEN_ID, exact_requests, natural_requests
+from fastserve_bench.results_file import report_json
+from fastserve_bench.session import Load, Plan, Run
+from fastserve_bench.tables import error_lines, objectives_table, result_tables
+from fastserve_bench.workload import TraceJob, Workload
 from fastserve_client.errors import InvalidRequest, WorkloadError
-from fastserve_client.report.objectives import Objectives, highest_rate
-from fastserve_client.report.output import Output, write_json
-from fastserve_client.report.records import JobRecord
-from fastserve_client.report.table import sweep_table
-from fastserve_client.workload import TraceJob, Workload
 from report_records import record
 from rich.console import Console
 from rich.table import Table

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fastserve_client.bench.command import bench_command
-from fastserve_client.bench.connection import Answer, Request, Target
-from fastserve_client.bench.session import Load, Plan, Session
+from fastserve_bench.command import bench_command
+from fastserve_bench.connection import Answer, Request, Target
+from fastserve_bench.report.objectives import Objectives
+from fastserve_bench.report.output import Output
+from fastserve_bench.session import Load, Plan, Session
+from fastserve_bench.workload import Workload
 from fastserve_client.errors import WorkloadError
-from fastserve_client.report.objectives import Objectives
-from fastserve_client.report.output import Output
-from fastserve_client.workload import Workload
 
 PAUSE_S = 0.2
 DEADLINE_S = 20.0

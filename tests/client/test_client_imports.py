@@ -37,7 +37,7 @@ def test_http_needs_no_grpc_and_grpc_no_http() -> None:
 
 
 def test_the_gateway_needs_nothing_of_the_server_either() -> None:
-    loaded = _loaded_after("import fastserve_client.gateway.command")
+    loaded = _loaded_after("import fastserve_gateway.command")
     assert "fastapi" in loaded
     assert not loaded & {"torch", "fastserve_backend", "fastserve_kernels", "msgspec"}
 

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from fastserve_bench.report.plot import plot_sweep
+from fastserve_bench.report.summary import summarize
+from fastserve_bench.report.sweep import SweepPoint, sweep_to_json
+from fastserve_bench.report.table import sweep_table
 from fastserve_client.errors import WorkloadError
-from fastserve_client.report.plot import plot_sweep
-from fastserve_client.report.summary import summarize
-from fastserve_client.report.sweep import SweepPoint, sweep_to_json
-from fastserve_client.report.table import sweep_table
 from report_records import record, sweep
 from rich.console import Console
 

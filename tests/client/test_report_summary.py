@@ -3,10 +3,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fastserve_bench.report.objectives import Objectives, attainment
+from fastserve_bench.report.records import JobRecord
+from fastserve_bench.report.summary import Distribution, summarize
 from fastserve_client.errors import WorkloadError
-from fastserve_client.report.objectives import Objectives, attainment
-from fastserve_client.report.records import JobRecord
-from fastserve_client.report.summary import Distribution, summarize
 from hypothesis import given
 from hypothesis import strategies as st
 from report_records import record

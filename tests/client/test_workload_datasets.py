@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from fastserve_client.errors import WorkloadError
-from fastserve_client.workload import (
+from fastserve_bench.workload import (
     LengthLimits,
     TraceJob,
     Workload,
     estimate_tokens,
     load_lengths,
 )
+from fastserve_client.errors import WorkloadError
 
 _AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10
@@ -284,7 +284,7 @@ def test_data_sets_without_timestamps_need_a_rate() -> None:
 
 def test_workloads_load_neither_torch_nor_the_server_nor_grpc() -> None:
     script = (
-        "import sys, fastserve_client.workload, fastserve_client.report.summary\n"
+        "import sys, fastserve_bench.workload, fastserve_bench.report.summary\n"
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )
     loaded = subprocess.run(

@@ -4,14 +4,14 @@ import math
 
 import numpy as np
 import pytest
-from fastserve_client.errors import WorkloadError
-from fastserve_client.workload import (
+from fastserve_bench.workload import (
     AUTHORS_LIMITS,
     NO_LIMITS,
     LengthLimits,
     load_lengths,
     scale_ratio,
 )
+from fastserve_client.errors import WorkloadError
 from hypothesis import assume, given
 from hypothesis import strategies as st
 

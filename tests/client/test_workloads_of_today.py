@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fastserve_bench.workload import Workload
+from fastserve_bench.workload.synthetic import synthetic_lengths
 from fastserve_client.errors import WorkloadError
-from fastserve_client.workload import Workload
-from fastserve_client.workload.synthetic import synthetic_lengths
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from fastserve_backend.rank_protocol.messages import StageDone, Step, StepResult
 from fastserve_backend.worker.__main__ import main
-from fastserve_backend.worker.messages import StageDone, Step, StepResult
 from fastserve_backend.worker.model_runner import Answer, ModelRunner
 
 FAILING_STEP = 99

@@ -16,7 +16,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor import rank_processes
 from fastserve_backend.executor.distributed import DistributedExecutor
-from fastserve_backend.worker.messages import Ready, Setup
+from fastserve_backend.rank_protocol.messages import Ready, Setup
 from transformers import GPTNeoXConfig, LlamaConfig, OPTConfig
 
 VOCAB_SIZE = 381  # an odd number, so that ranks have parts of different sizes

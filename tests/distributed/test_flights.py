@@ -12,7 +12,7 @@ from fastserve_backend import SamplingParams
 from fastserve_backend.errors import EngineError
 from fastserve_backend.executor import distributed
 from fastserve_backend.executor.distributed import DistributedExecutor
-from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step, StepResult
+from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step, StepResult
 from parallel_models import ParallelLLM, ranks_of, started_ranks
 
 LONG = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from fastserve_backend.errors import EngineError
 from fastserve_backend.executor.distributed import DistributedExecutor
-from fastserve_backend.worker.messages import Step, StepResult
+from fastserve_backend.rank_protocol.messages import Step, StepResult
 from job_steps import run_turns
 from parallel_models import DEADLINE_S, run_ranks_by, started_ranks
 from test_flights import prefill

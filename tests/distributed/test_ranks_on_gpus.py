@@ -11,7 +11,7 @@ import emulated_rank
 import ptx.driver
 import pytest
 from fastserve_backend.executor.distributed import DistributedExecutor
-from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step, StepResult
+from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step, StepResult
 from job_steps import BLOCK_SIZE, BLOCKS, NUM_BLOCKS, PROMPTS, run_turns
 from parallel_models import run_ranks_by, started_ranks
 from transformers import PreTrainedModel

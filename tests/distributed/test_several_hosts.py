@@ -26,7 +26,7 @@ from fastserve_backend.engine.engine import Engine
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.executor.cluster import Cluster
 from fastserve_backend.job import JobOutput
-from fastserve_backend.worker.messages import CopyBlocks, Stop, encoder
+from fastserve_backend.rank_protocol.messages import CopyBlocks, Stop, encoder
 from hosts import SECRET, OtherHost, family, free_ports, listening, running, torchrun
 from parallel_models import VOCAB_SIZE, ParallelLLM
 from waiting import wait_for
@@ -47,7 +47,7 @@ from pathlib import Path
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.executor.cluster import Cluster
 from fastserve_backend.executor.distributed import DistributedExecutor
-from fastserve_backend.worker.messages import Setup
+from fastserve_backend.rank_protocol.messages import Setup
 config = EngineConfig.from_yaml(Path(sys.argv[1]))
 executor = DistributedExecutor(Cluster.of(config.parallel))
 executor.start(Setup.of(config), 60.0)
@@ -60,9 +60,9 @@ while True:
 # A rank that is in a step until it is told to go on, and whose pings are frequent.
 BUSY_RANK = """
 import sys
-from fastserve_backend.worker import cluster_keys
+from fastserve_backend.rank_protocol import cluster_keys
 from fastserve_backend.worker.engine_link import EngineLink, sender
-from fastserve_backend.worker.messages import Heartbeat, Stop
+from fastserve_backend.rank_protocol.messages import Heartbeat, Stop
 cluster_keys.PING_MS, cluster_keys.PONG_TIMEOUT_MS = 100, 300
 link = EngineLink(sys.argv[1], 1)
 sender(link.main)(Heartbeat())

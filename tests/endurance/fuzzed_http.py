@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from fastserve_client import protocol
-from fastserve_client.gateway.schemas import ChatRequest, CompletionRequest
+from fastserve_gateway.schemas import ChatRequest, CompletionRequest
 from fuzzed_values import GOOD, TENSORS, TRITON_FIELDS, boolean, draw_body, mostly, text
 
 GATEWAY, TRITON_HTTP = "gateway", "Triton HTTP"

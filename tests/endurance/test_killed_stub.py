@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from fastserve_backend import restart_limit
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
+from fastserve_backend.system import restart_limit
 from launched import is_serving, leaving_nothing, start
 from serving_client import GrpcStream
 from waiting import wait_for

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL, embedded_file
+from fastserve_backend.checkpoints.gguf import converted
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.job import FinishReason, JobOutput
-from fastserve_backend.models.embedded import EMBEDDED_MODEL, embedded_file
-from fastserve_backend.models.gguf import converted
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 # Far above what two float32 programs differ by, far below what tells two words apart.

@@ -16,11 +16,11 @@ import job_steps
 import pytest
 import torch
 from emulated_gpu import DEVICE, EmulatedGPU, emulated_gpu
+from fastserve_backend.checkpoints.partition import RankPlace, layers_of_stages
 from fastserve_backend.models.loader import load_model
-from fastserve_backend.models.partition import RankPlace, layers_of_stages
 from fastserve_backend.models.tensor_group import ALONE
+from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step
 from fastserve_backend.worker.host_store import HostStore, PlainStore, StagedInt8Store
-from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step
 from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.pipeline import Pipeline
 from fastserve_backend.worker.step_inputs import StepLimits

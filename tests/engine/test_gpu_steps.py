@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fastserve_backend.models.config import load_model_config
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.partition import RankPlace
 from fastserve_backend.models.loader import load_model
-from fastserve_backend.models.partition import RankPlace
+from fastserve_backend.rank_protocol.messages import Step, StepResult
 from fastserve_backend.worker.decode_graphs import DecodeGraphs, batch_sizes
 from fastserve_backend.worker.kv_store import allocate_kv
-from fastserve_backend.worker.messages import Step, StepResult
 from fastserve_backend.worker.model_runner import Answer, ModelRunner
 from fastserve_backend.worker.staging import Staging
 from fastserve_backend.worker.step_inputs import StepLimits, WorkListInputs

@@ -12,9 +12,9 @@ import psutil
 import pytest
 from collector import DEADLINE_S, Collector
 from fastserve_backend import LLM, SamplingParams
+from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.errors import ConfigError, DrainingError, OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput
-from fastserve_backend.models.errors import ModelError
 from live_engine import begin, rank_of, small_engine
 from waiting import wait_for
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from fastserve_backend import LLM
-from fastserve_client.workload import TraceJob, poisson_trace
+from fastserve_bench.workload import TraceJob, poisson_trace
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

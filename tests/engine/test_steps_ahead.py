@@ -14,9 +14,9 @@ import torch
 from emulated_gpu import DEVICE, emulated_gpu
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.models.tensor_group import ALONE
+from fastserve_backend.rank_protocol.messages import FromRank, StageDone, Step, StepResult
 from fastserve_backend.worker.answering import AnsweringThread
 from fastserve_backend.worker.last_tokens import LastTokens
-from fastserve_backend.worker.messages import FromRank, StageDone, Step, StepResult
 from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.step_inputs import StepLimits
 from fastserve_kernels import ops

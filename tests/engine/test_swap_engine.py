@@ -13,8 +13,9 @@ from typing import Literal
 import psutil
 import pytest
 import torch
+from fastserve_backend.checkpoints.model_config import DType, ModelConfig
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.model_config import DType, ModelConfig
+from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult
 from fastserve_backend.worker.host_store import (
     HostStore,
     Int8Store,
@@ -22,7 +23,6 @@ from fastserve_backend.worker.host_store import (
     check_swap_space,
     make_host_store,
 )
-from fastserve_backend.worker.messages import CopyBlocks, CopyResult
 from fastserve_backend.worker.swap_engine import SwapEngine, measure_link
 from fastserve_kernels.kv_quantization import dequantize, quantize
 from torch import Tensor

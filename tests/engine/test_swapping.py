@@ -13,7 +13,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.job import FinishReason, JobOutput
-from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step, StepResult
+from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step, StepResult
 from small_model import MAX_MODEL_LEN, VOCAB_SIZE
 from waiting import wait_for
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Self
 
-from fastserve_client.gateway.app import GatewaySettings
-from fastserve_client.gateway.auth import ApiKeys
+from fastserve_gateway.app import GatewaySettings
+from fastserve_gateway.auth import ApiKeys
 
 PICTURE = "x" * 40_000
 MAX_BODY_BYTES = 1 << 20

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastserve_backend.cli import main
+from fastserve_backend.cli.app import main
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer

@@ -18,13 +18,13 @@ from pathlib import Path
 import httpx2
 import pytest
 from fastserve_client.errors import InvalidRequest, error_from_http, error_from_status
-from fastserve_client.gateway.answer import event
-from fastserve_client.gateway.app import GatewaySettings, create_app
-from fastserve_client.gateway.auth import ApiKeys
-from fastserve_client.gateway.command import GatewayServer, run_gateway
-from fastserve_client.gateway.errors import from_client_error
-from fastserve_client.gateway.live_feed import LiveFeed
-from fastserve_client.gateway.schemas import CompletionRequest
+from fastserve_gateway.answer import event
+from fastserve_gateway.app import GatewaySettings, create_app
+from fastserve_gateway.auth import ApiKeys
+from fastserve_gateway.command import GatewayServer, run_gateway
+from fastserve_gateway.errors import from_client_error
+from fastserve_gateway.live_feed import LiveFeed
+from fastserve_gateway.schemas import CompletionRequest
 from lone_gateway import PICTURE, Pictures, settings
 from starlette.testclient import TestClient
 from waiting import wait_for
@@ -188,7 +188,7 @@ def test_bodies_together_are_bounded_until_they_are_answered() -> None:
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastserve_client.gateway.body.READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("fastserve_gateway.body.READ_TIMEOUT_S", 0.1)
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
         "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
@@ -312,7 +312,7 @@ async def test_the_end_comes_before_what_is_not_read() -> None:
 async def test_viewers_hear_something_while_there_is_no_picture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fastserve_client.gateway.live_feed.KEEPALIVE_S", 0.01)
+    monkeypatch.setattr("fastserve_gateway.live_feed.KEEPALIVE_S", 0.01)
     feed = LiveFeed(NoPictures())  # type: ignore[arg-type]
     viewer = feed.events()
     async with asyncio.timeout(DEADLINE_S):
@@ -325,7 +325,7 @@ async def test_viewers_hear_something_while_there_is_no_picture(
 def test_a_viewer_that_does_not_read_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fastserve_client.gateway.app.AsyncFastServeClient", Pictures)
+    monkeypatch.setattr("fastserve_gateway.app.AsyncFastServeClient", Pictures)
     server = GatewayServer(create_app(settings()), drain_timeout_s=60.0)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.run, [listener])

@@ -14,8 +14,8 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.serving.launch import TritonServer
 from openai import OpenAI
 from pydantic import BaseModel

@@ -9,9 +9,9 @@ import httpx2
 import openai
 import pytest
 from fastserve_client import FastServeClient
-from fastserve_client.gateway.completions import CompletionAnswer
-from fastserve_client.gateway.schemas import CompletionRequest
 from fastserve_client.results import Chunk, TokenLogprob
+from fastserve_gateway.completions import CompletionAnswer
+from fastserve_gateway.schemas import CompletionRequest
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway
 from serving_client import server_sent_events

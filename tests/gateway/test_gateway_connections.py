@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastserve_client.gateway import http_connection
-from fastserve_client.gateway.app import create_app
-from fastserve_client.gateway.command import GatewayServer
-from fastserve_client.gateway.http_connection import (
+from fastserve_gateway import http_connection
+from fastserve_gateway.app import create_app
+from fastserve_gateway.command import GatewayServer
+from fastserve_gateway.http_connection import (
     MAX_HEADER_BYTES,
     MAX_UNANSWERED,
     HttpConnection,
@@ -76,9 +76,7 @@ class Gateway:
 @pytest.fixture
 def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
     pictures = Jobs()
-    monkeypatch.setattr(
-        "fastserve_client.gateway.app.AsyncFastServeClient", lambda *_, **__: pictures
-    )
+    monkeypatch.setattr("fastserve_gateway.app.AsyncFastServeClient", lambda *_, **__: pictures)
     server = GatewayServer(create_app(settings()), drain_timeout_s=1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.run, [listener])
@@ -289,7 +287,7 @@ def test_who_asks_before_sending_too_much_is_told_and_the_connection_closed(
 
 
 def test_who_sends_too_slowly_may_go_on(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastserve_client.gateway.body.READ_TIMEOUT_S", SHORT_S)
+    monkeypatch.setattr("fastserve_gateway.body.READ_TIMEOUT_S", SHORT_S)
     with gateway.connect() as connection:
         assert status(connection, POST + b"Content-Length: 3\r\n\r\na") == 408
         assert status(connection, b"bc" + MODELS) == 200

@@ -8,9 +8,9 @@ import sys
 from typing import Any
 
 import pytest
-from fastserve_client.gateway.body import parse_body
-from fastserve_client.gateway.errors import ApiError, from_validation
-from fastserve_client.gateway.schemas import ChatRequest, CompletionRequest
+from fastserve_gateway.body import parse_body
+from fastserve_gateway.errors import ApiError, from_validation
+from fastserve_gateway.schemas import ChatRequest, CompletionRequest
 from pydantic import ValidationError
 
 MESSAGES: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
@@ -22,9 +22,9 @@ NESTED = "[" * 150 + "]" * 150
 
 _MEASURE = """
 import resource, sys
-from fastserve_client.gateway.body import parse_body
-from fastserve_client.gateway.errors import ApiError
-from fastserve_client.gateway.schemas import ChatRequest, CompletionRequest
+from fastserve_gateway.body import parse_body
+from fastserve_gateway.errors import ApiError
+from fastserve_gateway.schemas import ChatRequest, CompletionRequest
 
 def peak_kib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -19,10 +19,10 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
-from fastserve_client.gateway import command
-from fastserve_client.gateway.app import create_app
-from fastserve_client.gateway.command import GatewayServer
-from fastserve_client.gateway.http_connection import HttpConnection
+from fastserve_gateway import command
+from fastserve_gateway.app import create_app
+from fastserve_gateway.command import GatewayServer
+from fastserve_gateway.http_connection import HttpConnection
 from lone_gateway import settings
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway

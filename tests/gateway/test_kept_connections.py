@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from fastserve_backend.cli import main
+from fastserve_backend.cli.app import main
 from relay import Relay
 from running_gateway import RunningGateway, running_gateway
 

@@ -14,7 +14,7 @@ import httpx2
 from fastserve_backend.engine.watches import MAX_WATCHES
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_client import AsyncFastServeClient, ServerUnavailable
-from fastserve_client.gateway.live_feed import LiveFeed
+from fastserve_gateway.live_feed import LiveFeed
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
 from serving_client import server_sent_events
 

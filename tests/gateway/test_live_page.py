@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.serving.endpoints import Endpoints
 from PIL import Image
 from running_gateway import RunningGateway, running_gateway

@@ -13,7 +13,7 @@ from pathlib import Path
 import fastserve_kernels
 import pytest
 import torch
-from fastserve_backend.cache_directory import cache_directory
+from fastserve_backend.system.cache_directory import cache_directory
 from fastserve_kernels import ops
 from fastserve_kernels.cpu import builder
 from no_home import leave_without_home

@@ -11,8 +11,8 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.llama_config import LlamaConfig as OurConfig
+from fastserve_backend.checkpoints.llama_config import LlamaConfig as OurConfig
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.weights import checkpoint_tensors
 from gguf import GGMLQuantizationType, GGUFValueType
 from paged_executor import POSITIONS

@@ -9,11 +9,11 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from fastserve_backend.checkpoints.model_config import ModelConfig
+from fastserve_backend.checkpoints.partition import layers_of_stages, span
 from fastserve_backend.models.attention_batch import AttentionBatch
 from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import load_model
-from fastserve_backend.models.model_config import ModelConfig
-from fastserve_backend.models.partition import layers_of_stages, span
 from fastserve_backend.models.tensor_group import TensorGroup
 from torch import Tensor
 

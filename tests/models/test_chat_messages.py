@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fastserve_backend.checkpoints.chat_messages import check_messages
 from fastserve_backend.errors import InvalidRequestError
-from fastserve_backend.models.chat_messages import check_messages
 
 TEXT = {"type": "text", "text": "Hello"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastserve_backend.models.chat_template import ChatTemplate, ChatTemplateError
-from fastserve_backend.models.errors import ModelError
-from fastserve_backend.models.hf_tokenizer import HFTokenizer
-from fastserve_backend.models.tokenizer import TokenizationError
+from fastserve_backend.checkpoints.chat_template import ChatTemplate, ChatTemplateError
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.hf_tokenizer import HFTokenizer
+from fastserve_backend.checkpoints.tokenizer import TokenizationError
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fastserve_backend.models.errors import ModelError
+from fastserve_backend.checkpoints.errors import ModelError
 from opt_checkpoints import random_opt, save_sharded_bin, save_sharded_safetensors
 from paged_executor import PagedExecutor, check, load, prompts
 from safetensors.torch import load_file, save_file

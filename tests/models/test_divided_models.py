@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from divisible_models import MODELS, saved
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.errors import ModelError
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.loader import load_model
 from opt_checkpoints import FORMATS, random_opt
 from paged_executor import PagedExecutor, check, prompts

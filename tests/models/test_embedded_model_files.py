@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.embedded import EMBEDDED_MODEL, embedded_file
-from fastserve_backend.models.errors import ModelError
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL, embedded_file
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.llama_config import LlamaConfig
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from fastserve_backend.models.gguf_conversion import convert
-from fastserve_backend.models.llama_config import LlamaConfig
-from fastserve_backend.models.tokenizer import Tokenizer, load_tokenizer
 from fastserve_backend.models.weights import checkpoint_tensors
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import pre_tokenizers

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastserve_backend.checkpoints.configured_model import load_model_and_tokenizer
+from fastserve_backend.checkpoints.end_tokens import TURN_ENDS
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.configured_model import load_model_and_tokenizer
-from fastserve_backend.models.end_tokens import TURN_ENDS
 from fastserve_backend.models.gguf_conversion import convert
 from gguf_files import END, END_OF_TURN, Arrays, Fields, random_llama, write_llama
 from gguf_files import VOCAB_SIZE as GGUF_SIZE

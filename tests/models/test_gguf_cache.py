@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.errors import ModelError
-from fastserve_backend.models.gguf import converted
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.gguf import converted
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.gguf_conversion import convert
 from gguf_files import (
     Arrays,
@@ -41,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_two_processes_at_once_then_none(cache: Path, tmp_path: Path) -> None:
     file = write_llama(tmp_path / "m.gguf", random_llama())
     code = "import sys; from pathlib import Path\n"
-    code += "from fastserve_backend.models.gguf import converted\n"
+    code += "from fastserve_backend.checkpoints.gguf import converted\n"
     code += "print(converted(Path(sys.argv[1])))"
     processes = [
         subprocess.Popen(
@@ -68,7 +68,7 @@ def test_two_processes_at_once_then_none(cache: Path, tmp_path: Path) -> None:
 
 
 def test_a_file_that_changed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastserve_backend.models.gguf._convert", convert)  # in this process
+    monkeypatch.setattr("fastserve_backend.checkpoints.gguf._convert", convert)  # in this process
     file = write_llama(tmp_path / "m.gguf", random_llama())
     first = converted(file)
     other = random_llama(tie_word_embeddings=True)

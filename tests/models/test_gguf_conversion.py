@@ -13,10 +13,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.errors import ModelError
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.llama_config import LlamaConfig as OurConfig
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.gguf_conversion import convert
-from fastserve_backend.models.llama_config import LlamaConfig as OurConfig
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import (
     BEGIN,

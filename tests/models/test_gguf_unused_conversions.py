@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fastserve_backend.models.gguf import converted
+from fastserve_backend.checkpoints.gguf import converted
 from fastserve_backend.models.gguf_conversion import convert
 from gguf_files import random_llama, write_llama
 
@@ -17,7 +17,7 @@ DAY_S = 24 * 3600.0
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("fastserve_backend.models.gguf._convert", convert)  # in this process
+    monkeypatch.setattr("fastserve_backend.checkpoints.gguf._convert", convert)  # in this process
     return tmp_path / "cache" / "fastserve" / "gguf"
 
 

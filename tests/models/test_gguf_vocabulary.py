@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.errors import ModelError
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from fastserve_backend.models.gguf_conversion import convert
-from fastserve_backend.models.tokenizer import Tokenizer, load_tokenizer
 from gguf_files import VOCAB_SIZE, Arrays, Fields, random_llama, write_llama
 
 WORDS = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "lo", "hello", "▁hello", "w", "▁w"]
@@ -184,7 +184,7 @@ def test_a_conversion_needs_no_transformers() -> None:
     code = """
 import sys
 sys.modules["transformers"] = None
-import fastserve_backend.models.gguf_conversion, fastserve_backend.models.hf_tokenizer
+import fastserve_backend.models.gguf_conversion, fastserve_backend.checkpoints.hf_tokenizer
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)

@@ -7,9 +7,9 @@ from copy import deepcopy
 from pathlib import Path
 
 import pytest
-from fastserve_backend.models.errors import ModelError
-from fastserve_backend.models.hf_tokenizer import HFTokenizer
-from fastserve_backend.models.tokenizer import TokenizationError
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.hf_tokenizer import HFTokenizer
+from fastserve_backend.checkpoints.tokenizer import TokenizationError
 from gguf_files import BEGIN, END, END_OF_TURN, SPECIAL, VOCAB_SIZE, byte_level_bpe
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Sequence, Split

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.hub import at_commit
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.errors import ModelError
-from fastserve_backend.models.hub import at_commit
-from fastserve_backend.worker.messages import Setup
+from fastserve_backend.rank_protocol.messages import Setup
 from gguf_files import byte_level_bpe, random_llama
 from paged_executor import load
 from transformers import LlamaForCausalLM
@@ -35,9 +35,9 @@ TIMEOUT_S = 60.0
 PROGRAM = """
 import sys
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.errors import ModelError
-from fastserve_backend.models.tokenizer import load_tokenizer
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.tokenizer import load_tokenizer
 model, load_format = sys.argv[1:]
 try:
     config = load_model_config(model, load_format=load_format)

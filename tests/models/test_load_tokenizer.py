@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.errors import ModelError
-from fastserve_backend.models.hf_tokenizer import HFTokenizer
-from fastserve_backend.models.model_config import ModelConfig
-from fastserve_backend.models.tokenizer import ByteTokenizer, TokenizationError, load_tokenizer
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.hf_tokenizer import HFTokenizer
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.model_config import ModelConfig
+from fastserve_backend.checkpoints.tokenizer import ByteTokenizer, TokenizationError, load_tokenizer
 from tokenizer_files import (
     VOCAB_SIZE,
     train,

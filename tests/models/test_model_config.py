@@ -11,9 +11,9 @@ from typing import Any
 
 import huggingface_hub.constants
 import pytest
-from fastserve_backend.models.config import builtin_names, load_model_config
-from fastserve_backend.models.errors import ModelError
-from fastserve_backend.models.opt_config import OPTConfig
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.load_config import builtin_names, load_model_config
+from fastserve_backend.checkpoints.opt_config import OPTConfig
 
 SMALL: dict[str, Any] = {
     "model_type": "opt",
@@ -229,11 +229,11 @@ def test_imports_no_torch() -> None:
     """The engine process reads configurations and tokenizes; it must never load torch."""
     code = """
 import sys
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.tokenizer import load_tokenizer
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.tokenizer import load_tokenizer
 config = load_model_config("opt-125m", load_format="dummy")
 load_tokenizer("opt-125m", None, config).encode("a")
-import fastserve_backend.models.hf_tokenizer, huggingface_hub
+import fastserve_backend.checkpoints.hf_tokenizer, huggingface_hub
 assert not {"torch", "transformers"} & set(sys.modules)
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.causal_lm import CausalLM
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.errors import ModelError
 from fastserve_backend.models.loader import load_model
 from opt_checkpoints import (
     FORMATS,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from divisible_models import saved
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.causal_lm import CausalLM
-from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.loader import load_model
 from fastserve_kernels.weight_quantization import rounded
 from paged_executor import PagedExecutor, check, prompts

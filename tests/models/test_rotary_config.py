@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.errors import ModelError
-from fastserve_backend.models.rotary_config import Rotary
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.rotary_config import Rotary
 from transformers import AutoConfig
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.errors import ModelError
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.loader import load_model
 from paged_executor import PagedExecutor, check, expected_logits, load, prompts
 from rotary_checkpoints import LLAMA, VARIANTS, random_model

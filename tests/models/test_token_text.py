@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastserve_backend.models.hf_tokenizer import HFTokenizer
+from fastserve_backend.checkpoints.hf_tokenizer import HFTokenizer
 from tokenizer_files import sentencepiece, train, write_added_tokens, write_json, write_opt_files
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 

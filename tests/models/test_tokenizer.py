@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastserve_backend.models.errors import ModelError
-from fastserve_backend.models.hf_tokenizer import HFTokenizer
-from fastserve_backend.models.tokenizer import ByteTokenizer, TokenizationError, Tokenizer
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.hf_tokenizer import HFTokenizer
+from fastserve_backend.checkpoints.tokenizer import ByteTokenizer, TokenizationError, Tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import (

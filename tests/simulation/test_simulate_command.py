@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.config import ParallelSection
-from fastserve_backend.kv_cache.swap_costs import Link
-from fastserve_backend.models.config import load_model_config
 from fastserve_backend.profile.latency import Curve, Identity, LatencyProfile
+from fastserve_backend.rank_protocol.link import Link
 
 SIMULATE = [sys.executable, "-m", "fastserve_backend", "simulate"]
 

@@ -8,13 +8,13 @@ import statistics
 
 import pytest
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.simulation.predictions import make_predictions
 from fastserve_backend.simulation.simulator import Simulation, simulate
-from fastserve_client.report.summary import summarize
-from fastserve_client.workload import TraceJob, Workload
+from fastserve_bench.report.summary import summarize
+from fastserve_bench.workload import TraceJob, Workload
 
 POLICIES = (
     "fcfs",

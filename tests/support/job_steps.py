@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from fastserve_backend.worker.messages import (
+from fastserve_backend.rank_protocol.messages import (
     LogitBias,
     Penalties,
     Sampling,

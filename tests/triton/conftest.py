@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.models.embedded import EMBEDDED_MODEL
 from fastserve_backend.serving.endpoints import Endpoints
 from running_server import running_server
 from serving_client import ended_jobs, used_blocks, wait_until_idle

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from byte_tokenizer import save_byte_tokenizer
 from damaged_model import save_damaged_opt
+from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.config import EngineConfig
-from fastserve_backend.models.errors import ModelError
 from fastserve_backend.serving import launch
 from fastserve_backend.serving.errors import ModelLoadError
 from fastserve_backend.serving.launch import TritonServer, serve

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fastserve_backend.config import KVCacheSection
-from fastserve_backend.counters import EngineCounters
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.manager import KVManager
-from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
+from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
-from fastserve_backend.latency_histograms import LatencyHistograms
+from fastserve_backend.metrics.counters import EngineCounters
+from fastserve_backend.metrics.latency_histograms import LatencyHistograms
+from fastserve_backend.rank_protocol.link import Link
 from jobs import make_job, run_iteration
 from policies import TIMES, LinearTimes
 

@@ -8,20 +8,21 @@ from collections.abc import Iterable
 from itertools import chain, islice
 
 from delayed_masks import DelayedMasks
-from fastserve_backend.clock import VirtualClock
 from fastserve_backend.config import KVCacheSection
-from fastserve_backend.counters import EngineCounters
 from fastserve_backend.engine.delivery import NewToken, OnEnd
 from fastserve_backend.engine.step_loop import StepLoop
-from fastserve_backend.executor.simulated import SimulatedExecutor
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.manager import KVManager
-from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
+from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
-from fastserve_backend.latency_histograms import LatencyHistograms
+from fastserve_backend.metrics.counters import EngineCounters
+from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+from fastserve_backend.rank_protocol.link import Link
+from fastserve_backend.rank_protocol.messages import CopyResult, Step, StepResult
 from fastserve_backend.scheduler.base import Policy
-from fastserve_backend.worker.messages import CopyResult, Step, StepResult
+from fastserve_backend.simulation.simulated_executor import SimulatedExecutor
+from fastserve_backend.system.clock import VirtualClock
 
 BLOCK_SIZE = 4
 BLOCK_BYTES = 100

@@ -8,17 +8,18 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 from delayed_masks import DelayedMasks
-from fastserve_backend.clock import VirtualClock
+from fastserve_backend.checkpoints.tokenizer import ByteTokenizer
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.engine.delivery import Delivery
 from fastserve_backend.errors import EngineError
 from fastserve_backend.kv_cache.manager import KVManager
-from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
+from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
-from fastserve_backend.models.tokenizer import ByteTokenizer
 from fastserve_backend.profile.iteration import LatencyModel
+from fastserve_backend.rank_protocol.link import Link
+from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step, StepResult
 from fastserve_backend.scheduler.base import Policy
-from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Step, StepResult
+from fastserve_backend.system.clock import VirtualClock
 from loop_driver import BLOCK_BYTES, BLOCK_SIZE, Rig, WatchedExecutor
 from remembering_ranks import FIRST_TOKEN, NUM_TOKENS, RememberedKV
 

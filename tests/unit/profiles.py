@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.latency import Curve, Identity, LatencyProfile
 from fastserve_backend.profile.loads import Limits
+from fastserve_backend.rank_protocol.link import Link
 
 LIMITS = Limits(
     max_seqs=16, max_batched_tokens=2048, max_model_len=2048, num_blocks=4096, block_size=16

@@ -6,7 +6,7 @@ import zlib
 from array import array
 
 import numpy as np
-from fastserve_backend.worker.messages import CopyBlocks, Sampling, Step
+from fastserve_backend.rank_protocol.messages import CopyBlocks, Sampling, Step
 
 # The tokens of a to t in a byte-level tokenizer.
 FIRST_TOKEN = 4 + ord("a")

@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.config import load_model_config
 from no_home import leave_without_home
 
 

@@ -42,7 +42,8 @@ def test_a_closed_stream_is_one_that_says_and_takes_nothing(
 
 def test_a_process_that_is_started_gets_the_streams_too() -> None:
     program = (
-        "import os; from fastserve_backend.standard_streams import open_closed_streams as o; o(); "
+        "import os; from fastserve_backend.system.standard_streams import open_closed_streams\n"
+        "open_closed_streams(); "
         "os.execvp('readlink', ['readlink', '/proc/self/fd/0', '/proc/self/fd/2'])"
     )
     done = subprocess.run(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from fastserve_backend.worker.messages import Ready, Setup
+    from fastserve_backend.rank_protocol.messages import Ready, Setup
     from phase_context import Context
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.config import load_model_config
 from fastserve_backend.worker.host_memory import host_memory
 from fastserve_backend.worker.weight_memory import check_weights_fit
 

@@ -13,7 +13,7 @@ import fastserve_kernels
 import pytest
 
 BACKEND = Path(fastserve_backend.__file__).parent
-CLIENT = Path(fastserve_client.__file__).parent
+CLIENT = Path(fastserve_client.__file__).parents[1]
 KERNELS = Path(fastserve_kernels.__file__).parent
 
 
@@ -40,30 +40,40 @@ def python_files(folder: Path) -> list[Path]:
     return files
 
 
-# folder → what nothing in it may import. The order of the list is the direction of imports.
+# The parts of the backend, in the direction of imports: each may import those after it.
+# "rank_protocol" and "system" are for all.
 FORBIDDEN = {
+    BACKEND / "serving": ("torch", "fastserve_backend.cli", "fastserve_backend.worker",
+                          "fastserve_backend.scheduler", "fastserve_backend.kv_cache",
+                          "fastserve_backend.executor"),
+    BACKEND / "simulation": ("torch", "fastserve_backend.serving", "fastserve_backend.worker",
+                             "fastserve_backend.models", "fastserve_backend.length_prediction"),
+    BACKEND / "profile": ("torch", "fastserve_backend.scheduler", "fastserve_backend.kv_cache",
+                          "fastserve_backend.engine", "fastserve_backend.serving",
+                          "fastserve_backend.worker", "fastserve_backend.models",
+                          "fastserve_backend.simulation", "fastserve_backend.length_prediction"),
+    BACKEND / "executor": ("torch", "fastserve_backend.engine", "fastserve_backend.serving",
+                           "fastserve_backend.scheduler", "fastserve_backend.kv_cache",
+                           "fastserve_backend.profile", "fastserve_backend.worker",
+                           "fastserve_backend.models"),
     BACKEND / "scheduler": ("torch", "time", "zmq", "fastserve_backend.kv_cache",
                             "fastserve_backend.profile", "fastserve_backend.executor",
                             "fastserve_backend.engine", "fastserve_backend.serving",
-                            "fastserve_backend.worker", "fastserve_backend.models"),
+                            "fastserve_backend.worker", "fastserve_backend.models",
+                            "fastserve_backend.checkpoints"),
     BACKEND / "kv_cache": ("torch", "time", "zmq", "fastserve_backend.scheduler",
                            "fastserve_backend.profile", "fastserve_backend.executor",
                            "fastserve_backend.engine", "fastserve_backend.serving",
-                           "fastserve_backend.worker", "fastserve_backend.models"),
-    BACKEND / "profile": ("torch", "fastserve_backend.scheduler",
-                          "fastserve_backend.engine", "fastserve_backend.serving",
-                          "fastserve_backend.simulation", "fastserve_backend.length_prediction"),
-    BACKEND / "simulation": ("torch", "fastserve_backend.serving",
-                             "fastserve_backend.length_prediction"),
-    BACKEND / "executor": ("torch", "fastserve_backend.engine", "fastserve_backend.serving",
-                           "fastserve_backend.scheduler"),
+                           "fastserve_backend.worker", "fastserve_backend.models",
+                           "fastserve_backend.checkpoints"),
     BACKEND / "length_prediction": ("fastserve_backend.engine", "fastserve_backend.serving",
                                     "fastserve_backend.scheduler", "fastserve_backend.kv_cache",
-                                    "fastserve_backend.executor", "fastserve_backend.worker"),
+                                    "fastserve_backend.executor", "fastserve_backend.worker",
+                                    "fastserve_backend.models"),
     BACKEND / "grammars": ("torch", "fastserve_backend.engine", "fastserve_backend.serving",
                            "fastserve_backend.scheduler", "fastserve_backend.kv_cache",
                            "fastserve_backend.executor", "fastserve_backend.worker",
-                           "fastserve_backend.models"),
+                           "fastserve_backend.models", "fastserve_backend.checkpoints"),
     BACKEND / "worker": ("fastserve_backend.engine", "fastserve_backend.grammars",
                          "fastserve_backend.serving",
                          "fastserve_backend.scheduler", "fastserve_backend.kv_cache",
@@ -71,24 +81,26 @@ FORBIDDEN = {
     BACKEND / "models": ("fastserve_backend.worker", "fastserve_backend.engine",
                          "fastserve_backend.serving", "fastserve_backend.scheduler",
                          "fastserve_backend.kv_cache", "fastserve_backend.executor"),
-    BACKEND / "serving": ("torch", "fastserve_backend.cli", "fastserve_backend.worker",
-                          "fastserve_backend.scheduler", "fastserve_backend.kv_cache",
-                          "fastserve_backend.executor"),
+    BACKEND / "checkpoints": ("torch", "fastserve_backend.models", "fastserve_backend.worker",
+                              "fastserve_backend.engine", "fastserve_backend.serving",
+                              "fastserve_backend.scheduler", "fastserve_backend.kv_cache",
+                              "fastserve_backend.executor", "fastserve_backend.profile"),
+    BACKEND / "rank_protocol": ("torch", "fastserve_backend.models", "fastserve_backend.worker",
+                                "fastserve_backend.engine", "fastserve_backend.executor",
+                                "fastserve_backend.scheduler", "fastserve_backend.kv_cache"),
+    BACKEND / "system": ("torch", "fastserve_client"),
     KERNELS: ("fastserve_backend", "fastserve_client"),
-    CLIENT: ("torch", "fastserve_backend", "fastserve_kernels"),
+    CLIENT / "fastserve_client": ("torch", "fastserve_backend", "fastserve_kernels",
+                                  "fastserve_gateway", "fastserve_bench"),
+    CLIENT / "fastserve_gateway": ("torch", "fastserve_backend", "fastserve_kernels",
+                                   "fastserve_bench"),
+    CLIENT / "fastserve_bench": ("torch", "fastserve_backend", "fastserve_kernels",
+                                 "fastserve_gateway"),
 }  # fmt: skip
 
 # (folder, package) → all that the folder may import of the package.
 ONLY = {
-    (BACKEND / "profile", "fastserve_backend.kv_cache"): ("swap_costs",),
-    (BACKEND / "profile", "fastserve_backend.worker"): ("messages",),
-    (BACKEND / "profile", "fastserve_backend.models"): ("model_config", "partition"),
     (BACKEND / "simulation", "fastserve_backend.engine"): ("step_loop", "delivery"),
-    (BACKEND / "simulation", "fastserve_backend.worker"): ("messages",),
-    (BACKEND / "simulation", "fastserve_backend.models"): ("config", "model_config", "partition"),
-    (BACKEND / "executor", "fastserve_backend.kv_cache"): ("swap_costs",),
-    (BACKEND / "executor", "fastserve_backend.profile"): ("iteration",),
-    (BACKEND / "executor", "fastserve_backend.worker"): ("messages", "cluster_keys"),
     (BACKEND / "serving", "fastserve_client"): ("protocol", "engine_state", "listening"),
 }
 
@@ -129,7 +141,7 @@ def test_only_serving_knows_triton() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["fastserve_backend.engine.engine", "fastserve_backend.cli", "fastserve_client",
+    ["fastserve_backend.engine.engine", "fastserve_backend.cli.app", "fastserve_client",
      "fastserve_backend.serving.launch", "fastserve_backend.serving.codec"],
 )  # fmt: skip
 def test_the_engines_process_is_free_of_torch(module: str) -> None:
@@ -150,7 +162,7 @@ ENGINE_PACKAGES = ("torch", "huggingface_hub", "tokenizers", "safetensors", "ggu
 
 
 def test_the_gateway_needs_nothing_of_the_engine() -> None:
-    modules = "fastserve_backend.cli, fastserve_client.gateway.command, fastserve_client.chat"
+    modules = "fastserve_backend.cli.app, fastserve_gateway.command, fastserve_client.chat"
     code = f"import sys, {modules}; print(*set({ENGINE_PACKAGES}) & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "\n", done.stdout + done.stderr
@@ -173,7 +185,7 @@ def test_a_command_without_its_packages_says_what_to_install(
 ) -> None:
     script = (
         f"import sys; sys.modules[{missing!r}] = None\n"
-        "from fastserve_backend.cli import main; main()"
+        "from fastserve_backend.cli.app import main; main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, *command], capture_output=True, text=True, timeout=60

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fastserve_backend.kv_cache.swap_costs import Link
+from fastserve_backend.rank_protocol.link import Link
 from jobs import make_job
 from kv_desk import Desk, jobs_of
 

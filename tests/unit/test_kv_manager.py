@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.kv_cache.tiers import TransferKind
+from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.scheduler.base import BatchLimits, fill_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 
 import pytest
-from fastserve_backend.kv_cache.swap_costs import Link, SwapCosts
+from fastserve_backend.kv_cache.swap_costs import SwapCosts
+from fastserve_backend.rank_protocol.link import Link
 from jobs import make_job, run_iteration
 from kv_desk import FAST_LINK, SLOW_LINK, Desk, jobs_of
 from policies import LinearTimes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from fastserve_backend.latency_histograms import Histogram, LatencyHistograms, Observations
+from fastserve_backend.metrics.latency_histograms import Histogram, LatencyHistograms, Observations
 from fastserve_backend.scheduler.base import BatchLimits
 from jobs import make_job
 from loop_driver import Rig

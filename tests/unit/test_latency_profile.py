@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.config import ParallelSection
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.config import load_model_config
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.latency import Curve, Identity, LatencyProfile
 from hypothesis import given

@@ -14,7 +14,7 @@ DEADLINE_S = 60
 NUM_LINES = 3000
 LOG = """
 import logging, os, sys
-from fastserve_backend.logs import log_to_stderr
+from fastserve_backend.system.logs import log_to_stderr
 log_to_stderr()
 log = logging.getLogger("a.module")
 """

@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.partition import (
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.partition import (
     RankPlace,
     check_parallel,
     layers_of_stages,
@@ -15,6 +14,7 @@ from fastserve_backend.models.partition import (
     span,
     stage_layers,
 )
+from fastserve_backend.errors import ConfigError
 from hypothesis import given
 from hypothesis import strategies as st
 

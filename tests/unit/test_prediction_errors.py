@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastserve_client.workload import TraceJob, load_lengths, poisson_trace
+from fastserve_bench.workload import TraceJob, load_lengths, poisson_trace
 
 PAPER = Path(__file__).parents[2] / "benchmarks" / "paper"
 MAX_MODEL_LEN = 2048

@@ -7,10 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fastserve_backend.clock import VirtualClock
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.executor.simulated import SimulatedExecutor
-from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.loads import Limits, brief_grid, full_grid, random_mixes
@@ -24,7 +21,10 @@ from fastserve_backend.profile.measure import (
     measure_briefly,
     measure_fully,
 )
-from fastserve_backend.worker.messages import Step
+from fastserve_backend.rank_protocol.link import Link
+from fastserve_backend.rank_protocol.messages import Step
+from fastserve_backend.simulation.simulated_executor import SimulatedExecutor
+from fastserve_backend.system.clock import VirtualClock
 from hypothesis import given
 from hypothesis import strategies as st
 from no_home import leave_without_home

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fastserve_backend.checkpoints.hf_tokenizer import HFTokenizer
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.tokenizer import ByteTokenizer
 from fastserve_backend.engine.request_checks import RequestChecks
 from fastserve_backend.errors import ContextLengthError, InvalidRequestError
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.hf_tokenizer import HFTokenizer
-from fastserve_backend.models.tokenizer import ByteTokenizer
 from fastserve_backend.sampling_params import SamplingParams
 from tokenizers import Tokenizer, decoders, models
 

@@ -5,10 +5,10 @@ import math
 
 import numpy as np
 import pytest
-from fastserve_backend.clock import MonotonicClock
 from fastserve_backend.job import JobOutput, TokenLogprob
 from fastserve_backend.serving.codec import decode_request
 from fastserve_backend.serving.responses import ResponseEncoder, WallClock
+from fastserve_backend.system.clock import MonotonicClock
 
 TOKENS = {7: " é".encode(), 8: "é".encode()[:1]}
 

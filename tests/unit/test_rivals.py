@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fastserve_backend.scheduler.base import BatchLimits
-from fastserve_client.workload import load_lengths
+from fastserve_bench.workload import load_lengths
 from jobs import make_job
 from policies import iterate, select
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import pytest
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.profile.hardware import HARDWARE, Hardware, find_hardware
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.roofline import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from emulated_gpu import DEVICE, emulated_gpu
-from fastserve_backend.worker.messages import NO_TOKEN, Penalties, Sampling
+from fastserve_backend.rank_protocol.messages import NO_TOKEN, Penalties, Sampling
 from fastserve_backend.worker.sampler import ChosenTokens, _penalise
 from fastserve_backend.worker.sampler import sample as begin_to_sample
 from fastserve_backend.worker.staging import Uploads

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from emulated_gpu import DEVICE, emulated_gpu
-from fastserve_backend.worker.messages import LogitBias, Penalties, Sampling
+from fastserve_backend.rank_protocol.messages import LogitBias, Penalties, Sampling
 from fastserve_backend.worker.sampler import sample as begin_to_sample
 from test_sampler import EOS, LOGITS, UNIFORM, choose, sample, sampling
 

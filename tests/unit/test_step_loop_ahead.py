@@ -11,12 +11,12 @@ import pytest
 from fastserve_backend.engine.flights import Flight
 from fastserve_backend.engine.step_loop import _LEAD_S, _LEAD_SHARE
 from fastserve_backend.job import FinishReason, JobState
-from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.iteration import LatencyModel
+from fastserve_backend.rank_protocol.link import Link
+from fastserve_backend.rank_protocol.messages import NO_TOKEN, CopyResult, StepResult
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
-from fastserve_backend.worker.messages import NO_TOKEN, CopyResult, StepResult
 from jobs import make_job
 from loop_driver import Rig, WatchedExecutor
 from policies import TIMES, make, one_job, quanta, skip_join

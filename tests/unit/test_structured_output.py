@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from fastserve_backend import SamplingParams, StructuredOutput
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.tokenizer import ByteTokenizer
 from fastserve_backend.engine.request_checks import RequestChecks
 from fastserve_backend.errors import InvalidRequestError
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.tokenizer import ByteTokenizer
 from fastserve_backend.structured_output import MAX_TEXT_BYTES
 
 SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}}}

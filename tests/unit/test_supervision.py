@@ -16,9 +16,16 @@ from fastserve_backend.errors import ConfigError, DrainingError, EngineError, Fa
 from fastserve_backend.job import FinishReason
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.measure import ReadyRanks
-from fastserve_backend.restart_limit import RestartLimiter
+from fastserve_backend.rank_protocol.messages import (
+    CopyBlocks,
+    CopyResult,
+    Ready,
+    Setup,
+    Step,
+    StepResult,
+)
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Ready, Setup, Step, StepResult
+from fastserve_backend.system.restart_limit import RestartLimiter
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import known_profile

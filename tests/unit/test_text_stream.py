@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from fastserve_backend.checkpoints.chat_template import Message
+from fastserve_backend.checkpoints.tokenizer import Tokenizer
 from fastserve_backend.engine.text_stream import TextStream
-from fastserve_backend.models.chat_template import Message
-from fastserve_backend.models.tokenizer import Tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fastserve_backend.checkpoints.load_config import ModelConfig, load_model_config
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.config import ModelConfig, load_model_config
 from fastserve_backend.worker.weight_memory import check_weights_fit
 
 # As many times the weights of OPT-125M no host holds.

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fastserve_backend.checkpoints.tokenizer import Tokenizer
 from fastserve_backend.engine.text_stream import TextStream
 from fastserve_backend.job import FinishReason, Job, JobOutput, TokenLogprob
-from fastserve_backend.models.tokenizer import Tokenizer
-from fastserve_backend.worker.messages import StepResult
+from fastserve_backend.rank_protocol.messages import StepResult
 
 _log = logging.getLogger(__name__)
 OnEnd = Callable[[Job, FinishReason], None]

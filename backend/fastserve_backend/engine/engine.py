@@ -16,10 +16,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from fastserve_backend.clock import Clock, MonotonicClock
+from fastserve_backend.checkpoints.configured_model import load_model_and_tokenizer
+from fastserve_backend.checkpoints.model_config import ModelConfig
+from fastserve_backend.checkpoints.tokenizer import Tokenizer
 from fastserve_backend.config import START_TIMEOUT_S, EngineConfig
-from fastserve_backend.configured_model import load_model_and_tokenizer
-from fastserve_backend.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.engine.delivery import Delivery
 from fastserve_backend.engine.picture import take_picture
 from fastserve_backend.engine.request_checks import RequestChecks
@@ -41,12 +41,11 @@ from fastserve_backend.job import FinishReason, Job, OutputSink
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
-from fastserve_backend.latency_histograms import LatencyHistograms
 from fastserve_backend.length_prediction.job_predictions import JobPredictions
 from fastserve_backend.length_prediction.messages import Predicted
 from fastserve_backend.length_prediction.settings import PredictorSettings
-from fastserve_backend.models.model_config import ModelConfig
-from fastserve_backend.models.tokenizer import Tokenizer
+from fastserve_backend.metrics.counters import EngineCounters, EngineSnapshot
+from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.profile.correction import CorrectedLatency
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.latency import LatencyProfile
@@ -56,11 +55,12 @@ from fastserve_backend.profile.measure import (
     link_of,
     load_or_measure,
 )
-from fastserve_backend.restart_limit import RestartLimiter
+from fastserve_backend.rank_protocol.messages import Ready, Setup, Step
 from fastserve_backend.sampling_params import MAX_SEED, SamplingParams
 from fastserve_backend.scheduler.base import Policy
 from fastserve_backend.scheduler.registry import make_policy
-from fastserve_backend.worker.messages import Ready, Setup, Step
+from fastserve_backend.system.clock import Clock, MonotonicClock
+from fastserve_backend.system.restart_limit import RestartLimiter
 
 # How often an idle engine looks whether its ranks are alive.
 IDLE_CHECK_S = 0.5

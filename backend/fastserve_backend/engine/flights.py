@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from fastserve_backend.job import Job, JobState
 from fastserve_backend.kv_cache.shared_prefixes import PrefixCopies
+from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.scheduler.base import Scheduled
-from fastserve_backend.worker.messages import Step
 
 
 @dataclass(slots=True)

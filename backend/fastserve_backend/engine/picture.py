@@ -14,10 +14,10 @@ from fastserve_client.engine_state import (
     Totals,
 )
 
-from fastserve_backend.counters import EngineCounters
 from fastserve_backend.engine.step_loop import StepLoop
 from fastserve_backend.job import Job, JobState
 from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
+from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.scheduler.base import Policy
 
 _RUNNING = JobState.RUNNING

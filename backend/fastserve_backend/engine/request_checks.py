@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fastserve_backend.checkpoints.chat_messages import check_messages
+from fastserve_backend.checkpoints.chat_template import Message
+from fastserve_backend.checkpoints.model_config import ModelConfig
+from fastserve_backend.checkpoints.tokenizer import TokenizationError, Tokenizer
 from fastserve_backend.errors import ContextLengthError, InvalidRequestError
-from fastserve_backend.models.chat_messages import check_messages
-from fastserve_backend.models.chat_template import Message
-from fastserve_backend.models.model_config import ModelConfig
-from fastserve_backend.models.tokenizer import TokenizationError, Tokenizer
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.structured_output import FIELD
 

@@ -12,14 +12,14 @@ from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.shared_prefixes import PrefixCopies
 from fastserve_backend.kv_cache.tiers import Transfer
-from fastserve_backend.scheduler.base import Scheduled
-from fastserve_backend.worker.messages import (
+from fastserve_backend.rank_protocol.messages import (
     CopyBlocks,
     LogitBias,
     Penalties,
     Sampling,
     Step,
 )
+from fastserve_backend.scheduler.base import Scheduled
 
 _MASK = 2**64 - 1
 _UNKNOWN = array("i", [0])  # a pending token

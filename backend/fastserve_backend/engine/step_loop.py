@@ -19,8 +19,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
-from fastserve_backend.clock import Clock
-from fastserve_backend.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.engine.delivery import NewToken, OnEnd
 from fastserve_backend.engine.flights import Ahead, Flight, is_ending
 from fastserve_backend.engine.masks import MaskAnswer, MaskedJobs, Masks
@@ -29,8 +27,10 @@ from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import FinishReason, Job, JobState
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.tiers import Transfer
+from fastserve_backend.metrics.counters import EngineCounters, EngineSnapshot
+from fastserve_backend.rank_protocol.messages import NO_TOKEN, CopyResult, Step, StepResult
 from fastserve_backend.scheduler.base import Policy, Scheduled, fill_batch
-from fastserve_backend.worker.messages import NO_TOKEN, CopyResult, Step, StepResult
+from fastserve_backend.system.clock import Clock
 
 # The next step is chosen so long before the predicted end of the running one: for choosing, sending
 # and waking up, and a share of its predicted time, since predictions err.

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from fastserve_backend.errors import EngineError
 from fastserve_backend.executor.base import OwnedExecutor
 from fastserve_backend.profile.latency import LatencyProfile
-from fastserve_backend.worker.messages import Ready
+from fastserve_backend.rank_protocol.messages import Ready
 
 # How often a start that is given up is told so: it may have been between two processes before.
 _ABANDON_POLL_S = 0.05

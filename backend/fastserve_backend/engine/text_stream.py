@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastserve_backend.models.tokenizer import Tokenizer
+from fastserve_backend.checkpoints.tokenizer import Tokenizer
 
 
 class TextStream:

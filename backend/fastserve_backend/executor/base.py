@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from fastserve_backend.worker.messages import CopyBlocks, CopyResult, Ready, Setup, Step, StepResult
+from fastserve_backend.rank_protocol.messages import (
+    CopyBlocks,
+    CopyResult,
+    Ready,
+    Setup,
+    Step,
+    StepResult,
+)
 
 
 class Executor(Protocol):

@@ -14,8 +14,8 @@ from zmq.auth.thread import ThreadAuthenticator
 from fastserve_backend.config import ParallelSection
 from fastserve_backend.errors import ConfigError, EngineError
 from fastserve_backend.executor.rank_processes import rank_environment
-from fastserve_backend.interpreter import python_executable
-from fastserve_backend.worker.cluster_keys import ClusterKeys
+from fastserve_backend.rank_protocol.cluster_keys import ClusterKeys
+from fastserve_backend.system.interpreter import python_executable
 
 # A rank whose connection closed is found by the next message to it, and there is one so often, s.
 PROBE_S = 1.0

@@ -20,8 +20,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from fastserve_backend.errors import ConfigError, EngineError
 from fastserve_backend.executor.cluster import Cluster, LostRanks, connection_closed
 from fastserve_backend.executor.rank_processes import LISTEN_S, RankProcesses
-from fastserve_backend.temporary_directory import short_temporary_directory
-from fastserve_backend.worker.messages import (
+from fastserve_backend.rank_protocol.messages import (
     CopyBlocks,
     CopyResult,
     Failed,
@@ -36,6 +35,7 @@ from fastserve_backend.worker.messages import (
     encoder,
     from_rank_decoder,
 )
+from fastserve_backend.system.temporary_directory import short_temporary_directory
 
 # Copies take milliseconds. One that takes so long, from the end of the steps that were sent before
 # it, has lost its device or its thread, and its blocks with it.

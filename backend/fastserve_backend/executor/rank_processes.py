@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 import zmq
 
 from fastserve_backend.errors import EngineError
-from fastserve_backend.interpreter import child_environment, python_executable
+from fastserve_backend.system.interpreter import child_environment, python_executable
 
 # A rank's heartbeat comes every second; after this long it is stopped or its machine is.
 HEARTBEAT_TIMEOUT_S = 8.0

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fastserve_backend.grammars.packets import Packets
 from fastserve_backend.grammars.process import GrammarLoop
-from fastserve_backend.logs import log_to_stderr
+from fastserve_backend.system.logs import log_to_stderr
 
 
 def main() -> int:

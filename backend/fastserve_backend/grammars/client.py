@@ -32,9 +32,9 @@ from fastserve_backend.grammars.messages import (
     from_grammars_decoder,
 )
 from fastserve_backend.grammars.packets import Packets
-from fastserve_backend.interpreter import child_environment, python_executable
-from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.structured_output import StructuredOutput
+from fastserve_backend.system.interpreter import child_environment, python_executable
+from fastserve_backend.system.restart_limit import RestartLimiter
 
 # Of grammars that are not compiled yet the process holds no more: they may be 64 KiB each.
 _MAX_BEGINNING = 32

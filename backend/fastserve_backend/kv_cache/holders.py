@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from fastserve_backend.counters import EngineCounters
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.prefix_cache import PrefixCache
 from fastserve_backend.kv_cache.round import Round, RunningOrder
 from fastserve_backend.kv_cache.shared_prefixes import SharedPrefixes
 from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.metrics.counters import EngineCounters
 
 
 class Holders:

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fastserve_backend.config import KVCacheSection
-from fastserve_backend.counters import EngineCounters
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.device_room import DeviceRoom
 from fastserve_backend.kv_cache.holders import Holders
@@ -35,6 +34,7 @@ from fastserve_backend.kv_cache.shared_prefixes import PrefixCopies, SharedPrefi
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.swapping import Swapping
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
+from fastserve_backend.metrics.counters import EngineCounters
 
 # Where no job can be swapped, a new job is begun only if each job on the device may still grow by
 # so many blocks. Otherwise those would soon take each other's KV, and compute it again.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import Protocol
 
 from fastserve_backend.job import Job
+from fastserve_backend.rank_protocol.link import Link
 
 # Share of each transfer in the running mean of the link's speed.
 _WEIGHT = 0.1
@@ -14,15 +14,6 @@ _WEIGHT = 0.1
 # no more.
 _MOST_TIMES = 4.0
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """Between a device and its host: seconds to copy one KV block, all layers of the rank."""
-
-    block_out_s: float
-    """From the device to the host; 0 where no host memory was there to measure it."""
-    block_in_s: float
 
 
 class PrefillTimes(Protocol):

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from fastserve_backend.config import KVCacheSection
-from fastserve_backend.counters import EngineCounters
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.holders import Holders
 from fastserve_backend.kv_cache.round import Round
 from fastserve_backend.kv_cache.shared_prefixes import SharedPrefixes
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import Transfer, TransferKind, TwoTierKV
+from fastserve_backend.metrics.counters import EngineCounters
 
 _log = logging.getLogger(__name__)
 

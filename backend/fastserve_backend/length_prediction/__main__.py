@@ -12,8 +12,8 @@ import socket
 import sys
 from pathlib import Path
 
-from fastserve_backend.lasting_imports import lasting_imports
-from fastserve_backend.logs import log_to_stderr
+from fastserve_backend.system.lasting_imports import lasting_imports
+from fastserve_backend.system.logs import log_to_stderr
 
 # The ranks and the engine come first wherever cores are short.
 NICENESS = 10

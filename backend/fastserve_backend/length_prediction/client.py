@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from fastserve_backend.interpreter import child_environment, python_executable
 from fastserve_backend.length_prediction.messages import (
     MAX_MESSAGE_BYTES,
     Ended,
@@ -27,7 +26,8 @@ from fastserve_backend.length_prediction.messages import (
     encoder,
     from_predictor_decoder,
 )
-from fastserve_backend.restart_limit import RestartLimiter
+from fastserve_backend.system.interpreter import child_environment, python_executable
+from fastserve_backend.system.restart_limit import RestartLimiter
 
 # More unanswered questions would be answered too late to be of use: a prediction takes a few
 # milliseconds of a core that others use too.

@@ -20,7 +20,7 @@ from torch import Tensor
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.length_prediction.prompt_text import cut
 from fastserve_backend.length_prediction.settings import INSTALL
-from fastserve_backend.packaged_file import packaged_file
+from fastserve_backend.system.packaged_file import packaged_file
 
 Embedding = NDArray[np.float32]
 """Shape [384], of unit length."""

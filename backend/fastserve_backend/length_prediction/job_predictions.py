@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fastserve_backend.job import Job
-from fastserve_backend.latency_histograms import Histogram
 from fastserve_backend.length_prediction.client import PredictorClient
 from fastserve_backend.length_prediction.messages import Predicted
 from fastserve_backend.length_prediction.prompt_text import cut, cut_tokens
 from fastserve_backend.length_prediction.settings import PredictorSettings
+from fastserve_backend.metrics.latency_histograms import Histogram
 
 _log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from fastserve_backend.atomic_file import write_atomically
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.length_prediction.past_jobs import SavedJobs
+from fastserve_backend.system.atomic_file import write_atomically
 
 FILE_NAME = "predictor.safetensors"
 

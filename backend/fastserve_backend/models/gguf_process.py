@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from fastserve_backend.errors import FastServeError
-from fastserve_backend.lasting_imports import lasting_imports
+from fastserve_backend.system.lasting_imports import lasting_imports
 
 
 def main() -> int:

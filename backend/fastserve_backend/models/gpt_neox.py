@@ -12,8 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fastserve_backend.checkpoints.gpt_neox_config import GPTNeoXConfig
 from fastserve_backend.models.attention_batch import AttentionBatch
-from fastserve_backend.models.gpt_neox_config import GPTNeoXConfig
 from fastserve_backend.models.layers import (
     Attention,
     ColumnLinear,

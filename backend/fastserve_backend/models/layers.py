@@ -16,8 +16,8 @@ from fastserve_kernels import ops
 from fastserve_kernels.weight_quantization import row_magnitudes
 from torch import Tensor
 
+from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.models.attention_batch import AttentionBatch
-from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.weights import Parameter
 

@@ -10,6 +10,7 @@ from functools import partial
 from fastserve_kernels import ops
 from torch import Tensor
 
+from fastserve_backend.checkpoints.llama_config import LlamaConfig
 from fastserve_backend.models.attention_batch import AttentionBatch
 from fastserve_backend.models.layers import (
     Attention,
@@ -19,7 +20,6 @@ from fastserve_backend.models.layers import (
     VocabEmbedding,
     prefixed,
 )
-from fastserve_backend.models.llama_config import LlamaConfig
 from fastserve_backend.models.lm_head import LMHead
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.rotary import RotaryEmbedding

@@ -7,10 +7,10 @@ from typing import cast
 
 import torch
 
+from fastserve_backend.checkpoints.architectures import ARCHITECTURES
+from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.models.causal_lm import CausalLM
-from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.models.model_part import ModelPart
-from fastserve_backend.models.registry import ARCHITECTURES
 from fastserve_backend.models.tensor_group import ALONE, TensorGroup
 from fastserve_backend.models.weights import (
     checkpoint_tensors,

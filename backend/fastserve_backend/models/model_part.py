@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fastserve_backend.models.model_config import Quantization
+from fastserve_backend.checkpoints.model_config import Quantization
 from fastserve_backend.models.tensor_group import ALONE, TensorGroup
 
 

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fastserve_backend.checkpoints.opt_config import POSITION_OFFSET, OPTConfig
 from fastserve_backend.models.attention_batch import AttentionBatch
 from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.layers import (
@@ -25,7 +26,6 @@ from fastserve_backend.models.layers import (
 )
 from fastserve_backend.models.lm_head import LMHead
 from fastserve_backend.models.model_part import ModelPart
-from fastserve_backend.models.opt_config import POSITION_OFFSET, OPTConfig
 from fastserve_backend.models.weights import Parameter
 
 

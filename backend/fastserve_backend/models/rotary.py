@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastserve_backend.models.rotary_config import Rotary
+from fastserve_backend.checkpoints.rotary_config import Rotary
 
 
 class RotaryEmbedding:

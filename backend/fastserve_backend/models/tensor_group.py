@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastserve_backend.models.partition import span
+from fastserve_backend.checkpoints.partition import span
 
 
 class TensorGroup:

@@ -20,9 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fastserve_backend.models.config import WEIGHT_FILES
-from fastserve_backend.models.errors import ModelError
-from fastserve_backend.models.weight_index import read_weight_index
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.load_config import WEIGHT_FILES
+from fastserve_backend.checkpoints.weight_index import read_weight_index
 
 DUMMY_STD = 0.02  # standard deviation of OPT's own initial weights
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fastserve_backend.kv_cache.swap_costs import Link
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.profile.latency import Curve, Identity, LatencyProfile
+from fastserve_backend.rank_protocol.link import Link
 
 # Where the curves may bend. Powers of two, because costs bend where a matrix gets as many rows as
 # weights are worth reading for: anywhere between one and a few hundred.

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fastserve_backend.worker.messages import Step
+from fastserve_backend.rank_protocol.messages import Step
 
 
 @dataclass(frozen=True, slots=True)

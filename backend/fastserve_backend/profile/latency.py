@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from fastserve_backend.atomic_file import write_atomically
+from fastserve_backend.checkpoints.model_config import DType, ModelConfig
 from fastserve_backend.config import ParallelSection
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.kv_cache.swap_costs import Link
-from fastserve_backend.models.model_config import DType, ModelConfig
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+from fastserve_backend.rank_protocol.link import Link
+from fastserve_backend.system.atomic_file import write_atomically
 
 # Times of a real machine are positive; a fit through noise may not be, and a zero quantum breaks
 # the queues.

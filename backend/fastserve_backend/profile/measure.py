@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fastserve_backend.cache_directory import cache_directory
+from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.executor.base import Executor
-from fastserve_backend.kv_cache.swap_costs import Link
-from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.profile.drift import typical_seconds
 from fastserve_backend.profile.fit import Sample, fit, mean_error
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.latency import Identity, LatencyProfile
 from fastserve_backend.profile.loads import Limits, Mix, brief_grid, full_grid, random_mixes
-from fastserve_backend.worker.messages import Ready, Step
+from fastserve_backend.rank_protocol.link import Link
+from fastserve_backend.rank_protocol.messages import Ready, Step
+from fastserve_backend.system.cache_directory import cache_directory
 
 # A start must stay short; a slow machine measures shorter prompts and fewer repeats in this time.
 BRIEF_BUDGET_S = 5.0

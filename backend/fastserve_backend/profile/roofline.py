@@ -20,9 +20,9 @@ overheads do not shrink with faster memory.
 
 from __future__ import annotations
 
+from fastserve_backend.checkpoints.model_config import DTYPE_BYTES, ModelConfig
+from fastserve_backend.checkpoints.partition import check_parallel, layers_of_stages, share_of_kv
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.model_config import DTYPE_BYTES, ModelConfig
-from fastserve_backend.models.partition import check_parallel, layers_of_stages, share_of_kv
 from fastserve_backend.profile.hardware import GPUS_PER_NODE, Hardware
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 

@@ -17,8 +17,8 @@ import numpy as np
 from fastserve_client import protocol
 from numpy.typing import NDArray
 
+from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.errors import InvalidRequestError
-from fastserve_backend.models.chat_template import Message
 from fastserve_backend.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 from fastserve_backend.structured_output import StructuredOutput
 

@@ -19,18 +19,18 @@ from typing import NamedTuple
 from fastserve_client.listening import is_loopback
 from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HTTP_PORT, DEFAULT_METRICS_PORT
 
+from fastserve_backend.checkpoints.hub import at_commit
+from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.config import START_TIMEOUT_S as ENGINE_START_TIMEOUT_S
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import FastServeError
-from fastserve_backend.models.config import load_model_config
-from fastserve_backend.models.hub import at_commit
-from fastserve_backend.restart_limit import RestartLimiter
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.errors import LaunchError, ModelLoadError
 from fastserve_backend.serving.installation import TritonInstallation
 from fastserve_backend.serving.process import ServerProcess
 from fastserve_backend.serving.repository import write_repository
 from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
+from fastserve_backend.system.restart_limit import RestartLimiter
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import triton_python_backend_utils as pb_utils
 
-from fastserve_backend.latency_histograms import Histogram, Observations
+from fastserve_backend.metrics.latency_histograms import Histogram, Observations
 
 Call = Callable[[], object]
 """Sends one change to the server."""

@@ -21,10 +21,10 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from fastserve_backend.counters import EngineSnapshot
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.job import FinishReason
-from fastserve_backend.latency_histograms import Histogram, LatencyHistograms
+from fastserve_backend.metrics.counters import EngineSnapshot
+from fastserve_backend.metrics.latency_histograms import Histogram, LatencyHistograms
 from fastserve_backend.serving import prediction_metrics
 from fastserve_backend.serving.metric_histograms import (
     Call,

@@ -12,7 +12,6 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from fastserve_backend.clock import MonotonicClock
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.errors import (
@@ -22,7 +21,6 @@ from fastserve_backend.errors import (
     OverloadedError,
 )
 from fastserve_backend.length_prediction.prompt_text import last_user_words
-from fastserve_backend.logs import log_to_stderr
 from fastserve_backend.serving.codec import (
     GRPC_STATUS_HEADER,
     GenerateRequest,
@@ -44,6 +42,8 @@ from fastserve_backend.serving.streaming import (
     unexpected_error,
 )
 from fastserve_backend.serving.watching import WatchStream
+from fastserve_backend.system.clock import MonotonicClock
+from fastserve_backend.system.logs import log_to_stderr
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import get_args
 
-from fastserve_backend.latency_histograms import Histogram
 from fastserve_backend.length_prediction.job_predictions import JobPredictions
 from fastserve_backend.length_prediction.messages import FallbackReason, PredictionSource
+from fastserve_backend.metrics.latency_histograms import Histogram
 
 DESCRIPTIONS = {
     "fastserve_prediction_index_entries": "Prompts that the length predictor remembers",

@@ -12,9 +12,9 @@ import numpy as np
 from fastserve_client import protocol
 from numpy.typing import NDArray
 
-from fastserve_backend.clock import Clock
 from fastserve_backend.job import JobOutput, JobStats, TokenLogprob
 from fastserve_backend.serving.codec import GenerateRequest
+from fastserve_backend.system.clock import Clock
 
 Tensors = list[tuple[str, NDArray[Any]]]
 

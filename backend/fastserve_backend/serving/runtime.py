@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from select import POLLIN, poll
 
-from fastserve_backend.temporary_directory import short_temporary_directory
+from fastserve_backend.system.temporary_directory import short_temporary_directory
 
 RUNTIME_VARIABLE = "FASTSERVE_RUNTIME_DIR"
 LAUNCHER_VARIABLE = "FASTSERVE_LAUNCHER_PID"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastserve_backend.checkpoints.model_config import ModelConfig
+from fastserve_backend.checkpoints.partition import share_of_kv
 from fastserve_backend.config import KVCacheSection
-from fastserve_backend.kv_cache.swap_costs import Link
-from fastserve_backend.models.model_config import ModelConfig
-from fastserve_backend.models.partition import share_of_kv
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.roofline import Roofline
+from fastserve_backend.rank_protocol.link import Link
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,27 +9,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fastserve_client.report.records import JobRecord
-from fastserve_client.workload import TraceJob
+from fastserve_bench.report.records import JobRecord
+from fastserve_bench.workload import TraceJob
 
-from fastserve_backend.clock import VirtualClock
 from fastserve_backend.config import KVCacheSection, SchedulerSection
-from fastserve_backend.counters import EngineCounters
 from fastserve_backend.engine.delivery import NewToken, OnEnd
 from fastserve_backend.engine.step_loop import StepLoop
-from fastserve_backend.executor.simulated import SimulatedExecutor
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
-from fastserve_backend.latency_histograms import LatencyHistograms
+from fastserve_backend.metrics.counters import EngineCounters
+from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits, Policy
 from fastserve_backend.scheduler.batch_limits import batch_limits
 from fastserve_backend.scheduler.registry import make_policy
 from fastserve_backend.simulation.memory import KVMemory
-from fastserve_backend.worker.messages import Step
+from fastserve_backend.simulation.simulated_executor import SimulatedExecutor
+from fastserve_backend.system.clock import VirtualClock
 
 PolicyOfLimits: TypeAlias = Callable[[BatchLimits], Policy]
 

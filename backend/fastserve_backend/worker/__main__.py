@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.lasting_imports import lasting_imports
-from fastserve_backend.logs import log_to_stderr
+from fastserve_backend.system.lasting_imports import lasting_imports
+from fastserve_backend.system.logs import log_to_stderr
 
 
 def main() -> int:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import zmq
 
-from fastserve_backend.worker.cluster_keys import ClusterKeys
+from fastserve_backend.rank_protocol.cluster_keys import ClusterKeys
+from fastserve_backend.rank_protocol.messages import FromRank, ToRank, encoder, to_rank_decoder
 from fastserve_backend.worker.engine_watch import end_with_connection, end_with_stdin
-from fastserve_backend.worker.messages import FromRank, ToRank, encoder, to_rank_decoder
 
 # A socket that is closed still delivers its last message, for so long.
 LINGER_MS = 1000

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.utils.store import barrier
 
+from fastserve_backend.checkpoints.partition import RankPlace
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.partition import RankPlace
 from fastserve_backend.models.tensor_group import ALONE, TensorGroup
 
 # The engine watches every rank and ends all when one is dead or stopped. So a rank may wait for its

@@ -13,8 +13,8 @@ from fastserve_kernels.int8_cache import is_int8
 from fastserve_kernels.kv_quantization import dequantize, quantize
 from torch import Tensor
 
+from fastserve_backend.checkpoints.model_config import KVDType, ModelConfig
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.model_config import KVDType, ModelConfig
 from fastserve_backend.worker.block_copies import runs
 from fastserve_backend.worker.host_memory import host_memory
 from fastserve_backend.worker.staging import Uploads

@@ -6,9 +6,9 @@ import torch
 from fastserve_kernels.int8_cache import SCALE_BYTES
 from torch import Tensor
 
+from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.loader import torch_dtype
-from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.worker.host_memory import host_memory
 
 # On a CPU the cache shares memory with everything else on the machine, so without a number from the

@@ -10,15 +10,15 @@ import torch
 from fastserve_kernels import ops
 from torch import Tensor
 
+from fastserve_backend.checkpoints.model_config import ModelConfig
+from fastserve_backend.checkpoints.partition import RankPlace
 from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import torch_dtype
-from fastserve_backend.models.model_config import ModelConfig
-from fastserve_backend.models.partition import RankPlace
 from fastserve_backend.models.tensor_group import ALONE, TensorGroup
+from fastserve_backend.rank_protocol.messages import StageDone, Step, StepResult
 from fastserve_backend.worker.block_copies import copy_within
 from fastserve_backend.worker.decode_graphs import DecodeGraphs
 from fastserve_backend.worker.last_tokens import LastTokens
-from fastserve_backend.worker.messages import StageDone, Step, StepResult
 from fastserve_backend.worker.pipeline import Pipeline
 from fastserve_backend.worker.sampler import SampledTokens, sample
 from fastserve_backend.worker.step_inputs import (

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastserve_backend.models.partition import RankPlace
+from fastserve_backend.checkpoints.partition import RankPlace
 
 
 class Pipeline:

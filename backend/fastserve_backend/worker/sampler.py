@@ -21,7 +21,7 @@ import torch
 from fastserve_kernels import ops
 from torch import Tensor
 
-from fastserve_backend.worker.messages import (
+from fastserve_backend.rank_protocol.messages import (
     NO_TOKEN,
     LogitBias,
     Penalties,

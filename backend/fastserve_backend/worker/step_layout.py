@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastserve_backend.worker.messages import Step
+from fastserve_backend.rank_protocol.messages import Step
 
 IntArray = npt.NDArray[Any]
 

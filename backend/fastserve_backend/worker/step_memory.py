@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastserve_backend.checkpoints.model_config import ModelConfig
+from fastserve_backend.checkpoints.partition import RankPlace
 from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import torch_dtype
-from fastserve_backend.models.model_config import ModelConfig
-from fastserve_backend.models.partition import RankPlace
 from fastserve_backend.models.tensor_group import TensorGroup
-from fastserve_backend.worker.messages import Sampling
+from fastserve_backend.rank_protocol.messages import Sampling
 from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.pipeline import Pipeline
 from fastserve_backend.worker.sampler import sample

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult
 from fastserve_backend.worker.host_store import HostStore
-from fastserve_backend.worker.messages import CopyBlocks, CopyResult
 
 # Blocks of the copy that tells how fast the link is, and how often it is made.
 _TEST_BLOCKS = 32

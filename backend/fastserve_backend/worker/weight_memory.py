@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from fastserve_kernels import ops
 
+from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.loader import torch_dtype
-from fastserve_backend.models.model_config import ModelConfig
 from fastserve_backend.worker.host_memory import host_memory
 
 

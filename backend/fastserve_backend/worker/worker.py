@@ -16,11 +16,21 @@ from pathlib import Path
 import torch
 from fastserve_kernels import ops
 
+from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.model_config import ModelConfig
+from fastserve_backend.checkpoints.partition import RankPlace, layers_of_stages
 from fastserve_backend.errors import ConfigError, FastServeError
-from fastserve_backend.models.config import load_model_config
 from fastserve_backend.models.loader import load_model
-from fastserve_backend.models.model_config import ModelConfig
-from fastserve_backend.models.partition import RankPlace, layers_of_stages
+from fastserve_backend.rank_protocol.messages import (
+    CopyBlocks,
+    Failed,
+    Heartbeat,
+    Hello,
+    Ready,
+    Setup,
+    Step,
+    Stop,
+)
 from fastserve_backend.worker.answering import AnsweringThread
 from fastserve_backend.worker.cores import num_cores
 from fastserve_backend.worker.engine_link import EngineLink, Send, sender
@@ -32,16 +42,6 @@ from fastserve_backend.worker.groups import (
 )
 from fastserve_backend.worker.host_store import check_swap_space, make_host_store
 from fastserve_backend.worker.kv_store import allocate_kv
-from fastserve_backend.worker.messages import (
-    CopyBlocks,
-    Failed,
-    Heartbeat,
-    Hello,
-    Ready,
-    Setup,
-    Step,
-    Stop,
-)
 from fastserve_backend.worker.model_runner import Answer, ModelRunner
 from fastserve_backend.worker.step_inputs import StepLimits
 from fastserve_backend.worker.step_memory import step_bytes

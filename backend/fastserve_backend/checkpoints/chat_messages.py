@@ -1,0 +1,83 @@
+"""Messages of a conversation, checked before a chat template gets them.
+
+What a template makes of a content that is no text differs from one to the next: most put Python's
+own spelling of it into the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastserve_client.message_text import NOT_TEXT, joined_text
+
+from fastserve_backend.checkpoints.chat_template import Message
+from fastserve_backend.errors import InvalidRequestError
+
+FIELD = "messages"
+
+
+def check_messages(messages: object) -> list[Message]:
+    """The messages as a template takes them: ``role`` and ``content`` are text; other keys stay.
+
+    Parts of text are joined. An assistant's message with ``tool_calls`` needs no content. Arguments
+    of its calls that are a JSON text, as in OpenAI's API, become the object that templates expect.
+
+    Raises:
+        InvalidRequestError: names the message, and quotes nothing that was said.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
+        allowed = "must be a list of at least one message"
+        raise InvalidRequestError(FIELD, type(messages).__name__, allowed)
+    return [_checked(f"{FIELD}[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _checked(name: str, message: object) -> Message:
+    if not isinstance(message, Mapping):
+        allowed = "must be an object with role and content"
+        raise InvalidRequestError(name, type(message).__name__, allowed)
+    checked = dict(message)
+    calls = checked.pop("tool_calls", None)
+    if calls:  # templates look whether it is there
+        checked["tool_calls"] = _tool_calls(f"{name}.tool_calls", calls)
+        if checked.get("role") == "assistant" and checked.get("content") is None:
+            checked["content"] = ""
+    for key in ("role", "content"):
+        if key not in checked:
+            keys = ", ".join(map(str, message)) or "no keys"
+            raise InvalidRequestError(name, keys, "must have the keys role and content")
+    content = checked["content"]
+    joined = joined_text(content)
+    checked["content"] = _text(f"{name}.content", content if joined is None else joined, NOT_TEXT)
+    checked["role"] = _text(f"{name}.role", checked["role"], "must be a string")
+    return checked
+
+
+def _text(name: str, value: object, allowed: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequestError(name, type(value).__name__, allowed)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequestError(name, "a lone surrogate", "must be valid Unicode") from None
+    return value
+
+
+def _tool_calls(name: str, calls: object) -> list[Mapping[str, Any]]:
+    if not isinstance(calls, list | tuple) or not all(isinstance(one, Mapping) for one in calls):
+        raise InvalidRequestError(name, type(calls).__name__, "must be a list of objects")
+    return [_with_arguments(call) for call in calls]
+
+
+def _with_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call  # a model may have written anything
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

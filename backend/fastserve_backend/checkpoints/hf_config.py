@@ -1,0 +1,101 @@
+"""Typed reading of Hugging Face's config.json.
+
+The JSON is read plainly: `transformers.AutoConfig` takes seconds to import and imports torch, which
+the engine process must never do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from fastserve_backend.checkpoints.errors import ModelError
+
+_Choice = TypeVar("_Choice", bound=str)
+
+# What the attention kernels' vector loads and registers allow.
+_HEAD_DIM_STEP, _HEAD_DIM_MAX = 8, 256
+
+
+class HFConfig:
+    """Typed reading of a config.json. Every getter raises ModelError naming file, field, value."""
+
+    def __init__(self, raw: Mapping[str, Any], source: str) -> None:
+        self.source = source
+        self._raw = raw
+
+    def __contains__(self, key: str) -> bool:
+        return self._raw.get(key) is not None
+
+    def error(self, key: str, allowed: str) -> ModelError:
+        """The error to raise for field `key`, whose value is not `allowed`."""
+        return ModelError(f"{self.source}: {key} is {self._raw.get(key)!r}, expected {allowed}")
+
+    def integer(self, key: str, default: int) -> int:
+        value = self._raw.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(key, "an integer of at least 1")
+        return value
+
+    def number(self, key: str, default: float | None) -> float:
+        """A finite number above 0, or ``default``; None: it must be there."""
+        value = self._raw.get(key)
+        if value is None and default is not None:
+            return default
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < float("inf")
+        ):
+            raise self.error(key, "a number above 0")
+        return float(value)
+
+    def number_or_zero(self, key: str) -> float:
+        """A finite number above 0; 0 where the field is 0 or not there."""
+        return 0.0 if self._raw.get(key) == 0 else self.number(key, 0.0)
+
+    def mapping(self, key: str) -> HFConfig | None:
+        """The fields of an object; None where it is not there, or empty."""
+        value = self._raw.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise self.error(key, "an object")
+        return HFConfig(value, f"{self.source}, {key}") if value else None
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._raw.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.error(key, "true or false")
+        return value
+
+    def choice(self, key: str, default: _Choice | None, allowed: tuple[_Choice, ...]) -> _Choice:
+        value = self._raw.get(key)
+        if value is None and default is not None:
+            return default
+        if value not in allowed:
+            raise self.error(key, f"one of {', '.join(allowed)}")
+        chosen: _Choice = value
+        return chosen
+
+    def token_ids(self, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+        """One id or a list of ids; an explicit null means none, and so does -1."""
+        if key not in self._raw:
+            return default
+        value = self._raw[key]
+        values = [] if value in (None, -1) else value if isinstance(value, list) else [value]
+        if any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in values):
+            raise self.error(key, "a token id, a list of them, null or -1")
+        return tuple(values)
+
+
+def checked_head_dim(raw: HFConfig, head_dim: int) -> int:
+    """`head_dim`, the elements of a head, if the attention kernels take it; else ModelError."""
+    if head_dim % _HEAD_DIM_STEP or head_dim > _HEAD_DIM_MAX:
+        raise ModelError(
+            f"{raw.source}: hidden_size / heads is {head_dim}, but the attention kernels "
+            f"need a multiple of {_HEAD_DIM_STEP} up to {_HEAD_DIM_MAX}"
+        )
+    return head_dim

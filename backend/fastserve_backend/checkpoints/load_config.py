@@ -1,0 +1,190 @@
+"""Find a model, fetch or convert its files where they are not here, and read its configuration."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fastserve_backend.checkpoints.architectures import ARCHITECTURES
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL, embedded_file
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.gguf import converted
+from fastserve_backend.checkpoints.hf_config import HFConfig
+from fastserve_backend.checkpoints.hub import download, is_hub_id
+from fastserve_backend.checkpoints.model_config import (
+    DTYPE_BYTES,
+    DType,
+    KVDType,
+    LoadFormat,
+    ModelConfig,
+    Quantization,
+)
+
+_log = logging.getLogger(__name__)
+
+_EOS = "eos_token_id"
+
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""Where weights are looked for, in this order; an index names the files of a divided checkpoint."""
+
+
+def builtin_names() -> tuple[str, ...]:
+    """Names of the configurations that need no files (random weights only)."""
+    return tuple(_builtins())
+
+
+def load_model_config(
+    model: str,
+    *,
+    load_format: LoadFormat,
+    device: str = "cpu",
+    dtype: DType | Literal["auto"] = "auto",
+    quantization: Quantization | None = None,
+    kv_dtype: KVDType = "same",
+    max_model_len: int | None = None,
+) -> ModelConfig:
+    """Describe `model`: a local directory in Hugging Face format, a GGUF file, a hub id, the
+    embedded model or a built-in name.
+
+    A hub id is downloaded here, weights included unless `load_format` is "dummy", and a GGUF file
+    converted, so that every rank finds the files in the cache. `device` is "cpu" or "cuda". `dtype`
+    "auto" takes the checkpoint's, except that float16 becomes bfloat16 on a CPU, which computes
+    float16 slowly. `max_model_len` in tokens, None for all that the model has positions for.
+
+    Raises ModelError naming what is wrong and the remedy.
+    """
+    try:
+        raw, directory = _read(model, load_format)
+    except OSError as error:  # such as a directory on the way that may not be searched
+        raise ModelError(f"model {model!r} cannot be read: {error.strerror}") from None
+    model_type = raw.choice("model_type", None, tuple(ARCHITECTURES))
+    if "quantization_config" in raw:
+        raise ModelError(
+            f"{raw.source}: quantization_config is set, but quantized checkpoints are not "
+            "supported; use the model's unquantized checkpoint, with quantization int8 if its "
+            "weights are to take less memory"
+        )
+    config = ARCHITECTURES[model_type].config.from_hf(
+        raw,
+        name=model,
+        directory=directory,
+        load_format=load_format,
+        dtype=_resolve_dtype(raw, dtype, device),
+        quantization=quantization,
+        kv_dtype=kv_dtype,
+    )
+    # Where no file has the field, the architecture gives its own.
+    if config.eos_token_ids != raw.token_ids(_EOS, ()):
+        config = replace(config, eos_is_default=True)
+    positions = config.max_model_len
+    if max_model_len is not None:
+        if max_model_len > positions:
+            raise ModelError(
+                f"max_model_len is {max_model_len}, but the model has {positions} positions; "
+                f"set max_model_len to at most {positions}"
+            )
+        config = replace(config, max_model_len=max_model_len)
+    beyond = [one for one in config.eos_token_ids if one >= config.vocab_size]
+    if beyond:
+        _log.warning(
+            "%s: end tokens %s are not in the vocabulary of %d; ignored",
+            raw.source,
+            ", ".join(map(str, beyond)),
+            config.vocab_size,
+        )
+        ids = tuple(one for one in config.eos_token_ids if one not in beyond)
+        config = replace(config, eos_token_ids=ids)
+    return config
+
+
+def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
+    builtin = _builtins().get(model)
+    if builtin is not None and not Path(model).is_dir():
+        if load_format != "dummy":
+            raise ModelError(
+                f"model {model!r} is a built-in configuration without weights: use load_format "
+                "dummy for random weights, or give a local directory or a Hugging Face id"
+            )
+        return HFConfig(builtin, f"built-in {model}"), None
+    directory = _directory(model, load_format)
+    raw = _read_json(directory / "config.json", model)
+    _add_end_tokens(raw, directory, model)
+    if load_format == "auto" and not any((directory / f).is_file() for f in WEIGHT_FILES):
+        raise ModelError(
+            f"model {model!r}: {directory} holds no weights ({', '.join(WEIGHT_FILES)}); "
+            "download them, or use load_format dummy for random weights"
+        )
+    return HFConfig(raw, str(directory / "config.json")), str(directory)
+
+
+def _add_end_tokens(raw: dict[str, Any], directory: Path, model: str) -> None:
+    """Those of generation_config.json count beside those of config.json. Authors correct one of
+    the files and not the other; ending at one token more than is needed costs nothing."""
+    generation = directory / "generation_config.json"
+    if not generation.is_file():
+        return
+    named = HFConfig(_read_json(generation, model), str(generation)).token_ids(_EOS, ())
+    if named:
+        own = HFConfig(raw, str(directory / "config.json")).token_ids(_EOS, ())
+        raw[_EOS] = list(dict.fromkeys([*own, *named]))
+
+
+def _builtins() -> dict[str, Mapping[str, Any]]:
+    return {
+        name: fields
+        for arch in ARCHITECTURES.values()
+        for name, fields in arch.config.builtin.items()
+    }
+
+
+def _directory(model: str, load_format: LoadFormat) -> Path:
+    """The local directory in Hugging Face format that holds the model, made where it is not."""
+    path = Path(model).expanduser()
+    if model and path.is_dir():  # an empty path would be the working directory
+        return path
+    if model == EMBEDDED_MODEL:
+        return converted(embedded_file())
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"model {model!r}: there is no such file")
+        return converted(path)
+    if is_hub_id(model):
+        return download(model, weights=load_format == "auto")
+    raise ModelError(
+        f"model {model!r} is no directory, no GGUF file, no Hugging Face id (owner/name or "
+        f"owner/name@revision) and no built-in name; built-in names are {EMBEDDED_MODEL} and, "
+        f"with load_format dummy, {', '.join(builtin_names())}"
+    )
+
+
+def _read_json(path: Path, model: str) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(
+            f"model {model!r}: {path} does not exist; a model directory in Hugging Face format "
+            "needs it"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {model!r}: {path} cannot be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"model {model!r}: {path} holds no JSON object")
+    return raw
+
+
+def _resolve_dtype(raw: HFConfig, dtype: DType | Literal["auto"], device: str) -> DType:
+    if dtype != "auto":
+        return dtype
+    # transformers renamed `torch_dtype` to `dtype` in version 5; checkpoints carry either.
+    key = "dtype" if "dtype" in raw else "torch_dtype"
+    stored = raw.choice(key, "float32", tuple(DTYPE_BYTES))
+    return "bfloat16" if stored == "float16" and device == "cpu" else stored

@@ -1,0 +1,151 @@
+"""Rotary position embeddings (Su et al. 2021): their frequencies, from a config.json.
+
+Without torch: the engine's process reads configurations. ``rope_type`` and its fields are those of
+Hugging Face's ``rope_parameters`` (transformers 5), or ``rope_scaling`` beside ``rope_theta``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.hf_config import HFConfig
+
+_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_OBJECTS = ("rope_parameters", "rope_scaling")  # its name since transformers 5, and until then
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """``angle[p, i] = p · frequencies[i]`` for the pairs (i, i + dim/2) of a head's first ``dim``
+    elements."""
+
+    dim: int
+    frequencies: tuple[float, ...]
+    """dim / 2 of them, radians a position."""
+    scale: float
+    """Factor of sine and cosine (YaRN's attention factor)."""
+    max_positions: int
+    """Beyond so many positions the frequencies would be others."""
+
+
+Field = tuple[str, float]
+"""An architecture's own field of a configuration, and its value where it is left out."""
+
+
+def read_rotary(
+    raw: HFConfig, head_dim: int, positions: int, *, theta: Field, share: Field
+) -> Rotary:
+    """The rotary embedding of a configuration.
+
+    ``theta`` is the base of its frequencies, and ``share`` how much of a head is rotated; what
+    ``rope_parameters`` says of them counts more. Where ``rope_scaling`` is there too, for older
+    programs, both must give the same rotation, however they spell it.
+
+    Raises ModelError for a type that is not known or a field that is wrong.
+    """
+    ropes = [rope for key in _OBJECTS if (rope := raw.mapping(key)) is not None]
+    ropes = ropes or [HFConfig({}, raw.source)]
+
+    def stated(rope: HFConfig, name: str, own: Field) -> float:
+        """By the object, the architecture's field, or the other object, in this order."""
+        key, default = own
+        for fields, field in ((rope, name), (raw, key), *((other, name) for other in ropes)):
+            if field in fields:
+                return fields.number(field, None)
+        return default
+
+    rotary, *others = [
+        _read_rope(
+            raw,
+            rope,
+            head_dim,
+            positions,
+            theta=stated(rope, "rope_theta", theta),
+            share=stated(rope, "partial_rotary_factor", share),
+        )
+        for rope in ropes
+    ]
+    if any(other != rotary for other in others):
+        first, second = _OBJECTS
+        raise raw.error(second, f"the same rotation as in {first}, or one of them alone")
+    return rotary
+
+
+def _read_rope(
+    raw: HFConfig, rope: HFConfig, head_dim: int, positions: int, *, theta: float, share: float
+) -> Rotary:
+    kind_key = "rope_type" if "rope_type" in rope else "type"  # its name until 2024
+    kind = rope.choice(kind_key, "default", _TYPES)
+    dim = int(head_dim * share)
+    if theta <= 1:
+        raise ModelError(f"{raw.source}: rope_theta is {theta:g}, expected a number above 1")
+    # More than a head has would be beside it in memory.
+    if not 2 <= dim <= head_dim or dim % 2:
+        raise ModelError(
+            f"{raw.source}: partial_rotary_factor (rotary_pct) is {share:g}, expected a share of a "
+            f"head's {head_dim} elements that is an even number of them"
+        )
+    # What the configuration itself says counts first (as in transformers).
+    trained_key = "original_max_position_embeddings"
+    trained = raw.integer(trained_key, rope.integer(trained_key, positions))
+    frequencies = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    if kind == "yarn":
+        return _yarn(frequencies, rope, theta, dim, positions, trained)
+    if kind == "linear":
+        factor = rope.number("factor", None)
+        frequencies = [one / factor for one in frequencies]
+    elif kind == "llama3":
+        frequencies = [_llama3(one, rope, trained) for one in frequencies]
+    elif kind == "dynamic":
+        # Its frequencies change with each longer job; up to the trained length they are plain.
+        positions = min(positions, trained)
+    return Rotary(dim, tuple(frequencies), 1.0, positions)
+
+
+def _llama3(frequency: float, rope: HFConfig, trained: int) -> float:
+    """Llama 3.1: low frequencies are divided, high ones kept, with a ramp between."""
+    factor = rope.number("factor", None)
+    low, high = rope.number("low_freq_factor", None), rope.number("high_freq_factor", None)
+    wavelength = 2 * math.pi / frequency
+    if wavelength < trained / high:
+        return frequency
+    if wavelength >= trained / low:
+        return frequency / factor
+    smooth = (trained / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def _yarn(
+    plain: list[float], rope: HFConfig, theta: float, dim: int, positions: int, trained: int
+) -> Rotary:
+    """YaRN (Peng et al. 2023): interpolate pairs that turn rarely, keep those that turn often."""
+    factor = rope.number("factor", positions / trained)
+    beta_fast, beta_slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
+
+    def dimension_of(rotations: float) -> float:
+        return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension_of(beta_fast), dimension_of(beta_slow)
+    if rope.boolean("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # no division by zero
+    frequencies = []
+    for index, one in enumerate(plain):
+        interpolated = min(1.0, max(0.0, (index - low) / (high - low)))
+        frequencies.append(one / factor * interpolated + one * (1 - interpolated))
+    scale = rope.number("attention_factor", 0.0) or _yarn_scale(factor, rope)
+    return Rotary(dim, tuple(frequencies), scale, positions)
+
+
+def _yarn_scale(factor: float, rope: HFConfig) -> float:
+    def part(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    mscale, of_all = rope.number_or_zero("mscale"), rope.number_or_zero("mscale_all_dim")
+    if mscale and of_all:  # 0 is none, as in transformers
+        return part(mscale) / part(of_all)
+    return part(1.0)

@@ -1,0 +1,194 @@
+"""Text to token ids and back, without torch.
+
+Every token stands for a run of bytes. Decoding joins the bytes and reads them as UTF-8 with U+FFFD
+for what is broken, so a stream only has to remember the bytes of one unfinished character.
+(`tokenizers.decoders.DecodeStream` holds back for ever after a lone invalid byte, and decodes all
+that it holds on every step.)
+"""
+
+from __future__ import annotations
+
+import codecs
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from fastserve_backend.checkpoints.chat_template import Message
+from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.hub import download, is_hub_id
+from fastserve_backend.checkpoints.model_config import ModelConfig
+from fastserve_backend.errors import FastServeError
+
+# Ids of OPT's special tokens, which the built-in tokenizer shares.
+_OPT_EOS = 2
+_SPECIALS = {0: "<s>", 1: "<pad>", 2: "</s>", 3: "<unk>"}
+_NUM_SPECIAL = len(_SPECIALS)
+
+NO_CHAT_TEMPLATE = "the model has no chat template; send a prompt as text"
+
+_CONSONANTS = "bcdfghjklmnpqrstvwxz"
+_VOWELS = "aeiou"
+
+
+class TokenizationError(FastServeError):
+    """A text has no token ids."""
+
+
+class Tokenizer(ABC):
+    """Instances may be shared by threads."""
+
+    vocab_size: int
+    max_token_bytes: int
+    """Most bytes of UTF-8 that one token of a prompt stands for: a bound on a prompt's length."""
+    specials: Mapping[int, str]
+    """The special tokens by id, as a prompt spells them; in an answer they have no text."""
+    end_token_ids: tuple[int, ...] = ()
+    """Those that its files name, all of the model's vocabulary; see `end_tokens`."""
+
+    @abstractmethod
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; other threads run meanwhile, however long it is.
+
+        Args:
+            special_tokens: with those that the model expects around a prompt.
+
+        Raises TokenizationError for a lone surrogate, which no UTF-8 can hold, for a token that the
+        model's vocabulary lacks, and for a text that the model's tokenizer fails at.
+        """
+
+    @abstractmethod
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The prompt after which the model answers the last message, with all special tokens
+        that the model expects, spelled out.
+
+        Raises TokenizationError where there is no template and for messages that it refuses.
+        """
+
+    @abstractmethod
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that `token_id` stands for: none for a special or unknown one."""
+
+    def written(self, token_id: int) -> str:
+        """`token_id` for people to read: a special one by its name."""
+        return self.specials.get(token_id) or self.decode([token_id])
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Text of `token_ids`, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
+
+    def stream(self) -> TokenStream:
+        """A new incremental decoder for one job's generated tokens."""
+        return TokenStream(self)
+
+
+class TokenStream:
+    """Decodes one job's tokens as they come; the pieces joined are exactly `Tokenizer.decode` of
+    all ids.
+
+    At most three bytes, an unfinished character, are held back. A step costs the bytes of its
+    token, however long the job has run.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def step(self, token_id: int) -> str:
+        """Text that `token_id` completes, often the whole token's, never part of a character."""
+        return self._decoder.decode(self._tokenizer.token_bytes(token_id))
+
+    def flush(self) -> str:
+        """What is held back, as U+FFFD; call it once, after the last token."""
+        return self._decoder.decode(b"", final=True)
+
+
+class ByteTokenizer(Tokenizer):
+    """The tokenizer of random weights: one token a byte, pseudo-words for all other ids.
+
+    Ids 0 to 3 are OPT's special tokens, 4 to 259 the bytes; every higher id decodes to a word of
+    its own with a space in front, so that a random model's output reads like text. Nothing is built
+    in advance.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        first_word = _NUM_SPECIAL + 256
+        if vocab_size < first_word:
+            raise ModelError(
+                f"vocab_size is {vocab_size}, but the built-in tokenizer of random weights needs "
+                f"at least {first_word}; add tokenizer files to the model or enlarge vocab_size"
+            )
+        self.vocab_size = vocab_size
+        self.max_token_bytes = 1
+        self.specials = _SPECIALS
+        self._first_word = first_word
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        begin = [_OPT_EOS] if special_tokens else []
+        return [*begin, *(byte + _NUM_SPECIAL for byte in utf8(text))]
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        raise TokenizationError(NO_CHAT_TEMPLATE)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if token_id >= self._first_word:
+            return _pseudo_word(token_id - self._first_word) if token_id < self.vocab_size else b""
+        return bytes((token_id - _NUM_SPECIAL,)) if token_id >= _NUM_SPECIAL else b""
+
+
+def _pseudo_word(index: int) -> bytes:
+    """Syllables that spell `index` to the base of their number, two at least."""
+    word = ""
+    while index or len(word) < 4:
+        index, syllable = divmod(index, len(_CONSONANTS) * len(_VOWELS))
+        consonant, vowel = divmod(syllable, len(_VOWELS))
+        word = _CONSONANTS[consonant] + _VOWELS[vowel] + word
+    return f" {word}".encode()
+
+
+def utf8(text: str) -> bytes:
+    """UTF-8 of `text`. Raises TokenizationError for a lone surrogate."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise TokenizationError(
+            f"text has a lone surrogate, U+{ord(text[error.start]):04X}, at character "
+            f"{error.start}; send valid Unicode"
+        ) from None
+
+
+def load_tokenizer(model: str, tokenizer: str | None, config: ModelConfig) -> Tokenizer:
+    """The tokenizer for `model`: from `tokenizer` (a directory or hub id) if given, else the
+    model's own.
+
+    Random weights without tokenizer files get the built-in one. Raises ModelError where there is no
+    usable tokenizer or where it has ids that the model's vocabulary lacks.
+    """
+    try:
+        return _load(model, tokenizer, config)
+    except OSError as error:  # such as a directory on the way that may not be searched
+        given = config.directory if tokenizer is None else tokenizer
+        raise ModelError(f"tokenizer {given!r} cannot be read: {error.strerror}") from None
+
+
+def _load(model: str, tokenizer: str | None, config: ModelConfig) -> Tokenizer:
+    from fastserve_backend.checkpoints.hf_tokenizer import HFTokenizer, has_tokenizer_files
+
+    if tokenizer is not None:
+        directory = Path(tokenizer).expanduser()
+        if not directory.is_dir():
+            if not is_hub_id(tokenizer):
+                raise ModelError(
+                    f"tokenizer {tokenizer!r} is no directory and no Hugging Face id (owner/name "
+                    "or owner/name@revision)"
+                )
+            directory = download(tokenizer, weights=False)
+    elif config.directory is not None and has_tokenizer_files(Path(config.directory)):
+        directory = Path(config.directory)
+    elif config.load_format == "dummy":
+        return ByteTokenizer(config.vocab_size)
+    else:
+        raise ModelError(
+            f"model {model!r}: {config.directory} has no tokenizer (tokenizer.json, or vocab.json "
+            "with merges.txt); add it, or name one with tokenizer"
+        )
+    return HFTokenizer(directory, config.vocab_size)

@@ -1,0 +1,371 @@
+"""The ``fastserve`` command.
+
+Heavy modules are imported by the command that needs them, so that ``fastserve generate`` works
+where only the client is installed, and ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from fastserve_client.endpoint import DEFAULT_URL
+from fastserve_client.errors import ClientError
+from fastserve_client.listening import DEFAULT_KEEP_ALIVE_S
+from fastserve_client.protocol import (
+    DEFAULT_GRPC_PORT,
+    DEFAULT_HOST,
+    DEFAULT_HTTP_PORT,
+    DEFAULT_METRICS_PORT,
+)
+from rich.console import Console
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
+from fastserve_backend.cli import workload_flags
+from fastserve_backend.cli.bench import bench
+from fastserve_backend.cli.config_flags import with_config_flags
+from fastserve_backend.cli.workload_flags import listed, parse_rates
+from fastserve_backend.config import EngineConfig
+from fastserve_backend.errors import FastServeError
+from fastserve_backend.profile.hardware import HARDWARE
+from fastserve_backend.system.standard_streams import open_closed_streams
+
+if TYPE_CHECKING:
+    from fastserve_backend.serving.endpoints import Endpoints
+
+# Options of several commands.
+_Url = Annotated[str, typer.Option(help="The server: grpc://, or http:// with its HTTP port.")]
+_TopP = Annotated[float | None, typer.Option(help="Nucleus sampling, in (0, 1].")]
+_TopK = Annotated[int | None, typer.Option(help="Only the k most likely tokens.")]
+_Config = Annotated[Path | None, typer.Option(help="An engine.yaml; flags override it.")]
+
+*_GPUS, _LAST_GPU = HARDWARE
+
+# What each command needs beside the command line's own packages.
+_EXTRAS = {
+    "generate": "'.[client]'",
+    "chat": "'.[client]'",
+    "gateway": "'.[gateway]'",
+    "serve": "'.[server]'",
+    "simulate": "'.[engine]'",
+    "bench": "'.[bench]', with --serve '.[bench,server]'",
+    "profile": "'.[engine]'",
+}
+
+
+class _Commands(TyperGroup):
+    """Where a command's packages are missing, it says which to install."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            if ctx.invoked_subcommand is None or (error.name or "").startswith("fastserve_"):
+                raise
+            raise FastServeError(
+                f"{error}; fastserve {ctx.invoked_subcommand} needs: "
+                f"pip install {_EXTRAS[ctx.invoked_subcommand]}"
+            ) from None
+
+
+app = typer.Typer(
+    name="fastserve",
+    cls=_Commands,
+    help="Preemptive LLM serving on NVIDIA Triton Inference Server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,  # locals hold prompts
+)
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one line on stderr and exit code 1."""
+    open_closed_streams()
+    try:
+        app()
+    except (FastServeError, ClientError) as error:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print(f"[bold red]error:[/] {escape(str(error))}")
+        sys.exit(1)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    url: _Url = DEFAULT_URL,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: _TopP = None,
+    top_k: _TopK = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Stop word, also a special token; can be repeated.")
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Go on after an end token.")] = False,
+    timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds.")] = None,
+) -> None:
+    """Stream one completion to the terminal; TTFT and tokens per second go to stderr."""
+    from fastserve_client.terminal import generate_to_terminal
+
+    code = generate_to_terminal(
+        prompt,
+        url=url,
+        timeout_s=timeout,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stop=stop or None,
+        ignore_eos=ignore_eos or None,
+    )
+    raise typer.Exit(int(code))
+
+
+@app.command()
+def chat(
+    url: _Url = DEFAULT_URL,
+    system: Annotated[
+        str | None, typer.Option(help="What the model is told before the first message.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    top_p: _TopP = None,
+    top_k: _TopK = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Give an answer up after so many seconds.")
+    ] = None,
+) -> None:
+    """A conversation with the model, through its chat template; answers are streamed.
+
+    Ctrl-C stops an answer, Ctrl-D ends the program. Messages can also come from a pipe, one a line.
+    """
+    from fastserve_client.chat import chat_in_terminal
+
+    code = chat_in_terminal(
+        url=url,
+        system=system,
+        timeout_s=timeout,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+    )
+    raise typer.Exit(int(code))
+
+
+@app.command()
+def gateway(
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; other than loopback needs keys.")
+    ] = DEFAULT_HOST,
+    port: Annotated[int, typer.Option(help="0 is any free one.")] = 9000,
+    url: _Url = DEFAULT_URL,
+    model: Annotated[
+        str, typer.Option(help="Name of the model at the server and in requests.")
+    ] = "fastserve",
+    api_keys_file: Annotated[
+        Path | None, typer.Option(help="Keys, one a line; requests must then have one of them.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse unknown fields instead of ignoring them.")
+    ] = False,
+    max_body_bytes: Annotated[
+        int, typer.Option(min=1, help="Largest body; one for n answers counts n times.")
+    ] = 8 << 20,
+    max_held_bytes: Annotated[
+        int, typer.Option(min=1, help="Bodies of all requests that are not answered yet.")
+    ] = 32 << 20,
+    max_jobs: Annotated[
+        int, typer.Option(min=1, help="Most answers to one request: prompts times n.")
+    ] = 128,
+    keep_alive_s: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=86_400,
+            help="Seconds until an idle connection ends; proxies must end theirs sooner.",
+        ),
+    ] = DEFAULT_KEEP_ALIVE_S,
+) -> None:
+    """OpenAI's HTTP API in front of a running server: completions, chat, models.
+
+    Listens on http://HOST:PORT/v1 until SIGTERM or Ctrl-C; GET /health and /metrics are there too.
+    """
+    from fastserve_gateway.app import GatewaySettings
+    from fastserve_gateway.auth import ApiKeys
+    from fastserve_gateway.command import run_gateway
+
+    from fastserve_backend.system.logs import log_to_stderr
+
+    log_to_stderr()
+    settings = GatewaySettings(
+        url=url,
+        model=model,
+        keys=ApiKeys([]) if api_keys_file is None else ApiKeys.read(api_keys_file),
+        strict=strict,
+        max_body_bytes=max_body_bytes,
+        max_held_bytes=max_held_bytes,
+        max_jobs=max_jobs,
+    )
+    run_gateway(settings, host, port, _print_gateway, keep_alive_s)
+
+
+def _print_gateway(url: str) -> None:
+    Console(stderr=True, highlight=False).print(
+        f"[bold green]listening[/] on {url}/v1", soft_wrap=True
+    )
+
+
+@app.command()
+@with_config_flags()
+def serve(
+    model: Annotated[str | None, typer.Argument(show_default=EMBEDDED_MODEL)] = None,
+    config: _Config = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULT_HOST,
+    http_port: Annotated[int, typer.Option(help="Triton HTTP.")] = DEFAULT_HTTP_PORT,
+    grpc_port: Annotated[int, typer.Option(help="Triton gRPC.")] = DEFAULT_GRPC_PORT,
+    metrics_port: Annotated[int, typer.Option(help="Prometheus metrics.")] = DEFAULT_METRICS_PORT,
+    **keys: Any,
+) -> None:
+    """Serve MODEL through a real tritonserver until SIGTERM or Ctrl-C.
+
+    MODEL is a Hugging Face id (owner/name, or owner/name@revision), a local directory in Hugging
+    Face format, a GGUF file, or a built-in name with --load-format dummy. Without MODEL and
+    --config, the embedded default runs: SmolLM2-135M-Instruct, which needs no download.
+    """
+    from fastserve_backend.serving import launch
+    from fastserve_backend.system.logs import warn_on_stderr
+
+    warn_on_stderr()
+    server = launch.TritonServer(
+        _engine_config(model, config, keys),
+        host=host,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+    )
+    code = launch.serve(server, on_ready=lambda: _print_endpoints(server.endpoints))
+    raise typer.Exit(code)
+
+
+def _print_endpoints(endpoints: Endpoints) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    url = f"grpc://{endpoints.grpc_url}"
+    there = "" if url == DEFAULT_URL else f" --url {url}"
+    console.print("[bold green]ready[/]")
+    # No markup, which IPv6 addresses look like.
+    console.print(f'  gRPC     {url}   (fastserve generate "Hello"{there})', markup=False)
+    http_url = f"{endpoints.http_url}/v2/models/fastserve/generate_stream"
+    console.print(f"  HTTP     {http_url}", markup=False)
+    console.print(f"  metrics  {endpoints.metrics_url}", markup=False)
+
+
+# Without those keys of which a simulation takes no notice, and the policy, of which it has several.
+@app.command()
+@with_config_flags(
+    without=(
+        "policy", "tokenizer", "device", "prefix_caching", "max_queued_requests", "stream_interval",
+        "length_prediction", "length_prediction_dir", "length_prediction_capacity",
+        "nnodes", "node_rank", "master_addr", "master_port",
+    )
+)  # fmt: skip
+def simulate(
+    model: Annotated[str, typer.Argument(help="As of serve.")],
+    config: _Config = None,
+    policies: Annotated[
+        str, typer.Option(help="To compare, separated by commas.")
+    ] = "fcfs,skip_join_mlfq,gittins",
+    rates: workload_flags.Rates = None,
+    dataset: workload_flags.Dataset = "sharegpt",
+    arrivals: workload_flags.ArrivalsFlag = None,
+    num_jobs: workload_flags.NumJobs = 1000,
+    seed: workload_flags.Seed = 0,
+    max_prompt_tokens: workload_flags.MaxPromptTokens = 1024,
+    max_total_tokens: workload_flags.MaxTotalTokens = 2048,
+    max_output_tokens: workload_flags.MaxOutputTokens = None,
+    scale: workload_flags.Scale = 1.0,
+    length_ratio: workload_flags.LengthRatio = None,
+    hardware: Annotated[str, typer.Option(help=f"{', '.join(_GPUS)} or {_LAST_GPU}.")] = "a100-80g",
+    profile: Annotated[
+        Path | None, typer.Option(help="A file of fastserve profile, in place of --hardware.")
+    ] = None,
+    prediction_error: Annotated[
+        float | None,
+        typer.Option(
+            help="Predict output lengths, for the policies speculative and gittins: the standard "
+            "deviation of ln(predicted / real), 0 for perfect predictions; left out: nothing is "
+            "predicted."
+        ),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+    plot: workload_flags.Plot = None,
+    **keys: Any,
+) -> None:
+    """What each policy does to latency: the engine's own scheduler against a modelled cluster.
+
+    MODEL is as of serve; a built-in name needs nothing but its name. Times in the table are in
+    seconds.
+    """
+    from fastserve_bench.report.output import Output
+    from fastserve_bench.workload import LengthLimits, Workload
+
+    from fastserve_backend.cli.simulate import ModelledHardware, simulate_command
+
+    if keys["load_format"] is None:
+        keys["load_format"] = "dummy"  # no weights are needed
+    limits = LengthLimits(max_prompt_tokens, max_total_tokens, max_output_tokens)
+    code = simulate_command(
+        _engine_config(model, config, keys),
+        ModelledHardware(profile, hardware),
+        Workload(dataset, num_jobs, seed, limits, scale, length_ratio, arrivals),
+        Output(output, plot),
+        policies=listed(policies),
+        rates=parse_rates(rates),
+        prediction_error=prediction_error,
+    )
+    raise typer.Exit(int(code))
+
+
+app.command()(bench)
+
+
+@app.command()
+@with_config_flags(
+    only=(
+        "load_format", "dtype", "quantization", "device", "max_model_len",
+        "tensor_parallel_size", "pipeline_parallel_size", "nnodes", "master_addr", "master_port",
+        "block_size", "device_blocks", "device_memory_utilization", "device_dtype",
+        "max_num_seqs", "max_num_batched_tokens",
+    )
+)  # fmt: skip
+def profile(
+    model: Annotated[str | None, typer.Argument(help="As of serve.")] = None,
+    config: _Config = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON; default: where the engine looks for it.")
+    ] = None,
+    **keys: Any,
+) -> None:
+    """Measure how long iterations take, on real ranks, and how well that predicts others.
+
+    MODEL is as of serve.
+    """
+    from fastserve_backend.cli.profile import profile_command
+
+    profile_command(_engine_config(model, config, keys), output)
+
+
+def _engine_config(model: str | None, config: Path | None, keys: dict[str, Any]) -> EngineConfig:
+    """The file's, or without one that of the embedded model, with the flags that were given."""
+    base = EngineConfig() if config is None else EngineConfig.from_yaml(config)
+    if model is None and config is None:
+        model = EMBEDDED_MODEL
+    given = {"model": model, **keys}
+    return base.with_keys(**{key: value for key, value in given.items() if value is not None})

@@ -1,0 +1,65 @@
+"""What the engine counts, and its state at one moment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from fastserve_backend.metrics.latency_histograms import LatencyHistograms
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """Totals since the start, which only the step loop's thread writes."""
+
+    latencies: LatencyHistograms = field(compare=False)
+    prompt_tokens: int = 0
+    prefix_cached_tokens: int = 0
+    """Tokens that jobs went on from without computing them, because their KV was kept."""
+    generation_tokens: int = 0
+    iterations: int = 0
+    compute_s: float = 0.0
+    """Seconds that the ranks computed."""
+    iteration_s: float = 0.0
+    """Seconds to having a step's tokens, from sending it, or from the end of the one that it was
+    sent behind, without waiting between stages; what exceeds ``compute_s`` is messages and the
+    making of inputs."""
+    between_s: float = 0.0
+    """Seconds from having a step's tokens to sending the next step: the ranks were idle."""
+    preemptions: int = 0
+    recomputed_jobs: int = 0
+    """Jobs whose KV was dropped for want of blocks, and had to be computed again."""
+    peak_blocks: int = 0
+    """Most KV blocks of the device in use at once."""
+    swap_out_bytes: int = 0
+    """KV copied from device to host, by swap-outs and ahead of them."""
+    swap_in_bytes: int = 0
+    swap_avoided_bytes: int = 0
+    """KV that swap-outs did not copy, because the host had it already."""
+    swap_stall_s: float = 0.0
+    """Seconds in which no step ran because all that could have run waited for copies."""
+    finished: Counter[str] = field(default_factory=Counter)
+    """Jobs by finish reason, but for those that were refused."""
+    refused: int = 0
+    """Jobs that turned out to ask for what cannot be: a grammar that is none."""
+    worker_restarts: int = 0
+    """How often all ranks were started anew because one died or hung."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The engine at one moment."""
+
+    running: int
+    waiting: int
+    level_sizes: tuple[int, ...]
+    """Jobs in each queue of the policy, highest first."""
+    num_demotions: int
+    """Since the start, as the next; see ``Policy``."""
+    num_promotions: int
+    swapped: int
+    """Of the waiting, those whose KV is on the host or on its way from or to it."""
+    num_blocks: int
+    free_blocks: int
+    num_host_blocks: int
+    free_host_blocks: int

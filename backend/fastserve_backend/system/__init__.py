@@ -1,0 +1,1 @@
+"""What any program needs of its system: files, clocks, logs, processes."""

@@ -1,0 +1,140 @@
+"""Sends the jobs of a trace to a server, and notes what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+from fastserve_client.cancelling import cancel_all
+from fastserve_client.errors import ClientError
+
+from fastserve_bench.connection import Answer, Connection, Request
+from fastserve_bench.outcome import Failure, FailureKind, Outcome
+from fastserve_bench.report.records import JobRecord
+
+
+class Driver:
+    """One run against one server; ``outcome`` is whole once it has returned or was cancelled.
+
+    Cancelling it cancels what is under way, also at the server.
+
+    Args:
+        timeout_s: Of each request.
+        on_change: Called whenever a job was sent or has ended.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        requests: Sequence[Request],
+        timeout_s: float,
+        on_change: Callable[[Driver], None],
+    ) -> None:
+        self.num_sent = 0
+        self.num_output_tokens = 0
+        self.outcome = Outcome()
+        self._connection = connection
+        self._requests = requests
+        self._timeout_s = timeout_s
+        self._on_change = on_change
+        self._started_s = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since the run began."""
+        return time.monotonic() - self._started_s
+
+    async def open_loop(self, arrivals_s: Sequence[float]) -> None:
+        """Sends each job at its arrival, whatever has finished by then.
+
+        Latencies count from the arrival, not from the sending: a client that lags would flatter
+        the server otherwise.
+
+        Args:
+            arrivals_s: Ascending, one a request; the run begins at 0.
+        """
+        await self._run(self._send_at(arrivals_s))
+
+    async def closed_loop(self, concurrency: int) -> None:
+        """Keeps ``concurrency`` requests under way: as one ends, the next is sent."""
+        waiting = iter(self._requests)
+        await self._run(_all([self._send_in_turn(waiting) for _ in range(concurrency)]))
+
+    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        outcome = self.outcome
+        cpu_started_s, self._started_s = time.process_time(), time.monotonic()
+        try:
+            await work
+        except asyncio.CancelledError:
+            outcome.interrupted = True
+            raise
+        finally:
+            outcome.cpu_share = (time.process_time() - cpu_started_s) / self.elapsed_s
+
+    async def _send_at(self, arrivals_s: Sequence[float]) -> None:
+        tasks = []
+        try:
+            for request, arrival_s in zip(self._requests, arrivals_s, strict=True):
+                await asyncio.sleep(max(0.0, arrival_s - self.elapsed_s))
+                tasks.append(asyncio.ensure_future(self._send(request, arrival_s)))
+        except asyncio.CancelledError:
+            await cancel_all(tasks)
+            raise
+        await _all(tasks)
+
+    async def _send_in_turn(self, waiting: Iterator[Request]) -> None:
+        for request in waiting:
+            await self._send(request, self.elapsed_s)
+
+    async def _send(self, request: Request, arrival_s: float) -> None:
+        sent_s = self.elapsed_s
+        self.num_sent += 1
+        self._on_change(self)
+        self.outcome.send_lateness_s.append(max(0.0, sent_s - arrival_s))
+        try:
+            answer = await self._connection.send(request, self._timeout_s)
+        except ClientError as error:
+            self._fail(arrival_s, FailureKind.of(error), str(error))
+        except asyncio.CancelledError:
+            self._fail(arrival_s, FailureKind.CANCELLED, "the run was interrupted")
+            raise
+        else:
+            if request.exact and answer.output_tokens != request.max_tokens:
+                message = f"{answer.output_tokens} tokens came instead of {request.max_tokens}"
+                self._fail(arrival_s, FailureKind.WRONG_LENGTH, message)
+            else:
+                self.outcome.records.append(self._record(answer, arrival_s, sent_s))
+                self.num_output_tokens += answer.output_tokens
+        self._on_change(self)
+
+    def _fail(self, arrival_s: float, kind: FailureKind, message: str) -> None:
+        self.outcome.failures.append(Failure(arrival_s, kind, message))
+        self.outcome.last_failure_s = self.elapsed_s
+
+    def _record(self, answer: Answer, arrival_s: float, sent_s: float) -> JobRecord:
+        first_token_s = answer.first_token_s - self._started_s
+        first_scheduled_s = None
+        if answer.queued_s is not None:
+            # The server's wait on the client's clock; the way of the request counts as nothing.
+            first_scheduled_s = min(max(arrival_s, sent_s + answer.queued_s), first_token_s)
+        return JobRecord(
+            arrival_s=arrival_s,
+            first_scheduled_s=first_scheduled_s,
+            first_token_s=first_token_s,
+            last_token_s=answer.last_token_s - self._started_s,
+            prompt_tokens=answer.prompt_tokens,
+            output_tokens=answer.output_tokens,
+            num_preemptions=answer.num_preemptions,
+        )
+
+
+async def _all(work: Sequence[Any]) -> None:
+    """All to their ends; when this is cancelled, or one fails, the others are cancelled first."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    except BaseException:
+        await cancel_all(tasks)
+        raise

@@ -1,0 +1,35 @@
+"""Tables on stdout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+
+from fastserve_client.terminal import ExitCode, cannot_write
+from rich.console import Console
+from rich.table import Table
+
+# Columns: no table needs as many.
+_WIDEST = 10_000
+
+
+def print_tables(tables: Iterable[Table]) -> ExitCode:
+    """Each as wide as it is: a terminal with fewer columns folds lines, which loses less than
+    cutting numbers and breaking labels would.
+
+    Returns:
+        What the process is to end with. Where stdout takes no more, one line on stderr says so,
+        unless its reader went away.
+    """
+    # A terminal that calls itself dumb would have 80 columns all the same, but for the height.
+    console = Console(width=_WIDEST, height=1, highlight=False)
+    try:
+        # rich itself ends the program where the reader went away.
+        with console.capture() as printed:
+            for table in tables:
+                console.print(table)
+        sys.stdout.write(printed.get())
+        sys.stdout.flush()
+    except OSError as error:
+        return cannot_write(error, sys.stdout, sys.stderr)
+    return ExitCode.OK

@@ -1,0 +1,111 @@
+"""One string names a data set: packaged, made of equal jobs, or a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from fastserve_client.errors import WorkloadError
+
+from fastserve_bench.workload.csv_files import read_csv_lengths
+from fastserve_bench.workload.lengths import NO_LIMITS, LengthLimits, Lengths, scale_lengths
+from fastserve_bench.workload.mixes import MIXES
+from fastserve_bench.workload.mooncake import is_mooncake, read_mooncake
+from fastserve_bench.workload.synthetic import SYNTHETIC_DATASETS, synthetic_lengths
+from fastserve_bench.workload.text_files import read_text_lengths
+
+_ALLOWED = f"{', '.join((*SYNTHETIC_DATASETS, *MIXES))}, equal:PROMPT:OUTPUT or the path of a file"
+
+
+@dataclass(frozen=True, slots=True)
+class Jobs:
+    """The jobs of a data set, and what it knows of each besides its lengths."""
+
+    lengths: Lengths
+    timestamps_s: Sequence[float] | None = None
+    prompts: Sequence[str] | None = None
+
+    def only(self, kept: Sequence[int]) -> Jobs:
+        return Jobs(
+            [self.lengths[i] for i in kept],
+            None if self.timestamps_s is None else [self.timestamps_s[i] for i in kept],
+            None if self.prompts is None else [self.prompts[i] for i in kept],
+        )
+
+
+def load_lengths(dataset: str, limits: LengthLimits = NO_LIMITS, scale: float = 1.0) -> Lengths:
+    """The job lengths of a data set, without those over the limits.
+
+    Args:
+        dataset: one of :mod:`.synthetic`, ``equal:PROMPT:OUTPUT``, or a path. What a file is
+            shows in its content: CSV with the columns ``prompt_tokens,output_tokens``, a trace
+            (Azure's or BurstGPT's CSV, Mooncake's JSON Lines), or JSON of ShareGPT or Alpaca.
+        scale: All lengths times this, before the limits.
+
+    Raises:
+        WorkloadError: no such data set, a malformed file, or no job within the limits.
+    """
+    return load_jobs(dataset, limits, scale).lengths
+
+
+def load_jobs(dataset: str, limits: LengthLimits, scale: float) -> Jobs:
+    """As :func:`load_lengths`, with what else the data set knows."""
+    jobs = _load_all(dataset)
+    _check_order(dataset, jobs.timestamps_s)
+    if scale != 1.0:
+        jobs = replace(jobs, lengths=scale_lengths(jobs.lengths, scale))
+    kept = [i for i, length in enumerate(jobs.lengths) if limits.allow(*length)]
+    if not kept:
+        raise WorkloadError(
+            f"dataset: got {dataset!r}, which has {len(jobs.lengths)} jobs and none of them within "
+            f"the limits (max_prompt_tokens {limits.max_prompt_tokens}, "
+            f"max_total_tokens {limits.max_total_tokens}, "
+            f"max_output_tokens {limits.max_output_tokens})"
+        )
+    return jobs.only(kept)
+
+
+def _check_order(path: str, timestamps_s: Sequence[float] | None) -> None:
+    for number, (earlier_s, later_s) in enumerate(pairwise(timestamps_s or ()), start=2):
+        if later_s < earlier_s:
+            raise WorkloadError(
+                f"{path}: job {number}: its timestamp is {earlier_s - later_s:g} s before that of "
+                "the job before it; sort the file by time"
+            )
+
+
+def _load_all(dataset: str) -> Jobs:
+    if dataset in SYNTHETIC_DATASETS:
+        return Jobs(synthetic_lengths(dataset))
+    if dataset.startswith("equal:"):
+        match = re.fullmatch(r"equal:([1-9][0-9]{0,8}):([1-9][0-9]{0,8})", dataset)
+        if not match:
+            raise WorkloadError(
+                f"dataset: got {dataset!r}; must be equal:PROMPT:OUTPUT with two positive integers"
+            )
+        return Jobs([(int(match[1]), int(match[2]))])
+    text = _read(dataset)
+    if not text:
+        raise WorkloadError(f"{dataset}: got an empty file; must hold at least one job")
+    if is_mooncake(text):
+        return Jobs(*read_mooncake(dataset, text))
+    if text.lstrip().startswith(("[", "{")):
+        lengths, prompts = read_text_lengths(dataset, text)
+        return Jobs(lengths, prompts=prompts)
+    return Jobs(*read_csv_lengths(dataset, text))
+
+
+def _read(path: str) -> str:
+    """The text of a file, up to its last character that is not blank."""
+    try:
+        # With "sig": spreadsheets begin UTF-8 files with a byte order mark.
+        return Path(path).read_text(encoding="utf-8-sig").rstrip()
+    except OSError as error:
+        raise WorkloadError(
+            f"dataset: got {path!r} ({error.strerror}); must be {_ALLOWED}"
+        ) from None
+    except UnicodeDecodeError:
+        raise WorkloadError(f"{path}: got bytes that are not UTF-8; must be a text file") from None

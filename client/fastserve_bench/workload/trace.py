@@ -1,0 +1,132 @@
+"""Traces: jobs with the times at which they arrive."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from fastserve_client.errors import WorkloadError
+
+from fastserve_bench.workload.arrivals import arrival_times
+from fastserve_bench.workload.lengths import Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class TraceJob:
+    """One job of a trace. A trace is a list of them, sorted by arrival."""
+
+    arrival_s: float
+    """Seconds since the trace began."""
+    prompt_tokens: int
+    output_tokens: int
+    """Tokens to generate, exactly: the load test forces this length (FastServe §6.1)."""
+    prompt: str | None = None
+    """The prompt's text, where the data set has texts."""
+
+
+def poisson_trace(
+    lengths: Lengths,
+    rate: float,
+    num_jobs: int,
+    seed: int,
+    prompts: Sequence[str] | None = None,
+    *,
+    in_bursts: bool = False,
+) -> list[TraceJob]:
+    """Jobs drawn from ``lengths`` with replacement that arrive as a Poisson process, or in bursts.
+
+    One seed gives the same jobs at every rate, and arrivals that only scale with it, so that the
+    points of a sweep differ in nothing else. A longer trace begins with the shorter one.
+
+    Args:
+        rate: Jobs per second, > 0.
+        seed: At least 0.
+        prompts: The text of each prompt, in the order of ``lengths``.
+
+    Raises:
+        WorkloadError: no lengths, or a number out of its range.
+    """
+    _check_rate(rate)
+    _check_num_jobs(num_jobs)
+    if seed < 0:
+        raise WorkloadError(f"seed: got {seed}; must be at least 0")
+    if not lengths:
+        raise WorkloadError("lengths: got none; a trace needs at least one job length")
+    # A generator each: how many gaps are drawn does not decide which jobs are.
+    gap_rng, job_rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
+    gaps = gap_rng.standard_exponential(num_jobs)
+    arrivals_s = arrival_times(gaps, rate, in_bursts=in_bursts)
+    drawn = job_rng.integers(len(lengths), size=num_jobs)
+    texts = [None] * len(lengths) if prompts is None else prompts
+    return [
+        TraceJob(arrival_s, lengths[index][0], lengths[index][1], texts[index])
+        for arrival_s, index in zip(arrivals_s, drawn.tolist(), strict=True)
+    ]
+
+
+def timestamp_trace(
+    timestamps_s: Sequence[float], lengths: Lengths, rate: float | None, num_jobs: int
+) -> list[TraceJob]:
+    """Jobs that arrive as they once did: the first at 0, the gaps as recorded.
+
+    Args:
+        timestamps_s: One a job, seconds of any clock, in any order.
+        lengths: At least one.
+        rate: Scales all gaps so that the mean one is ``1 / rate`` seconds; ``None``: as they were.
+        num_jobs: Of those that came first.
+
+    Raises:
+        WorkloadError: a number out of its range, or a rate for timestamps that have no mean gap.
+    """
+    _check_num_jobs(num_jobs)
+    order = sorted(range(len(lengths)), key=timestamps_s.__getitem__)[:num_jobs]
+    first_s, last_s = timestamps_s[order[0]], timestamps_s[order[-1]]
+    scale = 1.0
+    if rate is not None:
+        _check_rate(rate)
+        if first_s == last_s:
+            raise WorkloadError(
+                f"rate: got {rate:g} for jobs that all arrive at once; "
+                "needs two timestamps that differ"
+            )
+        scale = (len(order) - 1) / (last_s - first_s) / rate
+    return [TraceJob((timestamps_s[i] - first_s) * scale, *lengths[i]) for i in order]
+
+
+def merged(*traces: Sequence[TraceJob]) -> list[TraceJob]:
+    """All jobs of these traces, in order of arrival."""
+    return sorted((job for trace in traces for job in trace), key=lambda job: job.arrival_s)
+
+
+def mean_rate(trace: Sequence[TraceJob]) -> float:
+    """Jobs per second, of at least one job; 0 if all arrive at once."""
+    span_s = trace[-1].arrival_s - trace[0].arrival_s
+    return (len(trace) - 1) / span_s if span_s > 0 else 0.0
+
+
+def check_trace_fits(
+    trace: Sequence[TraceJob], max_tokens: int, limited_by: str = "max_model_len"
+) -> None:
+    """Refuses a trace with a job of more than ``max_tokens``, which is what ``limited_by`` allows.
+
+    Raises:
+        WorkloadError: names the first such job, its lengths and the limit.
+    """
+    for number, job in enumerate(trace, start=1):
+        if job.prompt_tokens + job.output_tokens > max_tokens:
+            raise WorkloadError(
+                f"trace: got job {number} with {job.prompt_tokens} prompt + {job.output_tokens} "
+                f"output tokens; must be at most {max_tokens} together ({limited_by})"
+            )
+
+
+def _check_num_jobs(num_jobs: int) -> None:
+    if num_jobs < 1:
+        raise WorkloadError(f"num_jobs: got {num_jobs}; must be at least 1")
+
+
+def _check_rate(rate: float) -> None:
+    if not (math.isfinite(rate) and rate > 0):
+        raise WorkloadError(f"rate: got {rate:g}; must be a finite number of jobs/s above 0")

@@ -1,0 +1,157 @@
+"""What completions and chat completions have in common: jobs, usage, and the frame of an answer."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fastserve_client import protocol
+from fastserve_client.results import Chunk, Completion
+
+from fastserve_gateway.jobs import Job
+from fastserve_gateway.schemas import ChatRequest, CompletionRequest
+
+# json.dumps would make an encoder for each event.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+# Where Unicode ends lines and the standard of these events does not: readers that go by Unicode,
+# such as httpx2's aiter_lines, would cut an event in two.
+_LINE_ENDS = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+DONE = b"data: [DONE]\n\n"
+
+
+def event(payload: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    text = _ENCODER.encode(payload)
+    for end, escaped in _LINE_ENDS.items():
+        text = text.replace(end, escaped)
+    return f"data: {text}\n\n".encode()
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one request. A prompt that has several answers counts once."""
+
+    num_choices: int
+    """Answers to each prompt; those of one prompt are neighbours."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: dict[int, int] = field(default_factory=dict)
+    """Of each prompt: of its answers the one that had least, as others may have been begun with
+    what that computed."""
+
+    def add(self, index: int, part: Chunk | Completion) -> None:
+        """``index``: of the choice."""
+        self.completion_tokens += len(part.token_ids)
+        prompt, choice = divmod(index, self.num_choices)
+        if choice == 0:
+            self.prompt_tokens += part.num_input_tokens or 0
+        if part.num_cached_tokens is not None:
+            least = self.cached_tokens.get(prompt, part.num_cached_tokens)
+            self.cached_tokens[prompt] = min(least, part.num_cached_tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached_tokens.values())},
+        }
+
+
+class Answer(ABC):
+    """Turns one request into jobs, and their results into the API's JSON."""
+
+    id_prefix: ClassVar[str]
+    object: ClassVar[str]
+    """Of a whole answer."""
+    chunk_object: ClassVar[str]
+    """Of an event of a stream."""
+
+    def __init__(self, request: CompletionRequest | ChatRequest) -> None:
+        self._request = request
+        self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._fields: dict[str, str] = {}
+        """What ``field_names`` returns."""
+        if request.structured_output is None:
+            wanted = protocol.STRUCTURED_OUTPUT
+            self._fields |= {
+                f"{wanted}.json_schema": request.schema_field,
+                f"{wanted}.json_object": "response_format",
+                wanted: "response_format",
+            }
+
+    @property
+    def streams(self) -> bool:
+        """Whether events are wanted, or one whole answer."""
+        return bool(self._request.stream)
+
+    @abstractmethod
+    def choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        """A choice of a whole answer."""
+
+    @abstractmethod
+    def delta(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
+        """A choice of a stream's event; ``None``: the chunk says nothing."""
+
+    def field_names(self) -> Mapping[str, str]:
+        """The request's names of the server's fields, where they are not those of completions."""
+        return self._fields
+
+    def jobs(self) -> list[Job]:
+        """``n`` for each prompt, those of one prompt together; these differ by their seeds."""
+        request = self._request
+        options = request.options()
+        return [
+            Job(
+                prompt,
+                f"{self._id}-{place * request.num_choices + choice}",
+                {**options, "seed": request.choice_seed(choice)},
+            )
+            for place, prompt in enumerate(request.prompts)
+            for choice in range(request.num_choices)
+        ]
+
+    def whole(self, completions: Iterable[Completion]) -> dict[str, Any]:
+        """The answer to a request without ``stream``; completions in the order of ``jobs``."""
+        usage = Usage(self._request.num_choices)
+        choices = []
+        for index, completion in enumerate(completions):
+            usage.add(index, completion)
+            choices.append(self.choice(index, completion))
+        return {**self._frame(self.object, choices), "usage": usage.to_json()}
+
+    async def events(
+        self, chunks: AsyncGenerator[tuple[int, Chunk], None]
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of a stream, with ``[DONE]`` at the end.
+
+        Raises ClientError, as ``chunks`` does.
+        """
+        usage = Usage(self._request.num_choices)
+        include_usage = self._request.include_usage
+        async with aclosing(chunks):
+            async for index, chunk in chunks:
+                usage.add(index, chunk)
+                choice = self.delta(index, chunk)
+                if choice is not None:
+                    frame = self._frame(self.chunk_object, [choice])
+                    yield event({**frame, "usage": None} if include_usage else frame)
+        if include_usage:
+            yield event({**self._frame(self.chunk_object, []), "usage": usage.to_json()})
+        yield DONE
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self._request.model,
+            "choices": choices,
+        }

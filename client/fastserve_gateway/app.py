@@ -1,0 +1,169 @@
+"""The gateway's routes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from fastapi import Depends, FastAPI, Request
+from fastserve_client.aio_client import AsyncFastServeClient
+from fastserve_client.errors import ClientError, InvalidRequest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from fastserve_gateway.answer import Answer
+from fastserve_gateway.auth import ApiKeys
+from fastserve_gateway.body import RequestT, check_fields, read_body
+from fastserve_gateway.chat import ChatAnswer
+from fastserve_gateway.completions import CompletionAnswer
+from fastserve_gateway.disconnect import while_connected
+from fastserve_gateway.errors import (
+    ApiError,
+    from_client_error,
+    no_such_model,
+    no_such_route,
+)
+from fastserve_gateway.event_stream import EventStream
+from fastserve_gateway.held_bodies import HeldBodies, Take
+from fastserve_gateway.jobs import complete_all, stream_all
+from fastserve_gateway.live import live_routes
+from fastserve_gateway.live_feed import LiveFeed
+from fastserve_gateway.metrics import RequestMetrics
+from fastserve_gateway.schemas import ChatRequest, CompletionRequest
+
+
+@dataclass(frozen=True, slots=True)
+class GatewaySettings:
+    url: str
+    """Endpoint of the tritonserver, gRPC or HTTP."""
+    model: str
+    """Its name there, and in the API."""
+    keys: ApiKeys
+    strict: bool
+    """Unknown fields are errors."""
+    max_body_bytes: int
+    max_held_bytes: int
+    """Of the bodies of all requests that are not answered yet."""
+    max_jobs: int
+    """Most answers to one request: prompts times ``n``."""
+
+    def __post_init__(self) -> None:
+        if self.max_held_bytes < self.max_body_bytes:
+            raise InvalidRequest(
+                f"max_held_bytes: got {self.max_held_bytes}; must be at least the "
+                f"{self.max_body_bytes} of max_body_bytes, or the largest would never be taken"
+            )
+
+
+def create_app(settings: GatewaySettings) -> FastAPI:
+    """The ASGI application; its client lives as long as its lifespan."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncFastServeClient(settings.url, model=settings.model) as client:
+            app.state.client = client
+            app.state.live_feed = LiveFeed(client)
+            yield
+
+    async def require_key(request: Request) -> None:
+        headers = request.headers
+        settings.keys.check(headers.get("authorization"), headers.get("host", ""))
+
+    async def respond(
+        request: Request,
+        take: Take,
+        schema: type[RequestT],
+        answer_to: Callable[[RequestT], Answer],
+    ) -> Response:
+        client: AsyncFastServeClient = app.state.client
+        body = await read_body(request, schema, settings.max_body_bytes, take)
+        headers = check_fields(body, settings.model, settings.max_jobs, strict=settings.strict)
+        answer = answer_to(body)
+        jobs = answer.jobs()
+        try:
+            if not answer.streams:
+                work = complete_all(client, jobs)
+                whole = answer.whole(await while_connected(request.receive, work))
+                return JSONResponse(whole, headers=headers)
+            # The status is known with the first event.
+            events = answer.events(stream_all(client, jobs))
+            first = await while_connected(request.receive, anext(events))
+            return EventStream(first, events, headers, answer.field_names())
+        except ClientError as error:
+            raise from_client_error(error, answer.field_names()) from None
+
+    # Without the pages that describe the API to a browser: they load scripts from elsewhere.
+    # Behind a proxy with TLS a redirect would lead to plain HTTP.
+    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    registry = CollectorRegistry()
+    app.add_middleware(RequestMetrics, registry=registry)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    with_key = [Depends(require_key)]
+    with_body = Depends(HeldBodies(settings.max_held_bytes).of_request)
+    started = int(time.time())
+
+    @app.post("/v1/completions", dependencies=with_key)
+    async def completions(request: Request, take: Take = with_body) -> Response:
+        return await respond(request, take, CompletionRequest, CompletionAnswer)
+
+    @app.post("/v1/chat/completions", dependencies=with_key)
+    async def chat_completions(request: Request, take: Take = with_body) -> Response:
+        return await respond(request, take, ChatRequest, ChatAnswer)
+
+    model = {
+        "id": settings.model,
+        "object": "model",
+        "created": started,
+        "owned_by": "fastserve",
+    }
+
+    @app.get("/v1/models", dependencies=with_key)
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{name:path}", dependencies=with_key)
+    async def one_model(name: str) -> Response:
+        if name != settings.model:
+            raise no_such_model(settings.model)
+        return JSONResponse(model)
+
+    @app.api_route("/health", methods=["GET", "HEAD"])
+    async def health() -> Response:
+        if not await app.state.client.is_ready():
+            raise ApiError(503, "the model server is not ready")
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics", dependencies=with_key)
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    app.include_router(live_routes(lambda: app.state.live_feed, require_key))
+    return app
+
+
+def end_live_view(app: FastAPI) -> None:
+    """The server takes no new requests: events that never end by themselves end now."""
+    app.state.live_feed.close()
+
+
+async def end_answers(app: FastAPI) -> None:
+    """What is unfinished ends with an error, and its jobs are cancelled."""
+    await app.state.client.close()
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return no_such_route().response()
+    wrong_method = error.status_code == 405
+    message = "the route does not take this method" if wrong_method else error.detail
+    return ApiError(error.status_code, message, headers=error.headers).response()

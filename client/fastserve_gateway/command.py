@@ -1,0 +1,138 @@
+"""``fastserve gateway``: serves the application until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+from fastserve_client.cancelling import cancel_all
+from fastserve_client.endpoint import Endpoint
+from fastserve_client.errors import InvalidRequest
+from fastserve_client.http_aio_transport import AioHttpTransport
+from fastserve_client.listening import DEFAULT_KEEP_ALIVE_S, is_loopback, listen
+
+from fastserve_gateway.app import GatewaySettings, create_app, end_answers, end_live_view
+from fastserve_gateway.http_connection import HttpConnection
+from fastserve_gateway.live import EVENTS_PATH
+
+# Answers that take longer end with an error when the gateway ends.
+_DRAIN_TIMEOUT_S = 30.0
+# For viewers of the live view to read its end.
+_VIEWERS_TIMEOUT_S = 1.0
+# For those errors to be read, before connections are cut off.
+_ERRORS_TIMEOUT_S = 5.0
+
+
+def run_gateway(
+    settings: GatewaySettings,
+    host: str,
+    port: int,
+    on_listening: Callable[[str], None],
+    keep_alive_s: int = DEFAULT_KEEP_ALIVE_S,
+) -> None:
+    """Serves until SIGTERM or Ctrl-C; then what runs may end within 30 s, or until a second Ctrl-C.
+
+    Args:
+        host: an address other than loopback needs API keys.
+        port: 0 takes any free one.
+        on_listening: called with the URL once connections are accepted.
+        keep_alive_s: after so long an idle connection is closed; proxies must do so sooner.
+
+    Raises:
+        InvalidRequest: the settings cannot be used.
+        ListenError: the host or port cannot be had.
+    """
+    endpoint = Endpoint.parse(settings.url)
+    if endpoint.uses_http:
+        # Which the application makes only when others can connect already.
+        AioHttpTransport(endpoint)
+    if not settings.keys.required and not is_loopback(host):
+        raise InvalidRequest(
+            f"host: got {host!r}, which others can reach; that needs keys: --api-keys-file FILE"
+        )
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log each job
+    _raise_limit_of_connections()
+    with listen(host, port) as listener:
+        address = listener.getsockname()
+        server = GatewayServer(create_app(settings), _DRAIN_TIMEOUT_S, keep_alive_s)
+        # uvicorn repeats the signal that ended it, for the handler that was there before.
+        signal.signal(signal.SIGTERM, _exit)
+        signal.signal(signal.SIGINT, _exit)
+        shown = f"[{host}]" if ":" in host else host
+        on_listening(f"http://{shown}:{address[1]}")
+        server.run(sockets=[listener])
+
+
+class GatewayServer(uvicorn.Server):
+    """Lets answers end for ``drain_timeout_s`` once it is to stop, or until Ctrl-C, but not the
+    live view, whose events end only with their reader."""
+
+    def __init__(
+        self, app: FastAPI, drain_timeout_s: float, keep_alive_s: int = DEFAULT_KEEP_ALIVE_S
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=HttpConnection,
+                ws="none",
+                timeout_keep_alive=keep_alive_s,
+                log_config=None,
+                log_level="warning",
+                access_log=False,  # /metrics counts requests, and a log of them would cost and tell
+                server_header=False,
+            )
+        )
+        self._app = app
+        self._drain_timeout_s = drain_timeout_s
+        self._hurry = asyncio.Event()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            # uvicorn would cancel the requests, which answers nobody and logs each as a failure.
+            asyncio.get_running_loop().call_soon_threadsafe(self._hurry.set)
+        else:
+            super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        end_live_view(self._app)
+        deadlines = [
+            asyncio.create_task(self._cut_off_viewers()),
+            asyncio.create_task(self._end_answers()),
+        ]
+        try:
+            await super().shutdown(sockets)
+        finally:
+            await cancel_all(deadlines)
+
+    async def _cut_off_viewers(self) -> None:
+        """Those that do not read, to whom the end of the live view cannot be sent."""
+        await asyncio.sleep(_VIEWERS_TIMEOUT_S)
+        for connection in tuple(self.server_state.connections):
+            if isinstance(connection, HttpConnection) and connection.is_answering(EVENTS_PATH):
+                connection.transport.abort()
+
+    async def _end_answers(self) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), self._drain_timeout_s)
+        await end_answers(self._app)
+        await asyncio.sleep(_ERRORS_TIMEOUT_S)
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def _raise_limit_of_connections() -> None:
+    """From what a shell or systemd gives, mostly 1024, to what may be had."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

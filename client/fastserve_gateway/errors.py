@@ -1,0 +1,157 @@
+"""Errors in OpenAI's JSON shape, and which one each of the client's errors becomes."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastserve_client import protocol
+from fastserve_client.errors import (
+    NAMES_FIELD,
+    ClientClosed,
+    ClientError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    ServerOverloaded,
+    ServerUnavailable,
+)
+from pydantic import ValidationError
+from starlette.responses import JSONResponse
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+"""A place in the queue is free when any job ends, which takes about that long under load."""
+
+
+class ApiError(Exception):
+    """What the gateway answers instead of a result.
+
+    Args:
+        status: of HTTP.
+        message: one line for a person; quotes no prompt and no key.
+        param: the request's field that is wrong.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = dict(headers or {})
+        if status in (429, 503):
+            self.headers["Retry-After"] = str(RETRY_AFTER_S)
+        self.body: dict[str, Any] = {
+            "error": {
+                "message": message,
+                "type": _TYPES.get(status, "invalid_request_error"),
+                "param": param,
+                "code": code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"} | dict.fromkeys(
+    (500, 503), "server_error"
+)
+
+# gRPC's words and HTTP's.
+_TOO_LARGE = re.compile(r"\b(larger than max|too large)\b", re.IGNORECASE)
+
+# The server's field → the API's, of completions.
+_FIELDS = {
+    protocol.TEXT_INPUT: "prompt",
+    protocol.INPUT_IDS: "prompt",
+    protocol.STOP_WORDS: "stop",
+}
+
+
+# Pydantic's, whose words for them are Python's and name classes.
+_NO_OBJECT = ("model_type", "dict_type")
+_MUST_BE_OBJECT = "must be a JSON object"
+
+
+def invalid(param: str, reason: str) -> ApiError:
+    """A field with a wrong value."""
+    return ApiError(400, f"{param}: {reason}", param=param)
+
+
+def no_such_model(known: str) -> ApiError:
+    """Another model than the one that is ``known``."""
+    return ApiError(
+        404, f"model: no such model; there is {known!r}", param="model", code="model_not_found"
+    )
+
+
+def no_such_route() -> ApiError:
+    """It names those of the API: who gets it mostly has a wrong base URL, or wants another API."""
+    return ApiError(
+        404,
+        "no such route; there are POST /v1/chat/completions, POST /v1/completions and "
+        "GET /v1/models",
+    )
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with a request's body, without its value."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] in _NO_OBJECT:
+        message = _MUST_BE_OBJECT
+        if not param:
+            return ApiError(400, f"the body {message}")
+    if param:
+        return invalid(param, message)
+    # Of several fields: the schema's own words begin with one of them.
+    name, separator, reason = message.partition(": ")
+    return invalid(name, reason) if separator and name.isidentifier() else ApiError(400, message)
+
+
+def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError:
+    """What a failed job is to the gateway's own client.
+
+    Args:
+        error: loses its traceback, in whose frames is the request. The task that failed is there
+            too: such a cycle would keep large requests until it is collected.
+        fields: names that differ from those of ``/v1/completions``, by the server's names.
+    """
+    error.__traceback__ = None
+    if isinstance(error, InvalidRequest):
+        code = "context_length_exceeded" if isinstance(error, ContextLengthExceeded) else None
+        return _refused(str(error), _FIELDS | dict(fields), code)
+    if isinstance(error, ServerOverloaded):
+        return ApiError(429, str(error), code="queue_full")
+    if isinstance(error, ClientClosed):
+        return ApiError(503, "the gateway is shutting down and could not finish the request")
+    # The others may name addresses and files, which are the operator's affair.
+    logger.warning("a job failed: %s: %s", type(error).__name__, error)
+    if isinstance(error, ServerUnavailable):
+        return ApiError(503, "the model server takes no requests now")
+    return ApiError(500, "the model server failed the request")
+
+
+def _refused(message: str, fields: Mapping[str, str], code: str | None) -> ApiError:
+    if NAMES_FIELD.match(message) is None:
+        # Of what is on the way to the model, with its address.
+        logger.warning("a job was refused: %s", message)
+        is_large = _TOO_LARGE.search(message) is not None
+        reason = "it is too large" if is_large else "see the gateway's log"
+        return ApiError(
+            413 if is_large else 400, f"the model server does not take the request; {reason}"
+        )
+    name, _, rest = message.partition(": ")
+    root = name.partition("[")[0]
+    param = fields.get(root, root) + name[len(root) :]
+    return ApiError(400, f"{param}: {rest}", code=code, param=param)

@@ -1,0 +1,195 @@
+"""HTTP connections, within limits: what one of them does without a key must not cost the others."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import socket
+import sys
+import termios
+from collections import deque
+
+import httptools
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from fastserve_gateway.errors import ApiError
+
+# Of those that have not ended too: the parser joins a header's pieces in time that grows with
+# their square.
+MAX_HEADER_BYTES = 1 << 16
+# For the headers of a request from its first byte on; also for the rest of a body that was answered
+# before its end.
+HEADERS_TIMEOUT_S = 30.0
+# A client that reads nothing for this long, while there is something to read, is gone.
+UNREAD_TIMEOUT_S = 4.0
+# And so is one that has this much unread, beside what uvicorn holds, and reads none of it for so
+# long: an answer goes on growing in the server.
+_UNREAD_BYTES = 1 << 17  # of which the system, by itself, would hold megabytes
+STALLED_TIMEOUT_S = 1.0
+# Requests without an answer. Clients send one at a time, and the parser cannot be paused.
+MAX_UNANSWERED = 16
+
+
+class HttpConnection(HttpToolsProtocol):
+    """uvicorn's own, which has none of these limits, and loses the body of a request that offers
+    an upgrade to another protocol. (Its h11 limits headers and loses nothing, but a body of small
+    chunks holds up everybody for seconds.)"""
+
+    _num_unparsed_bytes = 0
+    """Since the last headers or part of a body was whole."""
+    _is_idle = True
+    """No request has begun whose end is still to come."""
+    _stalled: asyncio.TimerHandle | None = None
+    """Drops a client that has much to read, and reads none of it."""
+
+    def is_answering(self, path: str) -> bool:
+        """Whether a request for it has no whole answer yet."""
+        return any(cycle.scope["path"] == path for cycle in self._unanswered)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_TIMEOUT_S * 1000)
+        )
+        # Linux takes twice as much as it is told (socket(7)).
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES // 2)
+        self._unanswered: deque[RequestResponseCycle] = deque()
+        # Clients connect ahead, too.
+        self._deadline = self._close_in(self.timeout_keep_alive)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._deadline.cancel()
+        if self._stalled is not None:
+            self._stalled.cancel()
+        super().connection_lost(exc)
+        # uvicorn tells the latest request only.
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+
+    def _expect_reading(self) -> None:
+        """Nothing is written meanwhile, so that what is unread can only become less."""
+        before = self._num_unread_bytes()
+
+        def drop_or_go_on() -> None:
+            if self._num_unread_bytes() == before:
+                self.transport.abort()
+            else:
+                self._expect_reading()
+
+        self._stalled = self.loop.call_later(STALLED_TIMEOUT_S, drop_or_go_on)
+
+    def _num_unread_bytes(self) -> int:
+        connection = self.transport.get_extra_info("socket")
+        unsent = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+        return self.transport.get_write_buffer_size() + int.from_bytes(unsent, sys.byteorder)
+
+    def data_received(self, data: bytes) -> None:
+        self._num_unparsed_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            reason = "Invalid HTTP request received."
+            self.logger.warning(reason)
+            self._refuse(400, reason)
+        if self._num_unparsed_bytes > MAX_HEADER_BYTES:
+            self._refuse_headers()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_idle = False
+        self._set_deadline()
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # they come again, see below
+        self._num_unparsed_bytes = 0
+        self._deadline.cancel()
+        lengths = (len(name) + len(value) + len(b": \r\n") for name, value in self.headers)
+        if len(self.url) + sum(lengths) > MAX_HEADER_BYTES:
+            self._refuse_headers()
+            raise ConnectionAbortedError  # ends the parser's work on this data, as an error
+        if len(self._unanswered) >= MAX_UNANSWERED:
+            raise ConnectionAbortedError
+        super().on_headers_complete()
+        # uvicorn pauses for one that is sent ahead, and would not see that the client goes.
+        self.flow.resume_reading()
+        self._unanswered.append(self.cycle)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_unparsed_bytes = 0
+        super().on_body(body)
+        # Bytes that HeldBodies does not count yet; uvicorn has paused for them too.
+        if len(self._unanswered) > 1 and len(self.cycle.body) > HIGH_WATER_LIMIT:
+            raise ConnectionAbortedError
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._num_unparsed_bytes = 0
+        self._is_idle = True
+        super().on_message_complete()
+        self._set_deadline()
+
+    def on_response_complete(self) -> None:
+        self._unanswered.popleft()
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # ours also counts once half a request has come
+        self._set_deadline()
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        """A server may ignore the offer (RFC 9110, 7.8), but this parser ends with its headers.
+        Another gets them without it, and then ``rest``, what came after them."""
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self._refuse(400, "CONNECT: the gateway is no proxy")
+            return
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self._num_unparsed_bytes = 0
+        self.data_received(b"\r\n".join((*lines, b"", rest)))
+
+    def _set_deadline(self) -> None:
+        """Of the next headers, or of the rest of a body, where no answer is under way."""
+        if not self._unanswered:
+            self._deadline.cancel()
+            seconds = self.timeout_keep_alive if self._is_idle else HEADERS_TIMEOUT_S
+            self._deadline = self._close_in(seconds)
+
+    def _close_in(self, seconds: float) -> asyncio.TimerHandle:
+        return self.loop.call_later(seconds, self.transport.close)
+
+    def _refuse_headers(self) -> None:
+        self._refuse(431, f"headers: longer than {MAX_HEADER_BYTES} bytes")
+
+    def _refuse(self, status: int, reason: str) -> None:
+        if self.transport.is_closing():
+            return
+        if self._unanswered:  # the refusal could come in the middle of an answer
+            self.transport.abort()
+            return
+        response = ApiError(status, reason).response()
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        lines = [name + b": " + value + b"\r\n" for name, value in headers]
+        self.transport.write(b"".join((STATUS_LINE[status], *lines, b"\r\n", response.body)))
+        self.transport.close()

@@ -1,0 +1,62 @@
+"""Routes of the live view: the page's files, and the events that move it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from fastapi import APIRouter, Depends
+from starlette.responses import FileResponse, Response
+
+from fastserve_gateway.errors import no_such_route
+from fastserve_gateway.event_stream import EventStream
+from fastserve_gateway.live_feed import LiveFeed
+
+_FOLDER = Path(__file__).parent / "live_page"
+_MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_PAGE = "index.html"
+EVENTS_PATH = "/live/events"
+_HEADERS = {
+    # Only what this gateway serves; no inline script, no frame around it.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def live_routes(
+    feed: Callable[[], LiveFeed], require_key: Callable[..., Awaitable[None]]
+) -> APIRouter:
+    """
+    Args:
+        feed: asked at each request for events.
+        require_key: dependency of the events; the page itself holds nothing to protect.
+    """
+    router = APIRouter()
+    files = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _MEDIA_TYPES}
+
+    @router.get("/live")
+    async def page() -> Response:
+        return _file(files[_PAGE])
+
+    @router.get(EVENTS_PATH, dependencies=[Depends(require_key)])
+    async def events() -> Response:
+        stream = feed().events()
+        first = await anext(stream)  # at once, or an error with its status
+        return EventStream(first, stream, {}, {})
+
+    @router.get("/live/{name}")
+    async def file(name: str) -> Response:
+        if name not in files:
+            raise no_such_route()
+        return _file(files[name])
+
+    return router
+
+
+def _file(path: Path) -> Response:
+    return FileResponse(path, media_type=_MEDIA_TYPES[path.suffix], headers=_HEADERS)

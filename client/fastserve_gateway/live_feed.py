@@ -1,0 +1,114 @@
+"""One watch of the engine, shown to all who look at the live page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+from fastserve_client.aio_client import AsyncFastServeClient
+from fastserve_client.errors import ClientError, ConnectionFailed, ServerUnavailable
+from fastserve_client.retry import FIRST_DELAY_S, MAX_DELAY_S
+
+from fastserve_gateway.answer import event
+from fastserve_gateway.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 0.1
+MAX_VIEWERS = 64
+# A viewer who reads slower than this misses pictures.
+_MAX_UNREAD = 3
+_GREETING = b": the engine's states follow\n\n"
+KEEPALIVE_S = 5.0
+"""Between two signs of life, where there is no picture; the page leaves a gateway after three."""
+_KEEPALIVE = b": no picture yet\n\n"
+
+
+class LiveFeed:
+    """Server-sent events of the engine's state. Belongs to one event loop.
+
+    There is one watch at the model's server while somebody looks, and none otherwise. When it is
+    lost, the viewers get an event ``{"error": …}``, and the feed tries again.
+    """
+
+    def __init__(self, client: AsyncFastServeClient) -> None:
+        self._client = client
+        self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self._watcher: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """For one viewer, until ``close``; the first, a comment, comes at once. Closing the
+        generator ends it.
+
+        Raises ApiError (503): there are ``MAX_VIEWERS``, or the gateway is shutting down.
+        """
+        if self._closed or len(self._viewers) >= MAX_VIEWERS:
+            reason = "shutting down" if self._closed else f"{MAX_VIEWERS} others look already"
+            raise ApiError(503, f"the live view takes no viewer now: {reason}")
+        unread: asyncio.Queue[bytes | None] = asyncio.Queue(_MAX_UNREAD)
+        self._viewers.add(unread)
+        if self._watcher is None:
+            self._watcher = asyncio.create_task(self._watch())
+        try:
+            yield _GREETING
+            while (one := await _next(unread)) is not None:
+                yield one
+        finally:
+            self._viewers.discard(unread)
+            if not self._viewers:
+                self._stop_watching()
+
+    def close(self) -> None:
+        """Ends all streams of events, before what their viewers have not read."""
+        self._closed = True
+        self._stop_watching()  # which could push out the ends
+        for unread in self._viewers:
+            while not unread.empty():
+                unread.get_nowait()
+            unread.put_nowait(None)
+
+    def _stop_watching(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
+
+    async def _watch(self) -> None:
+        delay_s = FIRST_DELAY_S
+        while True:
+            try:
+                async with self._client.watch(INTERVAL_S) as watch:
+                    while True:
+                        self._show(f"data: {await watch.next_json()}\n\n".encode())
+                        delay_s = FIRST_DELAY_S
+            except ClientError as error:
+                if delay_s == FIRST_DELAY_S:  # not each time that it is tried again
+                    logger.warning("the live view has no pictures: %s", error)
+                self._show(event(_lost(error).body))
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, MAX_DELAY_S)
+
+    def _show(self, one: bytes) -> None:
+        for unread in self._viewers:
+            if unread.full():
+                unread.get_nowait()
+            unread.put_nowait(one)
+
+
+async def _next(unread: asyncio.Queue[bytes | None]) -> bytes | None:
+    try:
+        async with asyncio.timeout(KEEPALIVE_S):
+            return await unread.get()
+    except TimeoutError:
+        return _KEEPALIVE
+
+
+def _lost(error: ClientError) -> ApiError:
+    """What viewers are told: no addresses, which are the operator's affair."""
+    reason = "failed; see the gateway's log"
+    if isinstance(error, ConnectionFailed):
+        reason = "does not answer"
+    elif isinstance(error, ServerUnavailable):
+        reason = f"says: {error}"
+    return ApiError(503, f"the model server {reason}")

@@ -1,0 +1,399 @@
+"""Bodies of requests. What a field means is OpenAI's; values are checked by the model's server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, islice
+from typing import Annotated, Any, Literal, NotRequired
+
+from fastserve_client.message_text import NOT_TEXT, joined_text
+from fastserve_client.options import Message, Prompt, SamplingOptions
+from fastserve_client.protocol import MAX_INT32, MAX_SEED, STRUCTURED_OUTPUT
+from fastserve_client.schema_formats import has_unknown_format, schema_parts
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
+from typing_extensions import TypedDict  # pydantic takes typing's only since Python 3.12
+
+MAX_CHOICES = 128
+"""OpenAI's limit of ``n``."""
+MAX_LOGIT_BIASES = 300
+"""OpenAI's, and the server's."""
+MAX_STOP_WORDS = 16
+MAX_STOP_TOKEN_IDS = 128
+"""The server's, as ``MAX_STOP_WORDS``. It has no time for other requests while it reads a million
+of them only to refuse them."""
+
+# Values of a field that may hold millions are checked as a whole, and at the first that is wrong:
+# pydantic would keep an error for each, and for each member of a union.
+
+
+def _check_prompt(value: Any) -> Any:
+    if isinstance(value, str) or _all(int, value) or _all(str, value):
+        return value
+    if _all(list, value) and all(value) and _all(int, list(chain.from_iterable(value))):
+        return value
+    raise ValueError("must be text, token ids, or a list of at least one of them")
+
+
+def _check_content(value: Any) -> Any:
+    if joined_text(value) is None:
+        raise ValueError(NOT_TEXT)
+    return value
+
+
+def _fill_content(message: Any) -> Any:
+    """Assistants that only call tools say nothing; clients send such messages back."""
+    if not isinstance(message, dict) or message.get("content") is not None:
+        return message
+    only_calls = message.get("role") == "assistant" and message.get("tool_calls")
+    return {**message, "content": ""} if only_calls else message
+
+
+def _check_stop(value: Any) -> Any:
+    if value is None or isinstance(value, str) or _is_short(str, value, MAX_STOP_WORDS):
+        return value
+    raise ValueError(f"must be text or a list of at most {MAX_STOP_WORDS} texts")
+
+
+def _check_token_ids(value: Any) -> Any:
+    if value is None or type(value) is int or _is_short(int, value, MAX_STOP_TOKEN_IDS):
+        return value
+    raise ValueError(f"must be a token id or a list of at most {MAX_STOP_TOKEN_IDS} of them")
+
+
+def _without_false(value: Any) -> Any:
+    """``logprobs`` is a flag for chat and a number for completions; false is either's default."""
+    return None if value is False else value
+
+
+def _check_biases(value: Any) -> Any:
+    if value is None or (
+        isinstance(value, dict)
+        and len(value) <= MAX_LOGIT_BIASES
+        and set(map(type, value.values())) <= {int, float}
+    ):
+        return value
+    raise ValueError(f"must give at most {MAX_LOGIT_BIASES} token ids a number each")
+
+
+def _is_short(kind: type, value: Any, most: int) -> bool:
+    return value == [] or (_all(kind, value) and len(value) <= most)
+
+
+def _all(kind: type, value: Any) -> bool:
+    # A bool is an int to Python, and is no token. Without Python for each: there may be millions.
+    return isinstance(value, list) and set(map(type, value)) == {kind}
+
+
+_OTHER_FORM = (
+    "must be left out; response_format or structured_output says what an answer looks like"
+)
+_BIAS = "must be left out; logit_bias bans tokens"
+_UNSUPPORTED = {
+    "tools": "must be empty or left out",
+    "functions": "must be empty or left out",
+    "suffix": "must be empty or left out",
+    "best_of": "must be at most n or left out",
+    # vLLM's and llama.cpp's.
+    "guided_json": _OTHER_FORM,
+    "guided_regex": _OTHER_FORM,
+    "guided_choice": _OTHER_FORM,
+    "guided_grammar": _OTHER_FORM,
+    "structured_outputs": _OTHER_FORM,
+    "grammar": _OTHER_FORM,
+    "json_schema": _OTHER_FORM,
+    "bad_words": _BIAS,
+    "allowed_token_ids": _BIAS,
+}
+"""Fields without which the answer would be another than the one asked for, and what they may be."""
+_MAX_KIND_CHARS = 32
+# More than a schema of the size that the server takes may have.
+_MAX_SCHEMA_PARTS = 1 << 15
+_JSON_KINDS = {list: "a list", dict: "an object", str: "a text", int: "a number", float: "a number"}
+
+
+def _asks_for_nothing(name: str, value: Any, num_choices: int) -> bool:
+    """Whether one of ``_UNSUPPORTED`` leaves the answer as it is; agents send empty lists."""
+    if name == "best_of" and type(value) is int:
+        return value <= num_choices
+    return not value
+
+
+def _got(value: Any) -> str:
+    """A field's value without what may be a prompt."""
+    if isinstance(value, dict) and isinstance(kind := value.get("type"), str):
+        return f"type {kind[:_MAX_KIND_CHARS]!r}"
+    if type(value) is int and abs(value) <= MAX_INT32:
+        return str(value)
+    return _JSON_KINDS.get(type(value), "a value")
+
+
+class _Fields(BaseModel):
+    """Strict: no "5" for 5. Fields that are not declared are kept, so that they can be named."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    def unknown_fields(self) -> list[str]:
+        """Fields that nothing here reads; null asks for nothing."""
+        return [name for name, value in (self.model_extra or {}).items() if value is not None]
+
+
+class StreamOptions(_Fields):
+    include_usage: bool | None = None
+
+
+class JSONSchema(_Fields):
+    """The answer follows it, ``strict`` or not."""
+
+    name: str
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(_Fields):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+    bare_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    """Where llama.cpp's API, Together's and others have it, also with the type json_object."""
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if self.json_schema is not None and self.type != "json_schema":
+            raise ValueError("json_schema goes with the type json_schema, and with no other")
+        if self.bare_schema is not None and self.type == "text":
+            raise ValueError("schema goes with the types json_object and json_schema")
+        num_schemas = (self.json_schema is not None) + (self.bare_schema is not None)
+        if self.type == "json_schema" and num_schemas != 1:
+            raise ValueError("the type json_schema needs one of json_schema and schema")
+        return self
+
+    @property
+    def structured_output(self) -> dict[str, Any] | None:
+        """What the server gets."""
+        if self.json_schema is not None:
+            return {"json_schema": self.json_schema.json_schema}
+        if self.type == "json_schema":
+            return {"json_schema": self.bare_schema}
+        if self.type == "json_object" and self.bare_schema:
+            return {"json_schema": {"type": "object", **self.bare_schema}}
+        return {"json_object": True} if self.type == "json_object" else None
+
+
+class _GenerationRequest(_Fields):
+    """What completions and chat completions have in common."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: Annotated[str | list[str] | None, PlainValidator(_check_stop)] = None
+    stop_token_ids: Annotated[list[int] | int | None, PlainValidator(_check_token_ids)] = None
+    ignore_eos: bool | None = None
+    logit_bias: Annotated[dict[str, float] | None, PlainValidator(_check_biases)] = None
+    response_format: ResponseFormat | None = None
+    structured_output: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_structured_output(self) -> _GenerationRequest:
+        formatted = self.response_format and self.response_format.structured_output
+        if formatted and self.structured_output is not None:
+            raise ValueError("structured_output: response_format is given too; give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> _GenerationRequest:
+        if self.include_usage and not self.stream:
+            raise ValueError("stream_options: only allowed with stream")
+        return self
+
+    @model_validator(mode="after")
+    def _check_unsupported(self) -> _GenerationRequest:
+        for name in _UNSUPPORTED:
+            value = (self.model_extra or {}).get(name)
+            if not _asks_for_nothing(name, value, self.num_choices):
+                raise ValueError(f"{name}: got {_got(value)}; not supported; {_UNSUPPORTED[name]}")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """``n``: answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def unknown_fields(self) -> list[str]:
+        """Also formats of a schema that the server leaves out."""
+        names = [name for name in super().unknown_fields() if name not in _UNSUPPORTED]
+        wanted = self.response_format
+        for prefix, part in (
+            ("stream_options", self.stream_options),
+            ("response_format", wanted),
+            ("response_format.json_schema", wanted and wanted.json_schema),
+        ):
+            if part:
+                names += [f"{prefix}.{name}" for name in part.unknown_fields()]
+        schema = (self._wanted_output() or {}).get("json_schema")
+        parts = islice(schema_parts(schema, f"{self.schema_field}."), _MAX_SCHEMA_PARTS)
+        return [*names, *(f"{path}format" for path, part in parts if has_unknown_format(part))]
+
+    def _common_options(self) -> SamplingOptions:
+        return SamplingOptions(
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            stop=None if self.stop == [] else self.stop,
+            stop_token_ids=None if self.stop_token_ids == [] else self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            logit_bias=self.logit_bias or None,
+            structured_output=self._wanted_output(),
+        )
+
+    @property
+    def schema_field(self) -> str:
+        """Where in the body a schema of the answer is."""
+        if self.structured_output is not None:
+            return f"{STRUCTURED_OUTPUT}.json_schema"
+        is_bare = self.response_format is not None and self.response_format.json_schema is None
+        return "response_format.schema" if is_bare else "response_format.json_schema.schema"
+
+    def _wanted_output(self) -> dict[str, Any] | None:
+        formatted = self.response_format and self.response_format.structured_output
+        return formatted or self.structured_output
+
+    def choice_seed(self, choice: int) -> int | None:
+        """Seed of answer ``choice`` to a prompt: the next whole number for each next answer.
+
+        OpenAI's seeds may be negative, the server's are 64 bits without a sign.
+        """
+        return None if self.seed is None else (self.seed + choice) % (MAX_SEED + 1)
+
+
+class CompletionRequest(_GenerationRequest):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: Annotated[str | list[str] | list[int] | list[list[int]], PlainValidator(_check_prompt)]
+    logprobs: Annotated[int | None, BeforeValidator(_without_false)] = None
+    echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionRequest:
+        if self.echo:
+            raise ValueError("echo: not supported; must be false or left out")
+        return self
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """One or more."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    def options(self) -> SamplingOptions:
+        """All but the seed. ``max_tokens`` is the server's default, 16, as OpenAI's."""
+        return SamplingOptions(**self._common_options(), logprobs=self.logprobs)
+
+
+class ChatMessage(TypedDict):
+    """One of many, perhaps: a dictionary takes a quarter of the memory of a model's object."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
+
+    role: str
+    content: Annotated[str | list[dict[str, Any]], PlainValidator(_check_content)]
+    """Text, or parts of type text."""
+    tool_calls: NotRequired[list[dict[str, Any]] | None]
+    """For the chat template; the server refuses what else there is of tools."""
+
+
+def _for_template(message: ChatMessage) -> Message:
+    kept: dict[str, Any] = {"role": message["role"], "content": joined_text(message["content"])}
+    if message.get("tool_calls"):
+        kept["tool_calls"] = message["tool_calls"]
+    return kept
+
+
+class ChatRequest(_GenerationRequest):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[
+        list[Annotated[ChatMessage, BeforeValidator(_fill_content)]],
+        Field(min_length=1, fail_fast=True),
+    ]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: only allowed with logprobs")
+        if self.max_completion_tokens is not None and self.max_tokens is not None:
+            raise ValueError("max_tokens: max_completion_tokens is given too; give one of them")
+        return self
+
+    @property
+    def prompts(self) -> Sequence[Prompt]:
+        """One conversation, copied without fields that nothing here reads."""
+        return [[_for_template(one) for one in self.messages]]
+
+    def unknown_fields(self) -> list[str]:
+        known = ChatMessage.__annotations__.keys()
+        nested = {
+            f"messages.{name}"
+            for one in self.messages
+            for name, value in one.items()
+            if name not in known and value is not None
+        }
+        nested |= {
+            f"messages.content.{name}"
+            for one in self.messages
+            if isinstance(one["content"], list)
+            for part in one["content"]
+            for name, value in part.items()
+            if name not in ("type", "text") and value is not None
+        }
+        return [*super().unknown_fields(), *sorted(nested)]
+
+    def options(self) -> SamplingOptions:
+        """All but the seed. Without ``max_tokens``, as many tokens as fit behind the prompt."""
+        options = SamplingOptions(
+            **self._common_options(),
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+        if self.max_completion_tokens is not None:
+            options["max_tokens"] = self.max_completion_tokens
+        elif self.max_tokens is None:
+            options["max_tokens"] = MAX_INT32
+            options["clip_max_tokens"] = True
+        return options

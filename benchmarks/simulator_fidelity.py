@@ -1,7 +1,7 @@
 """Is the simulator right? The same trace on the real engine and in the simulator, side by side.
 
-    python benchmarks/simulator_fidelity.py               # `fastserve profile` first
-    python benchmarks/simulator_fidelity.py --no-profile  # with the profile of an earlier run
+    python -m benchmarks.simulator_fidelity               # `fastserve profile` first
+    python -m benchmarks.simulator_fidelity --no-profile  # with the profile of an earlier run
 
 OPT-125M with dummy weights on this machine: Poisson arrivals, log-normal lengths, forced outputs.
 Engine and simulator take the profile in the cache, so they begin with the same quanta. "simulated"
@@ -25,9 +25,10 @@ from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.simulation.memory import memory_of_profile
 from fastserve_backend.simulation.simulator import simulate
 from fastserve_bench.report.summary import summarize
-from replay import DTYPE, MODEL, Lengths, on_the_engine, workload
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.replay import DTYPE, MODEL, Lengths, on_the_engine, workload
 
 PROMPTS, OUTPUTS = Lengths(3.6, 0.9, 256), Lengths(3.0, 0.9, 96)
 

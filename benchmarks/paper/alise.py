@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fastserve_backend.profile.hardware import HARDWARE
-from figures import (
+from rich.table import Table
+
+from benchmarks.paper.figures import (
     DATASETS,
     add_dataset,
     console,
@@ -22,11 +24,10 @@ from figures import (
     parse,
     parser,
 )
-from prediction_errors import MEASURED, PERFECT, PredictionErrors
-from rate_search import Line, Search, ratio, save, search_all
-from rich.table import Table
-from rivals import orca, vllm
-from simulated_runs import BATCH, Run, System, mean_normalized, scheduler
+from benchmarks.paper.prediction_errors import MEASURED, PERFECT, PredictionErrors
+from benchmarks.paper.rate_search import Line, Search, ratio, save, search_all
+from benchmarks.paper.rivals import orca, vllm
+from benchmarks.paper.simulated_runs import BATCH, Run, System, mean_normalized, scheduler
 
 ORCA, VLLM, ALISE, ORACLE = "ORCA", "vLLM", "ALISE", "oracle"
 RIVALS = (

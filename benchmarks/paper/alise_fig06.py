@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from alise import ALISE, ORACLE, ORCA, VLLM, compare_rates
 from rich.table import Table
+
+from benchmarks.paper.alise import ALISE, ORACLE, ORCA, VLLM, compare_rates
 
 MODELS = ("opt-2.7b", "opt-6.7b", "opt-13b")
 GAINS = {

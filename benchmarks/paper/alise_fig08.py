@@ -9,11 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from alise import alise, beside, measured, system_of, testbed, testbed_options, testbed_run
-from figures import DATASETS, console, new_table, number, parse
-from load_sweep import save, sweep
 from rich.table import Table
-from simulated_runs import Run, mean_normalized
+
+from benchmarks.paper.alise import (
+    alise,
+    beside,
+    measured,
+    system_of,
+    testbed,
+    testbed_options,
+    testbed_run,
+)
+from benchmarks.paper.figures import DATASETS, console, new_table, number, parse
+from benchmarks.paper.load_sweep import save, sweep
+from benchmarks.paper.simulated_runs import Run, mean_normalized
 
 SWAP = "swap"
 PAPER = {"defer": "1.8×", "recompute": "2.8×"}

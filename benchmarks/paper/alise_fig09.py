@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from alise import (
+from rich.table import Table
+
+from benchmarks.paper.alise import (
     ALISE,
     ORACLE,
     alise,
@@ -19,11 +21,10 @@ from alise import (
     testbed_options,
     testbed_run,
 )
-from figures import DATASETS, console, new_table, number, parse
-from load_sweep import save, sweep
-from prediction_errors import PERFECT
-from rich.table import Table
-from simulated_runs import Run, mean_jct, mean_normalized
+from benchmarks.paper.figures import DATASETS, console, new_table, number, parse
+from benchmarks.paper.load_sweep import save, sweep
+from benchmarks.paper.prediction_errors import PERFECT
+from benchmarks.paper.simulated_runs import Run, mean_jct, mean_normalized
 
 FCFS = "FCFS"
 PAPER = {ALISE: "−46%"}

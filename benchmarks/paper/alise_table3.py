@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from alise import ALISE, ORCA, VLLM, compare_rates
 from rich.table import Table
+
+from benchmarks.paper.alise import ALISE, ORCA, VLLM, compare_rates
 
 MODELS = ("llama-13b", "llama-7b", "pythia-12b")
 PAPER = {

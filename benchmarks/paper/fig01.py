@@ -14,9 +14,18 @@ from collections.abc import Sequence
 
 from fastserve_bench.report.records import JobRecord
 from fastserve_bench.workload import load_lengths
-from figures import console, lengths_of, new_table, parse, parser, save_json, save_plot
 from rich.table import Table
-from simulated_runs import OPT_13B, RECOMPUTE, Run, on_all_cores, scheduler
+
+from benchmarks.paper.figures import (
+    console,
+    lengths_of,
+    new_table,
+    parse,
+    parser,
+    save_json,
+    save_plot,
+)
+from benchmarks.paper.simulated_runs import OPT_13B, RECOMPUTE, Run, on_all_cores, scheduler
 
 LOADS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.3)
 QUICK_LOADS = (0.5, 1.3)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
-from figures import console, new_table, parse, parser, save_json, save_plot
 from rich.table import Table
-from simulated_runs import System
+
+from benchmarks.paper.figures import console, new_table, parse, parser, save_json, save_plot
+from benchmarks.paper.simulated_runs import System
 
 INPUT_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2047)
 

@@ -15,9 +15,10 @@ from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.simulation.simulator import simulate
 from fastserve_bench.workload import TraceJob
-from figures import console, new_table, number, parse, parser, save_json, save_plot
 from rich.table import Table
-from simulated_runs import RECOMPUTE, scheduler
+
+from benchmarks.paper.figures import console, new_table, number, parse, parser, save_json, save_plot
+from benchmarks.paper.simulated_runs import RECOMPUTE, scheduler
 
 PAPER = {"fcfs": 4.23, "mlfq": 5.0, "skip_join_mlfq": 3.3, "srpt": 3.0}
 MAX_MODEL_LEN = 16

@@ -8,9 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from figures import console, lengths_of, new_table, parse, parser, save_json, save_plot
 from rich.table import Table
-from simulated_runs import BLOCK_SIZE, Run, System, kv_cache, on_all_cores, scheduler
+
+from benchmarks.paper.figures import (
+    console,
+    lengths_of,
+    new_table,
+    parse,
+    parser,
+    save_json,
+    save_plot,
+)
+from benchmarks.paper.simulated_runs import (
+    BLOCK_SIZE,
+    Run,
+    System,
+    kv_cache,
+    on_all_cores,
+    scheduler,
+)
 
 SYSTEM = System("opt-2.7b")
 MAX_OUTPUT_TOKENS = 20

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fastserve_bench.report.summary import Summary
-from figures import (
+from rich.table import Table
+
+from benchmarks.paper.figures import (
     DATASETS,
     add_dataset,
     console,
@@ -25,10 +27,9 @@ from figures import (
     parse,
     parser,
 )
-from rate_search import Line, Search, ratio, save, search_all, slo_s
-from rich.table import Table
-from rivals import faster_transformer, vllm
-from simulated_runs import (
+from benchmarks.paper.rate_search import Line, Search, ratio, save, search_all, slo_s
+from benchmarks.paper.rivals import faster_transformer, vllm
+from benchmarks.paper.simulated_runs import (
     BATCH,
     OPT_13B,
     SWAPPING,

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fastserve_bench.report.objectives import Objectives, attainment, highest_rate
-from figures import (
+from rich.table import Table
+
+from benchmarks.paper.figures import (
     console,
     fcfs_run,
     lengths_of,
@@ -23,9 +25,8 @@ from figures import (
     save_json,
     save_plot,
 )
-from rich.table import Table
-from rivals import vllm
-from simulated_runs import BATCH, OPT_13B, SWAPPING, Run, on_all_cores, scheduler
+from benchmarks.paper.rivals import vllm
+from benchmarks.paper.simulated_runs import BATCH, OPT_13B, SWAPPING, Run, on_all_cores, scheduler
 
 Bounds = tuple[float, float]
 """TTFT and TPOT, seconds."""

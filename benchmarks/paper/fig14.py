@@ -9,9 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastserve_bench.workload import AUTHORS_LIMITS, scale_ratio
-from figures import console, lengths_of, new_table, number, parse, parser, save_json, save_plot
 from rich.table import Table
-from simulated_runs import BATCH, OPT_13B, SWAPPING, Run, on_all_cores, scheduler
+
+from benchmarks.paper.figures import (
+    console,
+    lengths_of,
+    new_table,
+    number,
+    parse,
+    parser,
+    save_json,
+    save_plot,
+)
+from benchmarks.paper.simulated_runs import BATCH, OPT_13B, SWAPPING, Run, on_all_cores, scheduler
 
 BEST = "skip_join_mlfq"
 BASELINES = {"fcfs": "8.9", "mlfq": "1.87", "fixed_priority": "13.9"}

@@ -1,8 +1,7 @@
 """FastServe Fig. 15: what becomes of preempted jobs' KV when device memory is short.
 
 (a) Normalized latency against rate for four strategies, OPT-13B on an A100-40G with 56 GiB of host
-memory. (b) How much of a job's latency it waits for its KV, and what crosses the link. The same
-strategies on the real engine: ``benchmarks/swap_strategies.py``.
+memory. (b) How much of a job's latency it waits for its KV, and what crosses the link.
 """
 
 from __future__ import annotations
@@ -11,9 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastserve_bench.report.summary import summarize
-from figures import console, lengths_of, new_table, number, parse, parser, save_json, save_plot
 from rich.table import Table
-from simulated_runs import BATCH, OPT_13B, Run, on_all_cores, scheduler
+
+from benchmarks.paper.figures import (
+    console,
+    lengths_of,
+    new_table,
+    number,
+    parse,
+    parser,
+    save_json,
+    save_plot,
+)
+from benchmarks.paper.simulated_runs import BATCH, OPT_13B, Run, on_all_cores, scheduler
 
 LOADS = (0.6, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
 """Rates over what full batches finish."""

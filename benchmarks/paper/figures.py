@@ -14,7 +14,8 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from simulated_runs import BATCH, Run, System, scheduler
+
+from benchmarks.paper.simulated_runs import BATCH, Run, System, scheduler
 
 DATASETS = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 ALPACA_JOBS = 2  # as many as ShareGPT's: they last a sixth as long

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from fastserve_bench.report.summary import Summary
-from figures import DATASETS, datasets_of, save_json, save_plot
-from simulated_runs import Run, mean_jct, mean_normalized, on_all_cores
+
+from benchmarks.paper.figures import DATASETS, datasets_of, save_json, save_plot
+from benchmarks.paper.simulated_runs import Run, mean_jct, mean_normalized, on_all_cores
 
 Results: TypeAlias = Mapping[tuple[str, float, str], Summary]
 """(data set, load, label) → what came out."""

@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from alise import beside
 from fastserve_bench.report.summary import Summary
-from figures import (
+from rich.table import Table
+
+from benchmarks.paper.alise import beside
+from benchmarks.paper.figures import (
     DATASETS,
     console,
     fcfs_run,
@@ -24,10 +26,9 @@ from figures import (
     save_json,
     save_plot,
 )
-from rate_search import finite, ratio, search_all
-from rich.table import Table
-from rivals import vllm
-from simulated_runs import OPT_13B, Run, System, mean_normalized, scheduler
+from benchmarks.paper.rate_search import finite, ratio, search_all
+from benchmarks.paper.rivals import vllm
+from benchmarks.paper.simulated_runs import OPT_13B, Run, System, mean_normalized, scheduler
 
 VLLM, CHUNKED, FCFS, SKIP_JOIN = "vLLM", "vLLM, chunks", "FCFS", "skip-join"
 BOUND_S = 0.25  # at which the artifact's notebook compares Fig. 14 and 15

@@ -11,8 +11,9 @@ from typing import TypeVar
 from fastserve_bench.report.plot import plot_sweep
 from fastserve_bench.report.summary import Summary
 from fastserve_bench.report.sweep import SweepPoint
-from figures import DATASETS, save_json
-from simulated_runs import OPT_13B, Run, System, on_all_cores
+
+from benchmarks.paper.figures import DATASETS, save_json
+from benchmarks.paper.simulated_runs import OPT_13B, Run, System, on_all_cores
 
 SLO_ITERATIONS = 10
 OPT_13B_SLO_S = 0.3  # the paper's, and ten decode iterations of 30 ms

@@ -25,7 +25,8 @@ from fastserve_backend.simulation.memory import KVMemory, memory_of_roofline
 from fastserve_backend.simulation.simulator import PolicyOfLimits, Simulation, simulate
 from fastserve_bench.report.summary import Summary, summarize
 from fastserve_bench.workload import Lengths, poisson_trace
-from prediction_errors import PredictionErrors
+
+from benchmarks.paper.prediction_errors import PredictionErrors
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
@@ -162,7 +163,7 @@ class Run:
 
 def scheduler(policy: str, max_num_seqs: int = BATCH, **keys: Any) -> SchedulerSection:
     """The paper's testbed: whole prefills, the objective of its figures, and the threshold of
-    promotion that suits 16 seats (``starvation.py``)."""
+    promotion that suits 16 seats (docs/paper_results.md)."""
     testbed = {
         "prefill_chunk_tokens": "whole",
         "objective": "normalized_latency",

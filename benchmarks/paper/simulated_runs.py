@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -36,6 +36,7 @@ _TYPICAL_CONTEXT = 400  # tokens of a job in the middle of its output
 
 SWAPPING = "KV is swapped to 56 GiB of host memory (strategy proactive)."
 
+Key = TypeVar("Key")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -181,9 +182,11 @@ RECOMPUTE = kv_cache(strategy="recompute")
 """Device memory alone."""
 
 
-def on_all_cores(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Results in the order of the items."""
-    return list(_pool().map(function, items))
+def on_all_cores(
+    function: Callable[[Item], Result], items: Mapping[Key, Item]
+) -> dict[Key, Result]:
+    """The function's results, by the items' keys."""
+    return dict(zip(items, _pool().map(function, items.values()), strict=True))
 
 
 @cache

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
 
+from benchmarks.paper.__main__ import main
+
 
 def run_figure(name: str, plots: Path) -> list[list[str]]:
     """The cells of the figure's table, row by row."""
-    table = importlib.import_module(f"benchmarks.paper.{name}").main(
-        ["--quick", "--plot-dir", str(plots)]
-    )
+    table = main([name, "--quick", "--plot-dir", str(plots)])[0]
     document = json.loads((plots / f"{name}.json").read_text())
     assert document["values"]
     assert document["settings"]["quick"]

@@ -129,10 +129,10 @@ def serving(repeats: int) -> None:
 
 
 @contextmanager
-def engine(model: str = MODEL, **options: Any) -> Iterator[tuple[LLM, Run]]:
+def engine() -> Iterator[tuple[LLM, Run]]:
     started = time.monotonic()
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
-    with LLM(model, **OPTIONS | options) as llm:
+    with LLM(MODEL, **OPTIONS) as llm:
         console.print(f"engine ready after {time.monotonic() - started:.1f} s")
 
         def run(batch: int) -> tuple[float, float]:

@@ -70,7 +70,11 @@ def main() -> int:
         text = json.dumps([result.to_json() for result in results], indent=1)
         arguments.output.write_text(f"{text}\n", encoding="utf-8")
     if arguments.markdown:
-        write_markdown(arguments.markdown, cells, shlex.join(["python", *sys.argv]))
+        write_markdown(
+            arguments.markdown,
+            cells,
+            shlex.join(["python", "-m", "benchmarks.scheduling_race", *sys.argv[1:]]),
+        )
     for line in verdicts(cells) or ["nowhere is ours worse"]:
         console.print(line, soft_wrap=True)
     return 0

@@ -67,7 +67,7 @@ def draw(
     bound_s = partial(_bound_s, args.iterations)
     (searches,) = search_all(args, runs, [mean_normalized], bound_s)
     save(args, searches, bound_s)
-    others = [label for label in labels if label in (ORCA, VLLM)]
+    others = [label for label in labels if label != ALISE]
     table = new_table(
         f"ALISE {title}: rates at equal latency",
         f"{testbed(args)}. Rates at a mean normalized latency of {args.iterations:g} decode "

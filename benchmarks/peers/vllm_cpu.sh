@@ -97,7 +97,8 @@ run | queues)
     shift
     [[ -x $ROOT/.venv/bin/fastserve ]] || fail "this server is not installed; run: make -C $ROOT install"
     setup
-    PYTHONPATH=$ROOT exec "$ROOT/.venv/bin/python" -m "benchmarks.peers.$program" \
+    cd "$ROOT"
+    exec .venv/bin/python -m "benchmarks.peers.$program" \
         --vllm-environment "$ENVIRONMENT" --cache "$CACHE" "$@"
     ;;
 *)

@@ -15,9 +15,10 @@ from fastserve_backend.models.loader import load_model, torch_dtype
 from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.worker.model_runner import Answer, ModelRunner
 from fastserve_backend.worker.step_inputs import StepLimits
-from phase_context import Context
-from random_models import DTYPE, model_of
 from torch import Tensor
+
+from benchmarks.gpu.phase_context import Context
+from benchmarks.gpu.random_models import DTYPE, model_of
 
 BLOCK_SIZE = 16
 FIRST_TOKEN = 4  # those below are special

@@ -10,8 +10,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ceilings import link_rates
-from decode_steps import (
+from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step
+from fastserve_backend.worker.host_store import make_host_store
+from fastserve_backend.worker.swap_engine import SwapEngine
+
+from benchmarks.gpu.ceilings import link_rates
+from benchmarks.gpu.decode_steps import (
     BLOCK_SIZE,
     LoadedModel,
     block_bytes,
@@ -20,11 +24,8 @@ from decode_steps import (
     load,
     steps_ahead,
 )
-from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step
-from fastserve_backend.worker.host_store import make_host_store
-from fastserve_backend.worker.swap_engine import SwapEngine
-from phase_context import CheckFailed, Context, Value
-from random_models import largest_model
+from benchmarks.gpu.phase_context import CheckFailed, Context, Value
+from benchmarks.gpu.random_models import largest_model
 
 SWAPPED_BYTES = 10**9
 BATCH, CONTEXT = 16, 512  # of the decode steps beside which blocks are copied

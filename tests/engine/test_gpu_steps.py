@@ -17,10 +17,9 @@ from fastserve_backend.models.loader import load_model
 from fastserve_backend.rank_protocol.messages import Step, StepResult
 from fastserve_backend.worker.decode_graphs import DecodeGraphs, batch_sizes
 from fastserve_backend.worker.kv_store import allocate_kv
-from fastserve_backend.worker.model_runner import Answer, ModelRunner
+from fastserve_backend.worker.model_runner import LaunchedStep, ModelRunner
 from fastserve_backend.worker.staging import Staging
-from fastserve_backend.worker.step_inputs import StepLimits, WorkListInputs
-from fastserve_backend.worker.step_layout import StepLayout
+from fastserve_backend.worker.step_inputs import StepLayout, StepLimits, WorkListInputs
 from fastserve_backend.worker.step_memory import run_largest_step
 from fastserve_kernels import ops
 from fastserve_kernels.int8_cache import codes_and_scales, is_int8
@@ -88,7 +87,7 @@ def generate(
     config: Any,
     longest_prompt: int,
     device: torch.device = CPU,
-    launch: Callable[[ModelRunner, Step], Answer | None] = ModelRunner.launch,
+    launch: Callable[[ModelRunner, Step], LaunchedStep | None] = ModelRunner.launch,
 ) -> list[list[int]]:
     """Greedy tokens of four jobs: whole prompts, a prompt in chunks beside decodes, and decodes of
     three and four jobs."""
@@ -110,9 +109,9 @@ def generate(
             (done[job], tokens, tables[job][: -(-(done[job] + len(tokens)) // BLOCK_SIZE)])
             for job, tokens in parts
         ]
-        answer = launch(runner, Step.of(0, in_step, num_partial=len(parts) - len(jobs)))
-        assert answer is not None
-        result = answer()
+        launched = launch(runner, Step.of(0, in_step, num_partial=len(parts) - len(jobs)))
+        assert launched is not None
+        result = launched.answer()
         assert isinstance(result, StepResult)
         for job, token in zip(jobs, np.frombuffer(result.token_ids, dtype=np.int32), strict=True):
             outputs[job].append(int(token))
@@ -197,7 +196,7 @@ def test_a_step_that_no_graph_has_room_for_is_said_to_be_one(tmp_path: Path) -> 
         lambda tensors, received: tensors.token_ids,
         WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS),
         LIMITS.max_jobs,
-        receives=False,
+        has_earlier_stage=False,
         width=config.hidden_size,
         dtype=torch.float32,
         device=CPU,

@@ -13,19 +13,17 @@ import torch
 from torch import Tensor
 
 from fastserve_backend.checkpoints.gpt_neox_config import GPTNeoXConfig
-from fastserve_backend.models.attention_batch import AttentionBatch
+from fastserve_backend.models.attention import Attention, AttentionBatch
+from fastserve_backend.models.causal_lm import LMHead
 from fastserve_backend.models.layers import (
-    Attention,
     ColumnLinear,
     LayerNorm,
     RowLinear,
     VocabEmbedding,
     prefixed,
 )
-from fastserve_backend.models.lm_head import LMHead
 from fastserve_backend.models.model_part import ModelPart
-from fastserve_backend.models.rotary import RotaryEmbedding
-from fastserve_backend.models.rotary_lm import RotaryLM
+from fastserve_backend.models.rotary_lm import RotaryEmbedding, RotaryLM
 from fastserve_backend.models.weights import Parameter, StoredTensor, WeightSource
 
 _TANH_GELU = partial(torch.nn.functional.gelu, approximate="tanh")

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from fastserve_backend.checkpoints.opt_config import POSITION_OFFSET, OPTConfig
-from fastserve_backend.models.attention_batch import AttentionBatch
-from fastserve_backend.models.causal_lm import CausalLM
+from fastserve_backend.models.attention import Attention, AttentionBatch
+from fastserve_backend.models.causal_lm import CausalLM, LMHead
 from fastserve_backend.models.layers import (
-    Attention,
     ColumnLinear,
     Embedding,
     LayerNorm,
@@ -24,7 +23,6 @@ from fastserve_backend.models.layers import (
     VocabEmbedding,
     prefixed,
 )
-from fastserve_backend.models.lm_head import LMHead
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.weights import Parameter
 

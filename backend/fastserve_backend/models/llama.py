@@ -1,6 +1,7 @@
 """LLaMA (Touvron et al. 2023) and models of its architecture: grouped KV heads, any rotary variant.
 
-Checkpoint names are those of `transformers.LlamaForCausalLM` without "model.".
+`LlamaLayer.__call__` computes a layer; `RotaryLM.forward` runs all layers between the embedding and
+the final norm. Checkpoint names are those of `transformers.LlamaForCausalLM` without "model.".
 """
 
 from __future__ import annotations

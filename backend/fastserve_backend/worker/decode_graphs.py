@@ -10,21 +10,10 @@ from torch import Tensor
 from fastserve_backend.worker.step_inputs import StepLayout, StepTensors, WorkListInputs
 
 Forward = Callable[[StepTensors, Tensor | None], Tensor]
-_SIZES_AN_OCTAVE = 4
-
-
-def batch_sizes(max_jobs: int) -> list[int]:
-    """The numbers of jobs to which steps are padded, ascending. At most a fourth is padding."""
-    sizes = set(range(1, 2 * _SIZES_AN_OCTAVE))
-    step = 2
-    while 4 * step < max_jobs:
-        sizes |= {step * n for n in range(_SIZES_AN_OCTAVE, 2 * _SIZES_AN_OCTAVE)}
-        step *= 2
-    return sorted({size for size in sizes if size < max_jobs} | {max_jobs})
 
 
 class DecodeGraphs:
-    """One graph for each batch size, captured in the constructor. All share the same memory.
+    """One graph for each padded size of a step, captured in the constructor. All share memory.
 
     A CPU has no graphs: there each run is a forward pass on the same padded inputs.
 
@@ -39,7 +28,6 @@ class DecodeGraphs:
         self,
         forward: Forward,
         inputs: WorkListInputs,
-        max_jobs: int,
         *,
         has_earlier_stage: bool,
         width: int,
@@ -48,9 +36,8 @@ class DecodeGraphs:
     ) -> None:
         self._forward = forward
         self._inputs = inputs
-        self._sizes = batch_sizes(max_jobs)
         self._received = (
-            torch.zeros((max_jobs, width), dtype=dtype, device=device)
+            torch.zeros((inputs.padded_sizes[-1], width), dtype=dtype, device=device)
             if has_earlier_stage
             else None
         )
@@ -61,34 +48,25 @@ class DecodeGraphs:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)
         # The largest first: the others reuse its memory from the pool.
-        for size in reversed(self._sizes):
+        for size in reversed(inputs.padded_sizes):
             self._replays[size] = self._capture(size)
 
-    def bring(self, layout: StepLayout) -> StepTensors:
-        """The padded tensors that the next `run` for as many jobs reads.
+    def run(self, inputs: StepTensors, received: Tensor | None) -> Tensor:
+        """The hidden states of a padded step, [num_jobs, width]. The next run overwrites them.
 
-        The step must have decodes alone, and at most ``max_jobs`` of them.
+        The graph reads the addresses that all padded steps of this size share. So ``inputs`` must
+        be the tensors that were prepared last.
         """
-        return self._inputs.bring_padded(layout, self._size(layout.num_jobs))
-
-    def run(self, num_jobs: int, received: Tensor | None) -> Tensor:
-        """The hidden states of the step that `bring` brought last, [num_jobs, width]. The next run
-        overwrites them."""
         if self._received is not None:
             assert received is not None
             self._received[: len(received)].copy_(received)
-        return self._replays[self._size(num_jobs)]()[:num_jobs]
+        return self._replays[len(inputs.token_ids)]()[: inputs.num_jobs]
 
     def close(self) -> None:
         """Free the graphs. NCCL ends no group whose sums a graph still holds."""
         for graph in self._graphs:
             graph.reset()
         self._replays.clear()
-
-    def _size(self, num_jobs: int) -> int:
-        most = self._sizes[-1]
-        assert num_jobs <= most, f"a step of {num_jobs} jobs, but graphs for {most} at most"
-        return next(size for size in self._sizes if size >= num_jobs)
 
     def _capture(self, size: int) -> Callable[[], Tensor]:
         tensors = self._inputs.bring_padded(StepLayout.empty(), size)

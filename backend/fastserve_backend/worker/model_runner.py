@@ -22,9 +22,7 @@ from fastserve_backend.worker.pipeline import Pipeline
 from fastserve_backend.worker.sampler import SampledTokens, sample
 from fastserve_backend.worker.step_inputs import (
     CPUInputs,
-    LastTokens,
     StepInputs,
-    StepLayout,
     StepLimits,
     StepTensors,
     WorkListInputs,
@@ -68,14 +66,13 @@ class ModelRunner:
         self._model = model
         self._place = place
         self._kv = kv
-        self._block_size = kv.shape[4]
         self._eos_token_ids = config.eos_token_ids
         width, dtype = config.hidden_size, torch_dtype(config)
         self._pipeline = Pipeline(place, width, dtype, device)
         self._last_tokens = LastTokens(tensor)
         # The first broadcast opens connections and takes memory: do it before serving.
         tensor.broadcast(torch.zeros(1, dtype=torch.int64, device=device))
-        self._inputs: StepInputs = CPUInputs()
+        self._inputs: StepInputs = CPUInputs(kv.shape[4])
         self._graphs: DecodeGraphs | None = None
         if ops.uses_triton(device):
             heads = config.num_heads // place.tensor_size
@@ -84,7 +81,6 @@ class ModelRunner:
             self._graphs = DecodeGraphs(
                 self._forward,
                 inputs,
-                limits.max_jobs,
                 has_earlier_stage=self.has_earlier_stage,
                 width=width,
                 dtype=dtype,
@@ -121,15 +117,18 @@ class ModelRunner:
         Raises:
             IndexError: the step takes a token that the step before it did not choose.
         """
-        copy_within(self._kv, array("i", step.copy_from), array("i", step.copy_to))
-        layout, inputs = self._prepare(step)
-        received = self._pipeline.receive(layout.num_tokens) if self.has_earlier_stage else None
+        if step.copy_from:
+            copy_within(self._kv, array("i", step.copy_from), array("i", step.copy_to))
+        inputs = self._inputs.prepare(step, self._last_tokens.count)
+        if step.previous_rows and self._last_tokens.count > 0:
+            self._last_tokens.fill_in(inputs.token_ids[: inputs.num_decodes])
+        received = self._pipeline.receive(inputs.num_tokens) if self.has_earlier_stage else None
         # Not earlier: an idle device would start the watch while the host still prepares.
         watch = Stopwatch(self.device)
-        hidden = self._run_model(layout, inputs, received)
+        hidden = self._run_model(inputs, received)
         tokens = None
         if self._place.is_last_stage:
-            tokens = self._sample(hidden, step, layout, inputs)
+            tokens = self._sample(hidden, step, inputs)
         else:
             self._pipeline.send(hidden)
         watch.stop()
@@ -137,28 +136,15 @@ class ModelRunner:
             return None
         return LaunchedStep(step.step_id, watch, tokens, self._place.is_last_stage)
 
-    def _prepare(self, step: Step) -> tuple[StepLayout, StepTensors]:
-        """The step's arrays on the host and its tensors on the device."""
-        layout = StepLayout.of(step, self._block_size, self._last_tokens.count)
-        if self._graphs is not None and layout.only_decodes:
-            inputs = self._graphs.bring(layout)
-        else:
-            inputs = self._inputs.bring(layout)
-        if step.previous_rows and self._last_tokens.count > 0:
-            self._last_tokens.fill_in(inputs.token_ids[: layout.num_decodes])
-        return layout, inputs
-
-    def _run_model(
-        self, layout: StepLayout, inputs: StepTensors, received: Tensor | None
-    ) -> Tensor:
+    def _run_model(self, inputs: StepTensors, received: Tensor | None) -> Tensor:
         """The activations for the next stage, [T, width]. On the last stage only the rows whose
         logits are needed, [R, width]."""
-        if self._graphs is not None and layout.only_decodes:
-            hidden = self._graphs.run(layout.num_jobs, received)
+        if self._graphs is not None and inputs.is_padded:
+            hidden = self._graphs.run(inputs, received)
             # The graph may run again before these activations have been sent.
             return hidden if self._place.is_last_stage else hidden.clone()
         hidden = self._forward(inputs, received)
-        if self._place.is_last_stage and len(layout.sampled) != layout.num_tokens:
+        if self._place.is_last_stage and inputs.num_sampled != inputs.num_tokens:
             hidden = hidden[inputs.sampled]  # a prefill needs only its last token's
         return hidden
 
@@ -167,18 +153,15 @@ class ModelRunner:
             inputs.token_ids, inputs.positions, inputs.batch, self._kv, received
         )
 
-    def _sample(
-        self, hidden: Tensor, step: Step, layout: StepLayout, inputs: StepTensors
-    ) -> SampledTokens | None:
+    def _sample(self, hidden: Tensor, step: Step, inputs: StepTensors) -> SampledTokens | None:
         """Choose a token for each row and keep it for the next step. None if no row gets one, and
         on all ranks of the stage but the first."""
-        count = len(layout.sampled)
         tokens = None
-        if count > 0:
+        if inputs.num_sampled > 0:
             logits = self._model.logits(hidden)
             if logits is not None:
                 tokens = sample(logits, step.sampling, self._eos_token_ids, inputs.token_ids)
-        self._last_tokens.keep(count, None if tokens is None else tokens.token_ids)
+        self._last_tokens.keep(inputs.num_sampled, None if tokens is None else tokens.token_ids)
         return tokens
 
 
@@ -249,3 +232,45 @@ class Stopwatch:
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record()
         return event
+
+
+class LastTokens:
+    """The tokens that the last step chose, on the device.
+
+    The next step may need them before the host knows them. Only the first rank of a tensor group
+    chooses tokens. The other ranks know how many there are, and get them when a step needs them.
+    """
+
+    def __init__(self, tensor: TensorGroup) -> None:
+        self.count = 0
+        """How many tokens there are; 0 before the first step."""
+        self._tensor = tensor
+        self._token_ids: Tensor | None = None
+
+    def keep(self, count: int, token_ids: Tensor | None) -> None:
+        """Replace the tokens.
+
+        Args:
+            token_ids: int64 [count], perhaps still being computed; None on ranks that do not
+                choose.
+        """
+        self.count = count
+        self._token_ids = token_ids
+
+    def fill_in(self, token_ids: Tensor) -> None:
+        """Replace each negative id by the token that it stands for, in place.
+
+        The host waits for nothing. Every rank of the group must call this, and ``count`` must not
+        be 0.
+
+        Args:
+            token_ids: int64 [n]; a negative id is an index from the end of the kept tokens.
+        """
+        kept = self._token_ids
+        if kept is None:
+            kept = torch.empty(self.count, dtype=torch.int64, device=token_ids.device)
+        self._tensor.broadcast(kept)
+        # Known ids look up the last kept token in vain. Selecting by a mask instead would give a
+        # size for which the host had to wait.
+        found = kept[token_ids.clamp(max=-1)]
+        torch.where(token_ids < 0, found, token_ids, out=token_ids)

@@ -1,7 +1,7 @@
 """From a ``Step`` message to the tensors that the model's forward pass reads.
 
 `StepLayout` holds the step's arrays on the host. `CPUInputs` and `WorkListInputs` bring them to the
-device as `StepTensors`. `LastTokens` fills in the tokens that only the device knows yet.
+device as `StepTensors`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fastserve_kernels.gpu import work_lists
 from torch import Tensor
 
 from fastserve_backend.models.attention import AttentionBatch, CPUBatch, WorkListBatch
-from fastserve_backend.models.model_part import TensorGroup
 from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.worker.staging import Places, Staging
 
 Array = npt.NDArray[Any]
 
+_SIZES_AN_OCTAVE = 4
 # A step of decodes alone has no prefill work, and samples every row.
 _NO_TILES = np.zeros((0, 2), dtype=np.int32)
 _NO_STARTS = np.zeros(1, dtype=np.int32)
@@ -159,12 +159,20 @@ def _padded(array: Array, size: int, value: int) -> Array:
 
 @dataclass(frozen=True)
 class StepTensors:
-    """What the forward pass reads, on the device.
+    """A step as the forward pass reads it, on the device.
 
-    token_ids, positions: int64 [T].
+    num_jobs, num_decodes, num_tokens, num_sampled: without padding.
+    is_padded: whether the tensors are padded. Then all jobs decode, every row is sampled, and
+        ``sampled`` is empty.
+    token_ids, positions: int64 [T], T including padding.
     sampled: int64 [R], the rows that get a token.
     """
 
+    num_jobs: int
+    num_decodes: int
+    num_tokens: int
+    num_sampled: int
+    is_padded: bool
     token_ids: Tensor
     positions: Tensor
     sampled: Tensor
@@ -172,15 +180,26 @@ class StepTensors:
 
 
 class StepInputs(Protocol):
-    def bring(self, layout: StepLayout) -> StepTensors:
-        """The step's tensors; valid until the next call."""
+    def prepare(self, step: Step, num_previous: int) -> StepTensors:
+        """The step's tensors; valid until the next call.
+
+        Args:
+            num_previous: how many tokens the step before chose.
+
+        Raises:
+            IndexError: the step takes a token that the step before did not choose.
+        """
         ...
 
 
 class CPUInputs:
     """Inputs of a CPU, which reads the host's arrays where they are."""
 
-    def bring(self, layout: StepLayout) -> StepTensors:
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+
+    def prepare(self, step: Step, num_previous: int) -> StepTensors:
+        layout = StepLayout.of(step, self._block_size, num_previous)
         n = layout.num_decodes
         batch = CPUBatch(
             num_decodes=n,
@@ -192,15 +211,32 @@ class CPUInputs:
             query_starts=torch.from_numpy(layout.query_starts[n:] - n),
         )
         return StepTensors(
-            torch.from_numpy(layout.token_ids),
-            torch.from_numpy(layout.positions),
-            torch.from_numpy(layout.sampled),
-            batch,
+            num_jobs=layout.num_jobs,
+            num_decodes=n,
+            num_tokens=layout.num_tokens,
+            num_sampled=len(layout.sampled),
+            is_padded=False,
+            token_ids=torch.from_numpy(layout.token_ids),
+            positions=torch.from_numpy(layout.positions),
+            sampled=torch.from_numpy(layout.sampled),
+            batch=batch,
         )
+
+
+def batch_sizes(max_jobs: int) -> list[int]:
+    """The numbers of jobs to which steps are padded, ascending. At most a fourth is padding."""
+    sizes = set(range(1, 2 * _SIZES_AN_OCTAVE))
+    step = 2
+    while 4 * step < max_jobs:
+        sizes |= {step * n for n in range(_SIZES_AN_OCTAVE, 2 * _SIZES_AN_OCTAVE)}
+        step *= 2
+    return sorted({size for size in sizes if size < max_jobs} | {max_jobs})
 
 
 class WorkListInputs:
     """Inputs of the GPU's attention kernels: work lists beside the arrays, all in one copy.
+
+    A step of decodes alone is padded to the next of ``padded_sizes``: there is a CUDA graph for it.
 
     Args:
         kv: the rank's cache.
@@ -214,7 +250,9 @@ class WorkListInputs:
         from fastserve_kernels.gpu.paged_decode import decode_scratch
         from fastserve_kernels.gpu.paged_prefill import query_tile
 
+        self.padded_sizes = batch_sizes(limits.max_jobs)
         num_blocks, block_size = len(kv), kv.shape[4]
+        self._block_size = block_size
         # Each block belongs to one job, so the jobs' tables are no longer than the cache. But the
         # largest step is tried on a cache of one block.
         most_blocks = max(num_blocks, limits.max_blocks(block_size))
@@ -228,7 +266,18 @@ class WorkListInputs:
         self._staging = Staging(self._most_bytes(limits), kv.device)
         self._padded_places: dict[int, Places] = {}  # by the padded number of jobs
 
+    def prepare(self, step: Step, num_previous: int) -> StepTensors:
+        layout = StepLayout.of(step, self._block_size, num_previous)
+        if not layout.only_decodes:
+            return self.bring(layout)
+        most = self.padded_sizes[-1]
+        assert layout.num_jobs <= most, f"a step of {layout.num_jobs} jobs, but {most} at most"
+        return self.bring_padded(
+            layout, next(size for size in self.padded_sizes if size >= layout.num_jobs)
+        )
+
     def bring(self, layout: StepLayout) -> StepTensors:
+        """The tensors of any step, without padding."""
         n = layout.num_decodes
         capacity = int(work_lists.num_splits(layout.context_lens[:n]).sum())
         decode_work = work_lists.decode_work(layout.context_lens[:n], capacity)
@@ -238,13 +287,12 @@ class WorkListInputs:
         arrays = _arrays(
             layout, decode_work, prefill_work, layout.query_starts[n:] - n, layout.sampled
         )
-        return self._tensors(n, arrays, self._staging.places(arrays))
+        return self._tensors(layout, n, arrays, self._staging.places(arrays))
 
     def bring_padded(self, layout: StepLayout, num_jobs: int) -> StepTensors:
         """The tensors of a step of decodes alone, padded to ``num_jobs`` jobs.
 
-        Shapes and addresses are the same for equal ``num_jobs``. ``sampled`` is empty, because
-        every row is sampled.
+        Shapes and addresses are the same for equal ``num_jobs``.
         """
         padded = layout.padded(num_jobs)
         decode_work = work_lists.decode_work(padded.context_lens, self._capacity(num_jobs))
@@ -252,9 +300,18 @@ class WorkListInputs:
         if num_jobs not in self._padded_places:
             places = self._staging.places([*arrays[:-1], self._most_tables])
             self._padded_places[num_jobs] = places
-        return self._tensors(num_jobs, arrays, self._padded_places[num_jobs])
+        return self._tensors(
+            layout, num_jobs, arrays, self._padded_places[num_jobs], is_padded=True
+        )
 
-    def _tensors(self, num_decodes: int, arrays: list[Array], places: Places) -> StepTensors:
+    def _tensors(
+        self,
+        layout: StepLayout,
+        num_decodes: int,
+        arrays: list[Array],
+        places: Places,
+        is_padded: bool = False,
+    ) -> StepTensors:
         token_ids, positions, sampled, *of_batch = self._staging.bring(arrays, places)
         slots, starts, context_lens, decode_work, prefill_work, query_starts, tables = of_batch
         batch = WorkListBatch(
@@ -268,7 +325,17 @@ class WorkListInputs:
             query_starts=query_starts,
             decode_scratch=self._scratch,
         )
-        return StepTensors(token_ids, positions, sampled, batch)
+        return StepTensors(
+            num_jobs=layout.num_jobs,
+            num_decodes=layout.num_decodes,
+            num_tokens=layout.num_tokens,
+            num_sampled=len(layout.sampled),
+            is_padded=is_padded,
+            token_ids=token_ids,
+            positions=positions,
+            sampled=sampled,
+            batch=batch,
+        )
 
     def _capacity(self, num_jobs: int) -> int:
         """The most items of decode work for ``num_jobs`` jobs."""
@@ -299,45 +366,3 @@ def _arrays(
         query_starts,
         layout.block_tables,
     ]
-
-
-class LastTokens:
-    """The tokens that the last step chose, on the device.
-
-    The next step may need them before the host knows them. Only the first rank of a tensor group
-    chooses tokens. The other ranks know how many there are, and get them when a step needs them.
-    """
-
-    def __init__(self, tensor: TensorGroup) -> None:
-        self.count = 0
-        """How many tokens there are; 0 before the first step."""
-        self._tensor = tensor
-        self._token_ids: Tensor | None = None
-
-    def keep(self, count: int, token_ids: Tensor | None) -> None:
-        """Replace the tokens.
-
-        Args:
-            token_ids: int64 [count], perhaps still being computed; None on ranks that do not
-                choose.
-        """
-        self.count = count
-        self._token_ids = token_ids
-
-    def fill_in(self, token_ids: Tensor) -> None:
-        """Replace each negative id by the token that it stands for, in place.
-
-        The host waits for nothing. Every rank of the group must call this, and ``count`` must not
-        be 0.
-
-        Args:
-            token_ids: int64 [n]; a negative id is an index from the end of the kept tokens.
-        """
-        kept = self._token_ids
-        if kept is None:
-            kept = torch.empty(self.count, dtype=torch.int64, device=token_ids.device)
-        self._tensor.broadcast(kept)
-        # Known ids look up the last kept token in vain. Selecting by a mask instead would give a
-        # size for which the host had to wait.
-        found = kept[token_ids.clamp(max=-1)]
-        torch.where(token_ids < 0, found, token_ids, out=token_ids)

@@ -49,7 +49,12 @@ class _Swaps:
         gib = (num_host_blocks + 0.5) * block_bytes / 2**30
         store = make_host_store(model.config, model.kv, gib, "same")
         self._results: queue.SimpleQueue[CopyResult] = queue.SimpleQueue()
-        self._engine = SwapEngine(store, context.device.torch_device, lambda _: self._results.put)
+        self._engine = SwapEngine(
+            store,
+            context.device.torch_device,
+            send_out=self._results.put,
+            send_in=self._results.put,
+        )
         self._under_way: dict[int, _Copy] = {}
         self._num_begun = 0
 
@@ -63,7 +68,7 @@ class _Swaps:
         device_blocks, host_blocks = (
             array("i", blocks).tobytes() for blocks in (copy.device_blocks, copy.host_blocks)
         )
-        self._engine.begin(
+        self._engine.start_copy(
             CopyBlocks(self._num_begun, copy.is_out, device_blocks, host_blocks, BLOCK_SIZE)
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from fastserve_backend.job import Job, Place
+from fastserve_backend.scheduler.memory import EVERYWHERE, Memory, Outcome
 from fastserve_backend.scheduler.walk import Walk
 
 # Of a waiting prompt beside a decode. With 1 chunks stay so small under overload that tokens/s fall
@@ -151,55 +152,7 @@ def is_owed_first_token(job: Job, times: IterationTimes) -> bool:
     return time_to_next_token(job, times) <= _MINOR_SHARE * decodes_s
 
 
-class Memory(Protocol):
-    """What a batch needs beside the limits: KV blocks (``kv_cache.manager.KVManager``)."""
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Nothing that is offered from now on in this round would be taken."""
-        ...
-
-    @property
-    def refuses_new(self) -> bool:
-        """No job without KV would be taken from now on in this round."""
-        ...
-
-    @property
-    def refuses_host(self) -> bool:
-        """No job whose KV is on the host would get it back from now on in this round."""
-        ...
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the job that was offered last was not taken because others are about to compute
-        what it would."""
-        ...
-
-    def recall(self, job: Job) -> None:
-        """The job may be offered next: what others have computed of its tokens it need not."""
-        ...
-
-    def take(self, job: Job, num_tokens: int) -> bool:
-        """Whether the job has the memory for its next ``num_tokens`` tokens now. Jobs are offered
-        in order of priority."""
-        ...
-
-
-class Unlimited:
-    """Memory for everyone."""
-
-    is_exhausted = refuses_new = refuses_host = is_waiting = False
-
-    def recall(self, job: Job) -> None:
-        pass
-
-    def take(self, job: Job, num_tokens: int) -> bool:
-        return True
-
-
-UNLIMITED = Unlimited()
-
-Urgency = Callable[[Job], tuple[float, float]]
+NextRunEstimate = Callable[[Job], tuple[float, float]]
 """A key by which jobs sort by when they will run next, the soonest first."""
 
 
@@ -257,7 +210,7 @@ class Policy(Protocol):
         """The iteration times have drifted: derive from them again what was derived before."""
         ...
 
-    def urgency(self, now: float) -> Urgency:
+    def next_run_estimate(self, now: float) -> NextRunEstimate:
         """When jobs will run next, estimated: what KV blocks are swapped by. Of use until jobs are
         added, removed or run."""
         ...
@@ -266,7 +219,9 @@ class Policy(Protocol):
         """The job's ``place`` has changed; it is known."""
         ...
 
-    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
+    def by_next_run(
+        self, place: Place, estimate: NextRunEstimate, *, last_first: bool
+    ) -> Iterator[Job]:
         """Jobs whose KV is there, those first that run next, or last: in order of ``urgency``, as
         far as that can be had without looking at all of them.
 
@@ -287,17 +242,18 @@ class Policy(Protocol):
 def fill_batch(
     jobs: Walk, limits: BatchLimits, in_flight: Collection[int], memory: Memory
 ) -> list[Scheduled]:
-    """Take jobs in order while they fit, but for those in flight: with pipeline stages the next
-    batch is chosen from the waiting jobs while others run (FastServe §4.3). Empty only if all are
-    in flight, wait for those, or have no memory.
+    """Take jobs in order while they fit, without those in flight: with pipeline stages the next
+    batch is chosen while others run (FastServe §4.3). The batch is empty only if all jobs are in
+    flight, wait for jobs in flight, or have no memory.
 
-    A prompt that exceeds the token limit waits, and so do all prompts behind it, but decodes (one
-    token) behind it still run; in the next iteration, behind decodes alone, it fits. Jobs without
-    memory are passed over, until no other can have any. A job that waits for what others compute
-    keeps the tokens that it was to have: no prompt behind it makes it wait longer. Once no job
-    without KV can run, such jobs are not looked at. Nor are those whose KV is on the host once it
-    does not return, or as many wait for theirs as an iteration has seats. Costs O(batch + jobs in
-    flight + jobs with KV on the device that are passed over).
+    A prompt that exceeds the token limit waits, and so do all prompts behind it. Decodes (one
+    token) behind it still run. In the next iteration, the prompt fits behind decodes alone.
+
+    Jobs without memory are passed over. A job that waits for a prefix keeps its tokens of the
+    iteration, so that no prompt behind it makes it wait longer. Jobs on the host are no longer
+    looked at once as many wait for their KV as an iteration has seats, nor are the jobs that the
+    memory closes the round to. Costs O(batch + jobs in flight + jobs with KV on the device that are
+    passed over).
     """
     batch: list[Scheduled] = []
     tokens_left = limits.max_tokens
@@ -309,7 +265,7 @@ def fill_batch(
             break
         if (prompts_wait and job.num_uncomputed > 1) or job.number in in_flight:
             continue
-        memory.recall(job)
+        memory.find_prefix(job)
         needed = job.num_uncomputed
         is_prefill = needed > 1
         if is_prefill:
@@ -319,18 +275,19 @@ def fill_batch(
             prompts_wait = True
             jobs.skip(Place.NOWHERE)
             continue
-        if memory.take(job, needed):
+        outcome, closed = memory.offer(job, needed)
+        if outcome is Outcome.TAKEN:
             batch.append(Scheduled(job, needed))
-        elif memory.is_exhausted:
-            break
         else:
+            if closed == EVERYWHERE:
+                break
             num_from_host += job.place is Place.HOST
-            if memory.refuses_host or num_from_host == limits.max_seqs:
+            if num_from_host == limits.max_seqs:
                 jobs.skip(Place.HOST)
-            if memory.refuses_new:
-                jobs.skip(Place.NOWHERE)
-                continue
-            if not memory.is_waiting:
+            for place in closed:
+                jobs.skip(place)
+            # Once new jobs are closed, no prompt behind can take the tokens.
+            if outcome is not Outcome.WAITS_FOR_PREFIX or Place.NOWHERE in closed:
                 continue
         tokens_left -= needed
         if is_prefill and chunk_left is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from fastserve_backend.job import Job, Place
-from fastserve_backend.scheduler.base import BatchLimits, Scheduled, Urgency
+from fastserve_backend.scheduler.base import BatchLimits, NextRunEstimate, Scheduled
 from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder
 from fastserve_backend.scheduler.walk import MergedWalk, Walk
 
@@ -55,13 +55,15 @@ class KeyedPolicy:
     def recalibrate(self) -> None:
         pass
 
-    def urgency(self, now: float) -> Urgency:
+    def next_run_estimate(self, now: float) -> NextRunEstimate:
         return lambda job: (self._jobs.key(job), job.number)
 
     def placed(self, job: Job) -> None:
         self._jobs.placed(job)
 
-    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
+    def by_next_run(
+        self, place: Place, estimate: NextRunEstimate, *, last_first: bool
+    ) -> Iterator[Job]:
         return self._jobs.part(place).jobs(last_first=last_first)
 
     def level_sizes(self) -> Sequence[int]:

@@ -21,8 +21,8 @@ from fastserve_backend.job import Job, Place
 from fastserve_backend.scheduler.base import (
     BatchLimits,
     IterationTimes,
+    NextRunEstimate,
     Scheduled,
-    Urgency,
     own_time_s,
     time_to_next_token,
 )
@@ -150,7 +150,7 @@ class MLFQ:
             base_s * self._quanta.ratio**level for level in range(len(self._queues))
         )
 
-    def urgency(self, now: float) -> Urgency:
+    def next_run_estimate(self, now: float) -> NextRunEstimate:
         """ENST, the estimated next scheduled time (FastServe §4.2)."""
         execute_s = self.execute_s()
         return lambda job: self.enst(job, execute_s[job.queue_level], now)
@@ -158,7 +158,9 @@ class MLFQ:
     def placed(self, job: Job) -> None:
         self._queues[job.queue_level].placed(job)
 
-    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
+    def by_next_run(
+        self, place: Place, estimate: NextRunEstimate, *, last_first: bool
+    ) -> Iterator[Job]:
         queues = reversed(self._queues) if last_first else self._queues
         jobs = (job for queue in queues for job in queue.part(place).jobs(last_first=last_first))
         early = self._promotion.next_promoted()
@@ -166,7 +168,7 @@ class MLFQ:
             return jobs
         # It alone may run before its place in the queues.
         others = (job for job in jobs if job is not early)
-        return merge([early], others, key=urgency, reverse=last_first)
+        return merge([early], others, key=estimate, reverse=last_first)
 
     def execute_s(self) -> list[float]:
         """T_execute of a job in each queue: seconds until all above it have sunk to its queue.

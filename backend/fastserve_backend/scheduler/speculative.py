@@ -15,8 +15,8 @@ from fastserve_backend.job import Job, Place
 from fastserve_backend.scheduler.base import (
     BatchLimits,
     IterationTimes,
+    NextRunEstimate,
     Scheduled,
-    Urgency,
     is_owed_first_token,
     time_to_next_token,
 )
@@ -132,7 +132,7 @@ class Speculative:
         self._queues.recalibrate()
         self._order.reorder(self._key_again)
 
-    def urgency(self, now: float) -> Urgency:
+    def next_run_estimate(self, now: float) -> NextRunEstimate:
         """EWT, the estimated wait time (ALISE), seconds; then the order of selection.
 
         ``min(T_execute, T_promote)``: until the jobs before it have run their remaining times,
@@ -169,12 +169,14 @@ class Speculative:
         else:
             self._queues.placed(job)
 
-    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
+    def by_next_run(
+        self, place: Place, estimate: NextRunEstimate, *, last_first: bool
+    ) -> Iterator[Job]:
         """Jobs of one queue stay in its order."""
         return merge(
-            self._queues.by_urgency(place, urgency, last_first=last_first),
+            self._queues.by_next_run(place, estimate, last_first=last_first),
             self._order.part(place).jobs(last_first=last_first),
-            key=urgency,
+            key=estimate,
             reverse=last_first,
         )
 

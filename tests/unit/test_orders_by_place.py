@@ -7,8 +7,8 @@ from itertools import accumulate
 
 import pytest
 from fastserve_backend.job import Job, Place
+from fastserve_backend.kv_cache.holders import RoundState
 from fastserve_backend.kv_cache.look_ahead import DeviceBorder
-from fastserve_backend.kv_cache.round_state import RoundState
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder, WeighedJobs

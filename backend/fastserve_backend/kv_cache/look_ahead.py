@@ -13,9 +13,9 @@ from itertools import islice
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.costs import SwapCosts
-from fastserve_backend.kv_cache.holders import Holders
+from fastserve_backend.kv_cache.device_room import DeviceRoom
+from fastserve_backend.kv_cache.holders import Holders, RoundState
 from fastserve_backend.kv_cache.prefixes import Prefixes
-from fastserve_backend.kv_cache.round_state import RoundState
 from fastserve_backend.kv_cache.swapping import Swapping
 from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
 
@@ -79,22 +79,22 @@ class LookAhead:
         """Jobs came or blocks were freed: the next round looks ahead."""
         self._rounds_to_look = 0
 
-    def on_round_end(self, state: RoundState) -> None:
+    def on_round_end(self, state: RoundState, room: DeviceRoom) -> None:
         """Start transfers, if it is time to look ahead."""
         if self._rounds_to_look > 0:
             self._rounds_to_look -= 1
             return
         self._rounds_to_look = _LOOK_AHEAD_ROUNDS - 1
-        self._swap(state)
+        self._swap(state, room)
         if self._writes_back:
             self._write_back(state)
 
-    def _swap(self, state: RoundState) -> None:
+    def _swap(self, state: RoundState, room: DeviceRoom) -> None:
         """Keep the reserve free, and the jobs that run next on the device: as many as fit into the
         blocks beside the reserve."""
         device, tiers = self._tiers.device, self._tiers
         reserve = self._reserve.num_blocks(state.now)
-        spare = state.num_spare
+        spare = room.num_spare
         if not tiers.num_swapped_out and spare >= reserve:
             return
         border = DeviceBorder(tiers, state, device.num_blocks - reserve, self._prefixes.num_unused)
@@ -121,7 +121,7 @@ class LookAhead:
             if spare >= wanted or num_refused == _MOST_REFUSED:
                 break
         for job in returning:
-            if not state.has_free(self._room_to_return(job) + reserve):
+            if not room.has_free(self._room_to_return(job) + reserve):
                 break
             self._swapping.swap_in(job, job.num_tokens, state)
 

@@ -22,11 +22,11 @@ from collections.abc import Collection
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.costs import SwapCosts
-from fastserve_backend.kv_cache.holders import Holders
+from fastserve_backend.kv_cache.device_room import RoomParts
+from fastserve_backend.kv_cache.holders import Holders, RunningOrder
 from fastserve_backend.kv_cache.look_ahead import LookAhead
 from fastserve_backend.kv_cache.prefixes import PrefixCopies, Prefixes, PrefixKeys
-from fastserve_backend.kv_cache.round import Round, RoundParts
-from fastserve_backend.kv_cache.round_state import RunningOrder
+from fastserve_backend.kv_cache.round import Round
 from fastserve_backend.kv_cache.swapping import Swapping
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
@@ -46,27 +46,17 @@ class KVManager:
     ) -> None:
         self.tiers = tiers
         self._counters = counters
-        keys = PrefixKeys(config, tiers.device.block_size)
-        self._prefixes = Prefixes(tiers.device, keys, costs)
+        self._costs = costs
+        self._prefixes = Prefixes(tiers.device, PrefixKeys(config, tiers.device.block_size), costs)
         self._holders = Holders(tiers, self._prefixes, counters)
         self._swapping = Swapping(tiers, self._holders, self._prefixes, config, costs, counters)
         self._look_ahead = LookAhead(
             tiers, self._holders, self._prefixes, self._swapping, config, costs
         )
-        self._order = order
-        self._parts = RoundParts(
-            config.strategy,
-            tiers,
-            self._prefixes,
-            self._holders,
-            self._swapping,
-            self._look_ahead,
-            costs,
-            counters,
-            order,
+        self._parts = RoomParts(
+            config.strategy, tiers, self._prefixes, self._holders, self._swapping, order, counters
         )
-        # The latest one. Nothing is offered to the first.
-        self._round = Round(self._parts, 0.0, (), None, holds_steps=False)
+        self._round = self._new_round(0.0, (), None, holds_steps=False)  # gets no offers
 
     @property
     def holds_steps(self) -> bool:
@@ -90,11 +80,11 @@ class KVManager:
         """
         last = self._round
         for job in last.stalled:
-            job.swap_stall_s += now - last.state.now
+            job.swap_stall_s += now - last.now
         for job in last.taken:
             job.num_shared = 0  # if their step was not sent
-        self._holders.update_places(self._order)
-        self._round = Round(self._parts, now, in_flight, going_on, holds_steps=last.holds_steps)
+        self._holders.update_places(self._parts.order)
+        self._round = self._new_round(now, in_flight, going_on, holds_steps=last.holds_steps)
         return self._round
 
     def on_arrival(self, job: Job, now: float) -> None:
@@ -130,3 +120,21 @@ class KVManager:
         """The job ended and no step uses its blocks."""
         self._look_ahead.on_change()
         self._holders.release(job)
+
+    def _new_round(
+        self,
+        now: float,
+        in_flight: Collection[int],
+        going_on: Collection[int] | None,
+        *,
+        holds_steps: bool,
+    ) -> Round:
+        return Round(
+            self._parts,
+            self._look_ahead,
+            self._costs,
+            now,
+            in_flight,
+            going_on,
+            holds_steps=holds_steps,
+        )

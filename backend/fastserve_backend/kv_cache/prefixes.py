@@ -238,6 +238,10 @@ class RoundPrefixes:
             if job.finish_reason is None and job.num_pending == 0:  # a chunk runs, others follow
                 self._coming.update(self._keys.wanted(job))
 
+    def may_find(self, job: Job) -> bool:
+        """Whether others may have a prefix of the job, because it has computed nothing itself."""
+        return self._prefixes.is_on and not self._prefixes.is_published(job)
+
     def find(self, job: Job, *, may_take_over: bool, may_copy: bool) -> None:
         """Find the prefix of a job that has computed nothing.
 

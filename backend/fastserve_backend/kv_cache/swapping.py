@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.costs import SwapCosts
-from fastserve_backend.kv_cache.holders import Holders
+from fastserve_backend.kv_cache.holders import Holders, RoundState
 from fastserve_backend.kv_cache.prefixes import Prefixes
-from fastserve_backend.kv_cache.round_state import RoundState
 from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
 

@@ -12,7 +12,7 @@ from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.swapping import Swapping
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
-from fastserve_backend.scheduler.memory import Outcome
+from fastserve_backend.scheduler.memory import TAKEN, Outcome
 
 # Where no job can be swapped, a new job starts only if each job on the device can still grow by so
 # many blocks. Otherwise those would soon take each other's KV and compute it again.
@@ -86,12 +86,12 @@ class DeviceRoom:
         missing = self._device.missing(job.number, num_tokens)
         if missing:
             outcome = self._give_missing(job, num_tokens, missing, is_new=is_new)
-            if outcome is not Outcome.TAKEN:
+            if outcome is not TAKEN.outcome:
                 return outcome
         if is_new or missing:
             counters = self._parts.counters
             counters.peak_blocks = max(counters.peak_blocks, self._device.num_used)
-        return Outcome.TAKEN
+        return TAKEN.outcome
 
     def bring_back(self, job: Job, num_tokens: int) -> Outcome:
         """A job whose KV is on the host or moves needs it for its next ``num_tokens`` tokens. Start

@@ -104,7 +104,10 @@ class Prefixes:
         self._keys = keys
         self._costs = costs
         self._unused: dict[int, Job] = {}  # took over kept blocks and have not run since
-        self._published: dict[int, list[bytes]] = {}  # by job on the device: keys of its blocks
+        self._published: dict[int, list[bytes]] = {}  # job → keys of its blocks
+        self.published = self._published.keys()
+        """Numbers of the jobs that have computed KV which is on the device. A view, since each
+        iteration looks up all its jobs in it."""
         # By key: the jobs that have such a block, in order of coming; a dict as an ordered set.
         self._jobs_with: dict[bytes, dict[int, None]] = {}
 
@@ -181,10 +184,6 @@ class Prefixes:
             self._jobs_with.setdefault(key, {})[job.number] = None
             published.append(key)
 
-    def is_published(self, job: Job) -> bool:
-        """Whether the job has computed KV that is on the device."""
-        return job.number in self._published
-
     def withdraw(self, job: Job) -> None:
         """The job's KV leaves the device. Nobody copies it any more, and the job plans no copies:
         their sources may be gone when it is back."""
@@ -238,10 +237,6 @@ class RoundPrefixes:
             if job.finish_reason is None and job.num_pending == 0:  # a chunk runs, others follow
                 self._coming.update(self._keys.wanted(job))
 
-    def may_find(self, job: Job) -> bool:
-        """Whether others may have a prefix of the job, because it has computed nothing itself."""
-        return self._prefixes.is_on and not self._prefixes.is_published(job)
-
     def find(self, job: Job, *, may_take_over: bool, may_copy: bool) -> None:
         """Find the prefix of a job that has computed nothing.
 
@@ -261,7 +256,7 @@ class RoundPrefixes:
 
         Waiting costs the job an iteration, which is shorter for all others without its prefill.
         """
-        if not self._coming or self._prefixes.is_published(job):
+        if not self._coming:
             return False
         num_ready = self._device.num_blocks_full(job.num_ready)
         keys = islice(self._keys.wanted(job), num_ready, None)
@@ -272,20 +267,17 @@ class RoundPrefixes:
         return saved_s >= 2 * self._costs.least_iteration_s
 
     def on_taken(self, job: Job, num_tokens: int) -> int:
-        """The job has blocks for its next ``num_tokens`` tokens: add its copies to the step.
+        """The job has blocks for its next ``num_tokens`` tokens: add its copies to the step, and
+        publish what it computes once the step is sent.
 
         Returns:
             tokens in kept blocks that the job took over.
         """
-        if not self._prefixes.is_on:
-            return 0
-        num_tokens_then = job.num_ready + num_tokens
         if job.num_shared:
             self._copy(job)
-        if num_tokens > 1 or not self._prefixes.is_published(job):
-            self._to_publish.append(job)
-            num_blocks = self._device.num_blocks_full(num_tokens_then)
-            self._coming.update(islice(self._keys.wanted(job), num_blocks))
+        self._to_publish.append(job)
+        num_blocks = self._device.num_blocks_full(job.num_ready + num_tokens)
+        self._coming.update(islice(self._keys.wanted(job), num_blocks))
         return self._prefixes.on_used(job)
 
     def on_sent(self) -> None:

@@ -87,6 +87,9 @@ class Round:
         the round is too early."""
         self._strategy = parts.strategy
         self._tiers = parts.tiers
+        self._away = parts.tiers.away
+        self._uses_prefixes = parts.prefixes.is_on
+        self._published = parts.prefixes.published
         self._counters = parts.counters
         self._look_ahead = look_ahead
         self._costs = costs
@@ -97,6 +100,7 @@ class Round:
         self._state = RoundState(
             parts.tiers, parts.order, now, in_flight, going_on, self.prefixes.copies.sources
         )
+        self._busy, self._offered = self._state.busy, self._state.offered
         self._room = DeviceRoom(parts, self._state, ending=() if going_on is None else staying)
         self._num_settled = len(staying)  # holders that the policy does not offer any more
         self._is_closed_to_new = False
@@ -108,7 +112,7 @@ class Round:
         running jobs have, if its own blocks are free: the blocks of jobs that would leave for it
         may be the ones to copy.
         """
-        if job.number in self._tiers.away or not self.prefixes.may_find(job):
+        if not self._uses_prefixes or job.number in self._away or job.number in self._published:
             return
         is_new = job.number not in self._have_kv
         if is_new and self._is_closed_to_new:
@@ -123,6 +127,7 @@ class Round:
         A job that the policy does not offer, for want of tokens, may lose its blocks.
         """
         is_new = job.number not in self._have_kv
+        begins = self._uses_prefixes and job.number not in self._published
         if not is_new:
             self._num_settled += 1
         elif self._is_closed_to_new:
@@ -130,16 +135,22 @@ class Round:
         elif self._strategy == "defer" and not self._holders.admit(job):
             self._is_closed_to_new = True
             return self._pass_over(_NO_ROOM)
-        self._state.offered.add(job.number)
-        if job.number in self._tiers.away:
+        self._offered.add(job.number)
+        if job.number in self._away:
             outcome = self._room.bring_back(job, num_tokens)
         # A job that does not fit would copy nothing, so it does not wait for a prefix.
-        elif self.prefixes.is_coming(job) and self._room.promise_if_it_fits(job):
+        elif begins and self.prefixes.is_coming(job) and self._room.promise_if_it_fits(job):
             return self._pass_over(_WAITS_FOR_PREFIX)
         else:
             outcome = self._room.give(job, job.num_ready + num_tokens, is_new=is_new)
-            if outcome is Outcome.TAKEN:
-                self._take(job, num_tokens, is_new=is_new)
+            if outcome is TAKEN.outcome:
+                if begins or (self._uses_prefixes and num_tokens > 1):
+                    self._counters.prefix_cached_tokens += self.prefixes.on_taken(job, num_tokens)
+                if is_new:
+                    self._holders.add(job)
+                    self._num_settled += 1
+                self._busy.add(job.number)
+                self.taken.append(job)
                 return TAKEN
         self._is_closed_to_new |= is_new
         if outcome is Outcome.NO_ROOM:
@@ -160,15 +171,6 @@ class Round:
             elif self._strategy == "proactive":
                 self._look_ahead.on_round_end(self._state, self._room)
         return RoundResult(verdict, self._state.transfers, self.prefixes.copies)
-
-    def _take(self, job: Job, num_tokens: int, *, is_new: bool) -> None:
-        num_reused = self.prefixes.on_taken(job, num_tokens)
-        if is_new:
-            self._holders.add(job)
-            self._num_settled += 1
-            self._counters.prefix_cached_tokens += num_reused
-        self._state.busy.add(job.number)
-        self.taken.append(job)
 
     def _pass_over(self, answers: tuple[Answer, ...]) -> Answer:
         """The one of these answers, see ``_answers``, that says what is closed by now."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from fastserve_backend.job import Job, Place
-from fastserve_backend.scheduler.memory import EVERYWHERE, Memory, Outcome
+from fastserve_backend.scheduler.memory import EVERYWHERE, TAKEN, Memory, Outcome
 from fastserve_backend.scheduler.walk import Walk
 
 # Of a waiting prompt beside a decode. With 1 chunks stay so small under overload that tokens/s fall
@@ -275,10 +275,11 @@ def fill_batch(
             prompts_wait = True
             jobs.skip(Place.NOWHERE)
             continue
-        outcome, closed = memory.offer(job, needed)
-        if outcome is Outcome.TAKEN:
+        answer = memory.offer(job, needed)
+        if answer is TAKEN:
             batch.append(Scheduled(job, needed))
         else:
+            outcome, closed = answer
             if closed == EVERYWHERE:
                 break
             num_from_host += job.place is Place.HOST

@@ -1,4 +1,4 @@
-"""A policy that is a key of jobs: what those that are one sorted list have in common."""
+"""The base of all policies that keep their jobs in one list, sorted by a key."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fastserve_backend.scheduler.walk import MergedWalk, Walk
 
 
 class KeyedPolicy:
-    """The job of the smallest key runs first, at every token; of equal ones the first to arrive.
+    """At every token, the job with the smallest key runs first; of equal ones, the oldest.
 
-    A job keeps the key that it came with, unless a subclass moves it. Walking costs O(jobs walked),
-    adding and removing what ``OrderedJobs`` costs.
+    A job keeps its first key, unless a subclass moves it. Walking costs O(jobs walked). Adding and
+    removing cost what they cost in ``OrderedJobs``.
     """
 
     name: str
@@ -30,7 +30,7 @@ class KeyedPolicy:
         return 0
 
     def key(self, job: Job) -> float:
-        """By what the job is to be sorted now."""
+        """The job's current sort key."""
         raise NotImplementedError
 
     def has_turn(self, job: Job) -> bool:

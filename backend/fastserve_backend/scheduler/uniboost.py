@@ -19,7 +19,7 @@ from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, Scheduled
 from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
 
-# γ, per second. A job of one second gets a head start of a minute, and a job of a minute gets one of
+# γ, per second. A job of a second gets a head start of a minute, and a job of a minute one of
 # a second.
 _GAMMA = 0.05
 _LEAST_S = 1e-3  # the size of every shorter job

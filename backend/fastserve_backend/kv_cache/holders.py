@@ -79,8 +79,8 @@ class Holders:
         if job.num_computed == 0:
             self._without_step.add(job.number)
 
-    def on_sent(self, job: Job) -> None:
-        """A step of the job was sent."""
+    def mark_computed(self, job: Job) -> None:
+        """A step of the job was sent, so it has computed something."""
         self._without_step.discard(job.number)
 
     def on_moved(self, job: Job) -> None:

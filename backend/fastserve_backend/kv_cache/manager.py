@@ -90,7 +90,7 @@ class KVManager:
     def on_arrival(self, job: Job, now: float) -> None:
         """A new job, which the policy does not know yet. Sets ``job.num_shared``."""
         self._look_ahead.on_arrival(job, now)
-        self._prefixes.on_arrival(job)
+        self._prefixes.estimate_shared(job)
 
     def on_sent(self) -> None:
         """The step of the latest round was sent. Its jobs count the tokens that it computes.
@@ -98,13 +98,13 @@ class KVManager:
         The sources of its copies keep their blocks until ``on_step_finished``.
         """
         for job in self._round.taken:
-            self._holders.on_sent(job)
+            self._holders.mark_computed(job)
         copies = self._round.prefixes.copies
         num_copied = len(copies.from_blocks)
         self._counters.prefix_cached_tokens += num_copied * self.tiers.device.block_size
         for number in copies.sources:
-            self.tiers.begin_read(number)
-        self._round.prefixes.on_sent()
+            self.tiers.start_read(number)
+        self._round.prefixes.publish_all()
 
     def on_step_finished(self, copies: PrefixCopies) -> None:
         """The step that was sent with these copies has ended."""

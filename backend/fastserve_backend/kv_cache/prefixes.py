@@ -116,14 +116,14 @@ class Prefixes:
         """Blocks that jobs took over which have not run since."""
         return sum(map(self._device.num_held, self._unused))
 
-    def on_arrival(self, job: Job) -> None:
-        """Estimate ``job.num_shared`` for the policy. The job gets no block before it may run."""
+    def estimate_shared(self, job: Job) -> None:
+        """Set ``num_shared`` of a new job, for the policy. It gets no block before it may run."""
         self.plan_copies(job)
         num_kept = self._device.num_kept(self._keys.wanted(job)) * self._device.block_size
         job.num_shared = max(job.num_shared, num_kept)
 
-    def start_round(self, prefilling: Iterable[Job]) -> RoundPrefixes:
-        """Give back what was not used in the last round.
+    def for_round(self, prefilling: Iterable[Job]) -> RoundPrefixes:
+        """Give back what was not used in the last round, and start a new one.
 
         Args:
             prefilling: jobs of unfinished steps that are not offered in the new round.
@@ -280,8 +280,8 @@ class RoundPrefixes:
         self._coming.update(islice(self._keys.wanted(job), num_blocks))
         return self._prefixes.on_used(job)
 
-    def on_sent(self) -> None:
-        """The round's step was sent."""
+    def publish_all(self) -> None:
+        """The round's step was sent: publish what its jobs compute."""
         for job in self._to_publish:
             self._prefixes.publish(job)
 

@@ -96,7 +96,7 @@ class Round:
         self._holders = parts.holders
         self._have_kv = parts.holders.numbers
         staying = set(in_flight).difference(going_on or ())  # the policy does not offer these
-        self.prefixes = parts.prefixes.start_round(parts.holders.with_numbers(staying))
+        self.prefixes = parts.prefixes.for_round(parts.holders.with_numbers(staying))
         self._state = RoundState(
             parts.tiers, parts.order, now, in_flight, going_on, self.prefixes.copies.sources
         )

@@ -166,7 +166,7 @@ class TwoTierKV:
             self._count(job_number)
             return None
         self.num_leaving += self.device.num_held(job_number)
-        return self._begin(TransferKind.SWAP_OUT, job_number, num_tokens, first, num_blocks)
+        return self._start(TransferKind.SWAP_OUT, job_number, num_tokens, first, num_blocks)
 
     def write_back(self, job_number: int, num_tokens: int, max_blocks: int) -> Transfer | None:
         """Copy the job's first full blocks that the host lacks. None: there is nothing to copy.
@@ -182,7 +182,7 @@ class TwoTierKV:
             return None
         num_saved = (first + num_blocks) * self._block_size
         self.host.grow(job_number, num_saved)
-        return self._begin(TransferKind.WRITE_BACK, job_number, num_saved, first, num_blocks)
+        return self._start(TransferKind.WRITE_BACK, job_number, num_saved, first, num_blocks)
 
     def swap_in(self, job_number: int, room_for: int) -> Transfer:
         """Move the swapped-out job to the device, with blocks for ``room_for`` tokens.
@@ -193,7 +193,7 @@ class TwoTierKV:
         num_tokens = self._saved[job_number]
         self.device.grow(job_number, max(room_for, num_tokens))
         num_blocks = self.device.blocks_for(num_tokens)
-        return self._begin(TransferKind.SWAP_IN, job_number, num_tokens, 0, num_blocks)
+        return self._start(TransferKind.SWAP_IN, job_number, num_tokens, 0, num_blocks)
 
     def finish(self, job_number: int, *, succeeded: bool) -> None:
         """The job's transfer has ended. If a swap failed, the job loses its KV in both tiers; if a
@@ -218,7 +218,7 @@ class TwoTierKV:
                 self.device.release(job_number)
         self._count(job_number)
 
-    def begin_read(self, job_number: int) -> None:
+    def start_read(self, job_number: int) -> None:
         """A step copies device blocks of the job for another job. The job must not be in a swap."""
         self._readers[job_number] = self._readers.get(job_number, 0) + 1
 
@@ -311,7 +311,7 @@ class TwoTierKV:
         if job_number in self._ended and not is_used:
             self.release(job_number, self._ended.pop(job_number))
 
-    def _begin(
+    def _start(
         self, kind: TransferKind, job_number: int, num_tokens: int, first: int, num_blocks: int
     ) -> Transfer:
         part = slice(first, first + num_blocks)

@@ -19,7 +19,7 @@ from fastserve_backend.scheduler.uniboost import UniBoost
 UNLIMITED_KV = 2**40
 # starvation_ms: auto, in units of slo_ms. With half as much, jobs with long prompts starve near
 # capacity although they would soon run anyway, and their turns delay all others
-# (docs/scheduling.md). Ten times as much makes the tail worse (benchmarks/paper/starvation.py).
+# (docs/scheduling.md). Ten times as much makes the tail worse (docs/paper_results.md).
 STARVATION_TOKENS = 200
 # sarathi_edf: a first token is due after so many times slo_ms.
 FIRST_TOKEN_SLOS = 10

@@ -42,8 +42,8 @@ class Memory(Protocol):
     """
 
     def find_prefix(self, job: Job) -> None:
-        """Lower ``job.num_uncomputed`` by what others have computed of its first tokens. Called
-        before the job's tokens of the iteration are counted."""
+        """Update ``job.num_uncomputed``: the job need not compute what others have computed of its
+        first tokens. Called before the job's tokens of the iteration are counted."""
         ...
 
     def offer(self, job: Job, num_tokens: int) -> Answer:

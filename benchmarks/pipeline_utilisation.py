@@ -83,7 +83,7 @@ def real(directory: Path) -> list[float]:
         policy=POLICY,
         prefix_caching=False,
     ) as llm:
-        executor = llm.engine._executor
+        executor = llm.engine._supervisor.ranks.executor
         assert isinstance(executor, DistributedExecutor)
         llm.generate(prompts[:BATCH], SamplingParams(max_tokens=4), progress=False)  # warm up
         before, started_s = list(executor.busy_s), time.monotonic()

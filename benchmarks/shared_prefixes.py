@@ -61,7 +61,6 @@ def engine(arguments: argparse.Namespace, prefix_caching: bool) -> Iterator[Engi
         prefix_caching=prefix_caching,
     )
     served = Engine(config)
-    served.start()
     try:
         yield served
     finally:

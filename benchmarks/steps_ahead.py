@@ -61,7 +61,6 @@ def engine(arguments: argparse.Namespace, make: Callable[[], Ranks]) -> Iterator
         prefix_caching=False,
     )
     served = Engine(config, make_executor=make)
-    served.start()
     try:
         yield served
     finally:

@@ -54,7 +54,6 @@ class LLM:
     def __init__(self, model: str, *, check_integrity: bool = False, **options: Any) -> None:
         config = EngineConfig().with_keys(model=model, **options)
         self.engine = Engine(config, check_integrity=check_integrity)
-        self.engine.start()
 
     def __enter__(self) -> LLM:
         return self

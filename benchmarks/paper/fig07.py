@@ -10,9 +10,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from fastserve_backend.engine.loop_setup import KVMemory
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.rank_protocol.link import Link
-from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.simulation.simulator import simulate
 from fastserve_bench.workload import TraceJob
 from figures import console, new_table, number, parse, parser, save_json, save_plot

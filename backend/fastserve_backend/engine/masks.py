@@ -1,7 +1,7 @@
 """Jobs with structured output: which of them wait for the mask of their next token.
 
 Such a job is in a step only with the mask of its next token. The mask depends on the token before,
-so the loop requests it when that token has come. Another process computes it (``grammars``), so that
+so the loop requests it when that token has come. Another process computes it (``grammars``): there,
 neither a slow grammar nor a broken one holds up other jobs. A job whose mask is late misses a step.
 """
 
@@ -15,8 +15,8 @@ from fastserve_backend.grammars.messages import FromGrammars, Masks, Refused
 from fastserve_backend.job import Job
 from fastserve_backend.structured_output import FIELD, StructuredOutput
 
-# A mask takes 0.2 to 0.3 ms from request to answer, nearly all of it the way there and back. The next
-# step waits for it at most this long. The job would lose more if it missed that step.
+# A mask takes 0.2 to 0.3 ms from request to answer, nearly all of it the way there and back. The
+# next step waits for it at most this long. The job would lose more if it missed that step.
 _WORTH_WAITING_S = 0.002
 
 

@@ -234,7 +234,7 @@ class StepLoop:
     # --- The running step counts as ended -----------------------------------------------------
 
     def _ahead_in_s(self) -> float | None:
-        """Seconds until the step behind the running one is to be chosen. None: when it has ended."""
+        """Seconds until the running step counts as ended. None: not before it has ended."""
         if self.kv.holds_steps:
             return None
         return self._ahead.due_in_s(self._work, self._clock.now())

@@ -1,8 +1,8 @@
 """Jobs from their arrival to their end.
 
-A job ends in one of three ways: with a token that ends it (``on_token``), by a stop word in its text
-(``deliver_tokens``), or at once without a further token (``cancel``, ``fail``). Each way leads through
-``_forget``. The job's client learns of exactly one end.
+A job ends in one of three ways: with a token that ends it (``on_token``), by a stop word in its
+text (``deliver_tokens``), or at once without a further token (``cancel``, ``fail``). Each way leads
+through ``_forget``. The job's client learns of exactly one end.
 """
 
 from __future__ import annotations

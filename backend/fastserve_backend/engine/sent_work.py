@@ -95,6 +95,16 @@ class SentWork:
         """The jobs of all unfinished steps, by number."""
         return {number: job for sent in self.steps for number, job in sent.jobs.items()}
 
+    @property
+    def job_numbers(self) -> set[int]:
+        """The numbers of those jobs."""
+        return set().union(*[sent.jobs for sent in self.steps])
+
+    @property
+    def num_jobs(self) -> int:
+        """Sum of the jobs of all unfinished steps."""
+        return sum(len(sent.batch) for sent in self.steps)
+
     def uses(self, job: Job) -> bool:
         """Whether an unfinished step runs the job."""
         return any(job.number in sent.jobs for sent in self.steps)

@@ -78,6 +78,8 @@ class StepLoop:
         check_integrity: bool = False,
     ) -> None:
         self.policy = policy
+        self.kv = kv
+        """For the ranks as they are now; ``jobs`` has the same."""
         self._clock = clock
         self._serving_clock = ServingClock(clock)
         self._masked = MaskedJobs(mask_source)
@@ -100,11 +102,6 @@ class StepLoop:
         self._step_ids = itertools.count()
         self._num_decodes = 0  # in the latest step
         self._ran: list[Job] = []  # jobs whose step has ended since the latest step was sent
-
-    @property
-    def kv(self) -> KVManager:
-        """The one for the ranks as they are now."""
-        return self.jobs.kv
 
     @property
     def is_idle(self) -> bool:
@@ -144,6 +141,7 @@ class StepLoop:
             kv: an empty one.
         """
         self._serving_clock.stop()
+        self.kv = kv
         self.jobs.on_ranks_lost(kv)
         self._work.forget()
         self._ahead.forget()
@@ -158,6 +156,7 @@ class StepLoop:
         """
         self._serving_clock.restart()
         self._work.executor = executor
+        self.kv = kv
         self.jobs.on_ranks_replaced(kv)
 
     # --- The next step ------------------------------------------------------------------------
@@ -175,7 +174,7 @@ class StepLoop:
         self._update_states(chosen.batch, behind, now)
         if chosen.batch:
             self._send(chosen, behind)
-        self.jobs.num_running = len(self._work.jobs) if behind is None else len(chosen.batch)
+        self.jobs.num_running = self._work.num_jobs if behind is None else len(chosen.batch)
 
     def _allocate(self, now: float, behind: EarlyEnd | None) -> NextStep | None:
         """Select jobs and allocate their KV blocks; send the copies that other jobs wait for.
@@ -184,20 +183,22 @@ class StepLoop:
         """
         if not self.jobs:
             return NextStep([], PrefixCopies())
-        if self.kv.holds_steps:
+        kv = self.kv
+        if kv.holds_steps:
             return None
-        in_flight = set(self._work.jobs)
+        in_flight = self._work.job_numbers
         going_on = None if behind is None else behind.numbers_going_on
-        self.kv.begin(now, in_flight, going_on)
-        # Jobs that wait for a mask are passed over like those of unfinished steps.
-        passed_over = in_flight.difference(going_on or ()) | self._masked.waiting
-        jobs = self.policy.walk(now, passed_over)
+        kv.begin(now, in_flight, going_on)
+        if going_on is not None:
+            in_flight -= going_on
+        in_flight |= self._masked.waiting  # passed over like jobs of unfinished steps
+        jobs = self.policy.walk(now, in_flight)
         limits = self.policy.limits.for_load(self.jobs.num_without_token, self._num_decodes)
-        batch = fill_batch(jobs, limits, passed_over, self.kv)
-        self._work.send_copies(self.kv.transfers(), self.kv.tiers.device.block_size)
-        if self.kv.holds_steps or self.kv.is_too_early:
+        batch = fill_batch(jobs, limits, in_flight, kv)
+        self._work.send_copies(kv.transfers(), kv.tiers.device.block_size)
+        if kv.holds_steps or kv.is_too_early:
             return None
-        return NextStep(batch, self.kv.copies)
+        return NextStep(batch, kv.copies)
 
     def _update_states(
         self, batch: Sequence[Scheduled], behind: EarlyEnd | None, now: float
@@ -263,9 +264,8 @@ class StepLoop:
     def _apply_step(self, finished: FinishedStep) -> None:
         sent = finished.sent
         self.kv.copied(sent.copies)
-        in_next_step = self._work.jobs
-        for number, job in sent.jobs.items():
-            if job.state is JobState.FINISHED and number not in in_next_step:
+        for job in sent.jobs.values():
+            if job.state is JobState.FINISHED and not self._work.uses(job):
                 self.jobs.release(job)  # it ended while the step ran
         self._apply_tokens(finished)
         early_end = self._ahead.on_step_finished(sent)
@@ -273,7 +273,7 @@ class StepLoop:
             going_on = [one for one in sent.batch if one.job.state is not JobState.FINISHED]
             self._on_ran(going_on, finished.ended_s)
         else:
-            self._count_preemptions(early_end.preempted)
+            self._count_preemptions(early_end.set_aside)
         if not sent.step.copy_from:
             self._on_step_finished(sent.step, finished.elapsed_s)
 
@@ -292,7 +292,8 @@ class StepLoop:
                 self.jobs.on_token(job, token, finished.ended_s)
         self._masked.request_masks(finished.ended_s)
 
-    def _count_preemptions(self, jobs: Iterable[Job]) -> None:
-        for job in jobs:
-            job.num_preemptions += 1
-            self._counters.preemptions += 1
+    def _count_preemptions(self, set_aside: Iterable[Job]) -> None:
+        for job in set_aside:
+            if job.state is not JobState.FINISHED:  # as its pending token may have shown
+                job.num_preemptions += 1
+                self._counters.preemptions += 1

@@ -48,11 +48,6 @@ class EarlyEnd:
         """Index of each job, by its number, in the result of the running step."""
         return {number: row for row, number in enumerate(self.sent.jobs)}
 
-    @property
-    def preempted(self) -> list[Job]:
-        """Jobs that were set aside and go on; known once the step has really ended."""
-        return [job for job in self.set_aside if job.state is not JobState.FINISHED]
-
 
 class StepsAhead:
     """Decides when the running step counts as ended.
@@ -70,9 +65,9 @@ class StepsAhead:
         if not work.executor.can_submit_ahead or self._early_end is not None:
             return None
         running = work.steps[0]
-        if running.decides_masks:
-            return None
         if running.predicted_s is None:
+            if running.decides_masks:
+                return None
             running.predicted_s = self._predict_s(running.step)
         wait_s = (1 - LEAD_SHARE) * running.predicted_s - LEAD_S
         return max(0.0, running.started_s + wait_s - now)

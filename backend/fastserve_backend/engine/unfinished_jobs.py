@@ -42,13 +42,12 @@ class UnfinishedJobs:
         eos_token_ids: Sequence[int],
         on_job_end: OnJobEnd,
     ) -> None:
-        self.kv = kv
-        """Has their blocks; replaced when the ranks are."""
         self.num_running = 0
         """Jobs in the latest step, or in the latest step of each pipeline stage. 0 without jobs."""
         self._jobs: dict[int, Job] = {}
         self._without_token: set[int] = set()
         self._policy = policy
+        self._kv = kv
         self._delivery = delivery
         self._masked = masked
         self._work = work
@@ -81,7 +80,7 @@ class UnfinishedJobs:
         self._jobs[job.number] = job
         self._without_token.add(job.number)
         self._delivery.open_stream(job)
-        self.kv.arrived(job, self._clock.now())
+        self._kv.arrived(job, self._clock.now())
         self._policy.add(job, self._clock.at(job.arrival_s))
         self._counters.prompt_tokens += len(job.prompt_ids)
         self._masked.add(job)
@@ -180,7 +179,7 @@ class UnfinishedJobs:
     def release(self, job: Job) -> None:
         """The job has ended, and no unfinished step runs it: free its blocks."""
         self._policy.remove(job)
-        self.kv.release(job)
+        self._kv.release(job)
 
     # --- The ranks are replaced ---------------------------------------------------------------
 
@@ -193,7 +192,7 @@ class UnfinishedJobs:
         for job in self._work.jobs.values():
             if job.state is JobState.FINISHED:
                 self._policy.remove(job)  # its blocks are gone with the old KV manager
-        self.kv = kv
+        self._kv = kv
         self.num_running = 0
         for job in self:
             job.on_ranks_lost()
@@ -205,13 +204,13 @@ class UnfinishedJobs:
         Args:
             kv: an empty one, of the size of that cache.
         """
-        self.kv = kv
+        self._kv = kv
         for job in list(self):
             self._fail_if_too_long(job)
 
     def _fail_if_too_long(self, job: Job) -> None:
         needed = len(job.prompt_ids) + job.params.max_tokens
-        capacity = self.kv.tiers.device.capacity
+        capacity = self._kv.tiers.device.capacity
         if needed > capacity:
             self.fail(
                 job,

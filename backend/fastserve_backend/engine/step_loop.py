@@ -85,7 +85,7 @@ class StepLoop:
         self._serving_clock = ServingClock(clock)
         self._masked = MaskedJobs(mask_source)
         self._work = SentWork(executor, clock, counters)
-        self._ahead = StepsAhead(predict_s)
+        self._ahead = StepsAhead(clock, predict_s)
         self.jobs = UnfinishedJobs(
             policy,
             kv,
@@ -237,9 +237,9 @@ class StepLoop:
 
     def _ahead_in_s(self) -> float | None:
         """Seconds until the running step counts as ended. None: not before it has ended."""
-        if self.kv.holds_steps:
+        if not self._work.executor.can_submit_ahead or self.kv.holds_steps:
             return None
-        return self._ahead.due_in_s(self._work, self._clock.now())
+        return self._ahead.due_in_s(self._work.steps[0])
 
     def _end_early(self) -> EarlyEnd:
         """The running step counts as ended from now on."""

@@ -18,10 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fastserve_backend.engine.sent_work import SentStep, SentWork
+from fastserve_backend.engine.sent_work import SentStep
 from fastserve_backend.job import Job, JobState
 from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.scheduler.base import Scheduled
+from fastserve_backend.system.clock import Clock
 
 # The next step is chosen this long before the predicted end of the running one: the time to choose,
 # send and wake up, and a share of the prediction, because predictions err.
@@ -56,21 +57,21 @@ class StepsAhead:
         predict_s: predicted duration of a step in seconds. Not called if no step is sent ahead.
     """
 
-    def __init__(self, predict_s: Callable[[Step], float]) -> None:
+    def __init__(self, clock: Clock, predict_s: Callable[[Step], float]) -> None:
+        self._clock = clock
         self._predict_s = predict_s
         self._early_end: EarlyEnd | None = None
 
-    def due_in_s(self, work: SentWork, now: float) -> float | None:
+    def due_in_s(self, running: SentStep) -> float | None:
         """Seconds until the next step is to be chosen. None: not before the running one ends."""
-        if not work.executor.can_submit_ahead or self._early_end is not None:
+        if self._early_end is not None:
             return None
-        running = work.steps[0]
         if running.predicted_s is None:
             if running.decides_masks:
                 return None
             running.predicted_s = self._predict_s(running.step)
         wait_s = (1 - LEAD_SHARE) * running.predicted_s - LEAD_S
-        return max(0.0, running.started_s + wait_s - now)
+        return max(0.0, running.started_s + wait_s - self._clock.now())
 
     def end_early(self, running: SentStep) -> EarlyEnd:
         """From now on the running step counts as ended."""

@@ -11,8 +11,7 @@ from collections.abc import Sequence, Set
 from typing import Protocol
 
 from fastserve_backend.errors import InvalidRequestError
-from fastserve_backend.grammars.messages import FromGrammars, Refused
-from fastserve_backend.grammars.messages import Masks as NewMasks
+from fastserve_backend.grammars.messages import FromGrammars, GrammarRefused, NewMasks
 from fastserve_backend.job import Job
 from fastserve_backend.structured_output import FIELD, StructuredOutput
 
@@ -100,7 +99,7 @@ class MaskedJobs:
         wanted = job.params.structured_output
         assert wanted is not None
         name = f"{FIELD}.{wanted.kind}"
-        if isinstance(answer, Refused):
+        if isinstance(answer, GrammarRefused):
             job.refusal = InvalidRequestError(name, wanted.text, answer.reason)
         return job, f"{name}: {answer.reason}"
 

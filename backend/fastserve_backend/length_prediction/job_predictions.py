@@ -99,7 +99,7 @@ class JobPredictions:
         """For whatever reason; what the predictor can learn from, it learns."""
         asked = self._unfinished.pop(job.number)
         real = len(job.output_ids) if job.ended_by_itself else None
-        self._client.ended(job.number, real)
+        self._client.tell_end(job.number, real)
         predicted = job.predicted_tokens
         if predicted is None:
             self.counters.fallbacks[self._reason(asked)] += 1

@@ -1,4 +1,4 @@
-"""Messages of any size over a stream socket, without ever waiting for the other end."""
+"""Messages of any size over a stream socket. Neither end ever waits for the other."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ _READ_BYTES = 1 << 18
 
 
 class Packets:
-    """One end. What the socket does not take at once is kept, and sent when it does.
+    """One end of the connection. It keeps what the socket does not take at once, and sends it when
+    the socket has room again.
 
     Args:
-        end: of a pair of stream sockets; owned from now on.
+        end: one of a pair of stream sockets. ``Packets`` owns it from now on.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -26,8 +27,13 @@ class Packets:
         return self._end.fileno()
 
     @property
+    def num_unsent_bytes(self) -> int:
+        """Bytes that the socket has not taken yet. More than 0: the other end reads too slowly."""
+        return len(self._unsent)
+
+    @property
     def events(self) -> int:
-        """What to poll for."""
+        """The events to poll for."""
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     def send(self, data: bytes) -> None:
@@ -36,31 +42,32 @@ class Packets:
         self.flush()
 
     def flush(self) -> None:
-        """Raises OSError: the other end is closed."""
+        """Send what was kept, as far as the socket has room.
+
+        Raises:
+            OSError: the other end is closed.
+        """
         try:
             while self._unsent:
-                # No signal: in an embedded interpreter that might be deadly.
+                # Without a signal, which could kill a program that embeds the interpreter.
                 sent = self._end.send(self._unsent, socket.MSG_NOSIGNAL)
                 del self._unsent[:sent]
         except BlockingIOError:
             pass
 
     def receive(self) -> list[bytes]:
-        """Messages that have come whole.
+        """The messages that are complete by now. More may be ready: poll again.
 
         Raises:
-            OSError: the other end is closed.
+            OSError: the other end is closed, and all that it sent has been received.
         """
         try:
-            while True:
-                data = self._end.recv(_READ_BYTES)
-                if not data:
-                    raise ConnectionResetError("the other end is closed")
-                self._received += data
-                if len(data) < _READ_BYTES:
-                    break
+            data = self._end.recv(_READ_BYTES)
         except BlockingIOError:
-            pass
+            return []
+        if not data:
+            raise ConnectionResetError("the other end is closed")
+        self._received += data
         messages = []
         begin = 0
         while len(self._received) >= begin + _LENGTH_BYTES:
@@ -72,6 +79,11 @@ class Packets:
             begin = end
         del self._received[:begin]
         return messages
+
+    def end_sending(self) -> None:
+        """Tell the other end that nothing follows; drop what was not sent. Receiving goes on."""
+        self._unsent.clear()
+        self._end.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         self._end.close()

@@ -20,6 +20,11 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from fastserve_backend.errors import ConfigError
+from fastserve_backend.scheduler.registry import (
+    BUILT_IN_POLICIES,
+    is_known_policy,
+    known_policies,
+)
 
 START_TIMEOUT_S = 600.0
 """For ranks to load the model. Large weights take minutes from a slow disk."""
@@ -210,17 +215,6 @@ class KVCacheSection(_Section):
         return self.host_dtype == "int8" and self.device_dtype == "same"
 
 
-PolicyName = Literal[
-    "gittins",
-    "skip_join_mlfq",
-    "speculative",
-    "mlfq",
-    "fixed_priority",
-    "srpt",
-    "sarathi_edf",
-    "uniboost",
-    "fcfs",
-]
 Objective = Literal["balanced", "normalized_latency", "jct"]
 
 MOST_AUTO_SEQS = 256
@@ -230,7 +224,9 @@ _MOST_SEQS = 4096
 
 
 class SchedulerSection(_Section):
-    policy: PolicyName = Field("gittins", description="Scheduling policy.")
+    policy: str = Field(
+        "gittins", description="Scheduling policy.", examples=list(BUILT_IN_POLICIES)
+    )
     objective: Objective = Field(
         "balanced",
         description="What the policy gittins minimises the mean of: latency per output token, job "
@@ -288,6 +284,14 @@ class SchedulerSection(_Section):
     length_prediction_capacity: int = Field(
         20000, ge=1, le=200_000, description="Most prompts whose lengths the predictor remembers."
     )
+
+    @field_validator("policy")
+    @classmethod
+    def _policy_is_known(cls, value: str) -> str:
+        if not is_known_policy(value):
+            known = ", ".join(known_policies())
+            raise PydanticCustomError("policy", "must be one of {known}", {"known": known})
+        return value
 
     @field_validator("prefill_chunk_tokens", mode="before")
     @classmethod

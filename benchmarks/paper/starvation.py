@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastserve_backend.scheduler.registry import make_policy
+from fastserve_backend.scheduler.policy_context import make_policy
 from figures import console, lengths_of, new_table, number, parse, parser, save_json, save_plot
 from rich.table import Table
 from simulated_runs import BATCH, MAX_MODEL_LEN, OPT_13B, SWAPPING, Run, on_all_cores, scheduler

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 from fastserve_client.endpoint import DEFAULT_URL
 
 from fastserve_backend.cli import workload_flags
 from fastserve_backend.cli.workload_flags import listed, parse_rates
-from fastserve_backend.config import PolicyName
 from fastserve_backend.errors import ConfigError
+from fastserve_backend.scheduler.registry import known_policies
 
 
 def bench(
@@ -155,7 +155,7 @@ def bench(
 
 def _policies(text: str | None) -> list[str]:
     """Refused here: a server refuses only when those of the policies before it are measured."""
-    policies, known = listed(text), get_args(PolicyName)
+    policies, known = listed(text), known_policies()
     for policy in policies:
         if policy not in known:
             raise ConfigError(f"compare: got {policy!r}; policies are {', '.join(known)}")

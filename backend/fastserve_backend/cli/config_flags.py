@@ -48,7 +48,7 @@ def _flag(section: str, key: str, field: FieldInfo) -> inspect.Parameter:
     default = field.get_default()
     option = typer.Option(
         help=f"{field.description}{'' if default is None else f' Default: {default}.'}",
-        metavar=_choices(field.annotation),
+        metavar="|".join(field.examples) if field.examples else _choices(field.annotation),
         rich_help_panel=f"engine.yaml: {section}",
         show_default=False,
     )

@@ -58,7 +58,7 @@ from fastserve_backend.profile.measure import (
 from fastserve_backend.rank_protocol.messages import Ready, Setup, Step
 from fastserve_backend.sampling_params import MAX_SEED, SamplingParams
 from fastserve_backend.scheduler.base import Policy
-from fastserve_backend.scheduler.registry import make_policy
+from fastserve_backend.scheduler.policy_context import make_policy
 from fastserve_backend.system.clock import Clock, MonotonicClock
 from fastserve_backend.system.restart_limit import RestartLimiter
 

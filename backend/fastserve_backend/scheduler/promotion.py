@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fastserve_backend.config import SchedulerSection
 from fastserve_backend.job import Job
 
 # Time of the machine that turns may take until their jobs have a token. More would make overload
@@ -15,6 +16,10 @@ _TIME_SHARE = 0.1
 # Jobs that have a turn at once, of those of an iteration. If all had, overload would make the queue
 # round-robin; if one had, the wait of the last starving job would grow with their number.
 _BATCH_SHARE = 0.25
+# starvation_ms: auto, in units of slo_ms. Half as much makes jobs with long prompts starve near
+# capacity, where they would soon have run anyhow, and their turns delay all others
+# (docs/scheduling.md). Ten times as much costs the tail (docs/paper_results.md).
+_STARVATION_TOKENS = 200
 
 
 class TurnChanges(NamedTuple):
@@ -160,3 +165,11 @@ class Promotion:
         for job in begun:
             del self._waiting[job.number]
         return begun
+
+
+def configured_starvation_s(config: SchedulerSection) -> float:
+    """The wait in seconds after which a job starves, as ``starvation_ms`` sets it."""
+    starvation_ms = config.starvation_ms
+    if starvation_ms == "auto":
+        starvation_ms = config.slo_ms * _STARVATION_TOKENS
+    return starvation_ms / 1e3

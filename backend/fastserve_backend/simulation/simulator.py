@@ -26,7 +26,7 @@ from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits, Policy
 from fastserve_backend.scheduler.batch_limits import batch_limits
-from fastserve_backend.scheduler.registry import make_policy
+from fastserve_backend.scheduler.policy_context import make_policy
 from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.simulation.simulated_executor import SimulatedExecutor
 from fastserve_backend.system.clock import VirtualClock

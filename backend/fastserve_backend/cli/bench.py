@@ -1,4 +1,4 @@
-"""``fastserve bench`` on the command line: its flags, and what they make."""
+"""``fastserve bench`` on the command line: turns its flags into a plan and servers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def bench(
     max_output_tokens: workload_flags.MaxOutputTokens = None,
     scale: workload_flags.Scale = 1.0,
     length_ratio: workload_flags.LengthRatio = None,
-    # Every model has as many tokens, and which ones a prompt holds costs it nothing.
+    # Every model has so many tokens, and their ids do not change the time that a prompt takes.
     vocab_size: Annotated[
         int, typer.Option(help="Prompts have random token ids below this.")
     ] = 1000,
@@ -154,7 +154,8 @@ def bench(
 
 
 def _policies(text: str | None) -> list[str]:
-    """Refused here: a server refuses only when those of the policies before it are measured."""
+    """The policies of ``--compare``. Unknown ones are refused here: a server would refuse one only
+    after those before it were measured."""
     policies, known = listed(text), known_policies()
     for policy in policies:
         if policy not in known:

@@ -376,7 +376,7 @@ class Engine:
     def _take_prediction(self, answer: Predicted) -> None:
         assert self.predictions is not None
         if answer.num_tokens is None or self._loop.predicted(answer.number, answer.num_tokens):
-            self.predictions.answered(answer, self.clock.now())
+            self.predictions.on_predicted(answer, self.clock.now())
 
     def _show_watchers(self) -> None:
         now = self.clock.now()
@@ -408,7 +408,7 @@ class Engine:
             self._num_unfinished -= 1
             self._admission.notify_all()
         if self.predictions is not None:
-            self.predictions.ended(job)
+            self.predictions.on_job_ended(job)
 
     # --- Start --------------------------------------------------------------------------------
 

@@ -446,7 +446,7 @@ class StepLoop:
             job.num_pending -= 1
             job.output_ids.append(token.token_id)
             job.cumulative_logprob += token.logprob
-            self._counters.latencies.new_token(job, now)
+            self._counters.latencies.on_token(job, now)
             if job.first_token_s is None:
                 job.first_token_s = now
                 self._without_token.remove(job.number)
@@ -487,7 +487,7 @@ class StepLoop:
         job.num_pending = 0
         self._masked.remove(job)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._counters.latencies.completed(job)
+            self._counters.latencies.on_job_completed(job)
         if not any(job.number in flight.rows for flight in self._flights):
             self._release(job)
 

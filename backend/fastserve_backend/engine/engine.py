@@ -311,7 +311,7 @@ class Engine:
             EngineError: there were too many restarts.
         """
         while True:
-            number = self._limiter.restart(self.clock.now())
+            number = self._limiter.take_restart(self.clock.now())
             if number is None:
                 raise EngineError(
                     f"the model's processes failed: {error}; given up after "

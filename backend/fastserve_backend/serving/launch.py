@@ -251,7 +251,7 @@ class TritonServer:
         while (trouble := self._watch()) is not None:
             if trouble.is_final:
                 raise LaunchError(trouble.reason)
-            if limiter.restart(time.monotonic()) is None:
+            if limiter.take_restart(time.monotonic()) is None:
                 raise LaunchError(f"{trouble.reason}; given up after {limiter.describe()}")
             logger.error("%s; restarting the server", trouble.reason)
             self._retire(kill=trouble.kill)

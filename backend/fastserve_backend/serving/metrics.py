@@ -198,7 +198,7 @@ class MetricsPublisher:
         self._closed.wait(_PAUSE_S)
 
     def _samples(self, snapshot: EngineSnapshot) -> Iterator[_Sample]:
-        """The state comes last, so that a scrape that finds the server idle finds final counters."""
+        """The state comes last: a scrape that finds the server idle finds final counters."""
         counters = self._engine.counters
         yield "fastserve_prompt_tokens_total", {}, counters.prompt_tokens
         yield "fastserve_prefix_cached_tokens_total", {}, counters.prefix_cached_tokens

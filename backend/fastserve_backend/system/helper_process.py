@@ -155,7 +155,7 @@ class HelperProcess(Generic[_Answer]):
     def _run(self) -> None:
         may_start = True
         while self._wait_until_needed():
-            may_start = may_start or self._limiter.restart(time.monotonic()) is not None
+            may_start = may_start or self._limiter.take_restart(time.monotonic()) is not None
             if may_start:
                 reason = self._serve()
                 if self._is_closing:
@@ -174,7 +174,7 @@ class HelperProcess(Generic[_Answer]):
 
     def _allow_restart(self, reason: str) -> bool:
         """Whether a child that ended for this reason may be replaced at once; the log says so."""
-        number = self._limiter.restart(time.monotonic())
+        number = self._limiter.take_restart(time.monotonic())
         _log.warning(
             "%s %s; %s (%s)",
             self._name,

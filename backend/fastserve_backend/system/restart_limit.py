@@ -15,7 +15,7 @@ class RestartLimiter:
     def __init__(self) -> None:
         self._times: deque[float] = deque()
 
-    def restart(self, now: float) -> int | None:
+    def take_restart(self, now: float) -> int | None:
         """Take a restart if one is left.
 
         Returns:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -27,7 +28,6 @@ from fastserve_backend.grammars.messages import (
     JobFailed,
     NewMasks,
     Vocabulary,
-    encoder,
 )
 from fastserve_backend.structured_output import StructuredOutput
 from fastserve_backend.system import helper_process
@@ -304,7 +304,7 @@ class TestProcess:
         self, asker: Asker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         # In place of the process: it dies when the first job comes.
-        num_bytes = 4 + len(encoder.encode(Vocabulary(TOKENS, EOS))) + 1
+        num_bytes = 4 + len(msgspec.msgpack.encode(Vocabulary(TOKENS, EOS))) + 1
         program = tmp_path / "program"
         program.write_text(f"#!/bin/sh\nexec head -c {num_bytes} > /dev/null\n")
         program.chmod(0o700)

@@ -7,12 +7,13 @@ import contextlib
 import sys
 from pathlib import Path
 
+from fastserve_backend.grammars.messages import to_grammars_decoder
 from fastserve_backend.grammars.process import GrammarLoop
 from fastserve_backend.system.helper_process import connect_to_engine
 
 
 def main() -> int:
-    engine = connect_to_engine()
+    engine = connect_to_engine(to_grammars_decoder)
     # Where memory runs out, the kernel kills this process first: another can take its place, and no
     # job is lost.
     with contextlib.suppress(OSError):

@@ -7,7 +7,7 @@ an answer, because it may be why.
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 from array import array
 from collections import deque
@@ -25,7 +25,7 @@ from fastserve_backend.grammars.messages import (
     from_grammars_decoder,
 )
 from fastserve_backend.structured_output import StructuredOutput
-from fastserve_backend.system.helper_process import HelperOwner, HelperProcess
+from fastserve_backend.system.helper_process import HelperProcess
 
 # Grammars that the process has not compiled yet, at most: they may be 64 KiB each.
 _MAX_BEGINNING = 32
@@ -50,7 +50,7 @@ class _Job:
     """How many processes died while they owed it an answer."""
 
 
-class GrammarClient(HelperOwner[FromGrammars]):
+class GrammarClient(HelperProcess[FromGrammars]):
     """Owns the process, which starts with the first job. All but ``close`` may be called from any
     thread, and return at once.
 
@@ -60,19 +60,16 @@ class GrammarClient(HelperOwner[FromGrammars]):
             that has not ended, also twice; must return at once.
     """
 
+    name = "the process of the grammars"
+    meanwhile = "jobs with structured output wait until it is back"
+
     def __init__(
         self, vocabulary: Callable[[], Vocabulary], on_answer: Callable[[FromGrammars], None]
     ) -> None:
+        super().__init__(["-m", "fastserve_backend.grammars"], from_grammars_decoder)
         self._vocabulary = vocabulary
         self._on_answer = on_answer
-        self._helper = HelperProcess(
-            "the process of the grammars",
-            "jobs with structured output wait until it is back",
-            ["-m", "fastserve_backend.grammars"],
-            from_grammars_decoder,
-            self,
-        )
-        self._lock: threading.Condition = self._helper.lock  # guards all that follows
+        # The lock guards all that follows.
         self._jobs: dict[int, _Job] = {}
         self._unsent: deque[int] = deque()  # jobs that the process is to begin
         self._num_beginning = 0
@@ -80,11 +77,11 @@ class GrammarClient(HelperOwner[FromGrammars]):
 
     def begin(self, number: int, wanted: StructuredOutput) -> None:
         """Ask for the first token's mask of a new job."""
-        with self._lock:
+        with self.lock:
             self._jobs[number] = _Job(wanted, asked_s=time.monotonic())
             self._unsent.append(number)
             self._send_unsent()
-            self._helper.start()
+            self.start()
 
     def accept(self, tokens: Sequence[tuple[int, int]]) -> None:
         """Ask for the next masks of jobs that have one more token each.
@@ -92,7 +89,7 @@ class GrammarClient(HelperOwner[FromGrammars]):
         Args:
             tokens: number of the job, id of the token.
         """
-        with self._lock:
+        with self.lock:
             known = []
             for number, token_id in tokens:
                 job = self._jobs.get(number)
@@ -103,26 +100,26 @@ class GrammarClient(HelperOwner[FromGrammars]):
                 if job.is_sent:  # else its tokens go with ``BeginJob``
                     known.append((number, token_id))
             if known:
-                self._helper.send(AcceptTokens(known))
+                self.send(AcceptTokens(known))
 
     def end(self, number: int) -> None:
         """The job is over; unknown numbers are ignored."""
-        with self._lock:
+        with self.lock:
             job = self._jobs.pop(number, None)
             if job is None:
                 return
             if job.is_sent:
-                self._helper.send(EndJob(number))
+                self.send(EndJob(number))
                 self._end_beginning(job)
             else:
                 self._unsent.remove(number)
 
     def close(self) -> None:
         """End the process; idempotent. No job is told of it."""
-        with self._lock:
+        with self.lock:
             self._jobs.clear()
             self._unsent.clear()
-        self._helper.close()
+        self.stop(0.0)
 
     # --- With the lock held -------------------------------------------------------------------
 
@@ -131,8 +128,8 @@ class GrammarClient(HelperOwner[FromGrammars]):
             number = self._unsent[0]
             job = self._jobs[number]
             begin = BeginJob(number, job.wanted.kind, job.wanted.text, job.output_ids.tobytes())
-            if not self._helper.send(begin):
-                return  # it has died, and ``on_helper_ended`` follows
+            if not self.send(begin):
+                return  # it has died, and ``on_ended`` follows
             self._unsent.popleft()
             job.is_sent = job.is_beginning = True
             self._num_beginning += 1
@@ -142,26 +139,24 @@ class GrammarClient(HelperOwner[FromGrammars]):
         job.is_beginning = False
         self._send_unsent()
 
-    def is_helper_needed(self) -> bool:
+    def is_needed(self) -> bool:
         return bool(self._jobs)
 
-    def reason_to_kill(self, heard_s: float) -> str | None:
-        now = time.monotonic()
+    def patience(self) -> tuple[float, float]:
         asked = (job.asked_s for job in self._jobs.values() if job.asked_s is not None)
-        is_late = now - max(heard_s, min(asked, default=now)) > ANSWER_TIMEOUT_S
-        return f"has not answered for {ANSWER_TIMEOUT_S:.0f} s" if is_late else None
+        return min(asked, default=math.inf), ANSWER_TIMEOUT_S
 
     # --- The helper's thread ------------------------------------------------------------------
 
-    def on_helper_started(self) -> None:
+    def on_started(self) -> None:
         vocabulary = self._vocabulary()
-        with self._lock:
-            self._helper.send(vocabulary)
+        with self.lock:
+            self.send(vocabulary)
             self._has_vocabulary = True
             self._send_unsent()
 
-    def on_helper_message(self, message: FromGrammars) -> None:
-        with self._lock:
+    def on_message(self, message: FromGrammars) -> None:
+        with self.lock:
             for number, num_tokens in _answered(message):
                 job = self._jobs.get(number)
                 if job is not None:
@@ -170,9 +165,9 @@ class GrammarClient(HelperOwner[FromGrammars]):
                     self._end_beginning(job)
         self._on_answer(message)
 
-    def on_helper_ended(self) -> None:
+    def on_ended(self) -> None:
         """Jobs to which a second process died owing an answer fail; the others begin anew."""
-        with self._lock:
+        with self.lock:
             self._has_vocabulary = False
             for job in self._jobs.values():
                 job.num_deaths += job.is_sent and job.asked_s is not None
@@ -185,7 +180,7 @@ class GrammarClient(HelperOwner[FromGrammars]):
         self._fail(failed, "the process that checks outputs died at it")
 
     def on_restart_refused(self, limit: str) -> None:
-        with self._lock:
+        with self.lock:
             failed = list(self._jobs)
             self._jobs.clear()
             self._unsent.clear()

@@ -70,6 +70,5 @@ class JobFailed(msgspec.Struct, tag="failed", array_like=True):
 ToGrammars = Vocabulary | BeginJob | AcceptTokens | EndJob
 FromGrammars = NewMasks | GrammarRefused | JobFailed
 
-encoder = msgspec.msgpack.Encoder()
 to_grammars_decoder = msgspec.msgpack.Decoder(ToGrammars)
 from_grammars_decoder = msgspec.msgpack.Decoder(FromGrammars)

@@ -17,14 +17,12 @@ from fastserve_backend.grammars.messages import (
     AcceptTokens,
     BeginJob,
     EndJob,
-    FromGrammars,
     GrammarRefused,
     JobFailed,
     Mask,
     NewMasks,
+    ToGrammars,
     Vocabulary,
-    encoder,
-    to_grammars_decoder,
 )
 from fastserve_backend.system.packets import Packets
 
@@ -80,7 +78,7 @@ class GrammarLoop:
         engine: the connection to the engine; the loop ends when the engine closes it.
     """
 
-    def __init__(self, engine: Packets) -> None:
+    def __init__(self, engine: Packets[ToGrammars]) -> None:
         self._engine = engine
         self._compiler: Compiler
         self._jobs: dict[int, _Job] = {}
@@ -101,13 +99,12 @@ class GrammarLoop:
             ready = {fileno for fileno, _ in poller.poll()}
             if self._engine.fileno() in ready:
                 self._engine.flush()
-                for data in self._engine.receive():
-                    self._take(data)
+                for message in self._engine.receive():
+                    self._take(message)
             for fileno in ready & self._checks.keys():
                 self._end_check(fileno)
 
-    def _take(self, data: bytes) -> None:
-        message = to_grammars_decoder.decode(data)
+    def _take(self, message: ToGrammars) -> None:
         if isinstance(message, AcceptTokens):
             self._accept(message)
         elif isinstance(message, BeginJob):
@@ -119,9 +116,6 @@ class GrammarLoop:
         else:
             assert isinstance(message, Vocabulary)
             self._compiler = Compiler(message.tokens, message.eos_token_ids)
-
-    def _send(self, message: FromGrammars) -> None:
-        self._engine.send(encoder.encode(message))
 
     # --- Jobs that begin ----------------------------------------------------------------------
 
@@ -162,7 +156,7 @@ class GrammarLoop:
 
     def _start(self, begin: BeginJob, known: LLMatcher | str) -> None:
         if isinstance(known, str):
-            self._send(GrammarRefused(begin.number, known))
+            self._engine.send(GrammarRefused(begin.number, known))
             return
         job = _Job(begin.number, known.deep_copy())
         try:
@@ -170,10 +164,10 @@ class GrammarLoop:
                 job.accept(token_id)
             mask = job.mask()
         except GrammarError as error:
-            self._send(JobFailed(job.number, str(error)))
+            self._engine.send(JobFailed(job.number, str(error)))
             return
         self._jobs[job.number] = job
-        self._send(NewMasks([mask]))
+        self._engine.send(NewMasks([mask]))
 
     # --- Jobs that go on ----------------------------------------------------------------------
 
@@ -188,14 +182,14 @@ class GrammarLoop:
                 mask = job.mask_after(token_id)
             except GrammarError as error:
                 del self._jobs[number]
-                self._send(JobFailed(number, str(error)))
+                self._engine.send(JobFailed(number, str(error)))
                 continue
             now = time.monotonic()
             if masks and now - oldest_s > _MASKS_TOGETHER_S:
-                self._send(NewMasks(masks))
+                self._engine.send(NewMasks(masks))
                 masks = []
             if not masks:
                 oldest_s = now
             masks.append(mask)
         if masks:
-            self._send(NewMasks(masks))
+            self._engine.send(NewMasks(masks))

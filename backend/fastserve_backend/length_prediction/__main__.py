@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from fastserve_backend.length_prediction.messages import ToPredictor, to_predictor_decoder
 from fastserve_backend.system.helper_process import connect_to_engine
 from fastserve_backend.system.lasting_imports import lasting_imports
 from fastserve_backend.system.packets import Packets
@@ -23,14 +24,14 @@ def main() -> int:
     parser.add_argument("--capacity", type=int, required=True, help="most entries of the index")
     parser.add_argument("--directory", type=Path, help="where they are kept; left out: nowhere")
     arguments = parser.parse_args()
-    engine = connect_to_engine()
+    engine = connect_to_engine(to_predictor_decoder)
     os.nice(NICENESS)
     os.environ["OMP_NUM_THREADS"] = "1"
     _serve(engine, arguments.directory, arguments.capacity)
     return 0
 
 
-def _serve(engine: Packets, directory: Path | None, capacity: int) -> None:
+def _serve(engine: Packets[ToPredictor], directory: Path | None, capacity: int) -> None:
     # Importing torch takes seconds: it starts only now that all other processes get a core first.
     with lasting_imports():
         import torch

@@ -7,6 +7,7 @@ there is no predictor or it is still loading.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,7 +19,7 @@ from fastserve_backend.length_prediction.messages import (
     Predicted,
     from_predictor_decoder,
 )
-from fastserve_backend.system.helper_process import HelperOwner, HelperProcess
+from fastserve_backend.system.helper_process import HelperProcess
 
 # More unanswered questions would be answered too late to be of use: a prediction takes a few
 # milliseconds of a core that others use too.
@@ -35,7 +36,7 @@ STOP_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-class PredictorClient(HelperOwner[FromPredictor]):
+class PredictorClient(HelperProcess[FromPredictor]):
     """Owns the predictor's process. ``ask``, ``tell_end`` and ``close`` may be called from any
     thread, and the first two return at once.
 
@@ -47,29 +48,27 @@ class PredictorClient(HelperOwner[FromPredictor]):
             return at once.
     """
 
+    name = "the length predictor"
+    meanwhile = "jobs run without predictions until it is back"
+
     def __init__(self, arguments: Sequence[str], on_answer: Callable[[Predicted], None]) -> None:
+        command = ["-m", "fastserve_backend.length_prediction", *arguments]
+        super().__init__(command, from_predictor_decoder)
         self._on_answer = on_answer
         self._unanswered: dict[int, float] = {}  # job → when it was asked for, oldest first
         self.is_loaded = False
         """Whether there is a process that answers."""
         self.num_entries = 0
         """Entries of the predictor's index, as it last said."""
-        self._helper = HelperProcess(
-            "the length predictor",
-            "jobs run without predictions until it is back",
-            ["-m", "fastserve_backend.length_prediction", *arguments],
-            from_predictor_decoder,
-            self,
-        )
-        self._helper.start()
+        self.start()
 
     def ask(self, number: int, text: str) -> None:
         """Ask how many output tokens this job will have. The answer comes later."""
-        with self._helper.lock:
+        with self.lock:
             sent = (
                 len(self._unanswered) < MAX_UNANSWERED
-                and not self._helper.num_unsent_bytes
-                and self._helper.send(Predict(number, text))
+                and not self.num_unsent_bytes
+                and self.send(Predict(number, text))
             )
             if sent:
                 self._unanswered[number] = time.monotonic()
@@ -78,17 +77,17 @@ class PredictorClient(HelperOwner[FromPredictor]):
 
     def tell_end(self, number: int, num_tokens: int | None) -> None:
         """The job is over; the predictor learns its ``num_tokens``, if given."""
-        with self._helper.lock:
-            if self._helper.num_unsent_bytes < MAX_UNSENT_BYTES:
-                self._helper.send(JobEnded(number, num_tokens))
+        with self.lock:
+            if self.num_unsent_bytes < MAX_UNSENT_BYTES:
+                self.send(JobEnded(number, num_tokens))
 
     def close(self) -> None:
         """Let the process save and end; idempotent."""
-        self._helper.close(STOP_TIMEOUT_S if self.is_loaded else 0.0)
+        self.stop(STOP_TIMEOUT_S if self.is_loaded else 0.0)
 
-    def on_helper_message(self, message: FromPredictor) -> None:
+    def on_message(self, message: FromPredictor) -> None:
         if isinstance(message, Predicted):
-            with self._helper.lock:
+            with self.lock:
                 del self._unanswered[message.number]
             self._on_answer(message)
             return
@@ -97,17 +96,13 @@ class PredictorClient(HelperOwner[FromPredictor]):
             self.is_loaded = True
             _log.info("the length predictor is ready, with %d entries", message.num_entries)
 
-    def reason_to_kill(self, heard_s: float) -> str | None:
-        now = time.monotonic()
+    def patience(self) -> tuple[float, float]:
         if not self.is_loaded:
-            is_late = now - heard_s > LOAD_TIMEOUT_S
-            return f"was not ready after {LOAD_TIMEOUT_S:.0f} s" if is_late else None
-        asked_s = next(iter(self._unanswered.values()), now)
-        is_late = now - max(asked_s, heard_s) > ANSWER_TIMEOUT_S
-        return f"has not answered for {ANSWER_TIMEOUT_S:.0f} s" if is_late else None
+            return 0.0, LOAD_TIMEOUT_S  # since its start it owes that it is ready
+        return next(iter(self._unanswered.values()), math.inf), ANSWER_TIMEOUT_S
 
-    def on_helper_ended(self) -> None:
-        with self._helper.lock:
+    def on_ended(self) -> None:
+        with self.lock:
             self.is_loaded = False
             unanswered, self._unanswered = self._unanswered, {}
         for number in unanswered:

@@ -51,6 +51,5 @@ class Learned(msgspec.Struct, tag="learned", array_like=True):
 ToPredictor = Predict | JobEnded
 FromPredictor = Loaded | Predicted | Learned
 
-encoder = msgspec.msgpack.Encoder()
 to_predictor_decoder = msgspec.msgpack.Decoder(ToPredictor)
 from_predictor_decoder = msgspec.msgpack.Decoder(FromPredictor)

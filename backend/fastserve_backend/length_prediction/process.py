@@ -11,14 +11,12 @@ from pathlib import Path
 
 from fastserve_backend.length_prediction.encoder import Embedding
 from fastserve_backend.length_prediction.messages import (
-    FromPredictor,
     JobEnded,
     Learned,
     Loaded,
     Predict,
     Predicted,
-    encoder,
-    to_predictor_decoder,
+    ToPredictor,
 )
 from fastserve_backend.length_prediction.predictor import LengthPredictor
 from fastserve_backend.system.packets import Packets
@@ -42,7 +40,9 @@ class PredictorLoop:
         directory: where the predictor is saved; None: nowhere.
     """
 
-    def __init__(self, engine: Packets, predictor: LengthPredictor, directory: Path | None) -> None:
+    def __init__(
+        self, engine: Packets[ToPredictor], predictor: LengthPredictor, directory: Path | None
+    ) -> None:
         self._engine = engine
         self._predictor = predictor
         self._directory = directory
@@ -62,15 +62,18 @@ class PredictorLoop:
 
     def _serve(self) -> None:
         """Raises OSError: the engine has closed its end."""
-        self._send(Loaded(len(self._predictor)))
+        self._engine.send(Loaded(len(self._predictor)))
         while True:
             if self._wait_for_engine():
                 self._engine.flush()
-                for data in self._engine.receive():
-                    self._take(data)
+                for message in self._engine.receive():
+                    if isinstance(message, Predict):
+                        self._predict(message)
+                    else:
+                        self._end_job(message)
             elif self._to_learn:
                 self._learn()
-                self._send(Learned(len(self._predictor)))
+                self._engine.send(Learned(len(self._predictor)))
             if self._save_due_s is not None and time.monotonic() >= self._save_due_s:
                 self._save()
 
@@ -85,20 +88,13 @@ class PredictorLoop:
         poller.register(self._engine, self._engine.events)
         return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
 
-    def _take(self, data: bytes) -> None:
-        message = to_predictor_decoder.decode(data)
-        if isinstance(message, Predict):
-            self._predict(message)
-        else:
-            self._end_job(message)
-
     def _predict(self, message: Predict) -> None:
         embedding = self._predictor.embed(message.text)
         self._embeddings[message.number] = embedding
         if len(self._embeddings) > MAX_UNFINISHED:
             self._embeddings.popitem(last=False)
         prediction = self._predictor.predict(embedding)
-        self._send(Predicted(message.number, prediction.num_tokens, prediction.source))
+        self._engine.send(Predicted(message.number, prediction.num_tokens, prediction.source))
 
     def _end_job(self, message: JobEnded) -> None:
         embedding = self._embeddings.pop(message.number, None)
@@ -118,6 +114,3 @@ class PredictorLoop:
             self._predictor.save(self._directory)
         except OSError as error:
             _log.warning("what was learned of lengths is not kept: %s", error)
-
-    def _send(self, message: FromPredictor) -> None:
-        self._engine.send(encoder.encode(message))

@@ -1,7 +1,7 @@
 """A helper: a child process that answers the engine's questions, and is replaced when it dies.
 
-The engine has a ``HelperProcess``; the child calls ``connect_to_engine``. They talk MessagePack
-over a pair of sockets. Nothing but the helper's own thread ever waits for the child.
+The engine's side is a subclass of ``HelperProcess``; the child calls ``connect_to_engine``. Nothing
+but the helper's own thread ever waits for the child.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -30,92 +30,81 @@ from fastserve_backend.system.restart_limit import RestartLimiter
 CHECK_S = 0.1
 # A child that has closed its end is about to exit; killing it sooner would hide its exit code.
 _EXIT_TIMEOUT_S = 5.0
-_encoder = msgspec.msgpack.Encoder()
 _log = logging.getLogger(__name__)
 
-_Answer = TypeVar("_Answer")
+_Received = TypeVar("_Received")
 
 
-class HelperOwner(ABC, Generic[_Answer]):
-    """Who asks a helper, and decides what its silence and its death mean.
-
-    The helper's thread calls all methods. They must return at once, but ``on_helper_started``.
-    """
-
-    def is_helper_needed(self) -> bool:
-        """Whether a process is to be started now. Called with the helper's lock held."""
-        return True
-
-    def on_helper_started(self) -> None:
-        """A fresh process takes messages; it knows nothing of those that others were sent."""
-        return
-
-    @abstractmethod
-    def on_helper_message(self, message: _Answer) -> None: ...
-
-    @abstractmethod
-    def reason_to_kill(self, heard_s: float) -> str | None:
-        """Why a process must be replaced that has been silent since ``heard_s``; None: it may go
-        on. The time is that of ``time.monotonic``. Called with the helper's lock held."""
-
-    @abstractmethod
-    def on_helper_ended(self) -> None:
-        """The process is gone: what it was asked and has not answered, it never will."""
-
-    def on_restart_refused(self, limit: str) -> None:
-        """A process is needed, but ``limit`` allows none; called again until one is allowed."""
-        return
-
-
-class HelperProcess(Generic[_Answer]):
+class HelperProcess(ABC, Generic[_Received]):
     """Starts the child, watches it, and replaces it as often as ``RestartLimiter`` allows.
 
-    ``start``, ``send`` and ``close`` may be called from any thread.
+    Any thread may call ``start``, ``send`` and ``stop``. The helper's thread calls the methods that
+    a subclass defines; they must return at once, but ``on_started``.
 
     Args:
-        name: what logs call the child.
-        meanwhile: what jobs do until a dead child is replaced, for the log.
         command: arguments of the Python interpreter.
         decoder: of the child's messages.
 
     Attributes:
-        lock: guards what ``send`` uses. The owner may guard its own state with it too, so that
-            this state and what was sent change together.
+        lock: guards the connection. A subclass may guard its own state with it too, so that this
+            state and what was sent change together.
     """
 
-    def __init__(
-        self,
-        name: str,
-        meanwhile: str,
-        command: Sequence[str],
-        decoder: msgspec.msgpack.Decoder[_Answer],
-        owner: HelperOwner[_Answer],
-    ) -> None:
+    name: ClassVar[str]
+    """What logs call the child."""
+    meanwhile: ClassVar[str]
+    """What jobs do until a dead child is replaced, for the log."""
+
+    def __init__(self, command: Sequence[str], decoder: msgspec.msgpack.Decoder[_Received]) -> None:
         self.lock = threading.Condition()
-        self._name = name
-        self._meanwhile = meanwhile
         self._command = command
         self._decoder = decoder
-        self._owner = owner
         self._limiter = RestartLimiter()
-        self._packets: Packets | None = None  # None: there is no child that takes messages
-        self._close_by_s: float | None = None  # set when closing: the child is killed after it
+        self._packets: Packets[_Received] | None = None  # None: no child takes messages
+        self._stop_by_s: float | None = None  # set when stopping: the child is killed after it
         self._thread: threading.Thread | None = None
 
+    # --- What a subclass defines --------------------------------------------------------------
+
+    def is_needed(self) -> bool:
+        """Whether a child is to be started now. Called with the lock held."""
+        return True
+
+    def on_started(self) -> None:
+        """A fresh child takes messages; it knows nothing of those that others were sent."""
+        return
+
+    @abstractmethod
+    def on_message(self, message: _Received) -> None: ...
+
+    @abstractmethod
+    def patience(self) -> tuple[float, float]:
+        """The child is killed when it owes an answer and is silent for too long. Called with the
+        lock held.
+
+        Returns:
+            Since when it owes an answer, as ``time.monotonic`` counts (infinity: it owes none), and
+            the most seconds of silence.
+        """
+
+    @abstractmethod
+    def on_ended(self) -> None:
+        """The child is gone: what it was asked and has not answered, it never will."""
+
+    def on_restart_refused(self, limit: str) -> None:
+        """A child is needed, but ``limit`` allows none; called again until one is allowed."""
+        return
+
+    # --- Any thread ---------------------------------------------------------------------------
+
     def start(self) -> None:
-        """Have a child from now on, whenever the owner needs one. To be called again when the owner
-        needs one and did not before."""
+        """Have a child from now on, whenever one is needed. Call it again when one is needed and
+        was not before."""
         with self.lock:
-            if self._thread is None and not self._is_closing:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            if self._thread is None and self._stop_by_s is None:
+                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
                 self._thread.start()
             self.lock.notify_all()
-
-    @property
-    def num_unsent_bytes(self) -> int:
-        """Bytes of messages that the child was too busy to take."""
-        with self.lock:
-            return 0 if self._packets is None else self._packets.num_unsent_bytes
 
     def send(self, message: msgspec.Struct) -> bool:
         """Send a message now, or when the child has room for it. Returns at once: False where there
@@ -124,72 +113,65 @@ class HelperProcess(Generic[_Answer]):
             if self._packets is None:
                 return False
             try:
-                self._packets.send(_encoder.encode(message))
+                self._packets.send(message)
             except OSError:  # it has died, which the thread is about to notice
                 return False
             return True
 
-    def close(self, timeout_s: float = 0.0) -> None:
+    @property
+    def num_unsent_bytes(self) -> int:
+        """Bytes of messages that the child was too busy to take. Called with the lock held."""
+        return 0 if self._packets is None else self._packets.num_unsent_bytes
+
+    def stop(self, timeout_s: float) -> None:
         """End the child, and wait until it is gone; idempotent.
 
         Args:
             timeout_s: how long it may take to end by itself; 0: it is killed.
         """
         with self.lock:
-            if self._close_by_s is None:
-                self._close_by_s = time.monotonic() + timeout_s
+            if self._stop_by_s is None:
+                self._stop_by_s = time.monotonic() + timeout_s
                 if self._packets is not None:
                     self._packets.end_sending()
                     self._packets = None
             self.lock.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
-    @property
-    def _is_closing(self) -> bool:
-        return self._close_by_s is not None
-
-    # --- The thread ---------------------------------------------------------------------------
+    # --- The helper's thread ------------------------------------------------------------------
 
     def _run(self) -> None:
         may_start = True
         while self._wait_until_needed():
-            may_start = may_start or self._limiter.take_restart(time.monotonic()) is not None
             if may_start:
                 reason = self._serve()
-                if self._is_closing:
+                if self._stop_by_s is not None:
                     return
-                may_start = self._allow_restart(reason)
-            else:
-                self._owner.on_restart_refused(self._limiter.describe())
+                may_start = self._take_restart(reason)
+            elif not (may_start := self._limiter.take_restart(time.monotonic()) is not None):
+                self.on_restart_refused(self._limiter.describe())
                 with self.lock:
-                    self.lock.wait_for(lambda: self._is_closing, CHECK_S)
+                    self.lock.wait_for(lambda: self._stop_by_s is not None, CHECK_S)
 
     def _wait_until_needed(self) -> bool:
-        """False: the helper is closing."""
+        """False: the helper is stopping."""
         with self.lock:
-            self.lock.wait_for(lambda: self._is_closing or self._owner.is_helper_needed())
-            return not self._is_closing
+            self.lock.wait_for(lambda: self._stop_by_s is not None or self.is_needed())
+            return self._stop_by_s is None
 
-    def _allow_restart(self, reason: str) -> bool:
+    def _take_restart(self, reason: str) -> bool:
         """Whether a child that ended for this reason may be replaced at once; the log says so."""
         number = self._limiter.take_restart(time.monotonic())
-        _log.warning(
-            "%s %s; %s (%s)",
-            self._name,
-            reason,
-            self._meanwhile,
-            f"restart {number} of at most {self._limiter.describe()}"
-            if number is not None
-            else f"there were {self._limiter.describe()} already",
-        )
+        limit = self._limiter.describe()
+        count = f"restart {number} of at most {limit}" if number else f"there were {limit} already"
+        _log.warning("%s %s; %s (%s)", self.name, reason, self.meanwhile, count)
         return number is not None
 
     def _serve(self) -> str:
         """Start a child and take its messages until it ends or must be ended; returns why."""
         engine_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        packets = Packets(engine_end)
+        packets = Packets(engine_end, self._decoder)
         command = [python_executable(), *self._command]
         try:
             with child_end:
@@ -200,21 +182,20 @@ class HelperProcess(Generic[_Answer]):
         reason: str | None = "is replaced"
         try:
             with self.lock:
-                if not self._is_closing:
-                    self._packets = packets
-            self._owner.on_helper_started()
+                self._packets = packets if self._stop_by_s is None else None
+            self.on_started()
             reason = self._listen(packets)
         except Exception:
-            _log.exception("what %s said is not understood", self._name)
+            _log.exception("what %s said is not understood", self.name)
         finally:
             with self.lock:
                 self._packets = None
                 packets.close()
-            self._owner.on_helper_ended()
+            self.on_ended()
             code = _end(child, at_once=reason is not None)
         return reason or f"ended with exit code {code}"
 
-    def _listen(self, packets: Packets) -> str | None:
+    def _listen(self, packets: Packets[_Received]) -> str | None:
         """Take messages until the child closes its end, or return why it must be killed."""
         heard_s = time.monotonic()
         while True:
@@ -228,15 +209,15 @@ class HelperProcess(Generic[_Answer]):
                     messages = packets.receive()
                 except OSError:
                     return None
-                for data in messages:
-                    self._owner.on_helper_message(self._decoder.decode(data))
+                for message in messages:
+                    self.on_message(message)
                 heard_s = time.monotonic()
             else:
                 with self.lock:
-                    reason = self._owner.reason_to_kill(heard_s)
-                if reason is not None:
-                    return reason
-            if self._close_by_s is not None and time.monotonic() > self._close_by_s:
+                    owes_since_s, timeout_s = self.patience()
+                if time.monotonic() - max(owes_since_s, heard_s) > timeout_s:
+                    return f"has not answered for {timeout_s:.0f} s"
+            if self._stop_by_s is not None and time.monotonic() > self._stop_by_s:
                 return "has not ended in time"
 
 
@@ -251,11 +232,15 @@ def _end(child: subprocess.Popen[bytes], *, at_once: bool) -> int:
         return child.wait()
 
 
-def connect_to_engine() -> Packets:
+def connect_to_engine(decoder: msgspec.msgpack.Decoder[_Received]) -> Packets[_Received]:
     """Make this process a helper: it logs to standard error, and lives until the engine closes the
-    connection, which is standard input."""
+    connection, which is standard input.
+
+    Args:
+        decoder: of the engine's messages.
+    """
     log_to_stderr()
     # Ctrl-C, or a service manager's stop, reaches all processes; the engine ends its own.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    return Packets(socket.socket(fileno=os.dup(sys.stdin.fileno())))
+    return Packets(socket.socket(fileno=os.dup(sys.stdin.fileno())), decoder)

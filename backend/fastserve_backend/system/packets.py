@@ -1,24 +1,32 @@
-"""Messages of any size over a stream socket. Neither end ever waits for the other."""
+"""Typed messages of any size over a stream socket. Neither end ever waits for the other."""
 
 from __future__ import annotations
 
 import select
 import socket
+from typing import Generic, TypeVar
+
+import msgspec
 
 _LENGTH_BYTES = 4
 _READ_BYTES = 1 << 18
+_encoder = msgspec.msgpack.Encoder()
+
+_Received = TypeVar("_Received")
 
 
-class Packets:
-    """One end of the connection. It keeps what the socket does not take at once, and sends it when
-    the socket has room again.
+class Packets(Generic[_Received]):
+    """One end of the connection, which talks MessagePack. It keeps what the socket does not take at
+    once, and sends it when the socket has room again.
 
     Args:
         end: one of a pair of stream sockets. ``Packets`` owns it from now on.
+        decoder: of the other end's messages.
     """
 
-    def __init__(self, end: socket.socket) -> None:
+    def __init__(self, end: socket.socket, decoder: msgspec.msgpack.Decoder[_Received]) -> None:
         end.setblocking(False)
+        self._decoder = decoder
         self._end = end
         self._unsent = bytearray()
         self._received = bytearray()
@@ -36,8 +44,9 @@ class Packets:
         """The events to poll for."""
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
-    def send(self, data: bytes) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         """Raises OSError: the other end is closed."""
+        data = _encoder.encode(message)
         self._unsent += len(data).to_bytes(_LENGTH_BYTES, "little") + data
         self.flush()
 
@@ -55,11 +64,12 @@ class Packets:
         except BlockingIOError:
             pass
 
-    def receive(self) -> list[bytes]:
+    def receive(self) -> list[_Received]:
         """The messages that are complete by now. More may be ready: poll again.
 
         Raises:
             OSError: the other end is closed, and all that it sent has been received.
+            msgspec.MsgspecError: it sent something that is no message.
         """
         try:
             data = self._end.recv(_READ_BYTES)
@@ -75,7 +85,7 @@ class Packets:
             end = start + int.from_bytes(self._received[begin:start], "little")
             if len(self._received) < end:
                 break
-            messages.append(bytes(self._received[start:end]))
+            messages.append(self._decoder.decode(self._received[start:end]))
             begin = end
         del self._received[:begin]
         return messages

@@ -26,9 +26,8 @@ import statistics
 import time
 from array import array
 from collections import deque
-from typing import get_args
 
-from fastserve_backend.config import EngineConfig, PolicyName
+from fastserve_backend.config import EngineConfig
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
@@ -39,7 +38,8 @@ from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import fill_batch
-from fastserve_backend.scheduler.registry import make_policy
+from fastserve_backend.scheduler.policy_context import make_policy
+from fastserve_backend.scheduler.registry import BUILT_IN_POLICIES
 from rich.console import Console
 from rich.table import Table
 
@@ -165,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = get_args(PolicyName)
+    names = list(BUILT_IN_POLICIES)
     parser.add_argument("--policy", choices=names, action="append", help="default: all")
     parser.add_argument("--decisions", type=int, default=1000, help="timed for each figure (1000)")
     args = parser.parse_args()

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from delayed_masks import DelayedMasks
-from fastserve_backend.grammars.messages import Mask, Masks
+from fastserve_backend.grammars.messages import Mask, NewMasks
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits
@@ -106,7 +106,7 @@ def test_a_mask_for_fewer_tokens_than_there_are_is_ignored() -> None:
     rig.loop.jobs.add(bound)
     rig.masks.deliver()
     rig.turn()
-    rig.loop.jobs.on_mask_answer(Masks([Mask(0, 0, b"late")]))  # told again, by a fresh process
+    rig.loop.jobs.on_mask_answer(NewMasks([Mask(0, 0, b"late")]))  # told again, by a fresh process
     assert bound.mask is None
     assert rig.loop.is_idle == rig.delivery.is_empty
     rig.run()

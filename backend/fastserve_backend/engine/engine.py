@@ -320,7 +320,7 @@ class Engine:
         assert self.predictions is not None
         num_tokens = answer.num_tokens
         if num_tokens is None or self._loop.jobs.on_prediction(answer.number, num_tokens):
-            self.predictions.answered(answer, self.clock.now())
+            self.predictions.on_predicted(answer, self.clock.now())
 
     def _show_watchers(self) -> None:
         now = self.clock.now()
@@ -349,7 +349,7 @@ class Engine:
             self.counters.refused += 1
         self._admission.on_job_end()
         if self.predictions is not None:
-            self.predictions.ended(job)
+            self.predictions.on_job_ended(job)
 
     def _on_step_finished(self, step: Step, elapsed_s: float) -> None:
         """Correct the predictions by what the step took."""

@@ -19,7 +19,7 @@ from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.rank_protocol.messages import Ready, Step
 from fastserve_backend.scheduler.base import BatchLimits, Policy
 from fastserve_backend.scheduler.batch_limits import batch_limits
-from fastserve_backend.scheduler.registry import make_policy
+from fastserve_backend.scheduler.policy_context import make_policy
 from fastserve_backend.system.clock import Clock
 
 MakePolicy = Callable[[BatchLimits], Policy]

@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 from typing import NamedTuple, Protocol
 
 from fastserve_backend.errors import InvalidRequestError
-from fastserve_backend.grammars.messages import FromGrammars, Masks, Refused
+from fastserve_backend.grammars.messages import FromGrammars, GrammarRefused, NewMasks
 from fastserve_backend.job import Job
 from fastserve_backend.structured_output import FIELD, StructuredOutput
 
@@ -88,7 +88,7 @@ class MaskedJobs:
 
     def on_answer(self, answer: FromGrammars) -> FailedGrammar | None:
         """Give jobs their masks, or return the job that cannot have one."""
-        if isinstance(answer, Masks):
+        if isinstance(answer, NewMasks):
             for mask in answer.masks:
                 job = self._jobs.get(mask.number)
                 if job is not None and len(job.output_ids) == mask.num_tokens:
@@ -102,7 +102,7 @@ class MaskedJobs:
         wanted = job.params.structured_output
         assert wanted is not None
         name = f"{FIELD}.{wanted.kind}"
-        if isinstance(answer, Refused):
+        if isinstance(answer, GrammarRefused):
             job.refusal = InvalidRequestError(name, wanted.text, answer.reason)
         return FailedGrammar(job, f"{name}: {answer.reason}")
 

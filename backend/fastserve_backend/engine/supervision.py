@@ -130,7 +130,7 @@ class RankSupervisor:
         self.ranks.executor.close()
 
     def _count_restart(self, error: FastServeError) -> None:
-        number = self._limiter.restart(self._clock.now())
+        number = self._limiter.take_restart(self._clock.now())
         if number is None:
             raise EngineError(
                 f"the model's processes failed: {error}; given up after {self._limiter.describe()}"

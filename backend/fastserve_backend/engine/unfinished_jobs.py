@@ -104,7 +104,7 @@ class UnfinishedJobs:
 
     def on_token(self, job: Job, token: NewToken, now: float) -> None:
         """The job has a token, which may be its last."""
-        self._counters.latencies.new_token(job, now)
+        self._counters.latencies.on_token(job, now)
         self._counters.generation_tokens += 1
         job.on_token(token.token_id, token.logprob, now)
         self._without_token.discard(job.number)
@@ -172,7 +172,7 @@ class UnfinishedJobs:
         job.num_pending = 0
         self._masked.remove(job)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._counters.latencies.completed(job)
+            self._counters.latencies.on_job_completed(job)
         if not self._work.uses(job):
             self.release(job)
 

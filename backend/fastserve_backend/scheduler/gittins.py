@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from fastserve_backend.config import Objective
 from fastserve_backend.job import Job
@@ -27,7 +28,8 @@ from fastserve_backend.scheduler.length_distribution import (
     DistributionOfPredicted,
     LengthDistribution,
 )
-from fastserve_backend.scheduler.promotion import Promotion
+from fastserve_backend.scheduler.policy_context import PolicyContext
+from fastserve_backend.scheduler.promotion import Promotion, configured_starvation_s
 from fastserve_backend.scheduler.walk import Walk
 
 # The index is computed anew when this share of the ended jobs is new to it, or this many jobs.
@@ -102,6 +104,17 @@ class Gittins(KeyedPolicy):
         self._num_to_place = 0  # so many of the first entries have keys of an old index
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._promotion = Promotion(starvation_s, lambda job: time_to_next_token(job, times))
+
+    @classmethod
+    def from_config(cls, context: PolicyContext) -> Self:
+        return cls(
+            context.limits,
+            context.times,
+            max_model_len=context.max_model_len,
+            kv_tokens=context.kv_tokens,
+            objective=context.config.objective,
+            starvation_s=configured_starvation_s(context.config),
+        )
 
     @property
     def num_promotions(self) -> int:

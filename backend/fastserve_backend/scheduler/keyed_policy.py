@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import Self
 
 from fastserve_backend.job import Job, Place
-from fastserve_backend.scheduler.base import BatchLimits, NextRunEstimate, Scheduled
+from fastserve_backend.scheduler.base import BatchLimits, Scheduled
+from fastserve_backend.scheduler.memory import NextRunEstimate
 from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder
+from fastserve_backend.scheduler.policy_context import PolicyContext
 from fastserve_backend.scheduler.walk import MergedWalk, Walk
 
 
@@ -24,6 +27,10 @@ class KeyedPolicy:
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
         self._jobs = SplitOrder(OrderedJobs)
+
+    @classmethod
+    def from_config(cls, context: PolicyContext) -> Self:
+        return cls(context.limits)
 
     @property
     def num_promotions(self) -> int:

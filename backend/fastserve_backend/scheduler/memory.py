@@ -1,11 +1,15 @@
-"""What ``fill_batch`` asks of the memory: each job is offered, and the answer is a value."""
+"""What scheduler and KV cache say to each other: estimates of when jobs run, offers, answers."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from fastserve_backend.job import Job, Place
+
+NextRunEstimate = Callable[[Job], tuple[float, float]]
+"""A sort key of a job: a job with a smaller key is estimated to run sooner."""
 
 
 class Outcome(enum.Enum):

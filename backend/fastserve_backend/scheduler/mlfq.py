@@ -16,18 +16,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import count
+from typing import Self
 
 from fastserve_backend.job import Job, Place
 from fastserve_backend.scheduler.base import (
     BatchLimits,
     IterationTimes,
-    NextRunEstimate,
     Scheduled,
     own_time_s,
     time_to_next_token,
 )
+from fastserve_backend.scheduler.memory import NextRunEstimate
 from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder
-from fastserve_backend.scheduler.promotion import Promotion
+from fastserve_backend.scheduler.policy_context import PolicyContext
+from fastserve_backend.scheduler.promotion import Promotion, configured_starvation_s
 from fastserve_backend.scheduler.walk import MergedWalk, OrderKey, Walk
 
 # Ticket of the first job with a turn, so that jobs with turns come before all others in Q1.
@@ -50,6 +52,19 @@ class Quanta:
     starvation_s: float
     """A job starves if it has not run for so long; if it never ran, since its arrival. The operator
     trades this bound on waiting against mean latency."""
+
+    @classmethod
+    def from_config(cls, context: PolicyContext) -> Self:
+        config, times, max_model_len = context.config, context.times, context.max_model_len
+        base_ms = config.base_quantum_ms
+        return cls(
+            base_s=lambda: times.decode_s(1) if base_ms == "auto" else base_ms / 1e3,
+            ratio=config.quantum_ratio,
+            longest_job_s=max(
+                times.prefill_s(max_model_len), max_model_len * times.decode_s(max_model_len)
+            ),
+            starvation_s=configured_starvation_s(config),
+        )
 
 
 @dataclass(slots=True)
@@ -85,6 +100,10 @@ class MLFQ:
         self.num_demotions = 0
         self.quanta_s: tuple[float, ...] = ()
         self.recalibrate()
+
+    @classmethod
+    def from_config(cls, context: PolicyContext) -> Self:
+        return cls(context.limits, Quanta.from_config(context), context.times)
 
     @property
     def num_promotions(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fastserve_backend.config import SchedulerSection
 from fastserve_backend.job import Job
 
 # Most of the machine's time that turns may take until their jobs have a token. With more, overload
@@ -15,6 +16,10 @@ _TIME_SHARE = 0.1
 # Share of an iteration's jobs that may have turns at the same time. If all had turns, overload
 # would make the queue round-robin. If only one had, starving jobs would wait for one another.
 _BATCH_SHARE = 0.25
+# starvation_ms: auto, in units of slo_ms. With half as much, jobs with long prompts starve near
+# capacity although they would soon run anyway, and their turns delay all others
+# (docs/scheduling.md). Ten times as much makes the tail worse (docs/paper_results.md).
+_STARVATION_TOKENS = 200
 
 
 class TurnChanges(NamedTuple):
@@ -165,3 +170,11 @@ class Promotion:
         for job in begun:
             del self._waiting[job.number]
         return begun
+
+
+def configured_starvation_s(config: SchedulerSection) -> float:
+    """The wait in seconds after which a job starves, as ``starvation_ms`` sets it."""
+    starvation_ms = config.starvation_ms
+    if starvation_ms == "auto":
+        starvation_ms = config.slo_ms * _STARVATION_TOKENS
+    return starvation_ms / 1e3

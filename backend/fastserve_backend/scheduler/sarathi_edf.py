@@ -6,10 +6,15 @@ With prefill in chunks it is Sarathi-EDF, with which QoServe (ASPLOS 2026) compa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled
 from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
+from fastserve_backend.scheduler.policy_context import PolicyContext
+
+# A first token is due after so many times slo_ms.
+_FIRST_TOKEN_SLOS = 10
 
 
 class SarathiEDF(KeyedPolicy):
@@ -27,6 +32,11 @@ class SarathiEDF(KeyedPolicy):
         self._first_token_s = first_token_s
         self._token_s = token_s
         self._arrived_s: dict[int, float] = {}
+
+    @classmethod
+    def from_config(cls, context: PolicyContext) -> Self:
+        slo_s = context.config.slo_ms / 1e3
+        return cls(context.limits, first_token_s=_FIRST_TOKEN_SLOS * slo_s, token_s=slo_s)
 
     def key(self, job: Job) -> float:
         due_s = self._first_token_s + job.num_outputs * self._token_s

@@ -7,6 +7,7 @@ It takes ``max_tokens`` for the output length. That is true where lengths are fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import (
@@ -16,6 +17,7 @@ from fastserve_backend.scheduler.base import (
     time_to_next_token,
 )
 from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
+from fastserve_backend.scheduler.policy_context import PolicyContext
 
 
 class SRPT(KeyedPolicy):
@@ -27,6 +29,10 @@ class SRPT(KeyedPolicy):
     def __init__(self, limits: BatchLimits, times: IterationTimes) -> None:
         super().__init__(limits)
         self._times = times
+
+    @classmethod
+    def from_config(cls, context: PolicyContext) -> Self:
+        return cls(context.limits, context.times)
 
     def key(self, job: Job) -> float:
         tokens_after_next = job.params.max_tokens - job.num_outputs - 1

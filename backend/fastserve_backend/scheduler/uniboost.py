@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Self
 
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, Scheduled
 from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
+from fastserve_backend.scheduler.policy_context import PolicyContext
 
 # γ, per second. A job of a second gets a head start of a minute, and a job of a minute one of
 # a second.
@@ -34,6 +36,10 @@ class UniBoost(KeyedPolicy):
         super().__init__(limits)
         self._times = times
         self._arrived_s: dict[int, float] = {}
+
+    @classmethod
+    def from_config(cls, context: PolicyContext) -> Self:
+        return cls(context.limits, context.times)
 
     def key(self, job: Job) -> float:
         prefill_s = self._times.prefill_s(len(job.prompt_ids))

@@ -68,7 +68,8 @@ class LinearParameters:
 
 # Keys are (padded head dim, bytes of an element, 10 * major + minor of the architecture). What the
 # rows rest on is the machine code, over which tests/kernels/gpu/test_attention_machine_code.py
-# keeps watch. Of the choices for 9.0 docs/performance.md has an H100's times; no others were tried.
+# keeps watch. docs/performance_gpu.md has an H100's times of the choices for 9.0; no others were
+# tried.
 #
 # Decode waits for memory. Some 3 TB/s at 700 ns, an H100's, take 16 to 32 KiB under way on each of
 # its 132 multiprocessors. Tiles of 4 KiB of K and as much of V, four or five deep, give one program

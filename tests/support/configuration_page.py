@@ -53,13 +53,17 @@ def _row(key: str, field: FieldInfo) -> str:
 
 def _values(field: FieldInfo) -> str:
     limits = " and ".join(
-        f"{sign} {getattr(limit, name):,}"
+        f"{sign} {_number(getattr(limit, name))}"
         for kind, name, sign in _SIGNS
         for limit in field.metadata
         if isinstance(limit, kind)
     )
     kinds = ", ".join(_alternatives(field.annotation))
     return f"{kinds} {limits}".rstrip()
+
+
+def _number(value: float) -> str:
+    return f"{int(value):,}" if value == int(value) else str(value)
 
 
 def _alternatives(annotation: Any) -> list[str]:

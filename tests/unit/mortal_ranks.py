@@ -12,8 +12,8 @@ from fastserve_backend.checkpoints.tokenizer import ByteTokenizer
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.engine.delivery import Delivery
 from fastserve_backend.errors import EngineError
+from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
-from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.rank_protocol.link import Link

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fastserve_backend.engine.flights import Flight
 from fastserve_backend.engine.step_loop import _LEAD_S, _LEAD_SHARE
 from fastserve_backend.job import FinishReason, JobState
 from fastserve_backend.profile.iteration import LatencyModel
@@ -163,10 +162,10 @@ def test_each_job_is_charged_once_for_all_its_tokens(num_blocks: int, share: flo
     last: dict[int, int] = {}  # of the step that ends the job: it sinks to no queue any more
     send = rig.loop._send
 
-    def noting(batch: list[Scheduled], behind: Flight | None) -> None:
+    def noting(batch: list[Scheduled], *rest: object) -> None:
         ran.update({job.number: num_tokens for job, num_tokens in batch})
         last.update({job.number: num_tokens for job, num_tokens in batch})
-        send(batch, behind)
+        send(batch, *rest)
 
     rig.loop._send = noting
     rig.run(jobs)

@@ -38,8 +38,8 @@ from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.grammars.client import GrammarClient
 from fastserve_backend.grammars.messages import FromGrammars, Vocabulary
 from fastserve_backend.job import FinishReason, Job, OutputSink
+from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
-from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.length_prediction.job_predictions import JobPredictions
 from fastserve_backend.length_prediction.messages import Predicted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fastserve_backend.job import Job, JobState
-from fastserve_backend.kv_cache.shared_prefixes import PrefixCopies
+from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.scheduler.base import Scheduled
 

@@ -26,6 +26,8 @@ from fastserve_backend.engine.step_builder import build_copy, build_step, in_ste
 from fastserve_backend.executor.base import Executor
 from fastserve_backend.job import FinishReason, Job, JobState
 from fastserve_backend.kv_cache.manager import KVManager
+from fastserve_backend.kv_cache.prefixes import PrefixCopies
+from fastserve_backend.kv_cache.round import StepVerdict
 from fastserve_backend.kv_cache.tiers import Transfer
 from fastserve_backend.metrics.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.rank_protocol.messages import NO_TOKEN, CopyResult, Step, StepResult
@@ -160,7 +162,7 @@ class StepLoop:
         self._jobs[job.number] = job
         self._without_token.add(job.number)
         self._delivery.open(job)
-        self.kv.arrived(job, self._serving_time(self._clock.now()))
+        self.kv.on_arrival(job, self._serving_time(self._clock.now()))
         self.policy.add(job, self._serving_time(job.arrival_s))
         self._counters.prompt_tokens += len(job.prompt_ids)
         self._masked.add(job)
@@ -317,8 +319,12 @@ class StepLoop:
             behind: the step that runs and counts as ended, whose tokens it may run.
         """
         now = self._clock.now()
-        batch = self._allocate(self._serving_time(now), None if behind is None else behind.ahead)
-        if batch is None or (behind is not None and not batch):
+        ahead = None if behind is None else behind.ahead
+        allocated = self._allocate(self._serving_time(now), ahead)
+        if allocated is None:
+            return
+        batch, copies = allocated
+        if behind is not None and not batch:
             return
         for job, _ in batch:
             job.state = JobState.RUNNING
@@ -340,7 +346,7 @@ class StepLoop:
             assert behind.ahead is not None
             behind.ahead.set_aside = set_aside  # some may turn out to have ended
         if batch:
-            self._send(in_step_order(batch), behind)
+            self._send(in_step_order(batch), copies, behind)
         self.num_running = len(self._jobs_in_flight()) if behind is None else len(batch)
 
     def _count_preemptions(self, jobs: Iterable[Job]) -> None:
@@ -348,38 +354,39 @@ class StepLoop:
             job.num_preemptions += 1
             self._counters.preemptions += 1
 
-    def _allocate(self, now: float, ahead: Ahead | None) -> list[Scheduled] | None:
-        """The next batch, all its KV on the device; sends the copies that others need.
+    def _allocate(
+        self, now: float, ahead: Ahead | None
+    ) -> tuple[list[Scheduled], PrefixCopies] | None:
+        """The next batch, all its KV on the device, and the copies that its step makes. Starts the
+        transfers that other jobs need.
 
-        None: nobody may run before copies, or the running step, have ended.
+        None: no step may be sent before transfers, or the running step, have ended.
         """
         if not self._jobs:
-            return []
+            return [], PrefixCopies()
         if self.kv.holds_steps:
             return None
         in_flight = set(self._jobs_in_flight())
-        self.kv.begin(now, in_flight, None if ahead is None else ahead.going_on)
+        kv_round = self.kv.start_round(now, in_flight, None if ahead is None else ahead.going_on)
         if ahead is not None:
             in_flight -= ahead.going_on
         in_flight |= self._masked.waiting  # they run and starve as little as those
         jobs = self.policy.walk(now, in_flight)
         limits = self.policy.limits.for_load(len(self._without_token), self._num_decodes)
-        batch = fill_batch(jobs, limits, in_flight, self.kv)
-        for transfer in self.kv.transfers():
+        batch = fill_batch(jobs, limits, in_flight, kv_round)
+        result = kv_round.commit()
+        for transfer in result.transfers:
             self._copies[transfer.id] = transfer
             self._executor.copy(build_copy(transfer, self.kv.tiers.device.block_size))
-        if self.kv.holds_steps or self.kv.is_too_early:
-            return None
-        return batch
+        return (batch, result.prefix_copies) if result.verdict is StepVerdict.SEND else None
 
-    def _send(self, batch: list[Scheduled], behind: Flight | None) -> None:
+    def _send(self, batch: list[Scheduled], copies: PrefixCopies, behind: Flight | None) -> None:
         """``batch``, in the step's order."""
         previous = None if behind is None else {n: row for row, n in enumerate(behind.rows)}
-        copies = self.kv.copies
         step = build_step(next(self._step_ids), batch, self.kv.tiers.device, copies, previous)
         for job, num_tokens in batch:
             job.sent(num_tokens)
-        self.kv.sent()
+        self.kv.on_sent()
         started_s = self._clock.now()
         if self._last_result_s is not None and not self._flights:
             self._counters.between_s += started_s - self._last_result_s
@@ -395,7 +402,7 @@ class StepLoop:
         transfer = self._copies.pop(result.transfer_id)
         if result.error is not None:
             _log.warning("copying KV blocks failed: %s", result.error)
-        self.kv.transfer_ended(
+        self.kv.on_transfer_finished(
             transfer.job_number, succeeded=result.error is None, seconds=result.seconds
         )
 
@@ -410,7 +417,7 @@ class StepLoop:
         ahead = flight.ahead
         if ahead is not None and self._flights:
             self._flights[0].started_s = now
-        self.kv.copied(flight.copies)
+        self.kv.on_step_finished(flight.copies)
         in_flight = self._jobs_in_flight()
         for number, job in flight.rows.items():
             if job.state is JobState.FINISHED and number not in in_flight:

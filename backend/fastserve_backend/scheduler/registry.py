@@ -1,4 +1,4 @@
-"""Policies by name, built from the configuration and the latency profile."""
+"""Makes a policy from its name, the configuration and the latency profile."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from fastserve_backend.scheduler.speculative import Speculative
 from fastserve_backend.scheduler.srpt import SRPT
 from fastserve_backend.scheduler.uniboost import UniBoost
 
-# Tokens of KV memory that is never short.
+# Tokens of a KV memory that is never short.
 UNLIMITED_KV = 2**40
-# starvation_ms: auto, in units of slo_ms. Half as much makes jobs with long prompts starve near
-# capacity, where they would soon have run anyhow, and their turns delay all others
-# (docs/scheduling.md). Ten times as much costs the tail (benchmarks/paper/starvation.py).
+# starvation_ms: auto, in units of slo_ms. With half as much, jobs with long prompts starve near
+# capacity although they would soon run anyway, and their turns delay all others
+# (docs/scheduling.md). Ten times as much makes the tail worse (docs/paper_results.md).
 STARVATION_TOKENS = 200
-# Of ``sarathi_edf``: when a first token is due, in units of slo_ms.
+# sarathi_edf: a first token is due after so many times slo_ms.
 FIRST_TOKEN_SLOS = 10
-# Of ``speculative``: seconds of remaining time that a second since a job's arrival makes up for.
-# Under overload 0.03 costs the tail 5%, 0.3 the mean a quarter to a third (docs/speculative.md).
+# speculative: each second since a job's arrival counts as so many seconds less of remaining time.
+# Under overload, 0.03 makes the tail 5% worse, and 0.3 the mean a quarter to a third
+# (docs/speculative.md).
 AGING = 0.1
 
 
@@ -34,10 +35,11 @@ def make_policy(
     max_model_len: int,
     kv_tokens: int = UNLIMITED_KV,
 ) -> Policy:
-    """The policy that ``config.policy`` names; derived values come from ``times`` and the SLO.
+    """The policy that ``config.policy`` names. ``times`` and the SLO give the values that are
+    ``auto``.
 
     Args:
-        kv_tokens: tokens whose K and V the device holds.
+        kv_tokens: tokens whose K and V the device can hold.
     """
     limits = batch_limits(config, times, max_model_len=max_model_len, kv_tokens=kv_tokens)
     if config.policy == "fcfs":

@@ -1,6 +1,6 @@
-"""Earliest deadline first: the baseline that keeps objectives while it can.
+"""Earliest deadline first: the baseline that meets deadlines up to its capacity.
 
-With chunks of prefill it is the Sarathi-EDF that QoServe (ASPLOS 2026) compares itself with.
+With prefill in chunks it is Sarathi-EDF, with which QoServe (ASPLOS 2026) compares itself.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
 class SarathiEDF(KeyedPolicy):
     """The job whose next token is due first runs first.
 
-    A job's first token is due ``first_token_s`` after its arrival, and each further one
-    ``token_s`` later. A job that is behind its deadlines is so for good, and comes first: beyond
-    capacity this policy serves those that are late already.
+    A job's first token is due ``first_token_s`` after its arrival, and each further token
+    ``token_s`` later. A job that misses its deadlines comes first, and stays late. So beyond
+    capacity this policy serves jobs that are already late.
     """
 
     name = "sarathi_edf"

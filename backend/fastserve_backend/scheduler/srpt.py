@@ -1,7 +1,7 @@
-"""Shortest remaining processing time: the oracle that no policy without knowledge can beat by much.
+"""Shortest remaining processing time: an oracle that no policy without knowledge beats by much.
 
-It takes ``max_tokens`` for the output length, which is the truth where lengths are forced
-(``ignore_eos``), as benchmarks do. With real requests it orders by what they ask for at most.
+It takes ``max_tokens`` for the output length. That is true where lengths are forced
+(``ignore_eos``), as in benchmarks. Real requests are sorted by the most that they may get.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
 
 
 class SRPT(KeyedPolicy):
-    """The key is the remaining time, taken anew whenever the job has run or the iteration times
-    have drifted."""
+    """The key is the remaining time. It is computed again when the job has run or the iteration
+    times have drifted."""
 
     name = "srpt"
 

@@ -16,8 +16,8 @@ from fastserve_backend.config import KVCacheSection, SchedulerSection
 from fastserve_backend.engine.delivery import NewToken, OnEnd
 from fastserve_backend.engine.step_loop import StepLoop
 from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
-from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms

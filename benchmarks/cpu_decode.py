@@ -1,7 +1,7 @@
 """Speed of OPT-125M on a CPU: through the engine, through the Triton server, and inside a step.
 
-    python benchmarks/cpu_decode.py            # all three parts, several minutes
-    python benchmarks/cpu_decode.py serving    # only one of machine, step, serving
+    python -m benchmarks.cpu_decode            # all three parts, several minutes
+    python -m benchmarks.cpu_decode serving    # only one of machine, step, serving
 
 Dummy weights, bfloat16, prompts of 64 tokens, 64 tokens generated, greedy. Decode is counted from
 the moment when every job has its first token; prefill is 32 prompts at once until that moment.
@@ -129,10 +129,10 @@ def serving(repeats: int) -> None:
 
 
 @contextmanager
-def engine(model: str = MODEL, **options: Any) -> Iterator[tuple[LLM, Run]]:
+def engine() -> Iterator[tuple[LLM, Run]]:
     started = time.monotonic()
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0, ignore_eos=True)
-    with LLM(model, **OPTIONS | options) as llm:
+    with LLM(MODEL, **OPTIONS) as llm:
         console.print(f"engine ready after {time.monotonic() - started:.1f} s")
 
         def run(batch: int) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """Speed of the CPU kernels beside torch's own, in OPT-125M's shapes.
 
-    python benchmarks/cpu_kernels.py                   # bfloat16 and float32, a minute or two each
-    python benchmarks/cpu_kernels.py --dtype float32
+    python -m benchmarks.cpu_kernels                   # bfloat16 and float32, a minute or two each
+    python -m benchmarks.cpu_kernels --dtype float32
 
 Milliseconds, medians of runs that take turns; in brackets how many times as long the others take.
 The weights of a step and the KV of most batches are larger than the caches, as while serving.

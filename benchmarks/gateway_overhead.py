@@ -1,6 +1,6 @@
 """What the OpenAI-compatible gateway costs: tokens/s over plain gRPC and through the gateway.
 
-    python benchmarks/gateway_overhead.py
+    python -m benchmarks.gateway_overhead
 
 A real tritonserver and a real ``fastserve gateway`` on this machine, OPT-125M with dummy weights by
 default. The same streams run over each side in turn; the first round of both warms up and does not

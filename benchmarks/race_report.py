@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from race_cells import FCFS, FIRST_TOKEN_S, ORACLE, OURS, TOKEN_S, Result
 from rich.table import Table
+
+from benchmarks.race_cells import FCFS, FIRST_TOKEN_S, ORACLE, OURS, TOKEN_S, Result
 
 # Ours over the best FCFS: what is worse.
 _MOST_LATENCY = 1.03

@@ -1,4 +1,4 @@
-"""A small trace for this machine, and how it goes on the real engine."""
+"""How a trace of jobs goes on the real engine."""
 
 from __future__ import annotations
 
@@ -13,31 +13,10 @@ from fastserve_backend.errors import EngineError
 from fastserve_backend.job import FinishReason, JobOutput, JobStats
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_bench.report.records import JobRecord
-from fastserve_bench.workload import TraceJob, poisson_trace
+from fastserve_bench.workload import TraceJob
 
-MODEL, DTYPE = "opt-125m", "bfloat16"
 DEADLINE_S = 600.0
 _CHECK_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Log-normal numbers of tokens, at least 1."""
-
-    mu: float
-    sigma: float
-    most: int
-
-    def draw(self, rng: random.Random) -> int:
-        return min(self.most, round(rng.lognormvariate(self.mu, self.sigma)) + 1)
-
-
-def workload(
-    rate: float, num_jobs: int, seed: int, prompts: Lengths, outputs: Lengths
-) -> list[TraceJob]:
-    rng = random.Random(seed)
-    lengths = [(prompts.draw(rng), outputs.draw(rng)) for _ in range(1000)]
-    return poisson_trace(lengths, rate, num_jobs, seed)
 
 
 class TooSlow(Exception):

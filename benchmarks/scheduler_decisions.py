@@ -1,7 +1,7 @@
 """Time of one scheduling decision of each policy, with many jobs waiting, on one core.
 
-    python benchmarks/scheduler_decisions.py                   # all policies
-    python benchmarks/scheduler_decisions.py --policy srpt     # one policy
+    python -m benchmarks.scheduler_decisions                   # all policies
+    python -m benchmarks.scheduler_decisions --policy srpt     # one policy
 
 A decision is everything that the engine asks of a policy and of the KV manager in one iteration:
 the order, the batch and its KV blocks, what became of the jobs that ran, and as many arrivals as

@@ -1,9 +1,9 @@
 """Every policy on every workload, load and system, and where ours is worse than FCFS.
 
-    python benchmarks/scheduling_race.py             # a quarter of an hour on two cores
-    python benchmarks/scheduling_race.py --quick     # a minute
-    python benchmarks/scheduling_race.py --trace FILE --system "llama-3-8b a100-80g"
-    python benchmarks/scheduling_race.py --output race.json --markdown docs
+    python -m benchmarks.scheduling_race             # a quarter of an hour on two cores
+    python -m benchmarks.scheduling_race --quick     # a minute
+    python -m benchmarks.scheduling_race --trace FILE --system "llama-3-8b a100-80g"
+    python -m benchmarks.scheduling_race --output race.json --markdown docs
 
 All of it is simulated. docs/scheduling_race.md says what the columns mean. It ends with a line for
 each cell in which ours, the shipped default with and without predictions, is worse than the best of
@@ -26,7 +26,10 @@ from pathlib import Path
 from fastserve_bench.workload.datasets import load_jobs
 from fastserve_bench.workload.lengths import LengthLimits
 from fastserve_client.errors import WorkloadError
-from race_cells import (
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks.race_cells import (
     COURSES,
     HOST_GIB,
     SYSTEMS,
@@ -38,9 +41,7 @@ from race_cells import (
     capacity,
     run,
 )
-from race_report import by_cell, table, verdicts, write_markdown
-from rich.console import Console
-from rich.progress import Progress
+from benchmarks.race_report import by_cell, table, verdicts, write_markdown
 
 LOADS = (0.7, 1.0, 1.5)
 QUICK_COURSES, QUICK_LOADS, QUICK_JOBS = (0, 2), (1.5,), 120
@@ -69,7 +70,11 @@ def main() -> int:
         text = json.dumps([result.to_json() for result in results], indent=1)
         arguments.output.write_text(f"{text}\n", encoding="utf-8")
     if arguments.markdown:
-        write_markdown(arguments.markdown, cells, shlex.join(["python", *sys.argv]))
+        write_markdown(
+            arguments.markdown,
+            cells,
+            shlex.join(["python", "-m", "benchmarks.scheduling_race", *sys.argv[1:]]),
+        )
     for line in verdicts(cells) or ["nowhere is ours worse"]:
         console.print(line, soft_wrap=True)
     return 0

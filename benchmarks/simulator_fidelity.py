@@ -1,7 +1,7 @@
 """Is the simulator right? The same trace on the real engine and in the simulator, side by side.
 
-    python benchmarks/simulator_fidelity.py               # `fastserve profile` first
-    python benchmarks/simulator_fidelity.py --no-profile  # with the profile of an earlier run
+    python -m benchmarks.simulator_fidelity               # `fastserve profile` first
+    python -m benchmarks.simulator_fidelity --no-profile  # with the profile of an earlier run
 
 OPT-125M with dummy weights on this machine: Poisson arrivals, log-normal lengths, forced outputs.
 Engine and simulator take the profile in the cache, so they begin with the same quanta. "simulated"
@@ -14,9 +14,11 @@ one run and the next.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 
 from fastserve_backend import LLM
 from fastserve_backend.profile.correction import CorrectedLatency
@@ -25,11 +27,34 @@ from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.simulation.memory import memory_of_profile
 from fastserve_backend.simulation.simulator import simulate
 from fastserve_bench.report.summary import summarize
-from replay import DTYPE, MODEL, Lengths, on_the_engine, workload
+from fastserve_bench.workload import TraceJob, poisson_trace
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.replay import on_the_engine
+
+MODEL, DTYPE = "opt-125m", "bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Log-normal numbers of tokens, at least 1."""
+
+    mu: float
+    sigma: float
+    most: int
+
+    def draw(self, rng: random.Random) -> int:
+        return min(self.most, round(rng.lognormvariate(self.mu, self.sigma)) + 1)
+
+
 PROMPTS, OUTPUTS = Lengths(3.6, 0.9, 256), Lengths(3.0, 0.9, 96)
+
+
+def workload(rate: float, num_jobs: int, seed: int) -> list[TraceJob]:
+    rng = random.Random(seed)
+    lengths = [(PROMPTS.draw(rng), OUTPUTS.draw(rng)) for _ in range(1000)]
+    return poisson_trace(lengths, rate, num_jobs, seed)
 
 
 class RunLatency(LatencyModel):
@@ -83,7 +108,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.no_profile:
         measure_profile()
-    trace = workload(arguments.rate, arguments.jobs, 0, PROMPTS, OUTPUTS)
+    trace = workload(arguments.rate, arguments.jobs, seed=0)
     table = Table(
         title=f"{arguments.jobs} jobs at {arguments.rate:g} jobs/s: normalized latency, ms"
     )

@@ -1,7 +1,7 @@
 """What a step costs beside its computing: from the engine to the ranks and back.
 
-    python benchmarks/step_round_trip.py                # 1 rank, then 4 as TP 4 and as TP 2 × PP 2
-    python benchmarks/step_round_trip.py --steps 2000
+    python -m benchmarks.step_round_trip                # 1 rank, then 4 as TP 4 and as TP 2 × PP 2
+    python -m benchmarks.step_round_trip --steps 2000
 
 A decode step of 32 jobs of a tiny model is sent to real ranks, one at a time. The figure is its
 time at the engine, from before it is encoded until its result is decoded, less what the ranks

@@ -6,10 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
-from check_device import Call
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask
+
+from benchmarks.gpu.check_device import Call
 
 FLEX_PAGE = 128
 """Tokens in a page; FlexAttention's own block, below which it reads more than it uses."""

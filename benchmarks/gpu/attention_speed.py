@@ -7,17 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import attention_baselines as baselines
 import torch
-from ceilings import copy_rate, gemm_rate
-from check_device import CACHES_EXCEEDED, Call, Timing
 from fastserve_kernels.gpu.paged_decode import decode_scratch, paged_decode
 from fastserve_kernels.gpu.paged_prefill import paged_prefill, query_tile
 from fastserve_kernels.gpu.work_lists import SPLIT_TOKENS, decode_work, num_splits, prefill_work
 from fastserve_kernels.int8_cache import MOST, SCALE_BYTES, codes_and_scales
-from phase_context import Context, one_line
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+
+from benchmarks.gpu import attention_baselines as baselines
+from benchmarks.gpu.ceilings import copy_rate, gemm_rate
+from benchmarks.gpu.check_device import CACHES_EXCEEDED, Call, Timing
+from benchmarks.gpu.phase_context import Context, one_line
 
 BLOCK_SIZE = 16
 LEAST_KV_BYTES = 256 * 10**6

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from check_device import Device, Timing
+
+from benchmarks.gpu.check_device import Device, Timing
 
 COPY_BYTES = 4 * 10**9
 LINK_BYTES = 10**9

@@ -28,15 +28,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from goals import GOALS
-from gpu_report import RESULTS, SCHEMA, file_name, markdown, update_docs
-from phase_list import GRACE_S, PHASES, RESERVE_S, Phase
+# Started by its path, the program has its own folder there.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.gpu.goals import GOALS
+from benchmarks.gpu.gpu_report import RESULTS, SCHEMA, file_name, markdown, update_docs
+from benchmarks.gpu.phase_list import GRACE_S, PHASES, RESERVE_S, Phase
 
 ROOT = Path(__file__).resolve().parents[2]
 APART = ROOT / "build" / "gpu-check"
 """Of runs that are not whole."""
 PACKAGES = ("torch", "triton", "numpy", "transformers", "msgspec", "pyzmq", "pydantic")
-NO_DEVICE = 3  # exit code of run_phase.py
+NO_DEVICE = 3  # exit code of run_phase
 # NVIDIA's container images have torch multiply float32 as TF32, but our limits are float32's. The
 # first variable is torch's, the second that of NVIDIA's libraries.
 WITHOUT_TF32 = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0", "NVIDIA_TF32_OVERRIDE": "0"}
@@ -201,7 +204,7 @@ class _Run:
     def _exit_code(self, phase: Phase, limit_s: float, records: Path) -> int | None:
         """None if it was ended after ``limit_s``."""
         command = [
-            sys.executable, str(Path(__file__).with_name("run_phase.py")), phase.name,
+            sys.executable, "-m", "benchmarks.gpu.run_phase", phase.module,
             "--records", str(records), "--scratch", str(self._scratch),
             "--dataset", self._arguments.sharegpt, "--seconds", str(limit_s - GRACE_S),
         ]  # fmt: skip
@@ -222,9 +225,8 @@ class _Run:
     def _environment(self) -> dict[str, str]:
         """The project need not be installed. What an engine measures of its ranks is measured in
         this run, not read from a cache, unless the run is a dry one."""
-        here = Path(__file__).resolve().parent
-        folders = [here, here.parent, *(ROOT / name for name in ("backend", "kernels", "client"))]
-        paths = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
+        folders = (".", "tests/support", "backend", "kernels", "client")
+        paths = [*(str(ROOT / name) for name in folders), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | WITHOUT_TF32
         environment |= {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
         if self._arguments.tiny:

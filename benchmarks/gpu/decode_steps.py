@@ -13,11 +13,12 @@ from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.models.loader import load_model, torch_dtype
 from fastserve_backend.rank_protocol.messages import Step
-from fastserve_backend.worker.model_runner import Answer, ModelRunner
+from fastserve_backend.worker.model_runner import LaunchedStep, ModelRunner
 from fastserve_backend.worker.step_inputs import StepLimits
-from phase_context import Context
-from random_models import DTYPE, model_of
 from torch import Tensor
+
+from benchmarks.gpu.phase_context import Context
+from benchmarks.gpu.random_models import DTYPE, model_of
 
 BLOCK_SIZE = 16
 FIRST_TOKEN = 4  # those below are special
@@ -88,19 +89,19 @@ def steps_ahead(runner: ModelRunner, step: Step) -> Iterator[Callable[[], None]]
     rows = array("i", range(step.num_decodes)).tobytes()
     following = msgspec.structs.replace(step, previous_rows=rows)
 
-    def launch() -> Answer:
-        answer = runner.launch(following)
-        assert answer is not None, "a rank alone answers"
-        return answer
+    def launch() -> LaunchedStep:
+        launched = runner.launch(following)
+        assert launched is not None, "a rank alone answers"
+        return launched
 
     running = launch()
 
     def run_one() -> None:
         nonlocal running
         before, running = running, launch()
-        before()
+        before.answer()
 
     try:
         yield run_one
     finally:
-        running()
+        running.answer()

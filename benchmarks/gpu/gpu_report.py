@@ -1,6 +1,6 @@
 """The figures of GPU runs in docs/performance.md, made of their JSON files.
 
-python3 benchmarks/gpu/gpu_report.py    # after files were added to benchmarks/results/gpu
+python3 -m benchmarks.gpu.gpu_report  # after files were added to benchmarks/results/gpu
 """
 
 from __future__ import annotations

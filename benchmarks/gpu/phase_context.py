@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from check_device import Device
+    from benchmarks.gpu.check_device import Device
 
 Value = float | int | str | None
 

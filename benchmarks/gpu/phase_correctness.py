@@ -13,11 +13,12 @@ import attention_cases
 import linear_cases
 import rowwise_cases
 import torch
-from case_runs import CaseRuns
-from check_device import find_device
 from fastserve_kernels import ops
 from kernel_cases import Case
-from phase_context import CheckFailed, Context, one_line
+
+from benchmarks.gpu.case_runs import CaseRuns
+from benchmarks.gpu.check_device import find_device
+from benchmarks.gpu.phase_context import CheckFailed, Context, one_line
 
 # Compiling a kernel for each case keeps one core busy and the device idle.
 MOST_PROCESSES = 14

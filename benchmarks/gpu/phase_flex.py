@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import attention_baselines as baselines
 import torch
-from attention_speed import against, decode_shapes, time_decode
-from phase_context import Context
+
+from benchmarks.gpu import attention_baselines as baselines
+from benchmarks.gpu.attention_speed import against, decode_shapes, time_decode
+from benchmarks.gpu.phase_context import Context
 
 
 @torch.inference_mode()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import attention_speed
-import rowwise_speed
 import torch
-from phase_context import Context
+
+from benchmarks.gpu import attention_speed, rowwise_speed
+from benchmarks.gpu.phase_context import Context
 
 
 @torch.inference_mode()

@@ -29,13 +29,17 @@ _DISTRIBUTIONS = {
 @dataclass(frozen=True)
 class Phase:
     name: str
-    """Its code is ``run`` of the module phase_NAME."""
     limit_s: float
     """It may take so long, or what those before it have left of the time for all."""
     modules: Sequence[str]
     """What it imports beside the project and the standard library."""
     is_check: bool = False
     """Right or wrong, not fast or slow."""
+
+    @property
+    def module(self) -> str:
+        """Its code is ``run`` of this."""
+        return f"benchmarks.gpu.phase_{self.name}"
 
     def missing_packages(self) -> list[str]:
         """What to install for it."""

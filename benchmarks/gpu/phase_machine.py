@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ceilings import copy_rate, gemm_rate, link_rates, read_rate
-from phase_context import Context
+from benchmarks.gpu.ceilings import copy_rate, gemm_rate, link_rates, read_rate
+from benchmarks.gpu.phase_context import Context
 
 
 def run(context: Context) -> None:

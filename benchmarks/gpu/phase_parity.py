@@ -18,8 +18,6 @@ import torch
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.sampling_params import SamplingParams
-from phase_context import CheckFailed, Context
-from replay import Answer, run_jobs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -30,6 +28,9 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+
+from benchmarks.gpu.phase_context import CheckFailed, Context
+from benchmarks.replay import Answer, run_jobs
 
 VOCABULARY = 600
 POSITIONS = 400

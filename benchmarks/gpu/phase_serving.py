@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 import psutil
-from decode_steps import BLOCK_SIZE
 from fastserve_backend.config import MOST_AUTO_SEQS
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
@@ -34,9 +33,11 @@ from fastserve_backend.rank_protocol.messages import (
 from fastserve_bench.report.records import JobRecord
 from fastserve_bench.report.summary import Summary, summarize
 from fastserve_bench.workload import AUTHORS_LIMITS, load_lengths, poisson_trace
-from phase_context import Context, Value, one_line
-from random_models import engine_config, largest_model
-from replay import TooSlow, on_the_engine
+
+from benchmarks.gpu.decode_steps import BLOCK_SIZE
+from benchmarks.gpu.phase_context import Context, Value, one_line
+from benchmarks.gpu.random_models import engine_config, largest_model
+from benchmarks.replay import TooSlow, on_the_engine
 
 POLICIES = ("fcfs", "skip_join_mlfq", "gittins")
 BATCH_LIMIT = 16

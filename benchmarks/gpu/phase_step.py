@@ -7,17 +7,18 @@ import statistics
 import time
 from functools import partial
 
-import sampling_speed
 import torch
-from ceilings import read_rate
-from decode_steps import FIRST_TOKEN, blocks_of, decode_step, load, steps_ahead
 from fastserve_backend.engine.engine import Engine
 from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.rank_protocol.messages import CopyResult, Step, StepResult
 from fastserve_backend.sampling_params import SamplingParams
-from phase_context import Context
-from random_models import MODELS, engine_config, largest_model
-from replay import run_jobs
+
+from benchmarks.gpu import sampling_speed
+from benchmarks.gpu.ceilings import read_rate
+from benchmarks.gpu.decode_steps import FIRST_TOKEN, blocks_of, decode_step, load, steps_ahead
+from benchmarks.gpu.phase_context import Context
+from benchmarks.gpu.random_models import MODELS, engine_config, largest_model
+from benchmarks.replay import run_jobs
 
 CONTEXT = 512
 BATCHES = (1, 16, 64)

@@ -10,8 +10,12 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ceilings import link_rates
-from decode_steps import (
+from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step
+from fastserve_backend.worker.host_store import make_host_store
+from fastserve_backend.worker.swap_engine import SwapEngine
+
+from benchmarks.gpu.ceilings import link_rates
+from benchmarks.gpu.decode_steps import (
     BLOCK_SIZE,
     LoadedModel,
     block_bytes,
@@ -20,11 +24,8 @@ from decode_steps import (
     load,
     steps_ahead,
 )
-from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step
-from fastserve_backend.worker.host_store import make_host_store
-from fastserve_backend.worker.swap_engine import SwapEngine
-from phase_context import CheckFailed, Context, Value
-from random_models import largest_model
+from benchmarks.gpu.phase_context import CheckFailed, Context, Value
+from benchmarks.gpu.random_models import largest_model
 
 SWAPPED_BYTES = 10**9
 BATCH, CONTEXT = 16, 512  # of the decode steps beside which blocks are copied
@@ -48,7 +49,12 @@ class _Swaps:
         gib = (num_host_blocks + 0.5) * block_bytes / 2**30
         store = make_host_store(model.config, model.kv, gib, "same")
         self._results: queue.SimpleQueue[CopyResult] = queue.SimpleQueue()
-        self._engine = SwapEngine(store, context.device.torch_device, lambda _: self._results.put)
+        self._engine = SwapEngine(
+            store,
+            context.device.torch_device,
+            send_out=self._results.put,
+            send_in=self._results.put,
+        )
         self._under_way: dict[int, _Copy] = {}
         self._num_begun = 0
 
@@ -62,7 +68,7 @@ class _Swaps:
         device_blocks, host_blocks = (
             array("i", blocks).tobytes() for blocks in (copy.device_blocks, copy.host_blocks)
         )
-        self._engine.begin(
+        self._engine.start_copy(
             CopyBlocks(self._num_begun, copy.is_out, device_blocks, host_blocks, BLOCK_SIZE)
         )
 

@@ -7,7 +7,8 @@ from typing import Any, Final
 
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.config import EngineConfig
-from phase_context import Context
+
+from benchmarks.gpu.phase_context import Context
 
 MODELS = ("opt-125m", "opt-1.3b", "opt-13b")
 DTYPE: Final = "bfloat16"

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from ceilings import copy_rate
-from check_device import Call
 from fastserve_kernels import ops
 from fastserve_kernels.gpu import activations, cache_writes, kv_int8, norms
-from phase_context import Context
 from torch import Tensor
+
+from benchmarks.gpu.ceilings import copy_rate
+from benchmarks.gpu.check_device import Call
+from benchmarks.gpu.phase_context import Context
 
 ROWS = (64, 2048)
 """Tokens: a decode batch, and a prefill."""

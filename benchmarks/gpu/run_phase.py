@@ -10,8 +10,8 @@ import traceback
 from importlib import import_module
 from pathlib import Path
 
-from check_device import find_device
-from phase_context import CheckFailed, Context, Recorder, one_line
+from benchmarks.gpu.check_device import find_device
+from benchmarks.gpu.phase_context import CheckFailed, Context, Recorder, one_line
 
 FAILED, NO_DEVICE = 1, 3
 """Exit codes."""
@@ -19,7 +19,7 @@ FAILED, NO_DEVICE = 1, 3
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("phase")
+    parser.add_argument("module", help="whose run() is the phase")
     parser.add_argument("--records", type=Path, required=True)
     parser.add_argument("--scratch", type=Path, required=True)
     parser.add_argument("--seconds", type=float, required=True)
@@ -38,7 +38,7 @@ def main() -> int:
         device, recorder, started_s + arguments.seconds, arguments.scratch, arguments.dataset
     )
     try:
-        import_module(f"phase_{arguments.phase}").run(context)
+        import_module(arguments.module).run(context)
     except CheckFailed as error:
         recorder.error(str(error))
         return FAILED

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from fastserve_backend.rank_protocol.messages import Sampling
 from fastserve_backend.worker.sampler import sample
-from phase_context import Context
+
+from benchmarks.gpu.phase_context import Context
 
 ROWS = 64
 VOCABULARIES = (50272, 128256)

@@ -1,6 +1,6 @@
 """How well output lengths are predicted, and how fast (ALISE's Table 2).
 
-    python benchmarks/length_prediction/accuracy.py --instructions FILE --lengths CSV
+    python -m benchmarks.length_prediction.accuracy --instructions FILE --lengths CSV
 
 FILE as for output_lengths.py, CSV as it writes. Two lengths are predicted of each prompt: that of
 the answer in FILE, in tokens of the embedded model, and that of the model's own answer. Prompts are
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,9 +35,15 @@ from fastserve_backend.length_prediction.predictor import (
     LengthPredictor,
     median_length,
 )
-from instructions import FIRST_HELD_OUT, Instruction, part, read_instructions, read_lengths
-from measures import Accuracy, Lengths, accuracy, bin_edges
-from proxy_model import ProxyModel
+
+from benchmarks.length_prediction.instructions import (
+    FIRST_HELD_OUT,
+    Instruction,
+    part,
+    read_instructions,
+    read_lengths,
+)
+from benchmarks.length_prediction.measures import Accuracy, Lengths, accuracy, bin_edges
 
 _NUM_BINS = 5
 _CAPACITY = 20_000
@@ -80,12 +85,6 @@ def main() -> None:
     options.add_argument("--lengths", type=Path, required=True, metavar="CSV")
     options.add_argument("--errors", type=Path, metavar="CSV", help="written (not at all)")
     options.add_argument("--validation", action="store_true", help="judge on the validation part")
-    options.add_argument(
-        "--proxy-seconds",
-        type=float,
-        default=0,
-        help="to fine-tune a proxy model (0: leave it out)",
-    )
     args = options.parse_args()
     torch.set_num_threads(1)
     instructions = sorted(read_instructions(args.instructions), key=lambda one: one.sha256)
@@ -104,8 +103,6 @@ def main() -> None:
         parts = _divided(jobs, args.validation)
         print(f"\n## {title}\n\n{len(parts.known)} jobs known, {len(parts.asked)} asked for\n")
         predicted = _report(parts)
-        if args.proxy_seconds:
-            _report_proxy(parts, args.proxy_seconds)
         _report_learning(list(jobs.values()))
     if args.errors:
         _write_errors(args.errors, predicted, parts.real)
@@ -160,18 +157,6 @@ def _report(parts: Parts) -> Lengths:
 def _mean_length(neighbours: Neighbours) -> float:
     """As ALISE has it, weighted by similarity."""
     return float(np.average(neighbours.lengths, weights=neighbours.similarities))
-
-
-def _report_proxy(parts: Parts, limit_s: float) -> None:
-    model = ProxyModel()
-    torch.set_num_threads(os.cpu_count() or 1)
-    known = [job.prompt for job in parts.known], [job.length for job in parts.known]
-    num_epochs = model.train(*known, limit_s)
-    torch.set_num_threads(1)
-    predicted, latencies = _timed([job.prompt for job in parts.asked], model.predict)
-    print(f"\n{Accuracy.HEADER}")
-    print(accuracy(np.array(predicted), parts.real, parts.edges).row("proxy model"))
-    print(f"\nfine-tuned for {num_epochs:.1f} epochs; a prediction: {_milliseconds(latencies)}")
 
 
 def _report_learning(jobs: Sequence[Job]) -> None:

@@ -1,6 +1,6 @@
 """How long the answers of a model really are, for a file of instructions.
 
-    python benchmarks/length_prediction/output_lengths.py --instructions FILE --output lengths.csv
+    python -m benchmarks.length_prediction.output_lengths --instructions FILE --output lengths.csv
 
 Each line of FILE is a JSON object with ``instruction``, ``input`` (may be empty) and ``output``.
 The CSV holds no text: the SHA-256 of each prompt, its tokens with the chat template, and the
@@ -16,7 +16,8 @@ from pathlib import Path
 
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL
-from instructions import Instruction, read_instructions, read_lengths
+
+from benchmarks.length_prediction.instructions import Instruction, read_instructions, read_lengths
 
 _COLUMNS = ("prompt_sha256", "prompt_tokens", "output_tokens", "finish_reason")
 _ROUND = 512  # prompts between two writes of the file

@@ -1,11 +1,11 @@
 """Teaches a predictor most of the measured answers and leaves the rest for a load test.
 
-    python benchmarks/length_prediction/teach.py --instructions FILE --predictor DIRECTORY \\
-        --held-out held_out.jsonl
+    python -m benchmarks.length_prediction.teach --instructions FILE --lengths CSV \\
+        --predictor DIRECTORY --held-out held_out.jsonl
 
-So a server that is started with ``--length-prediction-dir DIRECTORY`` knows what it would know
-after a thousand jobs, and ``fastserve bench --dataset held_out.jsonl`` asks what it has not seen:
-the prompts that accuracy.py judges by.
+CSV as output_lengths.py writes it. A server that is started with ``--length-prediction-dir
+DIRECTORY`` then knows what it would know after a thousand jobs, and ``fastserve bench --dataset
+held_out.jsonl`` asks what it has not seen: the prompts that accuracy.py judges by.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from pathlib import Path
 from fastserve_backend.config import SchedulerSection
 from fastserve_backend.length_prediction.encoder import Encoder
 from fastserve_backend.length_prediction.predictor import LengthPredictor
-from instructions import FIRST_HELD_OUT, part, read_instructions, read_lengths
 
-_MEASURED = Path(__file__).parent / "smollm2_135m_lengths.csv"
+from benchmarks.length_prediction.instructions import (
+    FIRST_HELD_OUT,
+    part,
+    read_instructions,
+    read_lengths,
+)
 
 
 def main() -> None:
@@ -29,9 +33,7 @@ def main() -> None:
     options.add_argument("--instructions", type=Path, required=True, metavar="FILE")
     options.add_argument("--predictor", type=Path, required=True, metavar="DIRECTORY")
     options.add_argument("--held-out", type=Path, required=True, metavar="FILE")
-    options.add_argument(
-        "--lengths", type=Path, default=_MEASURED, metavar="FILE", help="(of the embedded model)"
-    )
+    options.add_argument("--lengths", type=Path, required=True, metavar="CSV")
     args = options.parse_args()
     lengths = read_lengths(args.lengths)
     predictor = LengthPredictor(Encoder(), SchedulerSection().length_prediction_capacity)

@@ -3,71 +3,45 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastserve_backend.profile.hardware import HARDWARE
-from figures import (
-    DATASETS,
+
+from benchmarks.paper.figures import (
     add_dataset,
-    console,
-    datasets_of,
     fcfs_run,
     jobs_of,
-    new_table,
-    number,
-    parse,
-    parser,
 )
-from prediction_errors import MEASURED, PERFECT, PredictionErrors
-from rate_search import Line, Search, ratio, save, search_all
-from rich.table import Table
-from rivals import orca, vllm
-from simulated_runs import BATCH, Run, System, mean_normalized, scheduler
+from benchmarks.paper.prediction_errors import MEASURED, PredictionErrors
+from benchmarks.paper.simulated_runs import BATCH, Run, System, scheduler
 
-ORCA, VLLM, ALISE, ORACLE = "ORCA", "vLLM", "ALISE", "oracle"
-RIVALS = (
-    "'ORCA': FCFS, with room for the longest job kept for each. 'vLLM': FCFS, KV on the device "
-    "alone and recomputed when it runs out. 'ALISE': speculative with the measured prediction "
-    "errors, KV swapped to host memory in INT8. 'oracle': the same with perfect "
-    "predictions."
-)
-"""For captions."""
+ALISE, ORACLE = "ALISE", "oracle"
 
 
-def options(description: str | None, jobs: int) -> argparse.ArgumentParser:
-    """Of every figure with predictions."""
-    added = parser(description, jobs)
-    add_dataset(added)
-    added.add_argument(
+def add_options(options: argparse.ArgumentParser) -> None:
+    """The testbed: two V100-32G, 1 TB of host memory, traces of 30 minutes."""
+    add_dataset(options)
+    options.add_argument(
         "--prediction-errors",
         type=Path,
         default=MEASURED,
         metavar="FILE",
         help="CSV of real_tokens,predicted_tokens (this project's predictor on held-out answers)",
     )
-    return added
-
-
-def testbed_options(description: str | None) -> argparse.ArgumentParser:
-    """Of ALISE's figures: two V100-32G, 1 TB of host memory, traces of 30 minutes."""
-    added = options(description, jobs=400)
-    added.add_argument(
+    options.add_argument(
         "--hardware", choices=list(HARDWARE), default="v100-32g", help="the GPUs (v100-32g)"
     )
-    added.add_argument("--tensor-parallel-size", type=int, default=2, help="GPUs (2)")
-    added.add_argument("--host-memory-gib", type=float, default=1024.0, help="for KV (1024)")
-    added.add_argument("--max-num-seqs", type=int, default=BATCH, help=f"batch ({BATCH})")
-    added.add_argument(
+    options.add_argument("--tensor-parallel-size", type=int, default=2, help="GPUs (2)")
+    options.add_argument("--host-memory-gib", type=float, default=1024.0, help="for KV (1024)")
+    options.add_argument("--max-num-seqs", type=int, default=BATCH, help=f"batch ({BATCH})")
+    options.add_argument(
         "--minutes",
         type=float,
         default=30.0,
         help="how long jobs arrive (30); 0: until --jobs have, Alpaca twice as many",
     )
-    return added
 
 
 def system_of(args: argparse.Namespace, model: str) -> System:
@@ -102,15 +76,6 @@ def measured(args: argparse.Namespace) -> PredictionErrors:
     return PredictionErrors.read(args.prediction_errors)
 
 
-def rivals(fcfs: Run, errors: PredictionErrors) -> Mapping[str, Run]:
-    return {
-        ORCA: orca(fcfs),
-        VLLM: vllm(fcfs),
-        ALISE: alise(fcfs, errors),
-        ORACLE: alise(fcfs, PERFECT),
-    }
-
-
 def alise(
     run: Run, errors: PredictionErrors | None, policy: str = "speculative", **kv_cache: Any
 ) -> Run:
@@ -123,85 +88,6 @@ def alise(
         kv_cache=run.system.swapping(**{"host_dtype": "int8", **kv_cache}),
         errors=errors,
     )
-
-
-def compare_rates(
-    name: str,
-    description: str | None,
-    argv: Sequence[str] | None,
-    models: Sequence[str],
-    labels: Sequence[str],
-    title: str,
-    paper: Mapping[tuple[str, str, str], str],
-) -> Table:
-    """The largest rates of the rivals named, and ALISE's gain over each, beside the paper's.
-
-    Args:
-        labels: of the rivals; ALISE among them.
-        paper: (model, data set, rival) → ALISE's gain over it, where the paper has one.
-    """
-    added = testbed_options(description)
-    added.add_argument("--model", choices=models, help="only this one (all)")
-    added.add_argument(
-        "--iterations",
-        type=float,
-        default=2.0,
-        help="the latency at which rates are compared, in decode iterations (2)",
-    )
-    args = parse(added, argv)
-    chosen = (
-        models[-1:] if args.quick else [model for model in models if args.model in (None, model)]
-    )
-    systems = [system_of(args, model) for model in chosen]
-    errors = measured(args)
-    runs = {}
-    for system in systems:
-        for dataset in datasets_of(args):
-            every = rivals(testbed_run(args, system, dataset), errors)
-            runs.update({Line(system, dataset, label): every[label] for label in labels})
-    bound_s = partial(_bound_s, args.iterations)
-    (searches,) = search_all(args, runs, [mean_normalized], bound_s)
-    table = _rates_table(args, title, labels, searches, paper, bound_s)
-    console.print(table)
-    save(args, name, searches, bound_s)
-    return table
-
-
-def _bound_s(iterations: float, system: System) -> float:
-    return iterations * system.decode_s
-
-
-def _rates_table(
-    args: argparse.Namespace,
-    title: str,
-    labels: Sequence[str],
-    searches: Mapping[Line, Search],
-    paper: Mapping[tuple[str, str, str], str],
-    bound_s: Callable[[System], float],
-) -> Table:
-    others = [label for label in labels if label != ALISE]
-    table = new_table(
-        title,
-        f"{testbed(args)}. Rates at a mean normalized latency of {args.iterations:g} decode "
-        f"iterations; gains are ALISE's, with the paper's in brackets. {RIVALS}",
-        "model, lengths",
-        "s/token",
-        *(f"{label}\njobs/s" for label in labels),
-        *(f"over\n{other}" for other in others),
-    )
-    for system, dataset in dict.fromkeys((line.system, line.dataset) for line in searches):
-        rates = {label: searches[Line(system, dataset, label)].rate for label in labels}
-        gains = [
-            beside(ratio(rates[ALISE], rates[other]), paper.get((system.model, dataset, other)))
-            for other in others
-        ]
-        table.add_row(
-            f"{system}, {DATASETS[dataset]}",
-            number(bound_s(system)),
-            *(number(rate) for rate in rates.values()),
-            *gains,
-        )
-    return table
 
 
 def beside(value: str, paper: str | None) -> str:

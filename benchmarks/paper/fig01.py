@@ -8,18 +8,26 @@ batches finish jobs, taken from a run in which all jobs arrive at once.
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
-from collections.abc import Sequence
 
 from fastserve_bench.report.records import JobRecord
 from fastserve_bench.workload import load_lengths
-from figures import console, lengths_of, new_table, parse, parser, save_json, save_plot
 from rich.table import Table
-from simulated_runs import OPT_13B, RECOMPUTE, Run, on_all_cores, scheduler
+
+from benchmarks.paper.figures import (
+    Figure,
+    lengths_of,
+    new_table,
+    save_json,
+    save_plot,
+)
+from benchmarks.paper.simulated_runs import OPT_13B, RECOMPUTE, Run, on_all_cores, scheduler
 
 LOADS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.3)
 QUICK_LOADS = (0.5, 1.3)
+SHORTEST = "ShareGPT, shortest tenth"
 _AT_ONCE = 1e6  # jobs/s
 
 
@@ -40,8 +48,7 @@ def full_rate(run: Run) -> float:
     return run.summary().jobs_per_s
 
 
-def main(argv: Sequence[str] | None = None) -> Table:
-    args = parse(parser(__doc__, jobs=1000), argv)
+def draw(args: argparse.Namespace) -> list[Table]:
     sharegpt = lengths_of(args, "sharegpt")
     prompt, output = (round(statistics.fmean(column)) for column in zip(*sharegpt, strict=True))
     equal = load_lengths(f"equal:{prompt}:{output}")
@@ -58,15 +65,14 @@ def main(argv: Sequence[str] | None = None) -> Table:
         lengths, evenly = workloads[name]
         return Run(OPT_13B, lengths, rate, args.jobs, args.seed, fcfs, RECOMPUTE, evenly)
 
-    rates = on_all_cores(full_rate, [run(name, _AT_ONCE) for name in workloads])
-    full = dict(zip(workloads, rates, strict=True))
-    points = [(name, load) for name in workloads for load in loads]
-    shares = on_all_cores(waiting_shares, [run(name, full[name] * load) for name, load in points])
-    share = {point: mean for point, (mean, _) in zip(points, shares, strict=True)}
-    for (name, load), (_, shortest) in zip(points, shares, strict=True):
-        if name == "ShareGPT":
-            share["ShareGPT, shortest tenth", load] = shortest
-            full["ShareGPT, shortest tenth"] = full[name]
+    full = on_all_cores(full_rate, {name: run(name, _AT_ONCE) for name in workloads})
+    shares = on_all_cores(
+        waiting_shares,
+        {(name, load): run(name, full[name] * load) for name in workloads for load in loads},
+    )
+    share = {point: mean for point, (mean, _) in shares.items()}
+    share |= {(SHORTEST, load): shares["ShareGPT", load][1] for load in loads}
+    full[SHORTEST] = full["ShareGPT"]
 
     table = new_table(
         "Fig. 1: waiting share of latency under FCFS, by load",
@@ -78,12 +84,10 @@ def main(argv: Sequence[str] | None = None) -> Table:
     )
     for name in full:
         table.add_row(name, f"{full[name]:.2f}", *(f"{share[name, load]:.0%}" for load in loads))
-    console.print(table)
     lines = {name: (loads, [share[name, load] for load in loads]) for name in full}
-    save_plot(args, "fig01", {"FCFS": lines}, "Load", "Waiting share of latency")
-    save_json(args, "fig01", {"loads": loads, **{name: ys for name, (_, ys) in lines.items()}})
-    return table
+    save_plot(args, {"FCFS": lines}, "Load", "Waiting share of latency")
+    save_json(args, {"loads": loads, **{name: ys for name, (_, ys) in lines.items()}})
+    return [table]
 
 
-if __name__ == "__main__":
-    main()
+FIGURE = Figure("fig01", __doc__, draw, jobs=1000)

@@ -6,22 +6,20 @@ roofline model's unless --profile names a latency profile, measured by ``fastser
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
 from pathlib import Path
 
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
-from figures import console, new_table, parse, parser, save_json, save_plot
 from rich.table import Table
-from simulated_runs import System
+
+from benchmarks.paper.figures import Figure, new_table, save_json, save_plot
+from benchmarks.paper.simulated_runs import System
 
 INPUT_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2047)
 
 
-def main(argv: Sequence[str] | None = None) -> Table:
-    options = parser(__doc__, jobs=1)
-    options.add_argument("--profile", type=Path, metavar="FILE", help="measured latency profile")
-    args = parse(options, argv)
+def draw(args: argparse.Namespace) -> list[Table]:
     latency: LatencyModel = System("opt-2.7b").latency
     source = "OPT-2.7B, A100-40G, roofline model"
     if args.profile is not None:
@@ -43,12 +41,14 @@ def main(argv: Sequence[str] | None = None) -> Table:
         table.add_row(
             str(tokens), f"{first_ms:.1f}", f"{later_ms:.1f}", f"{first_ms / later_ms:.2f}"
         )
-    console.print(table)
     lines = {"first": (INPUT_TOKENS, first), "later": (INPUT_TOKENS, later)}
-    save_plot(args, "fig05", {source: lines}, "Input tokens", "Iteration (ms)")
-    save_json(args, "fig05", {"input_tokens": INPUT_TOKENS, "first_ms": first, "later_ms": later})
-    return table
+    save_plot(args, {source: lines}, "Input tokens", "Iteration (ms)")
+    save_json(args, {"input_tokens": INPUT_TOKENS, "first_ms": first, "later_ms": later})
+    return [table]
 
 
-if __name__ == "__main__":
-    main()
+def add_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument("--profile", type=Path, metavar="FILE", help="measured latency profile")
+
+
+FIGURE = Figure("fig05", __doc__, draw, jobs=1, add_options=add_options)

@@ -7,17 +7,18 @@ units are seconds.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from collections.abc import Sequence
 
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.simulation.simulator import simulate
 from fastserve_bench.workload import TraceJob
-from figures import console, new_table, number, parse, parser, save_json, save_plot
 from rich.table import Table
-from simulated_runs import RECOMPUTE, scheduler
+
+from benchmarks.paper.figures import Figure, new_table, number, save_json, save_plot
+from benchmarks.paper.simulated_runs import RECOMPUTE, scheduler
 
 PAPER = {"fcfs": 4.23, "mlfq": 5.0, "skip_join_mlfq": 3.3, "srpt": 3.0}
 MAX_MODEL_LEN = 16
@@ -32,8 +33,7 @@ class ThreeJobTimes(LatencyModel):
         return 0.25 * (load.num_tokens - load.num_decodes) + 1.0 * load.num_decodes
 
 
-def main(argv: Sequence[str] | None = None) -> Table:
-    args = parse(parser(__doc__, jobs=len(JOBS)), argv)
+def draw(args: argparse.Namespace) -> list[Table]:
     table = new_table(
         "Fig. 7: latency of three jobs that arrive at once, batch 1",
         "Job 1: prefill 1, one decode of 1. Job 2: 2.5 and 1. Job 3: 0.5, no decode.",
@@ -57,15 +57,13 @@ def main(argv: Sequence[str] | None = None) -> Table:
         latencies = [record.latency_s for record in simulation.records]
         means[policy] = statistics.fmean(latencies)
         table.add_row(policy, *map(number, latencies), number(means[policy]), number(paper))
-    console.print(table)
     lines = {
         "here": (range(len(PAPER)), list(means.values())),
         "paper": (range(len(PAPER)), list(PAPER.values())),
     }
-    save_plot(args, "fig07", {"Three jobs": lines}, ", ".join(PAPER), "Mean latency")
-    save_json(args, "fig07", means)
-    return table
+    save_plot(args, {"Three jobs": lines}, ", ".join(PAPER), "Mean latency")
+    save_json(args, means)
+    return [table]
 
 
-if __name__ == "__main__":
-    main()
+FIGURE = Figure("fig07", __doc__, draw, jobs=len(JOBS))

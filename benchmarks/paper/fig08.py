@@ -6,11 +6,25 @@ the KV of all unfinished jobs; FCFS keeps that of one batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
 
-from figures import console, lengths_of, new_table, parse, parser, save_json, save_plot
 from rich.table import Table
-from simulated_runs import BLOCK_SIZE, Run, System, kv_cache, on_all_cores, scheduler
+
+from benchmarks.paper.figures import (
+    Figure,
+    lengths_of,
+    new_table,
+    save_json,
+    save_plot,
+)
+from benchmarks.paper.simulated_runs import (
+    BLOCK_SIZE,
+    Run,
+    System,
+    kv_cache,
+    on_all_cores,
+    scheduler,
+)
 
 SYSTEM = System("opt-2.7b")
 MAX_OUTPUT_TOKENS = 20
@@ -25,22 +39,20 @@ def peak_gb(run: Run) -> float:
     return blocks * SYSTEM.config.kv_bytes_per_block(BLOCK_SIZE) / 1e9
 
 
-def main(argv: Sequence[str] | None = None) -> Table:
-    args = parse(parser(__doc__, jobs=1000), argv)
+def draw(args: argparse.Namespace) -> list[Table]:
     loads = QUICK_LOADS if args.quick else LOADS
     lengths = [(p, min(o, MAX_OUTPUT_TOKENS)) for p, o in lengths_of(args, "sharegpt")]
     capacity = SYSTEM.capacity(lengths)
     blocks = args.jobs * -(-_TOKENS_OF_ANY_JOB // BLOCK_SIZE)
     enough = kv_cache(strategy="recompute", device_blocks=blocks)
-    points = [(load, policy) for load in loads for policy in POLICIES]
-    peaks = on_all_cores(
-        peak_gb,
-        [
-            Run(SYSTEM, lengths, load * capacity, args.jobs, args.seed, scheduler(policy), enough)
-            for load, policy in points
-        ],
+
+    def run(load: float, policy: str) -> Run:
+        rate = load * capacity
+        return Run(SYSTEM, lengths, rate, args.jobs, args.seed, scheduler(policy), enough)
+
+    peak = on_all_cores(
+        peak_gb, {(load, policy): run(load, policy) for load in loads for policy in POLICIES}
     )
-    peak = dict(zip(points, peaks, strict=True))
 
     table = new_table(
         "Fig. 8: peak KV memory, GB",
@@ -53,12 +65,10 @@ def main(argv: Sequence[str] | None = None) -> Table:
     for load in loads:
         row = [peak[load, policy] for policy in POLICIES]
         table.add_row(f"{load:g}", *(f"{gb:.2f}" for gb in row), f"{row[1] / row[0]:.1f}")
-    console.print(table)
     lines = {policy: (loads, [peak[load, policy] for load in loads]) for policy in POLICIES}
-    save_plot(args, "fig08", {"OPT-2.7B": lines}, "Load", "Peak KV memory (GB)")
-    save_json(args, "fig08", {"loads": loads, **{policy: ys for policy, (_, ys) in lines.items()}})
-    return table
+    save_plot(args, {"OPT-2.7B": lines}, "Load", "Peak KV memory (GB)")
+    save_json(args, {"loads": loads, **{policy: ys for policy, (_, ys) in lines.items()}})
+    return [table]
 
 
-if __name__ == "__main__":
-    main()
+FIGURE = Figure("fig08", __doc__, draw, jobs=1000)

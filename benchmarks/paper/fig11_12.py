@@ -12,23 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fastserve_bench.report.summary import Summary
-from figures import (
+from rich.table import Table
+
+from benchmarks.paper.figures import (
     DATASETS,
+    Figure,
     add_dataset,
-    console,
     datasets_of,
     fcfs_run,
     jobs_of,
     lengths_of,
     new_table,
     number,
-    parse,
-    parser,
 )
-from rate_search import Line, Search, ratio, save, search_all, slo_s
-from rich.table import Table
-from rivals import faster_transformer, vllm
-from simulated_runs import (
+from benchmarks.paper.rate_search import Line, Search, ratio, save, search_all, slo_s
+from benchmarks.paper.rivals import faster_transformer, vllm
+from benchmarks.paper.simulated_runs import (
     BATCH,
     OPT_13B,
     SWAPPING,
@@ -44,8 +43,9 @@ FASTER_TRANSFORMER, VLLM, FCFS, SKIP_JOIN = "FasterTransformer", "vLLM", "FCFS",
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    name: str
+class Part:
+    suffix: str
+    """Of its files' names."""
     title: str
     statistic: Callable[[Summary], float]
     paper: Mapping[str, tuple[str, str]]
@@ -54,17 +54,17 @@ class Figure:
     """Ends the caption."""
 
 
-FIGURES = (
-    Figure(
-        "fig11_12",
+PARTS = (
+    Part(
+        "",
         "Fig. 11: largest rate with mean normalized latency under the SLO",
         mean_normalized,
         {"sharegpt": ("2–4×", "2.3–18.3×"), "alpaca": ("1.6–2×", "3–31.4×")},
         "The authors' artifact prints for OPT-13B, jobs/s of vLLM / FCFS / skip-join: ShareGPT "
         "1.60 / 2.26 / 4.15, Alpaca 8.9 / 18.6 / 37.0.",
     ),
-    Figure(
-        "fig11_12_p95",
+    Part(
+        "_p95",
         "Fig. 12: largest rate with P95 normalized latency under the SLO",
         p95_normalized,
         dict.fromkeys(DATASETS, ("1.5–2.8×", "≤ 17.9×")),
@@ -72,25 +72,18 @@ FIGURES = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> Table:
-    options = parser(__doc__, jobs=400)
-    options.add_argument(
-        "--model", choices=[system.model for system in SYSTEMS], help="only this one (all)"
-    )
-    add_dataset(options)
-    args = parse(options, argv, quick_jobs=80)
+def draw(args: argparse.Namespace) -> list[Table]:
     systems = [
         system
         for system in (SYSTEMS[:1] if args.quick else SYSTEMS)
         if args.model in (None, system.model)
     ]
-    searches = search_all(args, _runs(args, systems), [figure.statistic for figure in FIGURES])
+    searches = search_all(args, _runs(args, systems), [part.statistic for part in PARTS])
     tables = []
-    for figure, found in zip(FIGURES, searches, strict=True):
-        tables.append(_table(figure, args, found))
-        console.print(tables[-1])
-        save(args, figure.name, found)
-    return tables[0]
+    for part, found in zip(PARTS, searches, strict=True):
+        tables.append(_table(part, args, found))
+        save(args, found, suffix=part.suffix)
+    return tables
 
 
 def _runs(args: argparse.Namespace, systems: Sequence[System]) -> dict[Line, Run]:
@@ -105,15 +98,15 @@ def _runs(args: argparse.Namespace, systems: Sequence[System]) -> dict[Line, Run
     return runs
 
 
-def _table(figure: Figure, args: argparse.Namespace, searches: Mapping[Line, Search]) -> Table:
+def _table(part: Part, args: argparse.Namespace, searches: Mapping[Line, Search]) -> Table:
     table = new_table(
-        figure.title,
+        part.title,
         f"A100-40G, batch {BATCH}, {args.jobs} jobs (Alpaca {jobs_of(args, 'alpaca')}). "
         f"{SWAPPING} 'vLLM': FCFS with device memory alone, KV recomputed. 'FT' "
         "(FasterTransformer): a batch runs until all its jobs have ended. 'capacity': what full "
         "batches can finish. 'none': no rate breaks the SLO with so few jobs. The SLO of 66B and "
         "175B is ten of their decode iterations. Gains are skip-join's, the preprint's in "
-        f"brackets. {figure.note}",
+        f"brackets. {part.note}",
         "system, lengths",
         "SLO\ns/token",
         "capacity\njobs/s",
@@ -132,7 +125,7 @@ def _table(figure: Figure, args: argparse.Namespace, searches: Mapping[Line, Sea
         }
         over_fcfs, over_vllm = (
             f"{ratio(rates[SKIP_JOIN], rates.get(base, math.inf))}\n({paper})"
-            for base, paper in zip((FCFS, VLLM), figure.paper[dataset], strict=True)
+            for base, paper in zip((FCFS, VLLM), part.paper[dataset], strict=True)
         )
         table.add_row(
             f"{system}, {DATASETS[dataset]}",
@@ -145,5 +138,11 @@ def _table(figure: Figure, args: argparse.Namespace, searches: Mapping[Line, Sea
     return table
 
 
-if __name__ == "__main__":
-    main()
+def add_options(options: argparse.ArgumentParser) -> None:
+    options.add_argument(
+        "--model", choices=[system.model for system in SYSTEMS], help="only this one (all)"
+    )
+    add_dataset(options)
+
+
+FIGURE = Figure("fig11_12", __doc__, draw, quick_jobs=80, add_options=add_options)

@@ -7,25 +7,25 @@ which are tried as well. OPT-13B, ShareGPT lengths; between two rates attainment
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from fastserve_bench.report.objectives import Objectives, attainment, highest_rate
-from figures import (
-    console,
+from rich.table import Table
+
+from benchmarks.paper.figures import (
+    Figure,
     fcfs_run,
     lengths_of,
     new_table,
     number,
-    parse,
-    parser,
     save_json,
     save_plot,
 )
-from rich.table import Table
-from rivals import vllm
-from simulated_runs import BATCH, OPT_13B, SWAPPING, Run, on_all_cores, scheduler
+from benchmarks.paper.rivals import vllm
+from benchmarks.paper.simulated_runs import BATCH, OPT_13B, SWAPPING, Run, on_all_cores, scheduler
 
 Bounds = tuple[float, float]
 """TTFT and TPOT, seconds."""
@@ -54,8 +54,7 @@ def goodput(rates: Sequence[float], shares: Sequence[float]) -> float:
     return highest_rate(rates, [1 - share for share in shares], 1 - TARGET)
 
 
-def main(argv: Sequence[str] | None = None) -> Table:
-    args = parse(parser(__doc__, jobs=400), argv, quick_jobs=20)
+def draw(args: argparse.Namespace) -> list[Table]:
     lengths = lengths_of(args, "sharegpt")
     capacity = OPT_13B.capacity(lengths)
     rates = [load * capacity for load in (QUICK_LOADS if args.quick else LOADS)]
@@ -76,11 +75,14 @@ def main(argv: Sequence[str] | None = None) -> Table:
         for scale in SCALES
     ]
     pairs = [(ttft_s, tpot_s) for _, _, ttft_s, tpot_s in objectives]
-    points = [(policy, rate) for policy in SYSTEMS for rate in rates]
-    results = on_all_cores(
-        attainments, [(replace(ways[name], rate=rate), pairs) for name, rate in points]
+    met = on_all_cores(
+        attainments,
+        {
+            (name, rate): (replace(way, rate=rate), pairs)
+            for name, way in ways.items()
+            for rate in rates
+        },
     )
-    met = dict(zip(points, results, strict=True))
 
     table = new_table(
         "Fig. 13: P95 goodput, jobs/s",
@@ -105,17 +107,15 @@ def main(argv: Sequence[str] | None = None) -> Table:
         table.add_row(
             f"{scale}× {origin}", number(ttft_s), number(tpot_s), *map(number, rate), *gains
         )
-    console.print(table)
     panels = {
         f"TTFT {ttft_s:.2g} s, TPOT {tpot_s:.2g} s": {
             policy: (rates, [met[policy, rate][index] for rate in rates]) for policy in SYSTEMS
         }
         for index, (_, _, ttft_s, tpot_s) in enumerate(objectives)
     }
-    save_plot(args, "fig13", panels, "Rate (jobs/s)", "Share of jobs that meet both")
-    save_json(args, "fig13", {title: dict(lines) for title, lines in panels.items()})
-    return table
+    save_plot(args, panels, "Rate (jobs/s)", "Share of jobs that meet both")
+    save_json(args, {title: dict(lines) for title, lines in panels.items()})
+    return [table]
 
 
-if __name__ == "__main__":
-    main()
+FIGURE = Figure("fig13", __doc__, draw, quick_jobs=20)

@@ -6,12 +6,28 @@ with the ratio, since a token costs less in a prefill than in a decode; the rate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
 
 from fastserve_bench.workload import AUTHORS_LIMITS, scale_ratio
-from figures import console, lengths_of, new_table, number, parse, parser, save_json, save_plot
 from rich.table import Table
-from simulated_runs import BATCH, OPT_13B, SWAPPING, Run, on_all_cores, scheduler
+
+from benchmarks.paper.figures import (
+    Figure,
+    lengths_of,
+    new_table,
+    number,
+    save_json,
+    save_plot,
+)
+from benchmarks.paper.simulated_runs import (
+    BATCH,
+    OPT_13B,
+    SWAPPING,
+    Run,
+    mean_normalized,
+    on_all_cores,
+    scheduler,
+)
 
 BEST = "skip_join_mlfq"
 BASELINES = {"fcfs": "8.9", "mlfq": "1.87", "fixed_priority": "13.9"}
@@ -20,8 +36,7 @@ RATIOS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 LOADS = (1.0, 1.5)
 
 
-def main(argv: Sequence[str] | None = None) -> Table:
-    args = parse(parser(__doc__, jobs=400), argv)
+def draw(args: argparse.Namespace) -> list[Table]:
     ratios, loads = (RATIOS[::6], LOADS[1:]) if args.quick else (RATIOS, LOADS)
     sharegpt = lengths_of(args, "sharegpt")
     runs = {}
@@ -30,17 +45,10 @@ def main(argv: Sequence[str] | None = None) -> Table:
         for load in loads:
             rate = load * OPT_13B.capacity(lengths)
             for policy in (*BASELINES, BEST):
-                runs[load, ratio, policy] = Run(
-                    OPT_13B,
-                    lengths,
-                    rate,
-                    args.jobs,
-                    args.seed,
-                    scheduler(policy),
-                    OPT_13B.swapping(),
-                )
-    summaries = dict(zip(runs, on_all_cores(Run.summary, runs.values()), strict=True))
-    latency = {key: summary.normalized_latency_s.mean for key, summary in summaries.items()}
+                own = args.jobs, args.seed, scheduler(policy), OPT_13B.swapping()
+                runs[load, ratio, policy] = Run(OPT_13B, lengths, rate, *own)
+    summaries = on_all_cores(Run.summary, runs)
+    latency = {key: mean_normalized(summary) for key, summary in summaries.items()}
 
     table = new_table(
         "Fig. 14: mean normalized latency, s/token",
@@ -67,7 +75,6 @@ def main(argv: Sequence[str] | None = None) -> Table:
                 *map(number, others),
                 *(f"{other / best:.2f}×" for other in others),
             )
-    console.print(table)
     panels = {
         f"Load {load:g}": {
             policy: (ratios, [latency[load, ratio, policy] for ratio in ratios])
@@ -75,12 +82,9 @@ def main(argv: Sequence[str] | None = None) -> Table:
         }
         for load in loads
     }
-    save_plot(
-        args, "fig14", panels, "Input / output tokens", "Normalized latency (s/token)", log=True
-    )
-    save_json(args, "fig14", panels)
-    return table
+    save_plot(args, panels, "Input / output tokens", "Normalized latency (s/token)", log=True)
+    save_json(args, panels)
+    return [table]
 
 
-if __name__ == "__main__":
-    main()
+FIGURE = Figure("fig14", __doc__, draw)

@@ -1,19 +1,27 @@
 """FastServe Fig. 15: what becomes of preempted jobs' KV when device memory is short.
 
 (a) Normalized latency against rate for four strategies, OPT-13B on an A100-40G with 56 GiB of host
-memory. (b) How much of a job's latency it waits for its KV, and what crosses the link. The same
-strategies on the real engine: ``benchmarks/swap_strategies.py``.
+memory. (b) How much of a job's latency it waits for its KV, and what crosses the link.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fastserve_bench.report.summary import summarize
-from figures import console, lengths_of, new_table, number, parse, parser, save_json, save_plot
 from rich.table import Table
-from simulated_runs import BATCH, OPT_13B, Run, on_all_cores, scheduler
+
+from benchmarks.paper.figures import (
+    Figure,
+    lengths_of,
+    new_table,
+    number,
+    save_json,
+    save_plot,
+)
+from benchmarks.paper.simulated_runs import BATCH, OPT_13B, Run, on_all_cores, scheduler
 
 LOADS = (0.6, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
 """Rates over what full batches finish."""
@@ -58,29 +66,20 @@ def outcome(run: Run) -> Outcome:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> Table:
-    args = parse(parser(__doc__, jobs=400), argv)
+def draw(args: argparse.Namespace) -> list[Table]:
     lengths = lengths_of(args, "sharegpt")
     capacity = OPT_13B.capacity(lengths)
     rates = [load * capacity for load in (QUICK_LOADS if args.quick else LOADS)]
     policy = scheduler("skip_join_mlfq")
-    points = [(rate, name) for rate in rates for name in SETTINGS]
-    outcomes = on_all_cores(
+
+    def run(rate: float, setting: Mapping[str, object]) -> Run:
+        kv_cache = OPT_13B.swapping(**setting)
+        return Run(OPT_13B, lengths, rate, args.jobs, args.seed, policy, kv_cache)
+
+    results = on_all_cores(
         outcome,
-        [
-            Run(
-                OPT_13B,
-                lengths,
-                rate,
-                args.jobs,
-                args.seed,
-                policy,
-                OPT_13B.swapping(**SETTINGS[name]),
-            )
-            for rate, name in points
-        ],
+        {(rate, name): run(rate, keys) for rate in rates for name, keys in SETTINGS.items()},
     )
-    results = dict(zip(points, outcomes, strict=True))
     table = new_table(
         "Fig. 15: strategies for preempted jobs' KV",
         f"OPT-13B, A100-40G, batch {BATCH}, skip-join MLFQ, ShareGPT lengths, {args.jobs} jobs, "
@@ -97,8 +96,7 @@ def main(argv: Sequence[str] | None = None) -> Table:
         "avoided\nGB",
         "recom-\nputed",
     )
-    for rate, name in points:
-        one = results[rate, name]
+    for (rate, name), one in results.items():
         table.add_row(
             f"{rate:.2f}, {name}",
             number(one.normalized_mean_s),
@@ -111,7 +109,6 @@ def main(argv: Sequence[str] | None = None) -> Table:
             str(one.recomputed),
             end_section=name == list(SETTINGS)[-1],
         )
-    console.print(table)
 
     def lines(field: str) -> dict[str, tuple[Sequence[float], Sequence[float]]]:
         return {
@@ -120,18 +117,16 @@ def main(argv: Sequence[str] | None = None) -> Table:
         }
 
     panels = {"Mean": lines("normalized_mean_s"), "P95": lines("normalized_p95_s")}
-    save_plot(args, "fig15", panels, "Rate (jobs/s)", "Normalized latency (s/token)", log=True)
+    save_plot(args, panels, "Rate (jobs/s)", "Normalized latency (s/token)", log=True)
     save_json(
         args,
-        "fig15",
         [
             {"rate": rate, "strategy": name}
             | {field: getattr(one, field) for field in Outcome.__slots__}
             for (rate, name), one in results.items()
         ],
     )
-    return table
+    return [table]
 
 
-if __name__ == "__main__":
-    main()
+FIGURE = Figure("fig15", __doc__, draw)

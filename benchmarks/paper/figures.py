@@ -5,28 +5,37 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastserve_bench.workload import AUTHORS_LIMITS, Lengths, load_lengths
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure as Canvas
 from rich import box
-from rich.console import Console
 from rich.table import Table
-from simulated_runs import BATCH, Run, System, scheduler
+
+from benchmarks.paper.simulated_runs import BATCH, Run, System, scheduler
 
 DATASETS = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
 ALPACA_JOBS = 2  # as many as ShareGPT's: they last a sixth as long
 
-console = Console(width=100)
+
+@dataclass(frozen=True)
+class Figure:
+    name: str
+    description: str | None
+    draw: Callable[[argparse.Namespace], list[Table]]
+    """Makes its tables, and saves its plots and numbers."""
+    jobs: int = 400
+    """Of a trace, unless ``--jobs`` says otherwise."""
+    quick_jobs: int = 40
+    add_options: Callable[[argparse.ArgumentParser], None] = lambda options: None
+    """Those that only it has."""
 
 
-def parser(description: str | None, jobs: int) -> argparse.ArgumentParser:
-    """The options of every figure."""
-    options = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_common_options(options: argparse.ArgumentParser, figure: Figure) -> None:
+    jobs = figure.jobs
     options.add_argument("--jobs", type=int, default=jobs, help=f"jobs of a trace ({jobs})")
     options.add_argument("--seed", type=int, default=0, help="of jobs and arrivals (0)")
     for name in ("sharegpt", "alpaca"):
@@ -41,19 +50,8 @@ def parser(description: str | None, jobs: int) -> argparse.ArgumentParser:
         "--plot-dir",
         type=Path,
         default=Path(__file__).parent / "plots",
-        help="where plots (PNG) and numbers (JSON) go (beside this script)",
+        help="where plots (PNG) and numbers (JSON) go (beside the scripts)",
     )
-    return options
-
-
-def parse(
-    options: argparse.ArgumentParser, argv: Sequence[str] | None, quick_jobs: int = 40
-) -> argparse.Namespace:
-    args = options.parse_args(argv)
-    if args.quick:
-        args.jobs = min(args.jobs, quick_jobs)
-    args.plot_dir.mkdir(parents=True, exist_ok=True)
-    return args
 
 
 def lengths_of(args: argparse.Namespace, name: str) -> Lengths:
@@ -109,7 +107,7 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
-def save_json(args: argparse.Namespace, name: str, values: Any) -> None:
+def save_json(args: argparse.Namespace, values: Any, suffix: str = "") -> None:
     """With all options: what a figure is of shall be known from its numbers."""
     settings = {
         option: str(value) if isinstance(value, Path) else value
@@ -117,12 +115,13 @@ def save_json(args: argparse.Namespace, name: str, values: Any) -> None:
         if option != "plot_dir"
     }
     document = {"settings": settings, "values": values}
-    (args.plot_dir / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+    (args.plot_dir / f"{args.figure}{suffix}.json").write_text(
+        json.dumps(document, indent=2) + "\n", "utf-8"
+    )
 
 
 def save_plot(
     args: argparse.Namespace,
-    name: str,
     panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
     xlabel: str,
     ylabel: str,
@@ -130,7 +129,7 @@ def save_plot(
     log: bool = False,
 ) -> None:
     """Panels beside each other: title → line's label → (x values, y values)."""
-    figure = Figure(figsize=(4.5 * len(panels), 3.8), dpi=150, layout="constrained")
+    figure = Canvas(figsize=(4.5 * len(panels), 3.8), dpi=150, layout="constrained")
     for axes, (title, lines) in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
     ):
@@ -141,4 +140,4 @@ def save_plot(
             axes.set_yscale("log")
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(args.plot_dir / f"{name}.png")
+    figure.savefig(args.plot_dir / f"{args.figure}.png")

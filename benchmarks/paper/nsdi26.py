@@ -8,26 +8,26 @@ of prompt and output together, so that only the gains compare.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from alise import beside
 from fastserve_bench.report.summary import Summary
-from figures import (
+from rich.table import Table
+
+from benchmarks.paper.alise import beside
+from benchmarks.paper.figures import (
     DATASETS,
-    console,
+    Figure,
     fcfs_run,
     new_table,
     number,
-    parse,
-    parser,
     save_json,
     save_plot,
 )
-from rate_search import finite, ratio, search_all
-from rich.table import Table
-from rivals import vllm
-from simulated_runs import OPT_13B, Run, System, mean_normalized, scheduler
+from benchmarks.paper.rate_search import finite, ratio, search_all
+from benchmarks.paper.rivals import vllm
+from benchmarks.paper.simulated_runs import OPT_13B, Run, System, mean_normalized, scheduler
 
 VLLM, CHUNKED, FCFS, SKIP_JOIN = "vLLM", "vLLM, chunks", "FCFS", "skip-join"
 BOUND_S = 0.25  # at which the artifact's notebook compares Fig. 14 and 15
@@ -58,14 +58,9 @@ PANELS: tuple[Panel, ...] = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> Table:
-    options = parser(__doc__, jobs=400)
-    options.add_argument(
-        "--figure", choices=[panel.figure for panel in PANELS], help="only this one (all)"
-    )
-    args = parse(options, argv)
+def draw(args: argparse.Namespace) -> list[Table]:
     panels = PANELS[3:4] if args.quick else PANELS
-    panels = tuple(panel for panel in panels if args.figure in (None, panel.figure))
+    panels = tuple(panel for panel in panels if args.panel in (None, panel.figure))
     runs = {}
     for panel in panels:
         fcfs = replace(
@@ -103,10 +98,8 @@ def main(argv: Sequence[str] | None = None) -> Table:
             *(cells.get(label, "–") for label in (VLLM, CHUNKED, FCFS, SKIP_JOIN)),
             *(gains.get(label, "–") for label in (VLLM, CHUNKED, FCFS)),
         )
-    console.print(table)
     save_json(
         args,
-        "nsdi26",
         [
             {"figure": panel.figure, "label": label, "jobs_per_s": finite(search.rate)}
             for (panel, label), search in searches.items()
@@ -114,7 +107,6 @@ def main(argv: Sequence[str] | None = None) -> Table:
     )
     save_plot(
         args,
-        "nsdi26",
         {
             f"Fig. {panel.figure}, {panel.system}": {
                 label: _line(searches[panel, label].runs) for label in panel.artifact
@@ -125,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> Table:
         "Normalized latency (s/token)",
         log=True,
     )
-    return table
+    return [table]
 
 
 def _run(fcfs: Run, label: str, seats: int) -> Run:
@@ -147,5 +139,9 @@ def _line(runs: Sequence[tuple[float, Summary]]) -> tuple[list[float], list[floa
     return [rate for rate, _ in runs], [mean_normalized(summary) for _, summary in runs]
 
 
-if __name__ == "__main__":
-    main()
+def add_options(options: argparse.ArgumentParser) -> None:
+    panels = [panel.figure for panel in PANELS]
+    options.add_argument("--figure", dest="panel", choices=panels, help="only this one (all)")
+
+
+FIGURE = Figure("nsdi26", __doc__, draw, add_options=add_options)

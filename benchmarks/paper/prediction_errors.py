@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,6 @@ class PredictionErrors:
 
     jobs: tuple[tuple[int, int], ...]
     """(real, predicted) tokens, by real length, shortest first."""
-    scale: float = 1.0
-    """ln(predicted / real) times this: 0 is perfect foresight, 2 squares every ratio."""
 
     @classmethod
     def read(cls, path: Path) -> PredictionErrors:
@@ -44,16 +42,13 @@ class PredictionErrors:
             ]
         return cls(tuple(sorted(jobs, key=lambda job: job[0])))
 
-    def scaled(self, scale: float) -> PredictionErrors:
-        return replace(self, scale=scale)
-
     def predict(
         self, trace: Sequence[TraceJob], lengths: Lengths, seed: int, max_model_len: int
     ) -> list[int]:
         """A prediction for each job of a trace that was drawn from ``lengths``.
 
-        The same seed draws the same errors whatever the scale, and a longer trace begins with the
-        predictions of a shorter one. No prediction exceeds what the model has room for.
+        A longer trace begins with the predictions of a shorter one. No prediction exceeds what the
+        model has room for.
         """
         ordered = np.sort([output for _, output in lengths])
         outputs = np.array([job.output_tokens for job in trace])
@@ -68,9 +63,8 @@ class PredictionErrors:
         real, predicted = np.array(self.jobs).T
         errors = np.mean(_ranks(real, predicted), axis=0) - np.mean(_ranks(real, real), axis=0)
         places = np.clip((ranks + errors[drawn]) * len(ordered), 0, len(ordered) - 1).astype(int)
-        predictions = outputs * (ordered[places] / outputs) ** self.scale
         longest = [max_model_len - job.prompt_tokens for job in trace]
-        return [int(tokens) for tokens in np.clip(np.rint(predictions), 1, longest)]
+        return [int(tokens) for tokens in np.minimum(ordered[places], longest)]
 
 
 def _ranks(ordered: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:

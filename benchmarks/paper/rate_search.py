@@ -11,8 +11,9 @@ from typing import TypeVar
 from fastserve_bench.report.plot import plot_sweep
 from fastserve_bench.report.summary import Summary
 from fastserve_bench.report.sweep import SweepPoint
-from figures import DATASETS, save_json
-from simulated_runs import OPT_13B, Run, System, on_all_cores
+
+from benchmarks.paper.figures import DATASETS, save_json
+from benchmarks.paper.simulated_runs import OPT_13B, Run, System, on_all_cores
 
 SLO_ITERATIONS = 10
 OPT_13B_SLO_S = 0.3  # the paper's, and ten decode iterations of 30 ms
@@ -64,9 +65,8 @@ def search_all(
     for run in runs.values():
         if run not in distinct:
             distinct.append(run)
-    found = on_all_cores(
-        _searches, [(run, statistics, bound_s(run.system), tolerance) for run in distinct]
-    )
+    tasks = [(run, statistics, bound_s(run.system), tolerance) for run in distinct]
+    found = on_all_cores(_searches, dict(enumerate(tasks)))
     return [
         {key: found[distinct.index(run)][index] for key, run in runs.items()}
         for index in range(len(statistics))
@@ -131,9 +131,9 @@ def ratio(rate: float, base: float) -> str:
 
 def save(
     args: argparse.Namespace,
-    name: str,
     searches: Mapping[Line, Search],
     bound_s: Callable[[System], float] = slo_s,
+    suffix: str = "",
 ) -> None:
     """A plot for each system and data set, and the rates as JSON."""
     for system, dataset in dict.fromkeys((line.system, line.dataset) for line in searches):
@@ -143,18 +143,15 @@ def save(
             if (line.system, line.dataset) == (system, dataset)
             for rate, summary in search.runs
         ]
-        path = args.plot_dir / f"{name}_{system.model}_{dataset}.png"
+        path = args.plot_dir / f"{args.figure}{suffix}_{system.model}_{dataset}.png"
         plot_sweep(points, path, slo_s=bound_s(system), title=f"{system}, {DATASETS[dataset]}")
-    save_json(
-        args,
-        name,
-        [
-            {
-                "system": str(line.system),
-                "dataset": line.dataset,
-                "label": line.label,
-                "jobs_per_s": finite(search.rate),
-            }
-            for line, search in searches.items()
-        ],
-    )
+    rates = [
+        {
+            "system": str(line.system),
+            "dataset": line.dataset,
+            "label": line.label,
+            "jobs_per_s": finite(search.rate),
+        }
+        for line, search in searches.items()
+    ]
+    save_json(args, rates, suffix)

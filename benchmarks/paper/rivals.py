@@ -14,7 +14,8 @@ from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.walk import MergedWalk, OrderKey, Walk
-from simulated_runs import BLOCK_SIZE, MAX_MODEL_LEN, RECOMPUTE, Run, scheduler
+
+from benchmarks.paper.simulated_runs import BLOCK_SIZE, MAX_MODEL_LEN, RECOMPUTE, Run, scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator

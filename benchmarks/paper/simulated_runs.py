@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,7 +25,8 @@ from fastserve_backend.simulation.memory import KVMemory, memory_of_roofline
 from fastserve_backend.simulation.simulator import PolicyOfLimits, Simulation, simulate
 from fastserve_bench.report.summary import Summary, summarize
 from fastserve_bench.workload import Lengths, poisson_trace
-from prediction_errors import PredictionErrors
+
+from benchmarks.paper.prediction_errors import PredictionErrors
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
@@ -35,6 +36,7 @@ _TYPICAL_CONTEXT = 400  # tokens of a job in the middle of its output
 
 SWAPPING = "KV is swapped to 56 GiB of host memory (strategy proactive)."
 
+Key = TypeVar("Key")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -162,7 +164,7 @@ class Run:
 
 def scheduler(policy: str, max_num_seqs: int = BATCH, **keys: Any) -> SchedulerSection:
     """The paper's testbed: whole prefills, the objective of its figures, and the threshold of
-    promotion that suits 16 seats (``starvation.py``)."""
+    promotion that suits 16 seats (docs/paper_results.md)."""
     testbed = {
         "prefill_chunk_tokens": "whole",
         "objective": "normalized_latency",
@@ -180,9 +182,11 @@ RECOMPUTE = kv_cache(strategy="recompute")
 """Device memory alone."""
 
 
-def on_all_cores(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Results in the order of the items."""
-    return list(_pool().map(function, items))
+def on_all_cores(
+    function: Callable[[Item], Result], items: Mapping[Key, Item]
+) -> dict[Key, Result]:
+    """The function's results, by the items' keys."""
+    return dict(zip(items, _pool().map(function, items.values()), strict=True))
 
 
 @cache

@@ -23,14 +23,21 @@ from typing import Any
 
 import numpy as np
 import psutil
-from checkpoint import VOCAB_SIZE, existing_checkpoint
-from comparison_tables import Report, markdown, objectives_table, speed_table, sweep_table
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import FastServeError
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import FastServeClient
 from fastserve_client.errors import ClientError
-from vllm_server import ALL_CPUS, MODEL_NAME, VllmServer, VllmSettings
+
+from benchmarks.peers.checkpoint import VOCAB_SIZE, existing_checkpoint
+from benchmarks.peers.comparison_tables import (
+    Report,
+    markdown,
+    objectives_table,
+    speed_table,
+    sweep_table,
+)
+from benchmarks.peers.vllm_server import ALL_CPUS, MODEL_NAME, VllmServer, VllmSettings
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,9 +14,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from compare import VLLM, Comparison, add_common_arguments, run_comparison
-from comparison_tables import Report, markdown, short_number, summaries
-from vllm_server import ALL_CPUS
+from benchmarks.peers.compare import VLLM, Comparison, add_common_arguments, run_comparison
+from benchmarks.peers.comparison_tables import Report, markdown, short_number, summaries
+from benchmarks.peers.vllm_server import ALL_CPUS
 
 DEFAULT, FCFS = "as shipped", "fcfs"
 LOAD = 1.3

@@ -91,13 +91,14 @@ setup)
     ;;
 run | queues)
     case $1 in
-    run) program=compare.py ;;
-    queues) program=queues.py ;;
+    run) program=compare ;;
+    queues) program=queues ;;
     esac
     shift
     [[ -x $ROOT/.venv/bin/fastserve ]] || fail "this server is not installed; run: make -C $ROOT install"
     setup
-    exec "$ROOT/.venv/bin/python" "$ROOT/benchmarks/peers/$program" \
+    cd "$ROOT"
+    exec .venv/bin/python -m "benchmarks.peers.$program" \
         --vllm-environment "$ENVIRONMENT" --cache "$CACHE" "$@"
     ;;
 *)

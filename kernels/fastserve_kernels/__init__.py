@@ -1,5 +1,5 @@
 """Kernels of the FastServe backend: attention over a paged KV cache, cache writes, linears.
 
-`ops` is the public interface, chosen by the device of its tensors; `reference` holds the float64
-oracles that tests compare it with.
+`ops` is the public interface. It chooses an implementation by the device of its tensors. Tests
+compare it with `reference`, which holds float64 oracles.
 """

@@ -1,5 +1,7 @@
-"""Which implementation runs an operation: chosen by the device and dtype of its tensors; on a CPU
-also by what is in use there, which is decided once a process, on first need."""
+"""Chooses the implementation of an operation, by the device and dtype of its tensors.
+
+For a CPU there are several. Each process decides on one of them when it first needs it.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,18 @@ class _State:
 
 
 def set_cpu_backend(choice: Literal["auto", "compiled", "torch", "triton"]) -> CpuBackend:
-    """Chooses the CPU implementation and returns the one now in use.
+    """Choose the CPU implementation. Returns the one now in use.
 
-    "auto" compiles, and falls back to plain torch with a logged warning; "compiled" raises
-    BuildError instead of falling back. "triton" runs the GPU's kernels in Triton's interpreter,
-    which is thousands of times slower: for tests, with TRITON_INTERPRET=1 in the environment. A
-    PackedLinear or Int8Linear keeps what it was built with.
+    - "auto" compiles the kernels, or falls back to plain torch with a logged warning.
+    - "compiled" compiles them, and raises BuildError if that fails.
+    - "torch" is plain torch.
+    - "triton" runs the GPU's kernels in Triton's interpreter, thousands of times slower. It is for
+      tests and needs TRITON_INTERPRET=1 in the environment.
 
-    Raises ValueError for any other choice.
+    A PackedLinear or Int8Linear keeps the implementation that it was built with.
+
+    Raises:
+        ValueError: any other choice, or "triton" without that variable.
     """
     if choice not in ("auto", "compiled", "torch", "triton"):
         raise ValueError(f"CPU kernels {choice!r}: use 'auto', 'compiled', 'torch' or 'triton'")
@@ -62,10 +68,10 @@ def _compiled(choice: str) -> CompiledKernels | None:
 
 
 def cpu_backend() -> CpuBackend:
-    """The CPU implementation in use: "compiled" C++, plain "torch", or "triton", interpreted.
+    """The CPU implementation in use: "compiled" C++, plain "torch", or interpreted "triton".
 
-    The first call decides, by the environment variable FASTSERVE_CPU_KERNELS ("auto" unless set,
-    see `set_cpu_backend`), and compiles if the cache is empty.
+    The first call decides by the environment variable FASTSERVE_CPU_KERNELS (default "auto", see
+    `set_cpu_backend`), and compiles if the cache is empty.
     """
     if _State.backend is None:
         return set_cpu_backend(os.environ.get(CHOICE_VARIABLE, "auto"))  # type: ignore[arg-type]
@@ -73,14 +79,14 @@ def cpu_backend() -> CpuBackend:
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Whether the Triton-language kernels run on this device: any GPU, or their interpreter."""
+    """Whether Triton-language kernels run for this device: on any GPU, or interpreted on a CPU."""
     return device.type == "cuda" or (device.type == "cpu" and cpu_backend() == "triton")
 
 
 def kernels_for(tensor: Tensor) -> CompiledKernels | ModuleType:
-    """The fastest implementation for tensors like this one, of the operations that all have."""
+    """The fastest implementation for tensors like this one, of operations that all have."""
     if uses_triton(tensor.device):
-        # Needs Triton, which only a GPU needs.
+        # Imported on use: it needs Triton, which only a GPU needs.
         from fastserve_kernels.gpu import kernels
 
         return kernels
@@ -88,7 +94,7 @@ def kernels_for(tensor: Tensor) -> CompiledKernels | ModuleType:
 
 
 def compiled_for(tensor: Tensor) -> CompiledKernels | None:
-    """The compiled kernels if they serve this tensor's device and dtype."""
+    """The compiled kernels if they support this tensor's device and dtype, else None."""
     if not tensor.is_cpu or tensor.dtype not in COMPILED_DTYPES:
         return None
     cpu_backend()

@@ -1,14 +1,14 @@
-"""The KV cache in INT8: numbers from -127 to 127, and a float32 scale for each token of a head.
+"""The KV cache in INT8: codes from -127 to 127, and a float32 scale for each token of a head.
 
-ALISE (§3.4) quantizes channels of whole blocks, which is what the host tier does
-(`kv_quantization`). On the device a token is written as soon as it is computed, when the rest of
-its block is not there yet. So each key and each value of a head has a scale of its own, and what a
-token is rounded to depends on nothing else: not on the batch, on chunks, or on being swapped.
+ALISE (§3.4) quantizes channels of whole blocks, as the host tier does (`kv_quantization`). On the
+device a token is written as soon as it is computed, before its block is full. So each key and each
+value of a head has its own scale. What a token is rounded to depends on nothing else: not on the
+batch, on chunks, or on swapping.
 
-A cache in INT8 is one contiguous int8 tensor
+The cache is one contiguous int8 tensor
 ``[num_blocks, layers, 2, kv_heads, block_size, head_dim + SCALE_BYTES]``. The bytes of one head in
-one block are, in this order, codes ``[block_size, head_dim]`` and scales, float32 ``[block_size]``.
-So a block is one run of bytes, which is copied and swapped as that of any other cache.
+one block are first codes ``[block_size, head_dim]``, then scales, float32 ``[block_size]``. So a
+block is contiguous, and is copied and swapped like that of any other cache.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def is_int8(kv: Tensor) -> bool:
 
 
 def codes_and_scales(kv: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of the cache: codes int8 ``[…, block_size, head_dim]``, scales float32
-    ``[…, block_size]``, the leading dimensions those of ``kv``."""
+    """Views of the cache: codes int8 ``[…, block_size, head_dim]`` and scales float32
+    ``[…, block_size]``, with the leading dimensions of ``kv``."""
     *leading, block_size, width = kv.shape
     head_dim = width - SCALE_BYTES
     heads = kv.view(*leading, block_size * width)
@@ -41,18 +41,19 @@ def quantize_tokens(tokens: Tensor) -> tuple[Tensor, Tensor]:
         tokens: ``[…, head_dim]``, any floating type.
 
     Returns:
-        codes: int8, the shape of ``tokens``. scales: float32 ``[…]``; NaN where a value is infinite
-        or NaN, so that the whole token is, and 0 where all values are.
+        codes: int8, the shape of ``tokens``.
+        scales: float32 ``[…]``. NaN if a value of the token is infinite or NaN: then the whole
+        token is read as NaN. 0 if all values are 0.
     """
     values = tokens.float()
     largest = values.abs().amax(dim=-1)
     scales = torch.where(largest.isfinite(), largest / MOST, torch.nan)
-    # Of a token of zeros any number will do.
+    # For a token of zeros any divisor will do.
     steps = values / torch.where(scales == 0, 1.0, scales)[..., None]
     codes = steps.round_().clamp_(-MOST, MOST).nan_to_num_()
     return codes.to(torch.int8), scales
 
 
 def dequantize_tokens(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What ``quantize_tokens`` rounded its tokens to, in ``dtype``."""
+    """The tokens that ``quantize_tokens`` has rounded, in ``dtype``."""
     return (codes.float() * scales[..., None]).to(dtype)

@@ -1,4 +1,4 @@
-"""Inference-only linear layers whose weight is kept in INT8."""
+"""Linear layers for inference, with weights in INT8."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fastserve_kernels.weight_quantization import quantize_rows, row_magnitudes
 
 class Int8Linear:
     """y = x @ weight.T + bias, optionally with a ReLU, with the weight rounded to INT8
-    (`weight_quantization`): a byte an element, which is what reading weights takes.
+    (`weight_quantization`), so that an element of the weight takes one byte to read.
 
-    Products are of x's own type and sums in float32, so x is not rounded. `path` says what runs:
+    Products have x's own type and sums are in float32, so x is not rounded. `path` tells what runs:
 
     - "compiled": this package's kernel, float32 and bfloat16 on a CPU. Results do not depend on the
       number of rows in a call, bit for bit.
     - "triton": a kernel in the Triton language, on a GPU.
-    - "torch": plain torch in float32, for all else. It widens the weight in each call, and so takes
-      many times as long as `PackedLinear`.
+    - "torch": plain torch in float32, for everything else. It widens the weight in each call, and
+      takes many times as long as `PackedLinear`.
     """
 
     def __init__(
@@ -32,8 +32,13 @@ class Int8Linear:
         relu: bool = False,
         magnitudes: Tensor | None = None,
     ) -> None:
-        """weight [out, in], bias [out] of the same dtype and device, or None. magnitudes [out] of
-        whole rows, where weight has only some of their columns; None: it has all."""
+        """
+        Args:
+            weight: [out, in].
+            bias: [out] of the same dtype and device, or None.
+            magnitudes: [out], the largest magnitudes of whole rows, if weight has only some of
+                their columns; None: it has all.
+        """
         weight = weight.detach()
         bias = None if bias is None else bias.detach().contiguous()
         self.out_features, self.in_features = weight.shape
@@ -43,7 +48,7 @@ class Int8Linear:
         self.path, self._apply = _choose(weight, codes, scale, bias, relu)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] of the weight's dtype, T may be 0 -> [T, out], contiguous."""
+        """x [T, in] of the weight's dtype -> [T, out], contiguous. T may be 0."""
         return self._apply(x)
 
 
@@ -76,7 +81,7 @@ def _on_gpu(
             x = x.clone(memory_format=torch.contiguous_format)
         return int8_linear(x, codes, scale, bias, relu)
 
-    # Compiled now: serving must not wait for it.
+    # Compile now, so that serving does not wait for it.
     for rows in variants(dtype, codes.device):
         apply(torch.zeros(rows, codes.shape[1], dtype=dtype, device=codes.device))
     return apply

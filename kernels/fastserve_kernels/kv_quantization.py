@@ -1,8 +1,8 @@
 """KV blocks in INT8: one scale and one offset for each channel of a block (ALISE §3.4).
 
-A channel is one of ``head_dim`` values of one head in one layer, K or V, over the tokens of a
-block. Keys have channels far from zero, so the range is asymmetric: ``x ≈ scale · (code + 128) +
-minimum``, ``scale = (max - min) / 255``.
+A channel is one of the ``head_dim`` places of a head in one layer, of K or V, over all tokens of a
+block. Some channels of keys are far from zero, so the range is asymmetric:
+``x ≈ scale · (code + 128) + minimum`` with ``scale = (max - min) / 255``.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from torch import Tensor
 
 LEVELS = 255
 LOWEST_CODE = -128
-# Of float16: a smaller scale would lose its digits. An error of half of it means nothing in KV.
+# A smaller scale would lose digits in float16. An error of half this scale does not matter in KV.
 LEAST_SCALE = 2.0**-14
 LARGEST = torch.finfo(torch.float16).max
 
 
 def quantize(blocks: Tensor, num_last_tokens: int) -> tuple[Tensor, Tensor]:
-    """INT8 codes and the parameters to read them.
+    """Quantize blocks to INT8 codes, with the parameters to read them.
 
     Args:
-        blocks: ``[n, layers, 2, kv_heads, block_size, head_dim]``, any floating type; the rows of
-            the last block from ``num_last_tokens`` on may hold anything.
+        blocks: ``[n, layers, 2, kv_heads, block_size, head_dim]``, any floating type.
+        num_last_tokens: tokens in the last block; its other rows may hold anything.
 
     Returns:
         codes: int8, the shape of ``blocks``.
@@ -44,8 +44,8 @@ def quantize(blocks: Tensor, num_last_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, parameters: Tensor, dtype: torch.dtype) -> Tensor:
-    """The blocks again, in ``dtype``; each value within half a scale, but for the rounding of
-    ``dtype`` and of the parameters."""
+    """The blocks again, in ``dtype``. Each value is within half a scale of the original, apart from
+    the rounding of ``dtype`` and of the parameters."""
     scale, minimum = _scale_and_minimum(parameters)
     return codes.float().sub_(LOWEST_CODE).mul_(scale).add_(minimum).to(dtype)
 

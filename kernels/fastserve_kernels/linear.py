@@ -1,4 +1,4 @@
-"""Inference-only linear layers with the weight packed once for the device."""
+"""Linear layers for inference, with the weight packed once for the device."""
 
 from __future__ import annotations
 
@@ -11,34 +11,35 @@ from torch import Tensor
 from fastserve_kernels.backend import compiled_for, uses_triton
 
 ONEDNN_ROWS_HINT = 16
-"""Rows that oneDNN lays the weight out for. Measured in fp32 for 1 to 2048 rows: a layout for 16
-or 256 serves every count, one for a single row loses up to 70% from 4 rows on."""
+"""oneDNN lays out the weight for so many rows. Measured in fp32 for 1 to 2048 rows: a layout for 16
+or 256 suits every count; one for a single row loses up to 70% from 4 rows on."""
 
 
 class PackedLinear:
     """y = x @ weight.T + bias, optionally with a ReLU, for inference.
 
-    The weight is kept in one packed copy; the given tensor is not kept unless the device wants it
-    as it is. `path` says what runs:
+    Only a packed copy of the weight is kept, or the given tensor if the device uses it as it is.
+    `path` tells what runs:
 
     - "compiled": this package's kernel, float32 and bfloat16 on a CPU. Results do not depend on the
       number of rows in a call, bit for bit.
-    - "onednn": oneDNN's prepacked kernels. Without a C++ compiler float32, and bfloat16 where the
-      CPU has instructions for it.
-    - "torch": `torch.nn.functional.linear`, for all else; on a GPU a ReLU is fused with the bias.
+    - "onednn": oneDNN's prepacked kernels, without a C++ compiler: for float32, and for bfloat16 if
+      the CPU has instructions for it.
+    - "torch": `torch.nn.functional.linear`, for everything else. On a GPU a ReLU is fused with the
+      bias.
 
-    The last two choose their method by the number of rows, on which the last bits may so depend.
+    The last two choose their method by the number of rows, so the last bits may depend on it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, relu: bool = False) -> None:
-        """weight [out, in], bias [out] of the same dtype and device, or None."""
+        """weight [out, in]; bias [out] of the same dtype and device, or None."""
         weight = weight.detach()
         bias = None if bias is None else bias.detach().contiguous()
         self.out_features, self.in_features = weight.shape
         self.path, self._apply = _choose(weight, bias, relu)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] of the weight's dtype, T may be 0 -> [T, out], contiguous."""
+        """x [T, in] of the weight's dtype -> [T, out], contiguous. T may be 0."""
         return self._apply(x)
 
 
@@ -67,7 +68,8 @@ def _suits_onednn(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
-        # A private check, which may be gone in another torch. Else oneDNN emulates bfloat16.
+        # A private check, which another torch may lack. Without the instructions oneDNN would
+        # emulate bfloat16.
         return bool(getattr(torch.cpu, "_is_avx512_bf16_supported", bool)())
     return dtype == torch.float32
 
@@ -88,7 +90,7 @@ def _onednn(weight: Tensor, bias: Tensor | None, relu: bool) -> Callable[[Tensor
 
 
 def _on_gpu(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """With a ReLU."""
+    """With a ReLU, in the same kernel as the bias."""
     from fastserve_kernels.gpu.kernels import bias_relu
 
     weight = weight.contiguous()
@@ -102,7 +104,7 @@ def _on_gpu(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 
 def _plain(weight: Tensor, bias: Tensor | None, relu: bool) -> Callable[[Tensor], Tensor]:
-    weight = weight.contiguous()  # a part of the columns is not, and would be slower in each call
+    weight = weight.contiguous()  # some columns of a matrix are not, and would slow down each call
 
     def apply(x: Tensor) -> Tensor:
         y = F.linear(x, weight, bias)

@@ -1,21 +1,25 @@
-"""Operations of a model step, token-major: T tokens of all jobs, flattened.
+"""The operations of a model step, token-major: the T tokens of all jobs are flattened.
 
-Each runs on the device of its tensors. On a GPU it is a kernel in the Triton language (`gpu`). On a
-CPU, float32 and bfloat16 run in C++ that is compiled on first use (see `cpu.builder`); every other
-case, and a machine without a compiler, runs in plain torch with the same results up to rounding.
-Shapes and dtypes are the caller's contract and are not checked on every call.
+Each operation runs on the device of its tensors:
 
-Attention here is for a CPU. A GPU's, `gpu.paged_decode` and `gpu.paged_prefill`, takes work lists
-that the host has made (`gpu.work_lists`), never waits for the device, and the first can be captured
-in a CUDA graph.
+- On a GPU it is a kernel in the Triton language (`gpu`).
+- On a CPU, float32 and bfloat16 run in C++ that is compiled on first use (`cpu.builder`).
+- Other dtypes, and machines without a compiler, run in plain torch, with the same results up to
+  rounding.
 
-KV cache: one contiguous tensor [num_blocks, layers, 2, kv_heads, block_size, head_dim], where
-index 2 is (K, V) and slot = block_id * block_size + offset. It is of the model's dtype, or int8 as
-`int8_cache` describes: then what is written is rounded, and read as what it was rounded to.
+Shapes and dtypes are the caller's contract; calls do not check them.
+
+Attention here is for a CPU. A GPU's is `gpu.paged_decode` and `gpu.paged_prefill`. They take work
+lists that the host has made (`gpu.work_lists`) and never wait for the device. A CUDA graph can
+capture the first.
+
+KV cache: one contiguous tensor [num_blocks, layers, 2, kv_heads, block_size, head_dim]. Dimension 2
+is (K, V), and slot = block_id * block_size + offset. It has the model's dtype, or int8 as
+`int8_cache` describes; then what is written is rounded.
 
 Block tables: int32 [N], contiguous, the block ids of all jobs, each job's in the order of its
-tokens; and table_starts, int32, contiguous, where each job's begin. What there is between and
-behind the jobs' blocks is not used.
+tokens. table_starts: int32, contiguous, where each job's ids begin. Entries between and behind the
+jobs' ids are not used.
 """
 
 from __future__ import annotations
@@ -53,10 +57,11 @@ __all__ = [
 
 
 def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Writes the K and V of T tokens into one layer of the cache, in place.
+    """Write the K and V of T tokens into one layer of the cache, in place.
 
-    key, value: [T, kv_heads, head_dim] of the model's dtype, only the last dimension need be
-    contiguous. slots: int64 [T], contiguous; -1 skips the token.
+    key, value: [T, kv_heads, head_dim] of the model's dtype; only the last dimension must be
+        contiguous.
+    slots: int64 [T], contiguous; -1 skips the token.
     """
     kernels_for(key).kv_write(kv, layer, key, value, slots)
 
@@ -64,11 +69,12 @@ def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) 
 def rope_kv_write(
     qkv: Tensor, heads: int, cos_sin: Tensor, kv: Tensor, layer: int, slots: Tensor
 ) -> None:
-    """Rotates the queries in place, and writes the rotated keys and the values to the cache.
+    """Rotate the queries in place, and write the rotated keys and the values to the cache.
 
     qkv: [T, heads + 2 * kv_heads, head_dim] of the model's dtype: query, key and value heads; only
-    the last dimension need be contiguous. Whether its keys are rotated too is left open.
-    cos_sin: as in `rotate`. slots: as in `kv_write`.
+        the last dimension must be contiguous. Its keys may be rotated in place too, or not.
+    cos_sin: as in `rotate`.
+    slots: as in `kv_write`.
     """
     kv_heads = kv.shape[3]
     key, value = qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
@@ -91,17 +97,17 @@ def paged_decode(
     scale: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query a job over the paged cache.
+    """Attention of one query row for each job over the paged cache.
 
-    query: [B, heads, head_dim] of the model's dtype, only the last dimension need be contiguous;
-    heads is a multiple of kv_heads, head_dim a multiple of 8 up to 256.
-    block_tables, table_starts: see above, [N] and [B]. context_lens: int32 [B], contiguous: row t
-    attends to the positions [0, context_lens[t]) of its job; 0 gives zeros (padding).
-    out: [B, heads, head_dim] of query's dtype to write to, each row contiguous.
+    query: [B, heads, head_dim] of the model's dtype; only the last dimension must be contiguous.
+        heads is a multiple of kv_heads, head_dim a multiple of 8 up to 256.
+    block_tables, table_starts: [N] and [B], see the module.
+    context_lens: int32 [B], contiguous. Row t attends to the positions [0, context_lens[t]) of its
+        job; 0 gives zeros (padding).
+    out: [B, heads, head_dim] of query's dtype, to write to; each row contiguous.
 
     Returns out, or a new contiguous tensor. Blocks and slots past a context are never used,
-    whatever they hold. On a CPU with compiled kernels a row does not depend on the other rows,
-    bit for bit.
+    whatever they hold. With compiled kernels a row is bit for bit independent of the other rows.
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -121,17 +127,18 @@ def paged_prefill(
     scale: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of prompts, or chunks of them, whose keys and values are in the cache.
+    """Causal attention of prompts, or chunks of prompts, whose keys and values are in the cache.
 
-    query: [T, heads, head_dim], as in `paged_decode`. query_starts: int32 [S + 1], contiguous, from
-    0 up to T: the rows [query_starts[j], query_starts[j + 1]), one at least, are the last ones of
-    job j. block_tables, table_starts: see above, [N] and [S]. context_lens: int32 [S], contiguous:
-    a job's tokens in the cache, those rows included; its last row attends to all.
-    out: [T, heads, head_dim] of query's dtype to write to, each row contiguous.
+    query: [T, heads, head_dim], as in `paged_decode`.
+    block_tables, table_starts: [N] and [S], see the module.
+    context_lens: int32 [S], contiguous, a job's tokens in the cache, including this call's rows.
+        Its last row attends to all of them.
+    query_starts: int32 [S + 1], contiguous, from 0 to T. The rows [query_starts[j],
+        query_starts[j + 1]), at least one, are the last ones of job j.
+    out: [T, heads, head_dim] of query's dtype, to write to; each row contiguous.
 
-    Returns out, or a new contiguous tensor. What lies past a context is never used. On a CPU with
-    compiled kernels a row depends neither on other jobs nor on how its prompt is cut into chunks,
-    bit for bit.
+    Returns out, or a new contiguous tensor. What lies past a context is never used. With compiled
+    kernels a row is bit for bit independent of other jobs and of how its prompt is cut into chunks.
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -147,8 +154,10 @@ def add_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Residual addition and layer norm in one pass: (x + residual, LayerNorm(x + residual)).
 
-    x, residual: [T, hidden] of one dtype, rows contiguous. weight, bias: [hidden] of that dtype,
-    or None. The sum is rounded to the dtype before it is normalised, in fp32.
+    x, residual: [T, hidden] of one dtype, rows contiguous.
+    weight, bias: [hidden] of that dtype, or None.
+
+    The sum is rounded to the dtype and then normalised in fp32.
     Returns two new contiguous tensors [T, hidden].
     """
     return kernels_for(x).add_layer_norm(x, residual, weight, bias, eps)
@@ -157,8 +166,10 @@ def add_layer_norm(
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Residual addition and RMS norm in one pass: (x + residual, RMSNorm(x + residual)).
 
-    x, residual: [T, hidden] of one dtype, rows contiguous. weight: [hidden] of that dtype. The sum
-    is rounded to the dtype before it is normalised, in fp32.
+    x, residual: [T, hidden] of one dtype, rows contiguous.
+    weight: [hidden] of that dtype.
+
+    The sum is rounded to the dtype and then normalised in fp32.
     Returns two new contiguous tensors [T, hidden].
     """
     return kernels_for(x).add_rms_norm(x, residual, weight, eps)
@@ -167,9 +178,11 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def rotate(x: Tensor, cos_sin: Tensor) -> None:
     """Rotary position embedding of T tokens, in place, in fp32.
 
-    x: [T, heads, head_dim], only the last dimension need be contiguous. cos_sin: float32 [T, dim],
-    contiguous, dim even and at most head_dim: dim / 2 cosines, then as many sines. The pairs
-    (i, i + dim / 2) of each head are rotated, the elements from dim on are left.
+    x: [T, heads, head_dim]; only the last dimension must be contiguous.
+    cos_sin: float32 [T, dim], contiguous: dim / 2 cosines, then dim / 2 sines. dim is even and at
+        most head_dim.
+
+    The pairs (i, i + dim / 2) of each head are rotated. Elements from dim on stay.
     """
     (compiled_for(x) or plain_torch).rotate(x, cos_sin)
 
@@ -177,14 +190,14 @@ def rotate(x: Tensor, cos_sin: Tensor) -> None:
 def silu_mul(x: Tensor) -> Tensor:
     """SiLU of the first half of each row times the second half, in fp32: [T, 2n] -> [T, n].
 
-    Rows contiguous. Returns a new contiguous tensor of x's dtype.
+    x: rows contiguous. Returns a new contiguous tensor of x's dtype.
     """
     return kernels_for(x).silu_mul(x)
 
 
 def argmax_rows(logits: Tensor) -> Tensor:
-    """Index of each row's largest value, the first of equals: logits [R, vocab] -> int64 [R].
+    """Index of each row's largest value, the first among equals: logits [R, vocab] -> int64 [R].
 
-    Rows contiguous. A NaN counts as the largest value, as in torch.
+    logits: rows contiguous. A NaN counts as the largest value, as in torch.
     """
     return (compiled_for(logits) or plain_torch).argmax_rows(logits)

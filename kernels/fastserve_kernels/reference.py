@@ -1,7 +1,7 @@
-"""Float64 oracles of `ops` and `kv_quantization`, written for reading: most of them take one token
-and one head at a time.
+"""Float64 oracles of `ops` and `kv_quantization`, written to be read.
 
-Results are float64 unless said; inputs may be of any float dtype.
+Most of them take one token and one head at a time. Inputs may have any float dtype. Results are
+float64 unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fastserve_kernels.int8_cache import codes_and_scales, is_int8
 
 
 def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> Tensor:
-    """The cache after `ops.kv_write`: a new tensor of kv's dtype."""
+    """The cache after `ops.kv_write`, as a new tensor of kv's dtype."""
     kv = kv.clone()
     block_size = kv.shape[4]
     for token, slot in enumerate(slots.tolist()):
@@ -33,8 +33,8 @@ def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) 
 
 
 def quantize_token(row: Tensor) -> tuple[Tensor, Tensor]:
-    """See `int8_cache.quantize_tokens`: one token of one head, row [head_dim] -> codes, scale. The
-    scale is float32's, so that codes of both can be compared."""
+    """See `int8_cache.quantize_tokens`. For one token of one head: row [head_dim] -> codes, scale.
+    The scale is float32, so that the codes can be compared."""
     scale = row.float().abs().max() / 127
     if not row.isfinite().all():
         return torch.zeros(row.shape, dtype=torch.int8), scale * torch.nan
@@ -43,7 +43,7 @@ def quantize_token(row: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def widened(kv: Tensor) -> Tensor:
-    """A cache in INT8 as a float64 one with the values that its codes stand for."""
+    """A cache in INT8 as a float64 one, with the values of its codes."""
     codes, scales = codes_and_scales(kv)
     return codes.double() * scales.double()[..., None]
 
@@ -58,11 +58,11 @@ def paged_attention(
     query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_starts: Tensor,
     context_lens: Tensor, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Attention of T queries over the paged cache: decode, one row a job, or prefill, more.
+    """Attention of T queries over the paged cache: for decodes (one row a job) and prefills (more).
 
-    query: [T, heads, head_dim]. table_starts: int [T], where in block_tables, int [N], the blocks
-    of query t's job begin. context_lens: int [T]: it attends to the positions [0, context_lens[t]);
-    0 gives zeros.
+    query: [T, heads, head_dim].
+    table_starts: int [T], where the blocks of query t's job begin in block_tables, int [N].
+    context_lens: int [T]. Query t attends to the positions [0, context_lens[t]); 0 gives zeros.
     """
     kv = widened(kv) if is_int8(kv) else kv
     tokens, heads, _ = query.shape
@@ -88,7 +88,7 @@ def paged_attention(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See `ops.add_layer_norm`; the sum has x's dtype, as there."""
+    """See `ops.add_layer_norm`. The sum has x's dtype, as there."""
     total = x + residual
     wide = total.double()
     centred = wide - wide.mean(-1, keepdim=True)
@@ -109,14 +109,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, relu: bool) -> Tensor
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `ops.add_rms_norm`; the sum is of x's dtype."""
+    """See `ops.add_rms_norm`. The sum has x's dtype, as there."""
     total = x + residual
     rows = [row * (row.square().mean() + eps).rsqrt() * weight.double() for row in total.double()]
     return total, torch.stack(rows) if rows else total.double()
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """The rotated x of `ops.rotate`, each pair as a complex number."""
+    """The rotated x of `ops.rotate`. Each pair is a complex number here."""
     out, half = x.double().clone(), cos_sin.shape[1] // 2
     first, second = out[..., :half], out[..., half : 2 * half]
     cosine, sine = cos_sin.double()[:, None].chunk(2, dim=-1)
@@ -137,8 +137,8 @@ def argmax_rows(logits: Tensor) -> Tensor:
 
 
 def quantize_kv(blocks: Tensor, num_last_tokens: int) -> tuple[Tensor, Tensor]:
-    """See `kv_quantization.quantize`; the parameters are float64 with values that float16 has, so
-    that codes of both can be compared."""
+    """See `kv_quantization.quantize`. The parameters are float64, but rounded to float16, so that
+    the codes can be compared."""
     n, layers, sides, kv_heads, block_size, head_dim = blocks.shape
     codes = torch.zeros(blocks.shape, dtype=torch.int8)
     parameters = torch.zeros(n, layers, sides, kv_heads, 2, head_dim, dtype=torch.float64)
@@ -164,7 +164,7 @@ def dequantize_kv(codes: Tensor, parameters: Tensor) -> Tensor:
 
 
 def bias_relu(x: Tensor, bias: Tensor | None) -> Tensor:
-    """What `gpu.activations.bias_relu` leaves in x."""
+    """The content of x after `gpu.activations.bias_relu`."""
     total = x.double() if bias is None else x.double() + bias.double()
     return total.clamp_min(0.0)
 
@@ -173,8 +173,8 @@ def rope_kv_write(
     query: Tensor, key: Tensor, value: Tensor, cos_sin: Tensor, kv: Tensor, layer: int,
     slots: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `gpu.cache_writes.rope_kv_write`: the rotated query and key, and the cache after it, a
-    new tensor of kv's dtype."""
+    """The results of `gpu.cache_writes.rope_kv_write`: the rotated query, the rotated key, and the
+    cache as a new tensor of kv's dtype."""
     rotated = rotate(key, cos_sin)
     cache = kv_write(kv, layer, rotated.to(kv.dtype), value, slots)
     return rotate(query, cos_sin), rotated, cache

@@ -1,8 +1,8 @@
-"""Weights in INT8: whole numbers from -127 to 127, and a scale for each output (row) of a linear.
+"""Weights in INT8: codes from -127 to 127, and a scale for each row (output) of a linear layer.
 
-Only the weights are rounded; activations keep their type. A scale is a number of the weight's own
-type, chosen before the codes, so that it rounds nothing more; of float16, which does not reach as
-far down as scales do, one of float32.
+Only weights are rounded; activations keep their type. A scale has the weight's own type, and codes
+are chosen for the rounded scale, so that its rounding adds no error. For float16, whose range is
+too small for scales, they are float32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 MOST = 127
-# Rows whose copy in float32 is made at a time.
+# So many rows are copied to float32 at a time.
 _ROWS = 4096
 
 
@@ -24,16 +24,18 @@ def row_magnitudes(weight: Tensor) -> Tensor:
 
 
 def quantize_rows(weight: Tensor, magnitudes: Tensor) -> tuple[Tensor, Tensor]:
-    """``weight[n, k] ≈ codes[n, k] · scale[n]``, each within half a scale, but for the scale's own
-    rounding at the largest.
+    """Quantize: ``weight[n, k] ≈ codes[n, k] · scale[n]``.
+
+    Each value is within half a scale. The largest of a row may be off by the scale's own rounding.
 
     Args:
         weight: ``[out, in]``, any floating type.
-        magnitudes: ``[out]`` of its type: of whole rows, where it has only some of their columns.
+        magnitudes: ``[out]`` of the same type, the largest magnitudes of whole rows. The weight may
+            have only some of their columns.
 
     Returns:
-        codes: int8 ``[out, in]``, contiguous. scale: ``[out]``. NaN and infinite magnitudes stay
-        so, and with them all results of the row.
+        codes: int8 ``[out, in]``, contiguous.
+        scale: ``[out]``. A NaN or infinite magnitude makes all results of its row NaN or infinite.
     """
     scale = magnitudes.float() / MOST
     if weight.dtype != torch.float16:
@@ -48,10 +50,10 @@ def quantize_rows(weight: Tensor, magnitudes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_rows(codes: Tensor, scale: Tensor) -> Tensor:
-    """The weight that the codes stand for, in float32."""
+    """The quantized weight, in float32."""
     return codes.float() * scale.float()[:, None]
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """The weight as `Int8Linear` has it, in float32: what its results are compared with."""
+    """The weight as `Int8Linear` uses it, in float32, to compare its results with."""
     return dequantize_rows(*quantize_rows(weight, row_magnitudes(weight)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from fastserve_backend.rank_protocol.messages import StageDone, Step, StepResult
+from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.worker.__main__ import main
-from fastserve_backend.worker.model_runner import Answer, ModelRunner
+from fastserve_backend.worker.model_runner import LaunchedStep, ModelRunner, Stopwatch
 
 FAILING_STEP = 99
 
@@ -15,19 +15,22 @@ class BehindRunner(ModelRunner):
     """Of one step the device fails only when its answer is waited for."""
 
     @property
-    def runs_behind(self) -> bool:
+    def is_asynchronous(self) -> bool:
         return True
 
-    def launch(self, step: Step) -> Answer | None:
-        return _fail if step.step_id == FAILING_STEP else super().launch(step)
+    def launch(self, step: Step) -> LaunchedStep | None:
+        if step.step_id != FAILING_STEP:
+            return super().launch(step)
+        return LaunchedStep(step.step_id, FailingWatch(self.device), None, is_last_stage=True)
 
 
-def _fail() -> StepResult | StageDone:
-    raise RuntimeError("the device has failed")
+class FailingWatch(Stopwatch):
+    def seconds(self) -> float:
+        raise RuntimeError("the device has failed")
 
 
 if __name__ == "__main__":
-    from fastserve_backend.worker import worker
+    from fastserve_backend.worker import build_rank
 
-    worker.ModelRunner = BehindRunner  # type: ignore[misc]
+    build_rank.ModelRunner = BehindRunner  # type: ignore[misc]
     sys.exit(main())

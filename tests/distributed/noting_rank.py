@@ -8,14 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fastserve_backend.worker import host_store, weight_memory, worker
+from fastserve_backend.worker import build_rank, host_store
 from fastserve_backend.worker.__main__ import main
-from fastserve_backend.worker.host_memory import HostMemory, host_memory
 
 NOTES = "NOTES_OF_RANKS"
 """Variable: the file, a line a note."""
 _take = host_store._host_memory
-_load = worker.load_model
+_load = build_rank.load_model
 
 
 def _note(what: str) -> None:
@@ -23,12 +22,12 @@ def _note(what: str) -> None:
         notes.write(f"{what}\n")
 
 
-def _looking_for(what: str) -> Callable[[], HostMemory]:
-    """`host_memory` for a module that looks whether there is memory for this."""
+def _noting_check(what: str, check: Callable[..., None]) -> Callable[..., None]:
+    """A check of whether there is memory for this, with a note of it."""
 
-    def noted() -> HostMemory:
+    def noted(*arguments: Any) -> None:
         _note(f"looks-for-{what}")
-        return host_memory()
+        check(*arguments)
 
     return noted
 
@@ -44,8 +43,8 @@ def _take_and_note(*arguments: Any) -> Any:
 
 
 if __name__ == "__main__":
-    weight_memory.host_memory = _looking_for("weights")
-    host_store.host_memory = _looking_for("blocks")
-    worker.load_model = _load_and_note
+    build_rank.check_weights_fit = _noting_check("weights", build_rank.check_weights_fit)
+    build_rank.check_swap_space = _noting_check("blocks", build_rank.check_swap_space)
+    build_rank.load_model = _load_and_note
     host_store._host_memory = _take_and_note
     sys.exit(main())

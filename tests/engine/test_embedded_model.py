@@ -11,7 +11,7 @@ import pytest
 import torch
 from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL, embedded_file
-from fastserve_backend.checkpoints.gguf import converted
+from fastserve_backend.checkpoints.gguf import converted_gguf
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.job import FinishReason, JobOutput
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -52,7 +52,7 @@ def small_llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def reference() -> PreTrainedModel:
-    directory = converted(embedded_file())
+    directory = converted_gguf(embedded_file())
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 

@@ -18,7 +18,7 @@ import torch
 from emulated_gpu import DEVICE, EmulatedGPU, emulated_gpu
 from fastserve_backend.checkpoints.partition import RankPlace, layers_of_stages
 from fastserve_backend.models.loader import load_model
-from fastserve_backend.models.tensor_group import ALONE
+from fastserve_backend.models.model_part import ALONE
 from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step
 from fastserve_backend.worker.host_store import HostStore, PlainStore, StagedInt8Store
 from fastserve_backend.worker.model_runner import ModelRunner
@@ -38,9 +38,9 @@ LIMITS = StepLimits(max_jobs=5, max_tokens=32, max_model_len=32)
 
 def launch(gpu: EmulatedGPU, runner: ModelRunner, step: Step) -> Any:
     gpu.waits.clear()
-    answer = runner.launch(step)
+    launched = runner.launch(step)
     assert gpu.waits == []
-    return answer
+    return launched
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,10 @@ def test_steps_sent_ahead_with_tokens_chosen_at_random(masked: bool, tmp_path: P
     config = model_config(tmp_path, MODELS["opt"])
     vocab = config.vocab_size if masked else None
 
-    def tokens(device: torch.device, launch: Callable[[ModelRunner, Step], Any]) -> list[bytes]:
+    def tokens(device: torch.device, start: Callable[[ModelRunner, Step], Any]) -> list[bytes]:
         cache = empty_cache(config, job_steps.NUM_BLOCKS).to(device)
         runner = ModelRunner(load_model(config, device), config, cache, device, LIMITS)
-        results = run_turns(partial(launch, runner), ahead=True, masked_vocab=vocab)
+        results = run_turns(lambda step: start(runner, step).answer, ahead=True, masked_vocab=vocab)
         runner.close()
         return [result.token_ids for result in results]
 
@@ -168,9 +168,9 @@ def test_a_copy_that_fails_midway_has_ended_when_it_is_answered(is_out: bool) ->
 
     with emulated_gpu(), pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda _: notes.append("ended"))
-        swaps = SwapEngine(FailingStore(notes), DEVICE, lambda _: send)
+        swaps = SwapEngine(FailingStore(notes), DEVICE, send_out=send, send_in=send)
         blocks = array("i", [1]).tobytes()
-        swaps.begin(CopyBlocks(7, is_out, blocks, blocks, 16))
+        swaps.start_copy(CopyBlocks(7, is_out, blocks, blocks, 16))
         result = results.get(timeout=DEADLINE_S)
     assert (result.transfer_id, result.error) == (7, "RuntimeError: out of resources")
     assert notes == ["begins", "ended", "answered"]

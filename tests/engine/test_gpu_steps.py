@@ -15,12 +15,15 @@ from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.partition import RankPlace
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.rank_protocol.messages import Step, StepResult
-from fastserve_backend.worker.decode_graphs import DecodeGraphs, batch_sizes
 from fastserve_backend.worker.kv_store import allocate_kv
-from fastserve_backend.worker.model_runner import Answer, ModelRunner
+from fastserve_backend.worker.model_runner import LaunchedStep, ModelRunner
 from fastserve_backend.worker.staging import Staging
-from fastserve_backend.worker.step_inputs import StepLimits, WorkListInputs
-from fastserve_backend.worker.step_layout import StepLayout
+from fastserve_backend.worker.step_inputs import (
+    StepLayout,
+    StepLimits,
+    WorkListInputs,
+    batch_sizes,
+)
 from fastserve_backend.worker.step_memory import run_largest_step
 from fastserve_kernels import ops
 from fastserve_kernels.int8_cache import codes_and_scales, is_int8
@@ -88,7 +91,7 @@ def generate(
     config: Any,
     longest_prompt: int,
     device: torch.device = CPU,
-    launch: Callable[[ModelRunner, Step], Answer | None] = ModelRunner.launch,
+    launch: Callable[[ModelRunner, Step], LaunchedStep | None] = ModelRunner.launch,
 ) -> list[list[int]]:
     """Greedy tokens of four jobs: whole prompts, a prompt in chunks beside decodes, and decodes of
     three and four jobs."""
@@ -110,9 +113,9 @@ def generate(
             (done[job], tokens, tables[job][: -(-(done[job] + len(tokens)) // BLOCK_SIZE)])
             for job, tokens in parts
         ]
-        answer = launch(runner, Step.of(0, in_step, num_partial=len(parts) - len(jobs)))
-        assert answer is not None
-        result = answer()
+        launched = launch(runner, Step.of(0, in_step, num_partial=len(parts) - len(jobs)))
+        assert launched is not None
+        result = launched.answer()
         assert isinstance(result, StepResult)
         for job, token in zip(jobs, np.frombuffer(result.token_ids, dtype=np.int32), strict=True):
             outputs[job].append(int(token))
@@ -190,23 +193,15 @@ def test_padded_steps_have_the_same_addresses(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("gpu_kernels")
-def test_a_step_that_no_graph_has_room_for_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_step_of_more_jobs_than_graphs_have_is_refused(tmp_path: Path) -> None:
     config = model_config(tmp_path, MODELS["opt"])
     cache = empty_cache(config)
-    graphs = DecodeGraphs(
-        lambda tensors, received: tensors.token_ids,
-        WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS),
-        LIMITS.max_jobs,
-        receives=False,
-        width=config.hidden_size,
-        dtype=torch.float32,
-        device=CPU,
-    )
+    inputs = WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS)
     most = Step.of(0, [(9, [7], [job]) for job in range(LIMITS.max_jobs)])
-    assert len(graphs.bring(StepLayout.of(most, BLOCK_SIZE)).token_ids) == 5
+    assert len(inputs.prepare(most, 0).token_ids) == 5
     more = Step.of(0, [(9, [7], [job]) for job in range(LIMITS.max_jobs + 1)])
-    with pytest.raises(AssertionError, match="a step of 6 jobs, but graphs for 5 at most"):
-        graphs.bring(StepLayout.of(more, BLOCK_SIZE))
+    with pytest.raises(AssertionError, match="a step of 6 jobs, but 5 at most"):
+        inputs.prepare(more, 0)
 
 
 @pytest.mark.usefixtures("gpu_kernels")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from fastserve_backend import LLM
 from fastserve_bench.workload import TraceJob, poisson_trace
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmarks.replay import TooSlow, on_the_engine
+from benchmarks.simulator_fidelity import RunLatency
 
 
-def test_all_jobs_are_recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from replay import on_the_engine
-
+def test_all_jobs_are_recorded(llm: LLM) -> None:
     trace = poisson_trace([(5, 7), (20, 3)], rate=200, num_jobs=6, seed=1)
     records = on_the_engine(llm.engine, trace)
     assert [(one.prompt_tokens, one.output_tokens) for one in records] == [
@@ -29,10 +25,6 @@ def test_the_simulator_takes_what_the_engine_predicts_by(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the run is recorded beside the engine's own correction, which goes on."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from replay import on_the_engine
-    from simulator_fidelity import RunLatency
-
     predictions, profile = llm.engine.profile, llm.engine.profile.model
     before = predictions.decode_ratio
     monkeypatch.setattr(predictions, "observe", predictions.observe)  # as it is afterwards
@@ -45,10 +37,7 @@ def test_the_simulator_takes_what_the_engine_predicts_by(
     assert run.prefill_s(9) == run.ratio(True) * profile.prefill_s(9)
 
 
-def test_a_run_that_takes_too_long_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from replay import TooSlow, on_the_engine
-
+def test_a_run_that_takes_too_long_is_given_up(llm: LLM) -> None:
     jobs = [TraceJob(0.0, 5, 300) for _ in range(4)]
     cancelled = llm.engine.counters.finished["cancelled"]
     with pytest.raises(TooSlow, match="jobs had not ended"):

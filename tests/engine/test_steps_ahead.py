@@ -13,12 +13,16 @@ import pytest
 import torch
 from emulated_gpu import DEVICE, emulated_gpu
 from fastserve_backend.models.loader import load_model
-from fastserve_backend.models.tensor_group import ALONE
+from fastserve_backend.models.model_part import ALONE
 from fastserve_backend.rank_protocol.messages import FromRank, StageDone, Step, StepResult
-from fastserve_backend.worker.answering import AnsweringThread
-from fastserve_backend.worker.last_tokens import LastTokens
-from fastserve_backend.worker.model_runner import ModelRunner
+from fastserve_backend.worker.model_runner import (
+    LastTokens,
+    LaunchedStep,
+    ModelRunner,
+    Stopwatch,
+)
 from fastserve_backend.worker.step_inputs import StepLimits
+from fastserve_backend.worker.worker import AnsweringThread
 from fastserve_kernels import ops
 from job_steps import TURNS, run_turns
 from test_gpu_steps import MODELS, model_config
@@ -45,8 +49,9 @@ def make_runner(tmp_path: Path) -> Iterator[Callable[[str], ModelRunner]]:
 
 def generate(runner: ModelRunner, **how: Any) -> list[tuple[bytes, bytes, Any]]:
     def launch(step: Step) -> Callable[[], StepResult]:
-        answer: Any = runner.launch(step)
-        assert answer is not None
+        launched: Any = runner.launch(step)
+        assert launched is not None
+        answer: Callable[[], StepResult] = launched.answer
         return answer
 
     results = run_turns(launch, **how)
@@ -105,15 +110,31 @@ def test_the_host_reads_no_token_to_put_it_into_a_step() -> None:
         assert token_ids.to("cpu").tolist() == [5, 9, 0, 7]
 
 
-class Device:
-    """Ends the steps it is given when it is told to, in any order."""
+class HeldWatch(Stopwatch):
+    """That of a device which ends the step when the test says so, in any order."""
 
-    def __init__(self, num_steps: int) -> None:
-        self.ended = [threading.Event() for _ in range(num_steps)]
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.ended = threading.Event()
 
-    def answer(self, step_id: int) -> StageDone:
-        assert self.ended[step_id].wait(DEADLINE_S)
-        return StageDone(step_id, 0.0)
+    def seconds(self) -> float:
+        assert self.ended.wait(DEADLINE_S)
+        return 0.0
+
+
+class FailingWatch(Stopwatch):
+    def seconds(self) -> float:
+        raise RuntimeError("the device has failed")
+
+
+def launched(step_id: int, watch: Stopwatch) -> LaunchedStep:
+    return LaunchedStep(step_id, watch, tokens=None, is_last_stage=False)
+
+
+def ended() -> HeldWatch:
+    watch = HeldWatch()
+    watch.ended.set()
+    return watch
 
 
 class Failures:
@@ -127,20 +148,20 @@ class Failures:
 
 
 def test_answers_are_sent_in_order_and_all_before_it_closes() -> None:
-    device, failures, senders = Device(3), Failures(), set()
+    watches, failures, senders = [HeldWatch() for _ in range(3)], Failures(), set()
     sent: list[FromRank] = []
 
     def send(message: FromRank) -> None:
         senders.add(threading.current_thread())
         sent.append(message)
 
-    answers = AnsweringThread(lambda: send, failures)
-    for step_id in range(3):
-        answers.put(lambda step_id=step_id: device.answer(step_id))  # type: ignore[misc]
-    device.ended[1].set()
+    answers = AnsweringThread(send, CPU, on_error=failures)
+    for step_id, watch in enumerate(watches):
+        answers.put(launched(step_id, watch))
+    watches[1].ended.set()
     assert not sent
-    for event in device.ended:
-        event.set()
+    for watch in watches:
+        watch.ended.set()
     answers.close()
     assert sent == [StageDone(step_id, 0.0) for step_id in range(3)]
     assert threading.current_thread() not in senders
@@ -151,13 +172,10 @@ def test_an_error_in_an_answer_is_reported_and_nothing_is_sent_after_it() -> Non
     failures = Failures()
     sent: list[FromRank] = []
 
-    def fail() -> StageDone:
-        raise RuntimeError("the device has failed")
-
-    answers = AnsweringThread(lambda: sent.append, failures)
-    answers.put(lambda: StageDone(0, 0.0))
-    answers.put(fail)
-    answers.put(lambda: StageDone(2, 0.0))
+    answers = AnsweringThread(sent.append, CPU, on_error=failures)
+    answers.put(launched(0, ended()))
+    answers.put(launched(1, FailingWatch(CPU)))
+    answers.put(launched(2, ended()))
     assert failures.came.wait(DEADLINE_S)
     assert sent == [StageDone(0, 0.0)]
     with pytest.raises(RuntimeError, match="has failed") as raised:
@@ -166,10 +184,10 @@ def test_an_error_in_an_answer_is_reported_and_nothing_is_sent_after_it() -> Non
 
 
 def test_a_device_that_never_ends_does_not_stop_the_rank_from_ending() -> None:
-    device = Device(1)
-    answers = AnsweringThread(lambda: lambda message: None, Failures())
-    answers.put(lambda: device.answer(0))
+    watch = HeldWatch()
+    answers = AnsweringThread(lambda message: None, CPU, on_error=Failures())
+    answers.put(launched(0, watch))
     with pytest.raises(TimeoutError, match="last steps"):
         answers.close(timeout_s=0.01)
-    device.ended[0].set()
+    watch.ended.set()
     answers.close()

@@ -16,11 +16,11 @@ import torch
 from fastserve_backend.checkpoints.model_config import DType, ModelConfig
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult
+from fastserve_backend.worker.host_limits import check_swap_space
 from fastserve_backend.worker.host_store import (
     HostStore,
     Int8Store,
     PlainStore,
-    check_swap_space,
     make_host_store,
 )
 from fastserve_backend.worker.swap_engine import SwapEngine, measure_link
@@ -231,9 +231,11 @@ class Swaps:
     results: queue.SimpleQueue[tuple[str, CopyResult]] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
-        self.engine = SwapEngine(self.store, CPU, self._connect)
+        self.engine = SwapEngine(
+            self.store, CPU, send_out=self._sender("swap-out"), send_in=self._sender("swap-in")
+        )
 
-    def _connect(self, name: str) -> Callable[[CopyResult], None]:
+    def _sender(self, name: str) -> Callable[[CopyResult], None]:
         return lambda result: self.results.put((name, result))
 
     def begin(
@@ -244,7 +246,7 @@ class Swaps:
         host_blocks: Sequence[int],
         num_last_tokens: int = BLOCK_SIZE,
     ) -> None:
-        self.engine.begin(
+        self.engine.start_copy(
             CopyBlocks(
                 transfer_id,
                 is_out,

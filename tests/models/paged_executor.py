@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from fastserve_backend.checkpoints.load_config import load_model_config
-from fastserve_backend.models.attention_batch import CPUBatch
+from fastserve_backend.models.attention import CPUBatch
 from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import load_model
 from torch import Tensor

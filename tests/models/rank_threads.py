@@ -11,10 +11,10 @@ from typing import TypeVar
 import torch
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.checkpoints.partition import layers_of_stages, span
-from fastserve_backend.models.attention_batch import AttentionBatch
+from fastserve_backend.models.attention import AttentionBatch
 from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import load_model
-from fastserve_backend.models.tensor_group import TensorGroup
+from fastserve_backend.models.model_part import TensorGroup
 from torch import Tensor
 
 DEADLINE_S = 20.0

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fastserve_backend.checkpoints.errors import ModelError
-from fastserve_backend.checkpoints.gguf import converted
+from fastserve_backend.checkpoints.gguf import converted_gguf
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.gguf_conversion import convert
 from gguf_files import (
@@ -41,8 +41,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_two_processes_at_once_then_none(cache: Path, tmp_path: Path) -> None:
     file = write_llama(tmp_path / "m.gguf", random_llama())
     code = "import sys; from pathlib import Path\n"
-    code += "from fastserve_backend.checkpoints.gguf import converted\n"
-    code += "print(converted(Path(sys.argv[1])))"
+    code += "from fastserve_backend.checkpoints.gguf import converted_gguf\n"
+    code += "print(converted_gguf(Path(sys.argv[1])))"
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(file)],
@@ -61,7 +61,7 @@ def test_two_processes_at_once_then_none(cache: Path, tmp_path: Path) -> None:
     # What is there is taken as it is, by every name of the file.
     (made / "mark").touch()
     (tmp_path / "link.gguf").symlink_to(file)
-    assert converted(file) == made
+    assert converted_gguf(file) == made
     config = load_model_config(str(file), load_format="auto")
     assert config.directory == str(made)
     assert (made / "mark").exists()
@@ -70,9 +70,9 @@ def test_two_processes_at_once_then_none(cache: Path, tmp_path: Path) -> None:
 def test_a_file_that_changed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastserve_backend.checkpoints.gguf._convert", convert)  # in this process
     file = write_llama(tmp_path / "m.gguf", random_llama())
-    first = converted(file)
+    first = converted_gguf(file)
     other = random_llama(tie_word_embeddings=True)
-    second = converted(write_llama(file, other))
+    second = converted_gguf(write_llama(file, other))
     assert second != first
     assert_equal(tensors_of(second), bfloat16(other))
 
@@ -110,4 +110,4 @@ def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a_file"))
     file = write_llama(tmp_path / "m.gguf", random_llama())
     with pytest.raises(ModelError, match="set XDG_CACHE_HOME to a directory"):
-        converted(file)
+        converted_gguf(file)

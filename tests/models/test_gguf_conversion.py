@@ -258,7 +258,7 @@ class TestRotaryScaling:
 
 
 class TestRefused:
-    """Each of these is one line of text, which `converted` puts behind the file's name."""
+    """Each of these is one line of text, which `converted_gguf` puts behind the file's name."""
 
     def message(self, file: Path, tmp_path: Path) -> str:
         with pytest.raises(ModelError) as error:

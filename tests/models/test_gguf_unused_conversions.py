@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fastserve_backend.checkpoints.gguf import converted
+from fastserve_backend.checkpoints.gguf import converted_gguf
 from fastserve_backend.models.gguf_conversion import convert
 from gguf_files import random_llama, write_llama
 
@@ -30,18 +30,18 @@ def test_conversions_of_files_that_are_gone_or_changed_go_when_another_is_made(
     cache: Path, tmp_path: Path
 ) -> None:
     files = [write_llama(tmp_path / f"{name}.gguf", random_llama()) for name in "abcdef"]
-    gone, changed, recent, used, there = (converted(file) for file in files[:5])
+    gone, changed, recent, used, there = (converted_gguf(file) for file in files[:5])
     for conversion in (gone, changed, used, there):
         used_days_ago(conversion, 31)
     used_days_ago(recent, 29)
-    assert converted(files[3]) == used
+    assert converted_gguf(files[3]) == used
     for file in (files[0], files[2], files[3]):
         file.unlink()
     os.utime(files[1], (0, 0))
     assert {*cache.iterdir()} == {gone, changed, recent, used, there}
-    added = converted(files[5])
+    added = converted_gguf(files[5])
     # A server that has run for long may start ranks again with one whose file is there.
     assert {*cache.iterdir()} == {recent, used, there, added}
-    again = converted(files[1])
+    again = converted_gguf(files[1])
     assert again != changed
     assert (again / "config.json").is_file()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from fastserve_backend.checkpoints.rotary_config import Rotary
-from fastserve_backend.models.rotary import RotaryEmbedding
+from fastserve_backend.models.rotary_lm import RotaryEmbedding
 
 FREQUENCIES = tuple(10000 ** (-i / 32) for i in range(32))
 

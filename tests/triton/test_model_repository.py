@@ -67,9 +67,9 @@ def test_a_gguf_file_may_have_any_name(tmp_path: Path) -> None:
     assert written.samefile(file)
     # The launcher and the stub, which knows no names but ASCII, look for one and the same model.
     ask = (
-        "import sys; from pathlib import Path; from fastserve_backend.models import gguf; "
+        "import sys; from pathlib import Path; from fastserve_backend.checkpoints import gguf; "
         "gguf._make = lambda file, directory: print(directory.name); "
-        "gguf.converted(Path(sys.argv[1]))"
+        "gguf.converted_gguf(Path(sys.argv[1]))"
     )
     names = set()
     for path, setting in ((file, "1"), (written, "0")):

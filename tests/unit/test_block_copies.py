@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from fastserve_backend.worker.block_copies import copy_within, runs
+from fastserve_backend.worker.kv_store import copy_within, neighbour_runs
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from fastserve_backend.worker.block_copies import copy_within, runs
 def test_neighbours_on_both_sides_are_one_copy(
     blocks: Sequence[int], others: Sequence[int], count: int
 ) -> None:
-    found = list(runs(blocks, others))
+    found = list(neighbour_runs(blocks, others))
     assert len(found) == count
     pairs = [
         pair

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from fastserve_backend.worker.cores import num_cores
+from fastserve_backend.worker.host_limits import num_cores
 
 ALL = len(os.sched_getaffinity(0))
 

@@ -12,14 +12,18 @@ import time
 import weakref
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from benchmarks.gpu import check, goals, phase_correctness, phase_list, phase_serving
+from benchmarks.gpu import gpu_report as report
+from benchmarks.gpu.case_runs import CaseRuns
+from benchmarks.gpu.check_device import find_device, make_rounds
+from benchmarks.gpu.phase_context import CheckFailed, Context, Recorder
+
 if TYPE_CHECKING:
     from fastserve_backend.rank_protocol.messages import Ready, Setup
-    from phase_context import Context
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = ROOT / "benchmarks" / "gpu" / "check.py"
@@ -34,7 +38,7 @@ def run(*arguments: str, first: str = "") -> subprocess.CompletedProcess[str]:
     """
     code = (
         f"import runpy, sys; sys.argv = {[str(PROGRAM), *arguments]}; "
-        f"sys.path.insert(0, {str(PROGRAM.parent)!r})\n{first}\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n{first}\n"
         f"runpy.run_path({str(PROGRAM)!r}, run_name='__main__')"
     )
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=170)
@@ -49,15 +53,6 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     (path,) = output.iterdir()
     document: dict[str, Any] = json.loads(path.read_text())
     return document
-
-
-@pytest.fixture
-def report(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(PROGRAM.parent.parent)
-    monkeypatch.syspath_prepend(PROGRAM.parent)
-    import gpu_report
-
-    return gpu_report
 
 
 def test_every_phase_passes_and_leaves_figures(dry_run: dict[str, Any]) -> None:
@@ -92,10 +87,9 @@ def test_each_way_to_choose_tokens_is_timed(dry_run: dict[str, Any]) -> None:
 
 
 def test_each_goal_finds_its_figures(
-    dry_run: dict[str, Any], report: ModuleType, monkeypatch: pytest.MonkeyPatch
+    dry_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a dry run they stand beside no goal; on a GPU a goal without a figure would be a gap."""
-    import goals
 
     assert all(goal["measured"] is None and goal["met"] is None for goal in dry_run["goals"])
     rows = [row for phase in dry_run["phases"] for row in phase["rows"]]
@@ -105,22 +99,19 @@ def test_each_goal_finds_its_figures(
         assert goal.measured(rows) is not None, goal.name
 
 
-def test_the_worst_figure_counts(report: ModuleType) -> None:
-    from goals import Goal
+def test_the_worst_figure_counts() -> None:
 
     rows = [
         {"table": "t", "case": {"n": n}, "figures": {"f": value}}
         for n, value in ((1, 0.9), (1, 0.7), (2, 0.1), (1, None))
     ]
-    least = Goal("", "t", "f", must=0.7, stretch=0.9, where={"n": 1})
+    least = goals.Goal("", "t", "f", must=0.7, stretch=0.9, where={"n": 1})
     assert (least.measured(rows), least.evaluate(rows)["met"]) == (0.7, True)
-    most = Goal("", "t", "f", must=0.7, stretch=0.1, where={"n": (1, 2)}, at_most=True)
+    most = goals.Goal("", "t", "f", must=0.7, stretch=0.1, where={"n": (1, 2)}, at_most=True)
     assert (most.measured(rows), most.evaluate(rows)["met"]) == (0.9, False)
 
 
-def test_the_table_has_phases_goals_and_figures(
-    dry_run: dict[str, Any], report: ModuleType
-) -> None:
+def test_the_table_has_phases_goals_and_figures(dry_run: dict[str, Any]) -> None:
     text = report.markdown(dry_run)
     assert "its figures mean nothing" in text
     for phase in PHASES:
@@ -141,7 +132,7 @@ def test_the_table_has_phases_goals_and_figures(
 
 
 def test_documentation_takes_whole_runs_on_gpus_alone(
-    dry_run: dict[str, Any], report: ModuleType, tmp_path: Path
+    dry_run: dict[str, Any], tmp_path: Path
 ) -> None:
     docs = tmp_path / "performance.md"
     docs.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
@@ -166,10 +157,10 @@ def test_documentation_takes_whole_runs_on_gpus_alone(
         report.update_docs(results, docs)
 
 
-def test_the_documentation_is_that_of_the_recorded_runs(report: ModuleType) -> None:
+def test_the_documentation_is_that_of_the_recorded_runs() -> None:
     text = report.DOCS.read_text(encoding="utf-8")
     written = text[text.index(report.BEGIN) + len(report.BEGIN) : text.index(report.END)]
-    assert written.strip() == report.all_markdown(), "run benchmarks/gpu/gpu_report.py"
+    assert written.strip() == report.all_markdown(), "run benchmarks.gpu.gpu_report"
 
 
 def test_a_phase_whose_packages_are_missing_is_skipped(tmp_path: Path) -> None:
@@ -189,10 +180,7 @@ def test_a_phase_whose_packages_are_missing_is_skipped(tmp_path: Path) -> None:
     assert "skipped" in done.stdout
 
 
-def test_what_a_package_needs_itself_is_missed_too(
-    report: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import phase_list
+def test_what_a_package_needs_itself_is_missed_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
     hidden = ("pydantic_core", "typing_inspection", "markupsafe")
     monkeypatch.setattr(
@@ -217,7 +205,8 @@ def test_a_phase_that_fails_is_recorded(tmp_path: Path) -> None:
 
 def test_a_check_that_takes_too_long_has_failed(tmp_path: Path) -> None:
     short = (
-        "import dataclasses, phase_list; phase_list.GRACE_S = 0; phase_list.PHASES = "
+        "import dataclasses; from benchmarks.gpu import phase_list; phase_list.GRACE_S = 0; "
+        "phase_list.PHASES = "
         "[dataclasses.replace(phase, limit_s=0.3) for phase in phase_list.PHASES]"
     )
     arguments = ("--tiny", "--only", "correctness", "--output", str(tmp_path))
@@ -229,9 +218,8 @@ def test_a_check_that_takes_too_long_has_failed(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_outlives_the_device(
-    report: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import check
 
     def lose_it_later(_: Any, phase: Any, limit_s: float, records: Path) -> int:
         if phase.name == "machine":
@@ -267,7 +255,10 @@ def test_phases_multiply_by_float32_whatever_a_container_sets(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     for variable in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "NVIDIA_TF32_OVERRIDE"):
         monkeypatch.setenv(variable, "1")
-    alone = "import phase_list; phase_list.PHASES = (phase_list.Phase('precision', 60, ()),)"
+    alone = (
+        "from benchmarks.gpu import phase_list as phases; phases.Phase.module = 'phase_precision'; "
+        "phases.PHASES = (phases.Phase('precision', 60, ()),)"
+    )
     done = run("--tiny", "--output", str(tmp_path / "output"), first=alone)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = (tmp_path / "output").iterdir()
@@ -286,8 +277,7 @@ def square_or_hang(number: int) -> int:
     return number**2
 
 
-def test_cases_after_one_that_hangs_and_one_that_dies_are_run(report: ModuleType) -> None:
-    from case_runs import CaseRuns
+def test_cases_after_one_that_hangs_and_one_that_dies_are_run() -> None:
 
     cases = [0, 1, 3, 4, 5, 6, 7, 9]
     others = set(multiprocessing.active_children())
@@ -305,9 +295,7 @@ def test_cases_after_one_that_hangs_and_one_that_dies_are_run(report: ModuleType
     assert not any(worker.is_alive() for worker in workers)
 
 
-def test_cases_that_are_not_reached_fail_the_check(report: ModuleType, tmp_path: Path) -> None:
-    import phase_correctness
-    from phase_context import CheckFailed
+def test_cases_that_are_not_reached_fail_the_check(tmp_path: Path) -> None:
 
     context = dry_context(tmp_path, seconds=0.0)
     with pytest.raises(CheckFailed, match=r"the time ended before \d+ cases had; begun: none"):
@@ -316,16 +304,13 @@ def test_cases_that_are_not_reached_fail_the_check(report: ModuleType, tmp_path:
 
 def dry_context(directory: Path, seconds: float) -> Context:
     """Of a phase that is run in this process."""
-    from check_device import find_device
-    from phase_context import Context, Recorder
 
     recorder = Recorder(directory / "records")
     return Context(find_device(tiny=True), recorder, time.monotonic() + seconds, directory)
 
 
-def test_results_of_timed_calls_are_not_all_in_one_place(report: ModuleType) -> None:
+def test_results_of_timed_calls_are_not_all_in_one_place() -> None:
     import torch
-    from check_device import make_rounds
 
     addresses: list[int] = []
     alive: list[weakref.ref[torch.Tensor]] = []
@@ -347,10 +332,9 @@ def test_results_of_timed_calls_are_not_all_in_one_place(report: ModuleType) -> 
 
 
 def test_ranks_that_last_are_made_for_the_largest_batch(
-    report: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On a GPU nothing larger than what the first engine's ranks were told would run."""
-    import phase_serving
 
     class Started(Exception):
         pass
@@ -387,15 +371,14 @@ OF_OTHERS = {"cuda", "cython_runtime", "mpmath", "sympy", "torchgen", "tqdm", "t
     [("machine", "correctness", "kernels", "flex"), ("swap",), ("step", "serving")],
     ids=str,
 )
-def test_phases_import_no_more_than_they_say(names: tuple[str, ...], report: ModuleType) -> None:
+def test_phases_import_no_more_than_they_say(names: tuple[str, ...]) -> None:
     """What they import beside that would fail a phase where it is missing, not skip it."""
-    from phase_list import PHASES as phases
 
-    (declared,) = {phase.modules for phase in phases if phase.name in names}
-    folders = [PROGRAM.parent, PROGRAM.parent.parent]
+    (declared,) = {phase.modules for phase in phase_list.PHASES if phase.name in names}
+    support = ROOT / "tests" / "support"
     code = (
-        f"import sys; sys.path[:0] = {list(map(str, folders))}; before = set(sys.modules); "
-        f"import {', '.join(f'phase_{name}' for name in names)}; "
+        f"import sys; sys.path[:0] = {[str(ROOT), str(support)]}; before = set(sys.modules); "
+        f"import {', '.join(f'benchmarks.gpu.phase_{name}' for name in names)}; "
         "print(*{name.split('.')[0] for name in set(sys.modules) - before})"
     )
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -403,7 +386,7 @@ def test_phases_import_no_more_than_they_say(names: tuple[str, ...], report: Mod
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    own = {path.stem for folder in folders for path in folder.glob("*.py")}
+    own = {"benchmarks", *(path.stem for path in support.glob("*.py"))}
     others = {
         name
         for name in done.stdout.split()

@@ -8,8 +8,7 @@ import psutil
 import pytest
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.worker.host_memory import host_memory
-from fastserve_backend.worker.weight_memory import check_weights_fit
+from fastserve_backend.worker.host_limits import check_weights_fit, host_memory
 
 MIB = 2**20
 
@@ -63,7 +62,7 @@ def test_weights_beyond_a_containers_limit_are_refused(
     config = load_model_config("opt-125m", load_format="dummy", dtype="float32")
     container(tmp_path, limit=str(400 * MIB))
     monkeypatch.setattr(
-        "fastserve_backend.worker.weight_memory.host_memory", lambda: host_memory(tmp_path)
+        "fastserve_backend.worker.host_limits.host_memory", lambda: host_memory(tmp_path)
     )
     with pytest.raises(ConfigError, match=r"where 0\.3 GiB of memory are free \(within"):
         check_weights_fit(config, num_ranks=1, num_local_ranks=1)

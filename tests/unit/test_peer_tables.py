@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
-
-
-@pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(PEERS)
-    return importlib.import_module("comparison_tables")
+from benchmarks.peers import comparison_tables as tables
+from benchmarks.peers import queues
 
 
 def summary(mean_s: float, tokens_per_s: float = 0.0) -> dict[str, Any]:
@@ -43,19 +36,19 @@ def cells(markdown: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in markdown.splitlines()[2:]]
 
 
-def test_speeds_are_medians_with_the_least_and_the_most(tables: ModuleType) -> None:
+def test_speeds_are_medians_with_the_least_and_the_most() -> None:
     runs = [summary(0.1, speed) for speed in (61.0, 75.0, 70.2)]
     report = {"points": [point("ours", runs), point("theirs", [summary(0.1, 312.4)])]}
     assert cells(tables.speed_table({"batch 1": report})) == [["batch 1", "70.2 [61, 75]", "312"]]
 
 
-def test_answers_of_one_token_measure_the_prefill(tables: ModuleType) -> None:
+def test_answers_of_one_token_measure_the_prefill() -> None:
     one = point("ours", [summary(0.125)])
     one["runs"][0]["records"] = [{"prompt_tokens": 512, "output_tokens": 1}]
     assert cells(tables.speed_table({"prefill": {"points": [one]}})) == [["prefill", "1024"]]
 
 
-def test_a_server_left_out_of_a_case_is_named_so(tables: ModuleType) -> None:
+def test_a_server_left_out_of_a_case_is_named_so() -> None:
     reports = {
         "batch 1": {"points": [point("ours", [summary(0.1, 50.0)])]},
         "batch 16": {"points": [point("theirs", [summary(0.1, 60.0)])]},
@@ -66,7 +59,7 @@ def test_a_server_left_out_of_a_case_is_named_so(tables: ModuleType) -> None:
     ]
 
 
-def test_the_sweep_lists_all_servers_of_a_rate_together(tables: ModuleType) -> None:
+def test_the_sweep_lists_all_servers_of_a_rate_together() -> None:
     report = {
         "points": [
             point("ours", [summary(0.05)]),
@@ -81,7 +74,7 @@ def test_the_sweep_lists_all_servers_of_a_rate_together(tables: ModuleType) -> N
     ]
 
 
-def test_failed_jobs_are_not_hidden(tables: ModuleType) -> None:
+def test_failed_jobs_are_not_hidden() -> None:
     some = point("ours", [summary(0.05)], failures_by_kind={"timed out": 2, "failed": 1})
     none_left = point("theirs", [None], failures_by_kind={"timed out": 8})
     rows = cells(tables.sweep_table({"points": [some, none_left]}))
@@ -92,7 +85,7 @@ def test_failed_jobs_are_not_hidden(tables: ModuleType) -> None:
     ]
 
 
-def test_rates_beyond_the_sweep_are_bounds(tables: ModuleType) -> None:
+def test_rates_beyond_the_sweep_are_bounds() -> None:
     report = {
         "points": [point("ours", [summary(0.1)], rate=rate) for rate in (1.0, 4.0)],
         "within_objectives": {"ours": {"mean": None, "p95": 2.345, "goodput": 0.0}},
@@ -100,11 +93,7 @@ def test_rates_beyond_the_sweep_are_bounds(tables: ModuleType) -> None:
     assert cells(tables.objectives_table(report)) == [["ours", "> 4", "2.35", "< 1"]]
 
 
-def test_where_jobs_queue_each_repeat_is_compared_with_its_own(
-    tables: ModuleType, tmp_path: Path
-) -> None:
-    queues = importlib.import_module("queues")
-
+def test_where_jobs_queue_each_repeat_is_compared_with_its_own(tmp_path: Path) -> None:
     def of(*means: float) -> list[dict[str, Any]]:
         distributions = ("normalized_latency_s", "ttft_s", "latency_s")
         return [

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from bisect import bisect_left, bisect_right
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fastserve_bench.workload import TraceJob, load_lengths, poisson_trace
 
-PAPER = Path(__file__).parents[2] / "benchmarks" / "paper"
+from benchmarks.paper.prediction_errors import PERFECT, PredictionErrors
+
 MAX_MODEL_LEN = 2048
 LENGTHS = load_lengths("alpaca")
 ORDERED = sorted(output for _, output in LENGTHS)
@@ -18,25 +17,23 @@ SHIFT = 0.1
 
 
 @pytest.fixture
-def errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def errors(tmp_path: Path) -> PredictionErrors:
     """Of 1,000 jobs: the shortest tenth is placed a tenth too far up, the longest too far down."""
-    monkeypatch.syspath_prepend(PAPER)
     rows = ["predicted_tokens,real_tokens"]
     for tokens in range(1000, 0, -1):
         wrong = 100 if tokens <= 100 else -100 if tokens > 900 else 0
         rows.append(f"{tokens + wrong},{tokens}")
     path = tmp_path / "errors.csv"
     path.write_text("\n".join(rows) + "\n")
-    return importlib.import_module("prediction_errors").PredictionErrors.read(path)
+    return PredictionErrors.read(path)
 
 
 def at_rank(rank: float) -> int:
     return ORDERED[int(rank * len(ORDERED))]
 
 
-def predict(errors: Any, trace: list[TraceJob], seed: int = 0) -> list[int]:
-    predictions: list[int] = errors.predict(trace, LENGTHS, seed, MAX_MODEL_LEN)
-    return predictions
+def predict(errors: PredictionErrors, trace: list[TraceJob], seed: int = 0) -> list[int]:
+    return errors.predict(trace, LENGTHS, seed, MAX_MODEL_LEN)
 
 
 def of_output(tokens: int, count: int = 200) -> list[TraceJob]:
@@ -45,7 +42,7 @@ def of_output(tokens: int, count: int = 200) -> list[TraceJob]:
 
 @pytest.mark.parametrize(("rank", "shift"), [(0.03, SHIFT), (0.5, 0.0), (0.97, -SHIFT)])
 def test_a_job_gets_the_shift_in_rank_of_jobs_of_its_rank(
-    errors: Any, rank: float, shift: float
+    errors: PredictionErrors, rank: float, shift: float
 ) -> None:
     tokens = at_rank(rank)
     least, most = (
@@ -56,37 +53,24 @@ def test_a_job_gets_the_shift_in_rank_of_jobs_of_its_rank(
     assert least <= min(predictions) <= max(predictions) <= most
 
 
-def test_errors_between_are_drawn_from_the_nearest_jobs(errors: Any) -> None:
+def test_errors_between_are_drawn_from_the_nearest_jobs(errors: PredictionErrors) -> None:
     tokens = at_rank(0.1)
     predictions = predict(errors, of_output(tokens))
     assert 0.2 < predictions.count(tokens) / len(predictions) < 0.8
     assert max(predictions) >= at_rank(0.09 + SHIFT)
 
 
-def test_a_scale_multiplies_the_logarithm_of_each_error(errors: Any) -> None:
+def test_perfect_errors_are_none() -> None:
     trace = poisson_trace(LENGTHS, 1.0, 300, 0)
-    outputs = [job.output_tokens for job in trace]
-    perfect, once, twice = (predict(errors.scaled(scale), trace) for scale in (0, 1, 2))
-    assert perfect == outputs
-    assert min(once[i] - outputs[i] for i in range(300)) < 0
-    assert max(once[i] - outputs[i] for i in range(300)) > 0
-    squared = [round(once[i] ** 2 / outputs[i]) for i in range(300)]
-    assert twice == [max(1, tokens) for tokens in squared]
+    assert predict(PERFECT, trace) == [job.output_tokens for job in trace]
 
 
-def test_perfect_errors_are_none(errors: Any) -> None:
-    trace = poisson_trace(LENGTHS, 1.0, 300, 0)
-    perfect = importlib.import_module("prediction_errors").PERFECT
-    assert predict(perfect, trace) == [job.output_tokens for job in trace]
-
-
-def test_the_seed_decides_and_a_longer_trace_begins_alike(errors: Any) -> None:
+def test_the_seed_decides_and_a_longer_trace_begins_alike(errors: PredictionErrors) -> None:
     trace = poisson_trace(LENGTHS, 1.0, 300, 0)
     assert predict(errors, trace) == predict(errors, trace)
     assert predict(errors, trace)[:100] == predict(errors, trace[:100])
     assert predict(errors, trace) != predict(errors, trace, seed=1)
 
 
-def test_a_prediction_leaves_room_for_the_prompt_and_is_a_token_at_least(errors: Any) -> None:
-    trace = [TraceJob(0.0, 2000, at_rank(0.03)), TraceJob(0.0, 10, ORDERED[-1])]
-    assert predict(errors.scaled(20), trace) == [48, 1]
+def test_a_prediction_leaves_room_for_the_prompt(errors: PredictionErrors) -> None:
+    assert predict(errors, [TraceJob(0.0, 2047, at_rank(0.5))]) == [1]

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-from typing import Any
-
-import pytest
 from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_bench.workload import load_lengths
 from jobs import make_job
 from policies import iterate, select
 
-PAPER = Path(__file__).parents[2] / "benchmarks" / "paper"
+from benchmarks.paper import rivals
+from benchmarks.paper import simulated_runs as runs
 
 
-@pytest.fixture
-def rivals(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(PAPER)
-    return importlib.import_module("rivals")
-
-
-def test_the_next_batch_starts_when_all_jobs_of_the_last_have_ended(rivals: Any) -> None:
+def test_the_next_batch_starts_when_all_jobs_of_the_last_have_ended() -> None:
     policy = rivals.JobBatching(BatchLimits(max_seqs=2, max_tokens=100))
     jobs = [make_job(number, 3) for number in range(4)]
     for job in jobs[:3]:
@@ -34,7 +24,7 @@ def test_the_next_batch_starts_when_all_jobs_of_the_last_have_ended(rivals: Any)
     assert iterate(policy, 2.0) == jobs[2:]
 
 
-def test_a_batch_takes_only_those_who_wait_when_it_starts(rivals: Any) -> None:
+def test_a_batch_takes_only_those_who_wait_when_it_starts() -> None:
     policy = rivals.JobBatching(BatchLimits(max_seqs=2, max_tokens=100))
     first, second = make_job(0, 3), make_job(1, 3)
     assert select(policy, 0.0) == []
@@ -44,7 +34,7 @@ def test_a_batch_takes_only_those_who_wait_when_it_starts(rivals: Any) -> None:
     assert iterate(policy, 1.0) == [first]
 
 
-def test_a_job_that_is_cancelled_while_it_waits_does_not_end_a_batch(rivals: Any) -> None:
+def test_a_job_that_is_cancelled_while_it_waits_does_not_end_a_batch() -> None:
     policy = rivals.JobBatching(BatchLimits(max_seqs=1, max_tokens=100))
     jobs = [make_job(number, 3) for number in range(3)]
     for job in jobs:
@@ -56,10 +46,7 @@ def test_a_job_that_is_cancelled_while_it_waits_does_not_end_a_batch(rivals: Any
     assert iterate(policy, 2.0) == jobs[2:]
 
 
-def test_job_batching_is_slower_than_fcfs_and_the_simulator_takes_its_policy(
-    rivals: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = importlib.import_module("simulated_runs")
+def test_job_batching_is_slower_than_fcfs_and_the_simulator_takes_its_policy() -> None:
     lengths = load_lengths("alpaca")
     fcfs = runs.Run(
         runs.OPT_13B, lengths, 8.0, 60, 0, runs.scheduler("fcfs"), runs.OPT_13B.swapping()
@@ -71,8 +58,7 @@ def test_job_batching_is_slower_than_fcfs_and_the_simulator_takes_its_policy(
     )
 
 
-def test_orca_runs_as_many_jobs_as_have_room_for_the_longest(rivals: Any) -> None:
-    runs = importlib.import_module("simulated_runs")
+def test_orca_runs_as_many_jobs_as_have_room_for_the_longest() -> None:
     fcfs = runs.Run(
         runs.OPT_13B, [(10, 10)], 1.0, 1, 0, runs.scheduler("fcfs"), runs.OPT_13B.swapping()
     )

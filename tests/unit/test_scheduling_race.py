@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from benchmarks import race_cells as cells
+from benchmarks import race_report as report
 
 
-@pytest.fixture
-def cells(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("race_cells")
-
-
-@pytest.fixture
-def report(cells: ModuleType) -> ModuleType:
-    return importlib.import_module("race_report")
-
-
-def results(
-    cells: ModuleType, name: str = "gittins", **ours: float
-) -> dict[str, dict[str, object]]:
+def results(name: str = "gittins", **ours: float) -> dict[str, dict[str, cells.Result]]:
     """A cell in which FCFS takes 1 s a token, on a system that takes 0.5 s alone."""
     numbers = (
         "idle", "mean", "p95", "p99", "first_p95", "first_p99", "gap_p95", "gap_p99", "jct",
@@ -35,8 +22,8 @@ def results(
     return {"a cell": {v: cells.Result("a cell", v, **values) for v, values in variants.items()}}
 
 
-def test_equal_figures_are_no_worse(cells: ModuleType, report: ModuleType) -> None:
-    assert report.verdicts(results(cells)) == []
+def test_equal_figures_are_no_worse() -> None:
+    assert report.verdicts(results()) == []
 
 
 @pytest.mark.parametrize(
@@ -49,34 +36,28 @@ def test_equal_figures_are_no_worse(cells: ModuleType, report: ModuleType) -> No
         ({"mean": 0.6, "idle": 0.2}, "mean only 1.67 times better, where FCFS takes 5.0 times"),
     ],
 )
-def test_each_figure_that_is_worse_has_a_line(
-    cells: ModuleType, report: ModuleType, ours: dict[str, float], line: str
-) -> None:
-    (found,) = report.verdicts(results(cells, **ours))
+def test_each_figure_that_is_worse_has_a_line(ours: dict[str, float], line: str) -> None:
+    (found,) = report.verdicts(results(**ours))
     assert found.startswith("a cell: gittins: ")
     assert line in found
 
 
-def test_predictions_have_to_complete_jobs_as_early_as_fcfs(
-    cells: ModuleType, report: ModuleType
-) -> None:
-    assert report.verdicts(results(cells, jct=1.05)) == []
-    (line,) = report.verdicts(results(cells, "gittins, predicted", jct=1.05))
+def test_predictions_have_to_complete_jobs_as_early_as_fcfs() -> None:
+    assert report.verdicts(results(jct=1.05)) == []
+    (line,) = report.verdicts(results("gittins, predicted", jct=1.05))
     assert "mean JCT 1.05" in line
 
 
-def test_the_best_of_three_fcfs_counts_for_each_figure(
-    cells: ModuleType, report: ModuleType
-) -> None:
-    cell = results(cells)["a cell"]
+def test_the_best_of_three_fcfs_counts_for_each_figure() -> None:
+    cell = results()["a cell"]
     first, second, _ = (variant.name for variant in cells.FCFS)
-    cell[first] = cells.replace(cell[first], mean=0.8)
-    cell[second] = cells.replace(cell[second], tokens_per_s=2.0)
+    cell[first] = replace(cell[first], mean=0.8)
+    cell[second] = replace(cell[second], tokens_per_s=2.0)
     assert report.best_fcfs(cell, "mean") == 0.8
     assert report.best_fcfs(cell, "tokens_per_s") == 2.0
 
 
-def test_a_cell_is_run_and_written(cells: ModuleType, report: ModuleType, tmp_path: Path) -> None:
+def test_a_cell_is_run_and_written(tmp_path: Path) -> None:
     course = cells.Course("llama-3-8b a100-80g", "code", 30, "bursts")
     cell = cells.Cell(course, 1.5, cells.capacity(course))
     found = [cells.run(cell, variant) for variant in (*cells.FCFS, *cells.OURS)]
@@ -92,24 +73,22 @@ def test_a_cell_is_run_and_written(cells: ModuleType, report: ModuleType, tmp_pa
     assert (tmp_path / "scheduling_race.png").stat().st_size > 1000
 
 
-def test_the_frontier_is_of_the_cells_where_fcfs_queues(
-    cells: ModuleType, report: ModuleType
-) -> None:
-    idle = results(cells, mean=0.9)
-    first = results(cells, mean=0.4, jct=1.2, idle=0.2)["a cell"]
-    queues = {variant: cells.replace(result, idle=0.2) for variant, result in first.items()}
+def test_the_frontier_is_of_the_cells_where_fcfs_queues() -> None:
+    idle = results(mean=0.9)
+    first = results(mean=0.4, jct=1.2, idle=0.2)["a cell"]
+    queues = {variant: replace(result, idle=0.2) for variant, result in first.items()}
     lines = report.frontier({"a": idle["a cell"], "b": queues})
     assert lines[-1] == "| gittins | 0.40 | 1.00 | 1.20 | 1.00 | 1.00 |"
 
 
-def test_the_oracle_says_what_is_possible(cells: ModuleType, report: ModuleType) -> None:
-    cell = results(cells, mean=0.8, idle=0.2)["a cell"]
-    cell[cells.ORACLE.name] = cells.replace(cell["gittins"], variant=cells.ORACLE.name, mean=0.5)
+def test_the_oracle_says_what_is_possible() -> None:
+    cell = results(mean=0.8, idle=0.2)["a cell"]
+    cell[cells.ORACLE.name] = replace(cell["gittins"], variant=cells.ORACLE.name, mean=0.5)
     (line,) = report.verdicts({"a cell": cell})
     assert line.endswith("; srpt (oracle) 2.00 times")
 
 
-def test_courses_have_jobs_that_their_models_can_run(cells: ModuleType) -> None:
+def test_courses_have_jobs_that_their_models_can_run() -> None:
     for course in cells.COURSES:
         longest = cells.SYSTEMS[course.system].max_model_len
         trace = course.trace(1.0)
@@ -117,9 +96,7 @@ def test_courses_have_jobs_that_their_models_can_run(cells: ModuleType) -> None:
         assert all(job.prompt_tokens + job.output_tokens <= longest for job in trace)
 
 
-def test_a_file_of_lengths_races_without_times_of_its_own(
-    cells: ModuleType, tmp_path: Path
-) -> None:
+def test_a_file_of_lengths_races_without_times_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("prompt_tokens,output_tokens\n200,20\n900,5\n50,60\n", encoding="utf-8")
     course = cells.Course("llama-3-8b a100-80g", str(path), 3)

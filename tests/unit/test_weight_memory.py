@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from fastserve_backend.checkpoints.load_config import ModelConfig, load_model_config
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.worker.weight_memory import check_weights_fit
+from fastserve_backend.worker.host_limits import check_weights_fit
 
 # As many times the weights of OPT-125M no host holds.
 MANY = 10**9

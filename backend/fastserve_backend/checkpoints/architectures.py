@@ -1,8 +1,7 @@
-"""Which model architectures there are. Adding one is a configuration and a model file plus one line
-here.
+"""The model architectures. Adding one takes a configuration file, a model file and a line here.
 
-Model classes are named by import path and imported on use, so that reading this table, or a
-configuration, never imports torch: the engine process must stay free of it.
+Model classes are named by import path and imported on use. So reading this table, or a
+configuration, never imports torch: the engine's process must stay free of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Messages of a conversation, checked before a chat template gets them.
+"""Checks a conversation's messages before a chat template gets them.
 
-What a template makes of a content that is no text differs from one to the next: most put Python's
-own spelling of it into the prompt.
+Templates differ in what they do with content that is not text. Most put Python's own spelling of it
+into the prompt.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ FIELD = "messages"
 
 
 def check_messages(messages: object) -> list[Message]:
-    """The messages as a template takes them: ``role`` and ``content`` are text; other keys stay.
+    """The messages in the form that templates take: ``role`` and ``content`` are text.
 
-    Parts of text are joined. An assistant's message with ``tool_calls`` needs no content. Arguments
-    of its calls that are a JSON text, as in OpenAI's API, become the object that templates expect.
+    Text parts are joined, and other keys are kept. An assistant's message with ``tool_calls`` needs
+    no content. If a call's arguments are JSON text, as in OpenAI's API, they become the object that
+    templates expect.
 
     Raises:
-        InvalidRequestError: names the message, and quotes nothing that was said.
+        InvalidRequestError: it names the message at fault, without quoting its content.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         allowed = "must be a list of at least one message"
@@ -39,7 +40,7 @@ def _checked(name: str, message: object) -> Message:
         raise InvalidRequestError(name, type(message).__name__, allowed)
     checked = dict(message)
     calls = checked.pop("tool_calls", None)
-    if calls:  # templates look whether it is there
+    if calls:  # templates test whether the key exists
         checked["tool_calls"] = _tool_calls(f"{name}.tool_calls", calls)
         if checked.get("role") == "assistant" and checked.get("content") is None:
             checked["content"] = ""

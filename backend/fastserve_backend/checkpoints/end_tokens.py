@@ -1,7 +1,7 @@
-"""Which tokens end an answer: all that any of a model's files names.
+"""The tokens that end an answer: all end tokens that any of a model's files names.
 
-Authors correct one of these files and leave the others, so that none of them alone is right. A
-model does not go on sensibly behind a token that ends something in any of them.
+Authors correct one of the files and leave the others, so no file alone is right. After a token that
+ends something according to any file, a model does not go on sensibly.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TURN_ENDS = (
     "<EOT>",
     "▁<EOT>",
 )
-"""Tokens of these names end a turn in every vocabulary that has them."""
+"""Tokens with these names end a turn, in every vocabulary that has them."""
 
-# And special ones of these names a text.
+# Special tokens with these names end a text.
 _TEXT_ENDS = (
     "</s>",
     "<|endoftext|>",
@@ -44,10 +44,10 @@ _TEXT_ENDS = (
 
 
 def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that end an answer, by the files of the model and of its tokenizer.
+    """The ids that end an answer, according to the files of the model and of its tokenizer.
 
-    An architecture's usual one counts only where no file names any: other vocabularies have a word
-    at its place.
+    The architecture's default counts only if no file names any: in other vocabularies its id may
+    be a word.
     """
     of_config = config.eos_token_ids
     if config.eos_is_default and tokenizer.end_token_ids:
@@ -62,15 +62,15 @@ def tokenizer_ends(
     named: Sequence[str],
     template: ChatTemplate | None,
 ) -> list[int]:
-    """The ids that end an answer, by the files of a tokenizer.
+    """The ids that end an answer, according to the files of a tokenizer.
 
     Args:
-        added: its added tokens, by id.
+        added: the tokenizer's added tokens, by id.
         named: the tokens that its configuration calls end-of-sequence.
     """
     texts = list(named)
     prompt, text = (fast.encode("a", add_special_tokens=around).ids for around in (True, False))
-    if prompt[-1:] != text[-1:]:  # put behind a prompt
+    if prompt[-1:] != text[-1:]:  # the tokenizer ends a prompt with a token
         texts += [added[token_id].content for token_id in prompt[-1:] if token_id in added]
     if template is not None:
         texts += _turn_ends(template, list(added.values()))
@@ -80,20 +80,20 @@ def tokenizer_ends(
         if token.content in TURN_ENDS or (token.special and token.content in _TEXT_ENDS)
     ]
     ids = [token_id for text in texts if (token_id := fast.token_to_id(text)) is not None]
-    # Also where a token has a second id.
+    # A token may have a second id.
     ids += [token_id for token_id, token in added.items() if token.content in texts]
     return list(dict.fromkeys(ids))
 
 
 def _turn_ends(template: ChatTemplate, added: list[AddedToken]) -> Iterator[str]:
-    """The token that a template writes behind an answer: the first special one of several.
+    """The token that a template writes after an answer: of several, the first special one.
 
-    Where nothing follows the last answer, special tokens between it and the next turn end one.
+    If no token follows the last answer, a special one between it and the next turn ends it.
     """
-    first = list(_beginning(template.behind_answer(is_last=True), added))
+    first = list(_beginning(template.text_after_answer(is_last=True), added))
     special = [token for token in first if token.special]
     if not first:
-        between = _beginning(template.behind_answer(is_last=False), added)
+        between = _beginning(template.text_after_answer(is_last=False), added)
         special = [token for token in between if token.special]
     yield from (token.content for token in (special or first)[:1])
 

@@ -1,7 +1,7 @@
-"""The error of everything that can be wrong with a model's name, files or configuration."""
+"""The error for a model's name, files or configuration."""
 
 from fastserve_backend.errors import FastServeError
 
 
 class ModelError(FastServeError):
-    """A model cannot be served as asked; the message names the field or file and the remedy."""
+    """A model cannot be served as asked. The message names the field or file, and the remedy."""

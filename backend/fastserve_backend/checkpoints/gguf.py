@@ -1,6 +1,6 @@
-"""GGUF files, llama.cpp's format: converted once to a directory in Hugging Face's format.
+"""Converts GGUF files (llama.cpp's format), once each, to a directory in Hugging Face's format.
 
-Without torch: the conversion has a process of its own, `gguf_process`.
+The conversion needs torch, so it runs in a process of its own, `gguf_process`.
 """
 
 from __future__ import annotations
@@ -20,34 +20,35 @@ from fastserve_backend.system.atomic_file import remove_drafts
 from fastserve_backend.system.cache_directory import cache_directory
 from fastserve_backend.system.interpreter import child_environment, python_executable
 
-# Part of the key of what is cached: to be raised when the same file is to give something else.
+# Part of the cache's key. Raise it when the same file must be converted in another way.
 _VERSION = 7
 
-# Minutes from a slow disk, for the largest model that a disk holds twice.
+# A slow disk takes minutes for the largest model that it can hold twice.
 _TIMEOUT_S = 3600.0
 _DRAFT = ".new-"
 
-# A conversion is as large as its model. One whose file is there no more, or has another date, as in
-# a new environment, goes when no server has started with it for so long.
+# A conversion is as large as its model. It is removed if its file is gone or has changed, and no
+# server has started with it for so long.
 _UNUSED_S = 30 * 24 * 3600.0
-_SOURCE = "source"  # within it: the path of the file
+_SOURCE = "source"  # a file in the conversion, with the path of the GGUF file
 
 _log = logging.getLogger(__name__)
 
 
-def converted(file: Path) -> Path:
+def converted_gguf(file: Path) -> Path:
     """The directory with the safetensors, configuration, tokenizer and chat template of `file`.
 
-    Made at the first call, with a progress bar on stderr, and kept in the user's cache directory.
-    When the file has changed another is made; the old one goes when one is made after 30 days
-    without a call. Weights are dequantised to bfloat16. Safe to call from several processes.
+    The first call creates it in the user's cache directory, with a progress bar on stderr. Weights
+    are dequantised to bfloat16. A changed file is converted anew. The old conversion is removed by
+    a later one, if it has not been used for 30 days. Several processes may call this at once.
 
-    Raises ModelError for a file that is damaged or holds a model that cannot be served.
+    Raises:
+        ModelError: the file is damaged, or its model cannot be served.
     """
     directory = _directory(file)
     if directory.is_dir():
         with suppress(OSError):  # the cache may be another user's
-            os.utime(directory)  # it is used
+            os.utime(directory)  # marks it as used
     else:
         _log.info("converting %s to %s, once", file, directory)
         try:
@@ -61,9 +62,9 @@ def converted(file: Path) -> Path:
 
 
 def _directory(file: Path) -> Path:
-    """Of the file as it is now. Raises OSError: there is no such file."""
+    """The conversion's place for the file as it is now. Raises OSError if there is no file."""
     stat = file.stat()
-    # The file may be a link of another name, and the server's process takes names for ASCII.
+    # The file may be a link with another name. The server's process can only spell ASCII names.
     real = file.resolve()
     name = real.stem.encode("ascii", "ignore").decode()
     version = f"\n{stat.st_size}\n{stat.st_mtime_ns}\n{_VERSION}"
@@ -82,15 +83,15 @@ def _make(file: Path, directory: Path) -> None:
         try:
             made.rename(directory)
         except OSError:
-            if not directory.is_dir():  # if it is, another process was faster
+            if not directory.is_dir():  # it is there if another process was faster
                 raise
 
 
 def _remove_unused(conversions: Path) -> None:
     for one in conversions.glob("[!.]*"):
-        with suppress(OSError):  # another process removes it as well, or it is another user's
+        with suppress(OSError):  # another process removes it too, or another user owns it
             if time.time() - one.stat().st_mtime > _UNUSED_S and _is_outdated(one):
-                # First by its name, so that nobody finds a part of it.
+                # Rename it first, so that nobody finds a part of it.
                 draft = one.rename(one.with_name(f"{_DRAFT}{one.name}"))
                 shutil.rmtree(draft)
                 _log.info("removed %s: its file has changed or gone", one)

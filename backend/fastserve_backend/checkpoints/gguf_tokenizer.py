@@ -1,8 +1,8 @@
-"""The tokenizer of a GGUF file, as tokenizer.json, tokenizer_config.json and chat_template.jinja.
+"""Writes a GGUF file's tokenizer as tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-Built of the file's fields: how transformers reads them differs from version to version, and it does
-not look at the name of how text is split before it is encoded. What becomes of spaces in a
-SentencePiece vocabulary, and the defaults for special tokens, are llama.cpp's.
+It is built from the file's fields directly. Versions of transformers read them differently, and it
+ignores the field that names how text is split before it is encoded. Spaces in a SentencePiece
+vocabulary, and the defaults for special tokens, are handled as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastserve_backend.checkpoints.gguf_vocabulary import (
 )
 from fastserve_backend.checkpoints.hf_tokenizer import around_prompt
 
-# Of Llama 3's own tokenizer.json.
+# From Llama 3's own tokenizer.json.
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -41,15 +41,16 @@ _log = logging.getLogger(__name__)
 def save_tokenizer(file: Fields, directory: Path) -> None:
     """Write the tokenizer of a GGUF file to `directory`.
 
-    Raises ModelError where it cannot be read, or splits text in a way that is not known here:
-    encoding it in another would make answers worse without a sign of it.
+    Raises:
+        ModelError: the tokenizer cannot be read, or splits text in a way that is not known here.
+            Splitting it differently would silently make answers worse.
     """
     try:
         vocabulary = GGUFVocabulary.of(file)
         fast = _read(file, vocabulary)
     except ModelError:
         raise
-    except Exception as error:  # what is missing or unknown shows as errors of any kind
+    except Exception as error:  # damage can show as any kind of error
         raise ModelError(f"its tokenizer cannot be read ({error!r})") from error
     fast.post_processor = _post_processor(file, vocabulary, fast)
     fast.save(str(directory / "tokenizer.json"))
@@ -104,7 +105,7 @@ def _sentencepiece(file: Fields, vocabulary: GGUFVocabulary) -> FastTokenizer:
 
 
 def _merges_by_score(file: Fields, vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
-    """Every way to make a token of two: those of the best token first, then of the longest left."""
+    """All ways to merge two tokens into a third: best score first, then the longest left part."""
     ids, scores = vocabulary.ids, file.required("tokenizer.ggml.scores")
     scored = [
         (scores[token_id], token[:cut], token[cut:])
@@ -121,7 +122,7 @@ def _pairs(merges: list[str]) -> list[tuple[str, str]]:
 
 
 def _sentencepiece_spaces(file: Fields) -> normalizers.Normalizer:
-    """A text begins with a space, at its start and behind each special token."""
+    """Puts a space before a text, and after each special token, if the file asks for it."""
     adds_space = file.field("tokenizer.ggml.add_space_prefix", True)
     return normalizers.Sequence(
         [*([normalizers.Prepend("▁")] if adds_space else []), normalizers.Replace(" ", "▁")]
@@ -142,7 +143,7 @@ def _byte_level(file: Fields, vocabulary: GGUFVocabulary) -> FastTokenizer:
 
 
 def _pre_tokenizer(file: Fields) -> PreTokenizer:
-    """How text is split before it is encoded."""
+    """The splitter of text, by the name in the file."""
     name = file.field("tokenizer.ggml.pre")
     if name is None:
         _log.warning(
@@ -172,7 +173,7 @@ def _pre_tokenizer(file: Fields) -> PreTokenizer:
 def _post_processor(
     file: Fields, vocabulary: GGUFVocabulary, fast: FastTokenizer
 ) -> processors.PostProcessor:
-    """The begin and end token around a prompt, with llama.cpp's defaults."""
+    """Adds the begin and end tokens around a prompt, with llama.cpp's defaults."""
     adds_begin = file.field(
         "tokenizer.ggml.add_bos_token",
         file.field("tokenizer.ggml.model") == SENTENCEPIECE

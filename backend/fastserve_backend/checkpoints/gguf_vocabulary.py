@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 from fastserve_backend.checkpoints.errors import ModelError
 
-BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # GGUF's names of the kinds of vocabularies
-# Its types of tokens that are found in a text before all others.
+BYTE_LEVEL, SENTENCEPIECE = "gpt2", "llama"  # GGUF's names for kinds of vocabularies
+# GGUF's types of added tokens, which are looked for in a text before all others.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _ADDED = (_UNKNOWN, _CONTROL, _USER_DEFINED)
 _UNUSED = 5
 
 NO_TOKEN = (None, -1, 2**32 - 1)
-"""What fields with the id of a special token hold where there is none."""
+"""The values of a special token's id field if there is no such token."""
 
 
 class Fields(Protocol):
@@ -34,8 +34,8 @@ class GGUFVocabulary:
     tokens: list[str]
     types: list[int]
     ids: dict[str, int]
-    """In their order. Of a token with several, that which has a name, else one that was added, else
-    the last, as in llama.cpp."""
+    """Ids by token, in ascending order. If a token has several ids, it is the one with a special
+    name, else an added token's, else the last, as in llama.cpp."""
 
     @classmethod
     def of(cls, file: Fields) -> GGUFVocabulary:
@@ -63,14 +63,14 @@ class GGUFVocabulary:
         return cls(kind, tokens, types, dict(sorted(chosen.items(), key=itemgetter(1))))
 
     def is_added(self, token_id: int) -> bool:
-        """Whether it is found in a text before all others."""
+        """Whether it is looked for in a text before all others."""
         return self.types[token_id] in _ADDED
 
     def is_special(self, token_id: int) -> bool:
         return self.types[token_id] in (_UNKNOWN, _CONTROL)
 
     def named(self, file: Fields, name: str) -> str | None:
-        """The special token of that name in GGUF; None where the file has none."""
+        """The special token that GGUF calls `name`; None if the file has none."""
         token_id = _named_id(file, name)
         if token_id is None:
             return None
@@ -79,8 +79,10 @@ class GGUFVocabulary:
         return self.tokens[token_id]
 
     def duplicates(self) -> dict[str, Any]:
-        """Tokens by the ids that they have besides: those that were added as objects, others as
-        text. tokenizer.json has each token once, so that these ids would be without text."""
+        """Tokens by their second ids: an added token as an object, any other as text.
+
+        tokenizer.json lists each token once, so these ids would have no text.
+        """
         return {
             str(token_id): {"content": token, "special": self.is_special(token_id)}
             if self.is_added(token_id)

@@ -1,7 +1,6 @@
-"""GPT-NeoX's configuration (Black et al. 2022), also that of Pythia.
+"""The configuration of GPT-NeoX (Black et al. 2022) and Pythia.
 
-Defaults are those that `transformers.GPTNeoXConfig` documents for fields that a config.json leaves
-out.
+Fields that a config.json leaves out have the defaults that `transformers.GPTNeoXConfig` documents.
 """
 
 from __future__ import annotations

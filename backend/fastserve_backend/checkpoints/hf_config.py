@@ -1,7 +1,7 @@
 """Typed reading of Hugging Face's config.json.
 
-The JSON is read plainly: `transformers.AutoConfig` takes seconds to import and imports torch, which
-the engine process must never do.
+It reads the JSON itself. `transformers.AutoConfig` takes seconds to import, and it imports torch,
+which the engine's process must never do.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from fastserve_backend.checkpoints.errors import ModelError
 
 _Choice = TypeVar("_Choice", bound=str)
 
-# What the attention kernels' vector loads and registers allow.
+# The attention kernels' vector loads and registers set these limits.
 _HEAD_DIM_STEP, _HEAD_DIM_MAX = 8, 256
 
 
 class HFConfig:
-    """Typed reading of a config.json. Every getter raises ModelError naming file, field, value."""
+    """The fields of a config.json. Every getter raises ModelError, naming file, field and value."""
 
     def __init__(self, raw: Mapping[str, Any], source: str) -> None:
         self.source = source
@@ -40,7 +40,8 @@ class HFConfig:
         return value
 
     def number(self, key: str, default: float | None) -> float:
-        """A finite number above 0, or ``default``; None: it must be there."""
+        """A finite number above 0, or ``default`` if there is none. Without a default (None) the
+        field must be there."""
         value = self._raw.get(key)
         if value is None and default is not None:
             return default
@@ -53,11 +54,11 @@ class HFConfig:
         return float(value)
 
     def number_or_zero(self, key: str) -> float:
-        """A finite number above 0; 0 where the field is 0 or not there."""
+        """A finite number above 0; 0 if the field is 0 or missing."""
         return 0.0 if self._raw.get(key) == 0 else self.number(key, 0.0)
 
     def mapping(self, key: str) -> HFConfig | None:
-        """The fields of an object; None where it is not there, or empty."""
+        """The fields of an object; None if it is missing or empty."""
         value = self._raw.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.error(key, "an object")
@@ -81,7 +82,7 @@ class HFConfig:
         return chosen
 
     def token_ids(self, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
-        """One id or a list of ids; an explicit null means none, and so does -1."""
+        """One id or a list of ids. An explicit null or -1 means none."""
         if key not in self._raw:
             return default
         value = self._raw[key]
@@ -92,7 +93,7 @@ class HFConfig:
 
 
 def checked_head_dim(raw: HFConfig, head_dim: int) -> int:
-    """`head_dim`, the elements of a head, if the attention kernels take it; else ModelError."""
+    """`head_dim` (elements of a head) if the attention kernels support it, else ModelError."""
     if head_dim % _HEAD_DIM_STEP or head_dim > _HEAD_DIM_MAX:
         raise ModelError(
             f"{raw.source}: hidden_size / heads is {head_dim}, but the attention kernels "

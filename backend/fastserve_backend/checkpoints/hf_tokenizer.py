@@ -1,10 +1,11 @@
-"""BPE tokenizers in Hugging Face's files, read with `tokenizers` alone.
+"""BPE tokenizers from Hugging Face's files, read with `tokenizers` alone.
 
-`transformers.AutoTokenizer` would import torch. What it does for these files is small:
-tokenizer.json is taken as it is, but for the space before a text of GPT-2's and GPT-NeoX' classes
-and the tokens around one of LLaMA's; vocab.json with merges.txt (as OPT and GPT-2 ship) make a
-GPT-2 tokenizer whose special tokens and begin-of-sequence token come from tokenizer_config.json and
-special_tokens_map.json.
+`transformers.AutoTokenizer` would import torch, and does little for these files:
+
+- tokenizer.json is used as it is. Only the classes of GPT-2 and GPT-NeoX set the space before a
+  text, and LLaMA's the tokens around it.
+- vocab.json with merges.txt (as OPT and GPT-2 ship them) give a GPT-2 tokenizer. Its special tokens
+  come from tokenizer_config.json and special_tokens_map.json.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from fastserve_backend.checkpoints.chat_template import ChatTemplate, ChatTemplateError, Message
 from fastserve_backend.checkpoints.end_tokens import tokenizer_ends
 from fastserve_backend.checkpoints.errors import ModelError
-from fastserve_backend.checkpoints.token_ids import build, parse
+from fastserve_backend.checkpoints.token_ids import build_tokenizer, parse_with_duplicates
 from fastserve_backend.checkpoints.token_text import bytes_of_added, spelling_of
 from fastserve_backend.checkpoints.tokenizer import (
     NO_CHAT_TEMPLATE,
@@ -34,9 +35,9 @@ from fastserve_backend.checkpoints.tokenizer import (
 _GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _GPT_NEOX_CLASSES = ("GPTNeoXTokenizer", "GPTNeoXTokenizerFast")
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
-_GPT2_SPECIAL = "<|endoftext|>"  # GPT-2's begin, end and unknown token where no file names others
+_GPT2_SPECIAL = "<|endoftext|>"  # GPT-2's begin, end and unknown token, unless a file names others
 
-# What transformers' LLaMA classes take where tokenizer_config.json does not say.
+# Defaults of transformers' LLaMA classes for what tokenizer_config.json leaves out.
 _LLAMA_AROUND = {
     "bos_token": "<s>",
     "eos_token": "</s>",
@@ -44,7 +45,7 @@ _LLAMA_AROUND = {
     "add_eos_token": False,
 }
 
-# Order in which transformers registers them, which fixes the ids of those not in vocab.json.
+# In the order in which transformers registers them: it fixes the ids of those not in vocab.json.
 _SPECIAL_KEYS = (
     "bos_token",
     "eos_token",
@@ -55,12 +56,12 @@ _SPECIAL_KEYS = (
     "mask_token",
 )
 
-# Ends of a text, of a turn and of a message.
+# The ends of a text, of a turn and of a message.
 _END_KEYS = ("eos_token", "eot_token", "eom_token")
 
 
 def has_tokenizer_files(directory: Path) -> bool:
-    """True if `directory` holds a tokenizer that HFTokenizer reads."""
+    """Whether `directory` holds a tokenizer that HFTokenizer can read."""
     return (directory / "tokenizer.json").is_file() or (
         (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file()
     )
@@ -70,16 +71,22 @@ class HFTokenizer(Tokenizer):
     """A BPE tokenizer from `directory`, for a model of `vocab_size` ids.
 
     `encode` equals `transformers.AutoTokenizer.from_pretrained(directory)(text).input_ids`, and
-    `render_chat` its `apply_chat_template` with `tokenize=False, add_generation_prompt=True`. Five
-    things differ. Decoding SentencePiece keeps the space before a text, because what is decoded
-    continues a prompt. For the class LlamaTokenizer, add_bos_token and add_eos_token count where
-    tokenizer_config.json has them, as in transformers 4: authors rely on it, and transformers 5
-    ignores them beside tokenizer.json. And tokenizer.json is followed where transformers 5 has a
-    way of its own: of treating spaces at the beginning of a text and behind special tokens, for the
-    class LlamaTokenizer; of putting no tokens around a text, for GPTNeoXTokenizer; and of choosing
-    a class by the model, where tokenizer_config.json names none.
+    `render_chat` its `apply_chat_template` with `tokenize=False, add_generation_prompt=True`, with
+    five differences:
 
-    Raises ModelError for missing, damaged or unsupported files.
+    - Decoding SentencePiece keeps the space before a text, because the text continues a prompt.
+    - For the class LlamaTokenizer, add_bos_token and add_eos_token in tokenizer_config.json count,
+      as in transformers 4. Authors rely on that, though transformers 5 ignores them if there is a
+      tokenizer.json.
+    - For LlamaTokenizer, tokenizer.json also decides about spaces at the beginning of a text and
+      after special tokens. Transformers 5 has a rule of its own.
+    - For GPTNeoXTokenizer, tokenizer.json decides about tokens around a text. Transformers 5 adds
+      none.
+    - If tokenizer_config.json names no class, tokenizer.json is used as it is. Transformers 5
+      chooses a class by the model.
+
+    Raises:
+        ModelError: files are missing, damaged or unsupported.
     """
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
@@ -93,11 +100,11 @@ class HFTokenizer(Tokenizer):
             files = _load(directory, settings)
             named_ends = _named_ends(directory, settings)
             fast = files.fast
-            fast.encode("a")  # some damage shows only then
+            fast.encode("a")  # some damage shows only when a text is encoded
             template = ChatTemplate.load(directory, settings, _special_tokens(settings))
         except (ModelError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # `tokenizers` raises Exception, or panics, which is none
+        except BaseException as error:  # a panic in `tokenizers` is not an Exception
             raise ModelError(f"tokenizer {str(directory)!r} cannot be read: {error}") from error
         spelling = spelling_of(fast)
         if spelling is None:
@@ -105,18 +112,18 @@ class HFTokenizer(Tokenizer):
                 f"tokenizer {str(directory)!r} is neither byte-level nor SentencePiece BPE (its "
                 f"decoder is {type(fast.decoder).__name__}); no other kind is supported"
             )
-        # Tokens that were added for training, as padding, may lie behind: `encode` refuses them.
+        # Tokens added for training, such as padding, may have larger ids: `encode` refuses them.
         if files.largest >= vocab_size:
             raise ModelError(
                 f"tokenizer {str(directory)!r} has token id {files.largest}, but the model's "
                 f"vocab_size is {vocab_size}; use the tokenizer that belongs to the model"
             )
-        # Prompts are never cut or padded silently, whatever was left switched on in tokenizer.json.
+        # Never cut or pad prompts silently, whatever tokenizer.json has left switched on.
         fast.no_truncation()
         fast.no_padding()
         fast.encode_special_tokens = bool(settings.get("split_special_tokens", False))
         self.vocab_size = vocab_size
-        # A byte-level symbol is one byte; all else is text, of up to 4 bytes a character.
+        # A byte-level symbol is one byte. Anything else is text, of up to 4 bytes a character.
         self.max_token_bytes = 4 * max(map(len, fast.get_vocab(with_added_tokens=True)))
         self._fast = fast
         self._template = template
@@ -138,11 +145,11 @@ class HFTokenizer(Tokenizer):
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         utf8(text)
         try:
-            # Of a batch, since `tokenizers` keeps the interpreter's lock while it encodes one text.
+            # As a batch: to encode a single text `tokenizers` would hold the interpreter's lock.
             [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=special_tokens)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a pattern that goes back and forth too often is a panic
+        except BaseException as error:  # a pattern that backtracks too often panics
             raise TokenizationError(f"the tokenizer fails at this text: {error}") from error
         ids: list[int] = encoding.ids
         beyond = next((one for one in ids if one >= self.vocab_size), None)
@@ -165,7 +172,7 @@ class HFTokenizer(Tokenizer):
         known = self._bytes.get(token_id)
         if known is None:
             token = self._fast.id_to_token(token_id)
-            if token is None:  # (not kept: there is no end of ids that no token has)
+            if token is None:  # not cached: any number of ids have no token
                 return b""
             known = self._bytes[token_id] = self._spelling(token)
         return known
@@ -173,17 +180,17 @@ class HFTokenizer(Tokenizer):
 
 @dataclass(frozen=True)
 class _Files:
-    """A tokenizer as its files say, and what `tokenizers` cannot keep of them."""
+    """A tokenizer as its files describe it, with what `tokenizers` cannot hold."""
 
     fast: FastTokenizer
     largest: int
-    """The vocabulary's largest id; tokens that were added may have larger ones."""
+    """The vocabulary's largest id. Added tokens may have larger ones."""
     further: Mapping[int, str]
-    """The vocabulary's tokens under a second id."""
+    """Tokens of the vocabulary that have a second id, by that id."""
     further_added: Mapping[int, AddedToken]
-    """Added tokens under a second id."""
+    """Added tokens that have a second id, by that id."""
     special: Set[str]
-    """The added tokens that any file calls special, or gives the name of such a one."""
+    """The added tokens that a file marks as special or names in a special role."""
 
     def added(self) -> dict[int, AddedToken]:
         """All added tokens, by id."""
@@ -197,10 +204,10 @@ def _load(directory: Path, settings: dict[str, Any]) -> _Files:
     tokenizer_class = settings.get("tokenizer_class")
     add_prefix_space = bool(settings.get("add_prefix_space", False))
     if (directory / "tokenizer.json").is_file():
-        # Read here: the library opens no path that the stub's Python, which takes file names for
-        # ASCII, cannot spell.
+        # Read here, because the library cannot open a path that the stub's Python cannot spell,
+        # and that Python only knows ASCII names.
         text = (directory / "tokenizer.json").read_text("utf-8")
-        fields, further = parse(text)
+        fields, further = parse_with_duplicates(text)
         vocabulary = _vocabulary(fields)
         in_file = {
             one["id"]: _token(one, special=False) for one in fields.get("added_tokens") or ()
@@ -215,7 +222,7 @@ def _load(directory: Path, settings: dict[str, Any]) -> _Files:
             if (
                 isinstance(fast.pre_tokenizer, pre_tokenizers.ByteLevel)
                 and tokenizer_class in _GPT2_CLASSES + _GPT_NEOX_CLASSES
-            ):  # transformers lets these classes decide, whatever tokenizer.json says
+            ):  # in transformers these classes overrule tokenizer.json
                 fast.pre_tokenizer.add_prefix_space = add_prefix_space
             _add_special_tokens(fast, settings)
             return fast
@@ -230,7 +237,7 @@ def _load(directory: Path, settings: dict[str, Any]) -> _Files:
             f"tokenizer {str(directory)!r} is a {tokenizer_class} without tokenizer.json; write "
             "that file with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    vocabulary, further = parse((directory / "vocab.json").read_text("utf-8"))
+    vocabulary, further = parse_with_duplicates((directory / "vocab.json").read_text("utf-8"))
     merges = _merges(directory / "merges.txt")
     for key in ("bos_token", "eos_token", "unk_token"):
         settings.setdefault(key, _GPT2_SPECIAL)
@@ -248,7 +255,7 @@ def _load(directory: Path, settings: dict[str, Any]) -> _Files:
 
 
 def _vocabulary(fields: dict[str, Any]) -> dict[str, int]:
-    """That of a tokenizer.json; empty for kinds of models that have it as a list."""
+    """The vocabulary of a tokenizer.json; empty if the kind of model has it as a list."""
     vocabulary = fields["model"]["vocab"]
     return vocabulary if isinstance(vocabulary, dict) else {}
 
@@ -262,10 +269,10 @@ def _build(
 ) -> _Files:
     in_settings = {token_id: _token(value, special=False) for token_id, value in _added(settings)}
     added = in_file | {one: token for one, token in in_settings.items() if one not in in_file}
-    fast = build(make, vocabulary, added, (_text(value) for value in _named(settings)))
+    fast = build_tokenizer(make, vocabulary, added, (_text(value) for value in _named(settings)))
     listed: dict[int, str | AddedToken] = {**further, **added}
     forgotten = {one: token for one, token in listed.items() if fast.id_to_token(one) is None}
-    # As a conversion from GGUF writes them: a text is the vocabulary's, an object an added token's.
+    # `gguf_tokenizer` writes these: text is a token of the vocabulary, an object an added token.
     for token_id, value in (settings.get("duplicate_tokens") or {}).items():
         forgotten[int(token_id)] = value if isinstance(value, str) else _token(value, special=False)
     special = {one.content for one in (*in_file.values(), *in_settings.values()) if one.special}
@@ -307,7 +314,7 @@ def _tokens_around(fast: FastTokenizer, settings: dict[str, Any]) -> processors.
 def around_prompt(
     fast: FastTokenizer, begin: str | None, end: str | None
 ) -> processors.PostProcessor:
-    """Puts these tokens before and behind a prompt."""
+    """Puts these tokens before and after a prompt; None: no token."""
     around = dict.fromkeys(token for token in (begin, end) if token is not None)
     return processors.TemplateProcessing(
         single=[token for token in (begin, "$A", end) if token is not None],
@@ -316,7 +323,8 @@ def around_prompt(
 
 
 def _settings(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json; special_tokens_map.json counts where that lists no added tokens."""
+    """The fields of tokenizer_config.json. If it lists no added tokens, special_tokens_map.json
+    counts too."""
     settings: dict[str, Any] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = directory / name
@@ -339,9 +347,9 @@ def _added(settings: dict[str, Any]) -> list[tuple[int, Any]]:
 
 
 def _named(settings: dict[str, Any]) -> Iterator[Any]:
-    """The special tokens that have names, and the further ones."""
+    """The special tokens: first those with a role, then the additional ones."""
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
-    if isinstance(extra, dict):  # tokens of this model alone, by name
+    if isinstance(extra, dict):  # this model's own tokens, by name
         extra = extra.values()
     named = [settings.get(key) for key in _SPECIAL_KEYS]
     return (value for value in (*named, *extra) if value is not None)
@@ -351,13 +359,13 @@ def _add_special_tokens(fast: FastTokenizer, settings: dict[str, Any]) -> None:
     fast.add_tokens([_token(value, special=False) for _, value in _added(settings)])
     known = set(fast.get_added_tokens_decoder())
     for value in _named(settings):
-        # A token that is there already keeps its own flags (such as eating the space before it).
+        # A known token keeps its own flags, such as taking in the space before it.
         if fast.token_to_id(_text(value)) not in known:
             fast.add_special_tokens([_token(value, special=True)])
 
 
 def _named_ends(directory: Path, settings: dict[str, Any]) -> list[str]:
-    """The end tokens that the files name. One that has none, or null, hides none of another."""
+    """The end tokens that any file names. A missing or null one in a file hides no other's."""
     parts = [settings]
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = directory / name
@@ -369,7 +377,7 @@ def _named_ends(directory: Path, settings: dict[str, Any]) -> list[str]:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """What a chat template knows by name."""
+    """The tokens that a chat template knows by name."""
     extra = settings.get("extra_special_tokens")
     named = {key: settings.get(key) for key in _SPECIAL_KEYS}
     named |= extra if isinstance(extra, dict) else {}

@@ -1,4 +1,4 @@
-"""Hugging Face hub ids: fetch a repository's files into the local cache. Imports no torch."""
+"""Fetches a Hugging Face repository's files into the local cache. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _CONFIG_AND_TOKENIZER = ("*.json", "merges.txt", "chat_template.jinja")
 @dataclass(frozen=True)
 class _WeightFiles:
     patterns: tuple[str, ...]
-    """Variants, such as model.fp16.safetensors, are never read."""
+    """They leave out variants such as model.fp16.safetensors, which are never read."""
     index: str
-    """May name files of other names too."""
+    """The index file. It may also name files that match no pattern."""
 
 
 _SAFETENSORS = _WeightFiles(
@@ -36,14 +36,14 @@ _SAFETENSORS_BEGIN = {"model.safetensors", _SAFETENSORS.index}  # one of them is
 
 
 def is_hub_id(model: str) -> bool:
-    """True for "owner/name" and "owner/name@revision"; asks nobody whether it exists."""
+    """True for "owner/name" and "owner/name@revision". It does not ask whether that exists."""
     return _HUB_ID.fullmatch(model) is not None
 
 
 def at_commit(model: str, directory: str | None) -> str:
-    """`model`; if that is a hub id, then of the commit that `directory`, its snapshot, has.
+    """`model`; a hub id gets the commit of `directory`, its local snapshot.
 
-    Another host finds the same files by it, whatever was pushed since.
+    With it another host finds the same files, whatever has been pushed since.
     """
     if directory is None or not is_hub_id(model) or Path(model).is_dir():
         return model
@@ -51,17 +51,22 @@ def at_commit(model: str, directory: str | None) -> str:
 
 
 def without_revision(model: str) -> str:
-    """The repository's name; what is no hub id is returned as it is."""
+    """The repository's name. Anything but a hub id is returned unchanged."""
     return model.partition("@")[0] if is_hub_id(model) else model
 
 
 def download(model: str, *, weights: bool) -> Path:
-    """The local snapshot of hub id `model`, fetched where the cache lacks it.
+    """The local snapshot of hub id `model`. Files that the cache lacks are fetched.
 
-    A revision is a branch, tag or commit, by default the main branch. With `weights`, either the
-    repository's safetensors or, where it has none, its `pytorch_model*.bin` come too, and what an
-    index of either names. Without network the cache alone serves. Raises ModelError if the
-    repository cannot be had.
+    A revision is a branch, tag or commit; the default is the main branch. Without network the cache
+    alone is used.
+
+    Args:
+        weights: also fetch the safetensors or, if there are none, `pytorch_model*.bin`, and the
+            files that their index names.
+
+    Raises:
+        ModelError: the repository is neither cached nor reachable.
     """
     # Imported here: most runs use local directories and should not pay for the import.
     from huggingface_hub import HfApi, snapshot_download
@@ -71,14 +76,14 @@ def download(model: str, *, weights: bool) -> Path:
     files = _SAFETENSORS if weights else None
     try:
         if weights:
-            # (list_repo_files would retry for 20 seconds where there is no network)
+            # Not list_repo_files, which retries for 20 seconds if there is no network.
             info = HfApi().model_info(repository, revision=revision or None, timeout=_TIMEOUT_S)
             if _SAFETENSORS_BEGIN.isdisjoint(file.rfilename for file in info.siblings or []):
                 files = _TORCH
         return _fetch(snapshot, files)
     except Exception as error:  # the hub client raises the errors of several libraries
         try:
-            # (with the patterns, because the client refuses a snapshot that lacks what it asks for)
+            # With the patterns: the client refuses a snapshot that lacks any other file.
             return _fetch(partial(snapshot, local_files_only=True), files)
         except Exception:
             reason = next(iter(str(error).splitlines()), "")
@@ -90,7 +95,7 @@ def download(model: str, *, weights: bool) -> Path:
 
 
 def _fetch(snapshot: Callable[..., str], files: _WeightFiles | None) -> Path:
-    """Configuration, tokenizer and index first, then the weights, where `files` says which."""
+    """Fetch configuration, tokenizer and index; then the weight files, unless `files` is None."""
     directory = Path(snapshot(allow_patterns=list(_CONFIG_AND_TOKENIZER)))
     if files is None:
         return directory

@@ -1,7 +1,6 @@
-"""LLaMA's configuration (Touvron et al. 2023), also that of models that share its architecture.
+"""The configuration of LLaMA (Touvron et al. 2023) and of models with the same architecture.
 
-Defaults are those that `transformers.LlamaConfig` documents for fields that a config.json leaves
-out.
+Fields that a config.json leaves out have the defaults that `transformers.LlamaConfig` documents.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class LlamaConfig(ModelConfig):
             theta=("rope_theta", 1e4),
             share=("partial_rotary_factor", 1.0),
         )
-        if rotary.dim != head_dim:  # no version of transformers runs such a model as it says
+        if rotary.dim != head_dim:  # no version of transformers runs such a model correctly
             raise ModelError(
                 f"{raw.source}: partial_rotary_factor asks for a rotation of {rotary.dim} of a "
                 f"head's {head_dim} elements, but a LLaMA model rotates them all"

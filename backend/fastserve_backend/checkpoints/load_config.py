@@ -1,4 +1,4 @@
-"""Find a model, fetch or convert its files where they are not here, and read its configuration."""
+"""Finds a model, fetches or converts its files if needed, and reads its configuration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Literal
 from fastserve_backend.checkpoints.architectures import ARCHITECTURES
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL, embedded_file
 from fastserve_backend.checkpoints.errors import ModelError
-from fastserve_backend.checkpoints.gguf import converted
+from fastserve_backend.checkpoints.gguf import converted_gguf
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.hub import download, is_hub_id
 from fastserve_backend.checkpoints.model_config import (
@@ -34,11 +34,11 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-"""Where weights are looked for, in this order; an index names the files of a divided checkpoint."""
+"""The first of these files that exists has the weights, or is the index of several files."""
 
 
 def builtin_names() -> tuple[str, ...]:
-    """Names of the configurations that need no files (random weights only)."""
+    """Names of the configurations that need no files. They have only random weights."""
     return tuple(_builtins())
 
 
@@ -55,12 +55,17 @@ def load_model_config(
     """Describe `model`: a local directory in Hugging Face format, a GGUF file, a hub id, the
     embedded model or a built-in name.
 
-    A hub id is downloaded here, weights included unless `load_format` is "dummy", and a GGUF file
-    converted, so that every rank finds the files in the cache. `device` is "cpu" or "cuda". `dtype`
-    "auto" takes the checkpoint's, except that float16 becomes bfloat16 on a CPU, which computes
-    float16 slowly. `max_model_len` in tokens, None for all that the model has positions for.
+    This downloads a hub id (with its weights unless `load_format` is "dummy") and converts a GGUF
+    file, so that every rank finds the files in the cache.
 
-    Raises ModelError naming what is wrong and the remedy.
+    Args:
+        device: "cpu" or "cuda".
+        dtype: "auto" is the checkpoint's, but bfloat16 instead of float16 on a CPU, which computes
+            float16 slowly.
+        max_model_len: in tokens; None: all positions that the model has.
+
+    Raises:
+        ModelError: it names what is wrong and the remedy.
     """
     try:
         raw, directory = _read(model, load_format)
@@ -82,7 +87,7 @@ def load_model_config(
         quantization=quantization,
         kv_dtype=kv_dtype,
     )
-    # Where no file has the field, the architecture gives its own.
+    # If no file has the field, the ids are the architecture's default.
     if config.eos_token_ids != raw.token_ids(_EOS, ()):
         config = replace(config, eos_is_default=True)
     positions = config.max_model_len
@@ -127,8 +132,8 @@ def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
 
 
 def _add_end_tokens(raw: dict[str, Any], directory: Path, model: str) -> None:
-    """Those of generation_config.json count beside those of config.json. Authors correct one of
-    the files and not the other; ending at one token more than is needed costs nothing."""
+    """Add the end tokens of generation_config.json to those of config.json. Authors correct one of
+    the files and not the other, and an end token too many costs nothing."""
     generation = directory / "generation_config.json"
     if not generation.is_file():
         return
@@ -147,16 +152,16 @@ def _builtins() -> dict[str, Mapping[str, Any]]:
 
 
 def _directory(model: str, load_format: LoadFormat) -> Path:
-    """The local directory in Hugging Face format that holds the model, made where it is not."""
+    """The local directory with the model in Hugging Face format, created if needed."""
     path = Path(model).expanduser()
     if model and path.is_dir():  # an empty path would be the working directory
         return path
     if model == EMBEDDED_MODEL:
-        return converted(embedded_file())
+        return converted_gguf(embedded_file())
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ModelError(f"model {model!r}: there is no such file")
-        return converted(path)
+        return converted_gguf(path)
     if is_hub_id(model):
         return download(model, weights=load_format == "auto")
     raise ModelError(

@@ -1,4 +1,4 @@
-"""What a model looks like: its shape and number format, without torch."""
+"""A model's shape and number formats, without torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fastserve_backend.checkpoints.hf_config import HFConfig
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["float32", "bfloat16", "float16"]
 Quantization = Literal["int8"]
-"""What weights of linear layers are rounded to, when they are loaded."""
+"""The type to which the weights of linear layers are rounded when they are loaded."""
 KVDType = Literal["same", "int8"]
-"""Of keys and values: the model's own type, or 8 bits and scales."""
+"""The type of keys and values: the model's own, or 8 bits with scales."""
 
 INT8_SCALE_BYTES = 4
-"""See `fastserve_kernels.int8_cache`, which needs torch."""
+"""As in `fastserve_kernels.int8_cache`, which would import torch."""
 DTYPE_BYTES: Mapping[DType, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
 
@@ -34,11 +34,11 @@ class CommonFields(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape and number formats of one model; each architecture adds its own fields in a subclass.
+    """Shape and number formats of one model. Each architecture adds its own fields in a subclass.
 
-    `name` is what the user asked for; `directory` is the local directory with its files, None for a
-    built-in configuration. Sizes count elements, `max_model_len` counts tokens (prompt plus
-    output).
+    name: the model as the user named it.
+    directory: where its files are; None for a built-in configuration.
+    max_model_len: in tokens, prompt plus output. Other sizes count elements.
     """
 
     name: str
@@ -57,48 +57,49 @@ class ModelConfig:
     dtype: DType
     quantization: Quantization | None = None
     kv_dtype: KVDType = "same"
-    """Of the cache on the device."""
+    """Type of the cache on the device."""
     eos_token_ids: tuple[int, ...]
-    """End an answer. Of a model alone, those of config.json and generation_config.json; see
-    `end_tokens` for those of its other files."""
+    """The tokens that end an answer, from config.json and generation_config.json. `end_tokens`
+    adds those of the other files."""
     eos_is_default: bool = False
-    """Whether neither file names an end token, so that it is the architecture's usual one."""
+    """Whether neither file names an end token, so that the architecture's default is used."""
 
     # Built-in configurations: name -> the fields of a config.json.
     builtin: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
 
     @classmethod
     def from_hf(cls, raw: HFConfig, **common: Unpack[CommonFields]) -> ModelConfig:
-        """Build from the fields of a config.json, with all positions that the model has.
+        """Build it from the fields of a config.json. `max_model_len` is all positions.
 
-        Raises ModelError where a field is wrong.
+        Raises:
+            ModelError: a field is wrong.
         """
         raise NotImplementedError
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all weights, a tied LM head counted once."""
+        """Elements of all weights. A tied LM head counts once."""
         raise NotImplementedError
 
     @property
     def num_layer_parameters(self) -> int:
-        """Elements of one layer's weights; all layers have as many."""
+        """Elements of one layer's weights. All layers have the same number."""
         raise NotImplementedError
 
     @property
     def num_head_parameters(self) -> int:
-        """Elements of the LM head's matrix, its own or that of the embedding it is tied to."""
+        """Elements of the LM head's matrix, which may be the embedding's."""
         return self.vocab_size * self.hidden_size
 
     @property
     def linear_element_bytes(self) -> int:
-        """Of an element of a linear layer's weight, the LM head's among them."""
+        """Bytes of an element of a linear layer's weight, including the LM head's."""
         return DTYPE_BYTES[self.dtype] if self.quantization is None else 1
 
     @property
     def weight_bytes(self) -> int:
-        """Of all weights, at least: a head that is packed is a second copy of its tied embedding;
-        one that is rounded is counted."""
+        """The least bytes that all weights take. A quantized head counts beside its tied embedding;
+        a packed one, which is a second copy too, does not."""
         table = self.num_head_parameters
         if self.quantization is None:
             return self.num_parameters * DTYPE_BYTES[self.dtype]
@@ -106,16 +107,16 @@ class ModelConfig:
         return others * self.linear_element_bytes + table * DTYPE_BYTES[self.dtype]
 
     def kv_bytes_per_block(self, block_size: int) -> int:
-        """Bytes of one KV block of `block_size` tokens: keys and values of every layer. With
-        int8 each of them has a scale of 4 bytes."""
+        """Bytes of one KV block of `block_size` tokens: keys and values of every layer. In int8
+        each key and value of a head also has a scale of 4 bytes."""
         rows = 2 * self.num_layers * self.num_kv_heads * block_size
         if self.kv_dtype == "int8":
             return rows * (self.head_dim + INT8_SCALE_BYTES)
         return rows * self.head_dim * DTYPE_BYTES[self.dtype]
 
     def host_kv_bytes_per_block(self, block_size: int, host_dtype: KVDType) -> int:
-        """The same on the host, where int8 has a scale and an offset, 4 bytes, for each channel;
-        KV in INT8 on the device is copied as it is."""
+        """The same on the host. There int8 has a scale and an offset, 4 bytes, for each channel. A
+        cache that is INT8 on the device is copied unchanged."""
         if host_dtype == "same" or self.kv_dtype == "int8":
             return self.kv_bytes_per_block(block_size)
         channels = 2 * self.num_layers * self.num_kv_heads * self.head_dim

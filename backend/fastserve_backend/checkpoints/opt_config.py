@@ -1,6 +1,6 @@
 """OPT's configuration (Zhang et al. 2022, "OPT: Open Pre-trained Transformer Language Models").
 
-Defaults are those that `transformers.OPTConfig` documents for fields that a config.json leaves out.
+Fields that a config.json leaves out have the defaults that `transformers.OPTConfig` documents.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Unpack
 from fastserve_backend.checkpoints.hf_config import HFConfig, checked_head_dim
 from fastserve_backend.checkpoints.model_config import CommonFields, ModelConfig
 
-# Rows in front of position 0 in OPT's table of positions, which once served padding tokens.
+# OPT's table of positions has so many rows before position 0; they once served padding.
 POSITION_OFFSET = 2
 
 

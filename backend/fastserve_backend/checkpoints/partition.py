@@ -1,7 +1,7 @@
-"""Which rank has which part of a model: arithmetic alone, without torch.
+"""Which rank has which part of a model: only arithmetic, without torch.
 
-Tensor parallelism divides every layer, pipeline parallelism the sequence of layers into stages
-(FastServe §4.3, Megatron-LM). Ranks are numbered stage by stage.
+Tensor parallelism divides every layer; pipeline parallelism divides the sequence of layers into
+stages (FastServe §4.3, Megatron-LM). Ranks are numbered stage by stage.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class RankPlace:
 
 
 def span(size: int, index: int, count: int) -> range:
-    """Part ``index`` of ``size`` things in ``count`` neighbouring parts; sizes differ by at most
-    one, and the first parts are the larger ones."""
+    """Part ``index`` of ``size`` things, divided into ``count`` neighbouring parts. Their sizes
+    differ by at most one; the first parts are the larger ones."""
     small, larger = divmod(size, count)
     start = index * small + min(index, larger)
     return range(start, start + small + (index < larger))
 
 
 def stage_layers(num_layers: int, num_stages: int, table_layers: float = 0.0) -> tuple[range, ...]:
-    """The layers of each stage, at least one, so that the largest stage is as small as can be.
+    """The layers of each stage, at least one, such that the largest stage is as small as possible.
 
     Args:
-        table_layers: size of the embedding, which the first stage has besides, and of the LM head,
-            which the last has; in layers.
+        table_layers: size, in layers, of the embedding and of the LM head. The first stage also
+            has the embedding, the last stage the head.
     """
     size = [1.0] * num_stages
     size[0] += table_layers
@@ -64,20 +64,20 @@ def stage_layers(num_layers: int, num_stages: int, table_layers: float = 0.0) ->
 
 
 def layers_of_stages(model: ModelConfig, num_stages: int) -> tuple[range, ...]:
-    """``stage_layers`` by parameters. The head counts also where it shares the embedding's table,
-    of which the first and the last stage then have a copy each."""
+    """``stage_layers`` with sizes in parameters. A tied head counts too: the first and the last
+    stage then each have a copy of the table."""
     table_layers = model.num_head_parameters / model.num_layer_parameters
     return stage_layers(model.num_layers, num_stages, table_layers)
 
 
 def share_of_kv(model: ModelConfig, tensor_size: int, num_stages: int) -> float:
-    """Of a job's KV, on a rank of the stage with most layers: it decides how many jobs fit."""
+    """The share of a job's KV on a rank of the largest stage, which decides how many jobs fit."""
     most = max(len(layers) for layers in layers_of_stages(model, num_stages))
     return most / (model.num_layers * tensor_size)
 
 
 def check_parallel(model: ModelConfig, tensor_size: int, num_stages: int) -> None:
-    """Raises ConfigError if the model cannot be divided so, naming the sizes that can be."""
+    """Raises ConfigError, with the allowed sizes, if the model cannot be divided like this."""
     divided = gcd(model.num_heads, model.num_kv_heads)
     if divided % tensor_size:
         allowed = (str(size) for size in range(1, divided + 1) if divided % size == 0)

@@ -1,7 +1,8 @@
-"""Rotary position embeddings (Su et al. 2021): their frequencies, from a config.json.
+"""Reads the frequencies of rotary position embeddings (Su et al. 2021) from a config.json.
 
-Without torch: the engine's process reads configurations. ``rope_type`` and its fields are those of
-Hugging Face's ``rope_parameters`` (transformers 5), or ``rope_scaling`` beside ``rope_theta``.
+``rope_type`` and its fields are in Hugging Face's ``rope_parameters`` (transformers 5), or in
+``rope_scaling`` with ``rope_theta`` beside it. Imports no torch, because the engine's process reads
+configurations.
 """
 
 from __future__ import annotations
@@ -13,25 +14,25 @@ from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.hf_config import HFConfig
 
 _TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-_OBJECTS = ("rope_parameters", "rope_scaling")  # its name since transformers 5, and until then
+_OBJECTS = ("rope_parameters", "rope_scaling")  # the name since transformers 5, and the one before
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """``angle[p, i] = p · frequencies[i]`` for the pairs (i, i + dim/2) of a head's first ``dim``
-    elements."""
+    """Position p rotates the pair (i, i + dim/2) of a head by the angle ``p · frequencies[i]``.
+    Only the head's first ``dim`` elements are rotated."""
 
     dim: int
     frequencies: tuple[float, ...]
-    """dim / 2 of them, radians a position."""
+    """dim / 2 numbers, in radians a position."""
     scale: float
-    """Factor of sine and cosine (YaRN's attention factor)."""
+    """A factor for sines and cosines (YaRN's attention factor)."""
     max_positions: int
-    """Beyond so many positions the frequencies would be others."""
+    """Beyond so many positions other frequencies would apply."""
 
 
 Field = tuple[str, float]
-"""An architecture's own field of a configuration, and its value where it is left out."""
+"""The name of an architecture's own field, and its default."""
 
 
 def read_rotary(
@@ -39,17 +40,21 @@ def read_rotary(
 ) -> Rotary:
     """The rotary embedding of a configuration.
 
-    ``theta`` is the base of its frequencies, and ``share`` how much of a head is rotated; what
-    ``rope_parameters`` says of them counts more. Where ``rope_scaling`` is there too, for older
-    programs, both must give the same rotation, however they spell it.
+    A configuration may have ``rope_parameters`` and, for older programs, ``rope_scaling``. Both
+    must then describe the same rotation.
 
-    Raises ModelError for a type that is not known or a field that is wrong.
+    Args:
+        theta: the field with the base of the frequencies; ``rope_parameters`` overrides it.
+        share: the field with the share of a head that is rotated; likewise.
+
+    Raises:
+        ModelError: the type is unknown or a field is wrong.
     """
     ropes = [rope for key in _OBJECTS if (rope := raw.mapping(key)) is not None]
     ropes = ropes or [HFConfig({}, raw.source)]
 
     def stated(rope: HFConfig, name: str, own: Field) -> float:
-        """By the object, the architecture's field, or the other object, in this order."""
+        """The value in this object, else in the architecture's field, else in the other object."""
         key, default = own
         for fields, field in ((rope, name), (raw, key), *((other, name) for other in ropes)):
             if field in fields:
@@ -81,13 +86,13 @@ def _read_rope(
     dim = int(head_dim * share)
     if theta <= 1:
         raise ModelError(f"{raw.source}: rope_theta is {theta:g}, expected a number above 1")
-    # More than a head has would be beside it in memory.
+    # A dim beyond the head would reach into the next one in memory.
     if not 2 <= dim <= head_dim or dim % 2:
         raise ModelError(
             f"{raw.source}: partial_rotary_factor (rotary_pct) is {share:g}, expected a share of a "
             f"head's {head_dim} elements that is an even number of them"
         )
-    # What the configuration itself says counts first (as in transformers).
+    # The configuration's own field counts first (as in transformers).
     trained_key = "original_max_position_embeddings"
     trained = raw.integer(trained_key, rope.integer(trained_key, positions))
     frequencies = [theta ** (-2 * i / dim) for i in range(dim // 2)]
@@ -99,13 +104,13 @@ def _read_rope(
     elif kind == "llama3":
         frequencies = [_llama3(one, rope, trained) for one in frequencies]
     elif kind == "dynamic":
-        # Its frequencies change with each longer job; up to the trained length they are plain.
+        # Its frequencies change with the job's length; up to the trained length they are plain.
         positions = min(positions, trained)
     return Rotary(dim, tuple(frequencies), 1.0, positions)
 
 
 def _llama3(frequency: float, rope: HFConfig, trained: int) -> float:
-    """Llama 3.1: low frequencies are divided, high ones kept, with a ramp between."""
+    """Llama 3.1's scaling: divide low frequencies, keep high ones, with a ramp between."""
     factor = rope.number("factor", None)
     low, high = rope.number("low_freq_factor", None), rope.number("high_freq_factor", None)
     wavelength = 2 * math.pi / frequency
@@ -146,6 +151,6 @@ def _yarn_scale(factor: float, rope: HFConfig) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
     mscale, of_all = rope.number_or_zero("mscale"), rope.number_or_zero("mscale_all_dim")
-    if mscale and of_all:  # 0 is none, as in transformers
+    if mscale and of_all:  # 0 counts as missing, as in transformers
         return part(mscale) / part(of_all)
     return part(1.0)

@@ -1,8 +1,8 @@
-"""Which id each token has, by a tokenizer's files.
+"""Gives each token the id that a tokenizer's files give it.
 
-`tokenizers` numbers added tokens itself: from the number of tokens that the vocabulary has,
-whatever the file says. Where a vocabulary has gaps, that is another id, and maybe one that it uses.
-Of a token under two ids it forgets one.
+`tokenizers` numbers added tokens itself, starting at the vocabulary's size, whatever the file says.
+If the vocabulary has gaps, such an id is wrong and perhaps in use. If a token has two ids,
+`tokenizers` forgets one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tokenizers import Tokenizer as FastTokenizer
 Vocabulary = dict[str, int]
 
 
-def parse(text: str) -> tuple[Any, dict[int, str]]:
-    """The value of a JSON file, and by id the tokens that it has under several: a name may come
-    twice in an object, of which the last counts."""
+def parse_with_duplicates(text: str) -> tuple[Any, dict[int, str]]:
+    """The value of a JSON text, and the names that an object has more than once, by their earlier
+    numbers (the last one is in the value)."""
     further: dict[int, str] = {}
 
     def collect(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -33,18 +33,18 @@ def parse(text: str) -> tuple[Any, dict[int, str]]:
     return json.loads(text, object_pairs_hook=collect), further
 
 
-def build(
+def build_tokenizer(
     make: Callable[[Vocabulary], FastTokenizer],
     vocabulary: Vocabulary,
     added: Mapping[int, AddedToken],
     named: Iterable[str],
 ) -> FastTokenizer:
-    """A tokenizer whose added tokens have the ids that its files say.
+    """A tokenizer whose added tokens have the ids of its files.
 
     Args:
-        make: of this vocabulary, with all added tokens.
-        added: by id, as the files say.
-        named: further tokens, which take the next ids where the vocabulary lacks them.
+        make: makes a tokenizer from a vocabulary, with all added tokens.
+        added: added tokens by their ids in the files.
+        named: more tokens. Those that the vocabulary lacks get the next ids.
     """
     placed: Vocabulary = {}
     for token_id, token in added.items():

@@ -1,10 +1,9 @@
-"""What bytes a token stands for.
+"""The bytes that a token stands for.
 
-Two vocabularies are known. Byte-level ones (GPT-2, OPT, Llama 3) spell each byte with a letter of
-its own. SentencePiece's (LLaMA 1 and 2) spell text, "▁" for a space and <0x0A> for a byte that no
-token has. Tokens that were added to a vocabulary are found in a text as they
-are, so they stand for what was added. (`tokenizers` reads them by the vocabulary's spelling too,
-which makes other characters of "ć" or "▁".)
+Two kinds of vocabulary are known. Byte-level ones (GPT-2, OPT, Llama 3) have a letter for each
+byte. SentencePiece's (LLaMA 1 and 2) hold text, with "▁" for a space and <0x0A> for a byte that no
+token has. An added token is found in a text as it is written, so it stands for just that.
+(`tokenizers` would read it in the vocabulary's spelling, which changes letters such as "ć" or "▁".)
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from tokenizers import AddedToken, decoders
 from tokenizers import Tokenizer as FastTokenizer
 
 Spelling = Callable[[str], bytes]
-"""From a token's written form in a vocabulary to its bytes."""
+"""Turns a token's written form in a vocabulary into its bytes."""
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 def spelling_of(fast: FastTokenizer) -> Spelling | None:
-    """How the vocabulary of `fast` spells bytes; None: in no way that is known."""
+    """How the vocabulary of `fast` spells bytes; None if the spelling is unknown."""
     if isinstance(fast.decoder, decoders.ByteLevel):
         return _byte_level
     if bool(getattr(fast.model, "byte_fallback", False)) and "▁" in fast.get_vocab():
@@ -43,7 +42,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 def _byte_level(token: str) -> bytes:
-    """With a letter outside the alphabet it is plain text."""
+    """A token with a letter outside the alphabet is plain text."""
     try:
         return bytes(_BYTE_OF[letter] for letter in token)
     except KeyError:
@@ -58,16 +57,15 @@ def _sentencepiece(token: str) -> bytes:
 def bytes_of_added(
     fast: FastTokenizer, spelling: Spelling, added: Mapping[int, AddedToken]
 ) -> dict[int, bytes]:
-    """Bytes of the tokens that were added to a vocabulary of such spelling, by id: what was added,
-    and none of special ones.
+    """The bytes of added tokens, by id: the text that was added, nothing for a special token.
 
-    A token can be the vocabulary's too, which makes it of other text: of two spaces where "▁▁" was
-    added. That text counts where it is one, since it is the more frequent. Bytes of SentencePiece's
-    stay bytes, though a trainer may have called them special.
+    An added token may also be in the vocabulary, where its spelling means other text: "▁▁" means
+    two spaces. Then that text counts, because it is more frequent. SentencePiece's byte tokens stay
+    bytes, even if a trainer has marked them as special.
     """
     model = fast.model
     ignores_merges = getattr(model, "ignore_merges", False)
-    if ignores_merges:  # then the vocabulary makes whatever it has
+    if ignores_merges:  # with this the vocabulary would make every token that it has
         model.ignore_merges = False
     try:
         return {
@@ -98,7 +96,8 @@ def _added(token: AddedToken, spelling: Spelling, is_made: bool) -> bytes:
 
 
 def _is_text(spelled: bytes) -> bool:
-    """Neither a part of a character nor a control character, of which all but two are rare."""
+    """Whether it is whole printable characters. Tabs and newlines count; other control characters
+    are rare."""
     try:
         text = spelled.decode()
     except UnicodeDecodeError:

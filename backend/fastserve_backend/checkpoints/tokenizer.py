@@ -1,9 +1,9 @@
-"""Text to token ids and back, without torch.
+"""Turns text into token ids and back, without torch.
 
-Every token stands for a run of bytes. Decoding joins the bytes and reads them as UTF-8 with U+FFFD
-for what is broken, so a stream only has to remember the bytes of one unfinished character.
-(`tokenizers.decoders.DecodeStream` holds back for ever after a lone invalid byte, and decodes all
-that it holds on every step.)
+Every token stands for some bytes. Decoding joins them and reads UTF-8, with U+FFFD for broken
+parts. So a stream only has to remember the bytes of one unfinished character.
+(`tokenizers.decoders.DecodeStream` stalls after a lone invalid byte, and decodes everything that it
+holds at every step.)
 """
 
 from __future__ import annotations
@@ -35,45 +35,48 @@ class TokenizationError(FastServeError):
 
 
 class Tokenizer(ABC):
-    """Instances may be shared by threads."""
+    """A model's tokenizer. Threads may share an instance."""
 
     vocab_size: int
     max_token_bytes: int
-    """Most bytes of UTF-8 that one token of a prompt stands for: a bound on a prompt's length."""
+    """The most UTF-8 bytes that one token stands for, which bounds the length of a prompt."""
     specials: Mapping[int, str]
-    """The special tokens by id, as a prompt spells them; in an answer they have no text."""
+    """The special tokens by id, as a prompt spells them. In an answer they have no text."""
     end_token_ids: tuple[int, ...] = ()
-    """Those that its files name, all of the model's vocabulary; see `end_tokens`."""
+    """End tokens that the tokenizer's files name, if the model's vocabulary has them; see
+    `end_tokens`."""
 
     @abstractmethod
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; other threads run meanwhile, however long it is.
+        """Token ids of `text`. Other threads run meanwhile, however long the text is.
 
         Args:
-            special_tokens: with those that the model expects around a prompt.
+            special_tokens: add the tokens that the model expects around a prompt.
 
-        Raises TokenizationError for a lone surrogate, which no UTF-8 can hold, for a token that the
-        model's vocabulary lacks, and for a text that the model's tokenizer fails at.
+        Raises:
+            TokenizationError: the text has a lone surrogate, which UTF-8 cannot hold, or a token
+                that the model's vocabulary lacks; or the tokenizer fails.
         """
 
     @abstractmethod
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """The prompt after which the model answers the last message, with all special tokens
-        that the model expects, spelled out.
+        """The prompt that makes the model answer the last message. It spells out all special tokens
+        that the model expects.
 
-        Raises TokenizationError where there is no template and for messages that it refuses.
+        Raises:
+            TokenizationError: there is no template, or it refuses the messages.
         """
 
     @abstractmethod
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that `token_id` stands for: none for a special or unknown one."""
+        """The bytes of `token_id`; none for a special or unknown token."""
 
     def written(self, token_id: int) -> str:
-        """`token_id` for people to read: a special one by its name."""
+        """`token_id` for people to read; a special token by its name."""
         return self.specials.get(token_id) or self.decode([token_id])
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Text of `token_ids`, without special tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Text of `token_ids` without special tokens. Invalid UTF-8 becomes U+FFFD."""
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
 
     def stream(self) -> TokenStream:
@@ -82,11 +85,11 @@ class Tokenizer(ABC):
 
 
 class TokenStream:
-    """Decodes one job's tokens as they come; the pieces joined are exactly `Tokenizer.decode` of
-    all ids.
+    """Decodes one job's tokens as they arrive. All pieces joined equal `Tokenizer.decode` of all
+    ids.
 
-    At most three bytes, an unfinished character, are held back. A step costs the bytes of its
-    token, however long the job has run.
+    It holds back at most three bytes, an unfinished character. The cost of a step does not grow
+    with the job's length.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -94,20 +97,19 @@ class TokenStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def step(self, token_id: int) -> str:
-        """Text that `token_id` completes, often the whole token's, never part of a character."""
+        """The text that `token_id` completes: whole characters, often the whole token."""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 
     def flush(self) -> str:
-        """What is held back, as U+FFFD; call it once, after the last token."""
+        """The unfinished rest, as U+FFFD. Call this once, after the last token."""
         return self._decoder.decode(b"", final=True)
 
 
 class ByteTokenizer(Tokenizer):
-    """The tokenizer of random weights: one token a byte, pseudo-words for all other ids.
+    """The tokenizer for random weights: a token for each byte, and pseudo-words for other ids.
 
-    Ids 0 to 3 are OPT's special tokens, 4 to 259 the bytes; every higher id decodes to a word of
-    its own with a space in front, so that a random model's output reads like text. Nothing is built
-    in advance.
+    Ids 0 to 3 are OPT's special tokens, and 4 to 259 the bytes. Every higher id decodes to a space
+    and a word of its own, so that a random model's output looks like text. No table is built.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -136,7 +138,7 @@ class ByteTokenizer(Tokenizer):
 
 
 def _pseudo_word(index: int) -> bytes:
-    """Syllables that spell `index` to the base of their number, two at least."""
+    """A word that spells `index` with syllables as digits; it has at least two."""
     word = ""
     while index or len(word) < 4:
         index, syllable = divmod(index, len(_CONSONANTS) * len(_VOWELS))
@@ -158,10 +160,10 @@ def utf8(text: str) -> bytes:
 
 def load_tokenizer(model: str, tokenizer: str | None, config: ModelConfig) -> Tokenizer:
     """The tokenizer for `model`: from `tokenizer` (a directory or hub id) if given, else the
-    model's own.
+    model's own. Random weights without tokenizer files get the built-in one.
 
-    Random weights without tokenizer files get the built-in one. Raises ModelError where there is no
-    usable tokenizer or where it has ids that the model's vocabulary lacks.
+    Raises:
+        ModelError: there is no usable tokenizer, or it has ids that the model's vocabulary lacks.
     """
     try:
         return _load(model, tokenizer, config)

@@ -1,4 +1,4 @@
-"""The index of a divided checkpoint: which file has which tensor. Imports no torch."""
+"""Reads the index of a divided checkpoint: which file has which tensor. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from fastserve_backend.checkpoints.errors import ModelError
 
 
 def read_weight_index(index: Path) -> dict[str, set[str]]:
-    """The tensors that each weight file gives, by the file's path below the index's directory.
+    """The tensors to take from each weight file, by the file's path below the index's directory.
 
-    A file may hold others too. They do not count: an overlay leaves stale duplicates of what it
-    replaces in the files below it.
+    A file may hold other tensors too. Ignore them: they may be stale copies of tensors that another
+    file replaces.
 
-    Raises ModelError for a file that is no index, or that names one outside its directory.
+    Raises:
+        ModelError: the file is no index, or it names a file outside its directory.
     """
     tensors: defaultdict[str, set[str]] = defaultdict(set)
     try:

@@ -1,4 +1,7 @@
-"""What every architecture's model class is, with all but its layers and how they are run."""
+"""`CausalLM`: the base of every model, and `LMHead`.
+
+`CausalLM` loads the weights and computes logits. An architecture adds its layers and `forward`.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,37 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from fastserve_backend.models.attention_batch import AttentionBatch
-from fastserve_backend.models.layers import prefixed
-from fastserve_backend.models.lm_head import LMHead
+from fastserve_backend.models.attention import AttentionBatch
+from fastserve_backend.models.layers import ColumnLinear, VocabEmbedding, prefixed
 from fastserve_backend.models.model_part import ModelPart
-from fastserve_backend.models.weights import Parameter, StoredTensor, WeightSource, some_of
+from fastserve_backend.models.weights import (
+    Parameter,
+    StoredTensor,
+    WeightSource,
+    check_tensor,
+    load_parameters,
+    some_of,
+)
 
 _log = logging.getLogger(__name__)
 
 
 class CausalLM(ABC):
-    """A stage of a decoder and its LM head. Load weights once, then call under
+    """A stage of a decoder, with its LM head. Load the weights once, then call it under
     `torch.inference_mode`.
 
     Args:
-        prefixes: of checkpoint names, left out below; each where it is there, one after the other.
-        computed: ends of the names of tensors that older checkpoints hold although they follow
-            from the configuration.
-        other_modules: first parts of names that the architecture has in other configurations.
-        first, last: what the first and the last stage alone want: embeddings, final norm.
-        layers: what each layer of the part wants, in order, by names below "layers.<number>".
+        prefixes: prefixes that are removed from checkpoint names, one after the other, where they
+            occur. All names below are without them.
+        computed: endings of names that are ignored: older checkpoints hold tensors that follow from
+            the configuration.
+        other_modules: modules that the architecture has in other configurations. (A module is the
+            first part of a name.)
+        first, last: parameters that only the first or the last stage has: embeddings, final norm.
+        layers: the parameters of each layer of the part, in order, named below "layers.<number>".
     """
 
     def __init__(
@@ -55,17 +67,20 @@ class CausalLM(ABC):
         self._parameters |= head.parameters()
 
     def parameters(self) -> dict[str, Parameter]:
-        """Every tensor that the stage wants, by name; a tied head's as `LMHead.parameters` says."""
+        """Every tensor that the stage needs, by name. For a tied head see `LMHead.parameters`."""
         return self._parameters
 
     def load_weights(self, source: WeightSource, elsewhere: Collection[str] = ()) -> None:
-        """Take all weights; tensors named in `elsewhere` may be there for other stages.
+        """Load all weights. Tensors named in `elsewhere` may be there for other stages.
 
-        What is no part of the architecture, such as another head or an encoder of images, is left
-        with a warning. Raises ModelError for missing and misshapen tensors, and for unexpected
-        ones within the architecture's modules: the model would compute without them.
+        Tensors outside the architecture's modules, such as an image encoder's, are skipped with a
+        warning.
+
+        Raises:
+            ModelError: a tensor is missing or of a wrong shape, or one within the architecture's
+                modules is unexpected: the model would compute without it.
         """
-        self._head.load_model(self._parameters, self._canonical(source), elsewhere)
+        self._head.load_stage(self._parameters, self._canonical(source), elsewhere)
 
     @abstractmethod
     def forward(
@@ -79,12 +94,15 @@ class CausalLM(ABC):
         """Run the step's T tokens: token_ids and positions int64 [T] -> hidden states [T, hidden].
 
         Writes their keys and values to the cache `kv`, [blocks, layers, 2, kv_heads, block_size,
-        head_dim]. `hidden` is what the stage before returned; the first has none.
+        head_dim].
+
+        Args:
+            hidden: what the stage before returned, [T, hidden]; None in the first stage.
         """
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """hidden [R, hidden], rows of what the last stage's `forward` returned -> logits [R,
-        vocab]; None but on the first rank of the stage."""
+        """hidden [R, hidden] -> logits [R, vocab] on the first rank of the stage, None on the
+        others. `hidden` are rows of what the last stage's `forward` returned."""
         return self._head(hidden)
 
     def _canonical(self, source: WeightSource) -> Iterator[StoredTensor]:
@@ -99,10 +117,105 @@ class CausalLM(ABC):
                 yield replace(stored, name=name)
             else:
                 unused.append(stored.name)
-        if unused and self._part.is_first and self._part.tensor.is_first:  # one rank says it
+        if unused and self._part.is_first and self._part.tensor.is_first:  # only one rank warns
             _log.warning("checkpoint tensors that the model does not use: %s", some_of(unused))
 
 
 def _module(name: str) -> str:
-    """The part of the model that a tensor belongs to: the first part of its name."""
+    """The module of a tensor: the first part of its name."""
     return name.partition(".")[0]
+
+
+class LMHead:
+    """Turns hidden states into logits, in the last stage. Its ranks divide the vocabulary.
+
+    Other stages have an `LMHead` too: it knows which tensors they need not load.
+
+    Args:
+        name: of its checkpoint layer.
+        tied_to: the name of the embedding's tensor, and the embedding whose table the head shares;
+            None if the head has a table of its own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hidden: int,
+        vocab: int,
+        *,
+        tied_to: tuple[str, VocabEmbedding] | None,
+        part: ModelPart,
+    ) -> None:
+        self.name = name
+        self._linear = ColumnLinear(hidden, {name: vocab}, bias=False, part=part)
+        self._tensor_name = f"{name}.weight"
+        self._vocab = vocab
+        self._tied_to = tied_to
+        self._part = part
+
+    def parameters(self) -> dict[str, Parameter]:
+        """The head's table, if this stage must load it.
+
+        A tied head uses the embedding's table. Only a last stage that has no embedding loads it.
+        """
+        if not self._part.is_last:
+            return {}
+        if self._tied_to is None:
+            return {self._tensor_name: self._parameter}
+        return {} if self._part.is_first else {self._tied_to[0]: self._parameter}
+
+    def __call__(self, hidden: Tensor) -> Tensor | None:
+        """hidden [R, hidden] -> logits [R, vocab] on the first rank of the stage, None on the
+        others."""
+        return self._part.tensor.gather_columns(self._linear(hidden), self._vocab)
+
+    def load_stage(
+        self, parameters: Mapping[str, Parameter], source: WeightSource, elsewhere: Collection[str]
+    ) -> None:
+        """Load all of the stage's weights, and tie the head (see `load_parameters`).
+
+        The table of a tied head may be stored under the embedding's name, the head's, or both. If
+        both are there and differ, the head is not tied after all (as in transformers).
+
+        Raises:
+            ModelError: a tensor is missing, unexpected or of a wrong shape.
+        """
+        if self._tied_to is None:
+            load_parameters(parameters, source, elsewhere)
+            return
+        _, embedding = self._tied_to
+        tables: dict[str, StoredTensor] = {}
+        load_parameters(parameters, self._one_table(source, tables), elsewhere)
+        if not (self._part.is_first and self._part.is_last):
+            return
+        if len(tables) == 2:
+            own = tables[self._tensor_name].read(self._parameter.shard)
+            if not torch.equal(own.to(embedding.table), embedding.table):
+                self._parameter.load(own)
+                return
+        self._linear.tie(embedding.table)
+
+    def _one_table(
+        self, source: WeightSource, tables: dict[str, StoredTensor]
+    ) -> Iterator[StoredTensor]:
+        """The source's tensors with a single table, which comes last, under the embedding's name.
+
+        If both names are there, the first stage takes the embedding's table, other stages the
+        head's. The tables found are put into `tables`, by their own names.
+        """
+        assert self._tied_to is not None
+        embedding_name, _ = self._tied_to
+        for stored in source:
+            if stored.name in (embedding_name, self._tensor_name) and stored.name not in tables:
+                check_tensor(stored, self._parameter.shape)
+                tables[stored.name] = stored
+            else:
+                yield stored
+        of_embedding, of_head = tables.get(embedding_name), tables.get(self._tensor_name)
+        table = (of_embedding or of_head) if self._part.is_first else (of_head or of_embedding)
+        if table is not None:
+            yield replace(table, name=embedding_name)
+
+    @property
+    def _parameter(self) -> Parameter:
+        return self._linear.parameters()[self._tensor_name]

@@ -1,10 +1,8 @@
-"""GGUF to safetensors. Needs torch, so that the server runs it as `gguf_process`.
+"""Converts GGUF files to safetensors. It needs torch, so the server runs it as `gguf_process`.
 
-The format is read and dequantised by the `gguf` library, tensor by tensor, so that the model is
-never in memory as a whole.
-
-transformers can load GGUF files itself, but only whole, and without the rotary scaling of LLaMA
-models, which changes their answers.
+The `gguf` library reads and dequantises tensor by tensor, so the model is never in memory as a
+whole. transformers can load GGUF files too, but only whole, and it ignores the rotary scaling of
+LLaMA models, which changes their answers.
 """
 
 from __future__ import annotations
@@ -36,20 +34,20 @@ from fastserve_backend.models.model_part import ModelPart
 
 _LLAMA = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA]
 
-# Bytes of weights that are gathered before they are written to a file.
+# Weights are gathered up to so many bytes before they are written to a file.
 _SHARD_BYTES = 2 * 2**30
 
-# Factors of the rotary frequencies, computed by llama.cpp's converter for Llama 3.1 and later.
+# Factors for the rotary frequencies. llama.cpp's converter computes them for Llama 3.1 and later.
 _ROPE_FACTORS = "rope_freqs.weight"
 
-# Optional fields of rotary scaling: GGUF's name -> Hugging Face's.
+# Optional fields of rotary scaling: GGUF's names -> Hugging Face's.
 _ROPE_OPTIONS = {
     "original_context_length": "original_max_position_embeddings",
     "yarn_attn_factor": "attention_factor",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-# Fields that would change a model's answers and are not supported -> values that change nothing.
+# Unsupported fields that would change a model's answers -> the values that change nothing.
 _UNSUPPORTED = {
     "llama.logit_scale": (0.0, 1.0),
     "llama.rope.scaling.alpha": (0.0,),
@@ -60,12 +58,12 @@ _UNSUPPORTED = {
 
 
 class GGUFFile:
-    """A LLaMA model in a GGUF file. Raises ModelError if it is anything else."""
+    """A GGUF file with a LLaMA model. The constructor raises ModelError for anything else."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._reader = gguf.GGUFReader(path)
-        # The library raises what numpy does for bytes that are not there.
+        # For missing bytes the library raises numpy's errors.
         except Exception as error:
             raise ModelError(f"damaged, or no GGUF file ({error})") from error
         architecture = self.field("general.architecture")
@@ -85,14 +83,15 @@ class GGUFFile:
         return default if found is None else found.contents()
 
     def required(self, key: str) -> Any:
-        """The value of a metadata field that must be there; else ModelError."""
+        """The value of a metadata field; ModelError if it is missing."""
         value = self.field(key)
         if value is None:
             raise ModelError(f"metadata field {key} is missing")
         return value
 
     def config(self) -> dict[str, Any]:
-        """The fields of a Hugging Face config.json, of a model that can be served."""
+        """The fields of a Hugging Face config.json. Raises ModelError if the model cannot be
+        served."""
         tensors = {tensor.name for tensor in self._reader.tensors}
         config: dict[str, Any] = {
             "architectures": ["LlamaForCausalLM"],
@@ -114,14 +113,15 @@ class GGUFFile:
             "eos_token_id": self._end_tokens(),
         }
         config = {key: value for key, value in config.items() if value is not None}
-        # What cannot be served is refused before it is converted.
+        # Refuse what cannot be served before converting it.
         self._refuse_unsupported(_read_config(config).head_dim)
         config["rope_parameters"] = self._rope(config)
         _read_config(config)
         return config
 
     def check_tensors(self, config: dict[str, Any]) -> None:
-        """Raise ModelError unless the tensors are those of a model of `config`, by their shapes."""
+        """Raise ModelError unless the file has all tensors of `config`, and no others, in the right
+        shapes."""
         missing = _shapes(_read_config(config))
         for tensor in self._reader.tensors:
             if tensor.name == _ROPE_FACTORS:
@@ -143,7 +143,8 @@ class GGUFFile:
             )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and values, bfloat16, of a Hugging Face checkpoint; call `check_tensors` before."""
+        """The tensors of a Hugging Face checkpoint, in bfloat16, with their names. Call
+        `check_tensors` first."""
         names = _names(self.required("llama.block_count"))
         heads = self.required("llama.attention.head_count")
         kv_heads = self.field("llama.attention.head_count_kv") or heads
@@ -160,7 +161,7 @@ class GGUFFile:
                 raise ModelError(
                     f"tensor {tensor.name!r} ({tensor.tensor_type.name}) cannot be read: {error}"
                 ) from error
-            # (a copy only where the library returns a view of the file: torch wants to own it)
+            # torch must own the memory; this copies only if the library returns a view of the file.
             own = np.require(values, requirements=["C", "W"])
             yield names[tensor.name], torch.from_numpy(own).to(torch.bfloat16)
 
@@ -187,8 +188,8 @@ class GGUFFile:
             )
 
     def _end_tokens(self) -> list[int]:
-        """End of text, of a turn in chat and of a message. Files of before there were these fields
-        have tokens of such names."""
+        """Ids of the ends of a text, of a turn in a chat and of a message. Older files lack the
+        fields, so tokens with the usual names count too."""
         fields = (self.field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
         ids = [token_id for token_id in fields if token_id not in NO_TOKEN]
         tokens = self.required("tokenizer.ggml.tokens")
@@ -201,7 +202,7 @@ class GGUFFile:
             "rope_theta": self.field("llama.rope.freq_base") or 1e4,
         }
         factor = self.field("llama.rope.scaling.factor") or self.field("llama.rope.scale_linear")
-        # As llama.cpp: a factor without a type is that of linear scaling.
+        # As in llama.cpp, a factor without a type means linear scaling.
         kind = self.field("llama.rope.scaling.type") or ("linear" if factor else "none")
         if kind not in ("none", "linear", "yarn"):
             raise ModelError(
@@ -235,7 +236,7 @@ def _read_config(config: dict[str, Any]) -> LlamaConfig:
 
 
 def _llama3(rope: dict[str, Any], factors: list[float], config: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of Llama 3.1's scaling that give these factors of the frequencies."""
+    """The parameters of Llama 3.1's scaling that give these factors for the frequencies."""
     scaled = rope | {
         "rope_type": "llama3",
         "factor": max(factors),
@@ -258,7 +259,7 @@ def _llama3(rope: dict[str, Any], factors: list[float], config: dict[str, Any]) 
 
 
 def _names(num_layers: int) -> dict[str, str]:
-    """GGUF's names of a LLaMA model's tensors -> Hugging Face's."""
+    """GGUF's names for a LLaMA model's tensors -> Hugging Face's."""
     by_block = {
         "attn_norm": "input_layernorm",
         "attn_q": "self_attn.q_proj",
@@ -283,24 +284,26 @@ def _names(num_layers: int) -> dict[str, str]:
 
 
 def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """GGUF's names of the tensors of such a model, and their shapes."""
+    """The shapes of the model's tensors, by their names in GGUF."""
     layers = range(config.num_layers)
     part = ModelPart(torch.device("meta"), torch.bfloat16, layers, config.num_layers)
-    # The table of positions would be made in memory even there.
+    # One position: even with the meta device the table of positions is real memory.
     parameters = LlamaModel(replace(config, max_model_len=1), part).parameters()
     names = {theirs: ours.removeprefix("model.") for theirs, ours in _names(len(layers)).items()}
     return {theirs: parameters[ours].shape for theirs, ours in names.items() if ours in parameters}
 
 
 def _unpermute(values: Any, heads: int) -> Any:
-    """Rows of q or k from llama.cpp's order, whose rotation takes neighbours as pairs, to Hugging
-    Face's, which pairs the halves of a head: [heads * head_dim, ...], the same shape back."""
+    """Reorder rows of q or k, [heads * head_dim, ...], from llama.cpp's to Hugging Face's order.
+
+    llama.cpp rotates neighbouring rows as pairs; Hugging Face pairs the halves of a head.
+    """
     pairs = values.reshape(heads, -1, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)
 
 
 def _save_tensors(file: GGUFFile, directory: Path) -> None:
-    """Write model-00001.safetensors, … and their index."""
+    """Write model-00001.safetensors and so on, and their index."""
     shard: dict[str, Tensor] = {}
     weight_map: dict[str, str] = {}
     num_files = total_bytes = 0
@@ -333,7 +336,11 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def convert(path: Path, directory: Path) -> None:
-    """Write the model of a GGUF file to `directory`, which must not exist. Raises ModelError."""
+    """Write the model of a GGUF file to `directory`, which must not exist.
+
+    Raises:
+        ModelError: the file is damaged, its model cannot be served, or the disk is too full.
+    """
     console = Console(stderr=True, highlight=False)
     console.print(f"converting {path.name}, once: reading", soft_wrap=True, markup=False)
     file = GGUFFile(path)

@@ -1,7 +1,7 @@
 """``python -m fastserve_backend.models.gguf_process FILE DIRECTORY``: converts a GGUF file.
 
-A process of its own, because that needs torch. What is wrong with the file goes to stdout in one
-line, with exit code 2.
+It is a process of its own, because the conversion needs torch. If the file is at fault, it prints
+one line to stdout and exits with code 2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """GPT-NeoX (Black et al. 2022) and Pythia: parallel residual, partly rotated heads.
 
-Checkpoint names are those that `transformers.GPTNeoXForCausalLM` writes, without "gpt_neox.".
+`GPTNeoXLayer.__call__` computes a layer; `RotaryLM.forward` runs all layers. Checkpoint names are
+those that `transformers.GPTNeoXForCausalLM` writes, without "gpt_neox.".
 """
 
 from __future__ import annotations
@@ -13,19 +14,17 @@ import torch
 from torch import Tensor
 
 from fastserve_backend.checkpoints.gpt_neox_config import GPTNeoXConfig
-from fastserve_backend.models.attention_batch import AttentionBatch
+from fastserve_backend.models.attention import Attention, AttentionBatch
+from fastserve_backend.models.causal_lm import LMHead
 from fastserve_backend.models.layers import (
-    Attention,
     ColumnLinear,
     LayerNorm,
     RowLinear,
     VocabEmbedding,
     prefixed,
 )
-from fastserve_backend.models.lm_head import LMHead
 from fastserve_backend.models.model_part import ModelPart
-from fastserve_backend.models.rotary import RotaryEmbedding
-from fastserve_backend.models.rotary_lm import RotaryLM
+from fastserve_backend.models.rotary_lm import RotaryEmbedding, RotaryLM
 from fastserve_backend.models.weights import Parameter, StoredTensor, WeightSource
 
 _TANH_GELU = partial(torch.nn.functional.gelu, approximate="tanh")
@@ -46,7 +45,7 @@ class GPTNeoXLayer:
         norm = partial(LayerNorm, hidden, affine=True, part=part, eps=config.layer_norm_eps)
         self._parallel = config.use_parallel_residual
         column = partial(ColumnLinear, part=part)
-        # Of a parallel residual the ranks add up both sub-layers at once.
+        # With a parallel residual one sum over the ranks serves both sub-layers.
         row = partial(RowLinear, part=part, reduce=not self._parallel)
         self._tensor = part.tensor
         self._attend = Attention.of(config, layer, part)
@@ -68,7 +67,8 @@ class GPTNeoXLayer:
         }
 
     def _by_part(self, parameter: Parameter) -> Parameter:
-        """The checkpoint has query, key and value of one head together; we have those of all."""
+        """Reorder a tensor while loading: the checkpoint has query, key and value head by head, the
+        layer wants all queries, all keys, all values."""
 
         def load(tensor: Tensor) -> None:
             heads, head_dim = self._attend.heads, self._attend.head_dim
@@ -112,7 +112,7 @@ class GPTNeoXModel(RotaryLM):
         )
 
     def _canonical(self, source: WeightSource) -> Iterator[StoredTensor]:
-        # transformers 5 calls it so in memory, and where it is not told to write older names.
+        # transformers 5 uses this name in memory, and in files unless told to write older names.
         head = {"lm_head.weight": "embed_out.weight"}
         return super()._canonical(
             replace(stored, name=head.get(stored.name, stored.name)) for stored in source

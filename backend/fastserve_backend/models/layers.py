@@ -1,14 +1,13 @@
-"""Building blocks that the architectures share. All activations are token-major: [T, ...], jobs
-flattened.
+"""Building blocks that the architectures share: linear layers, embeddings, norms.
 
-A block names the checkpoint tensors it wants (`parameters`) and becomes usable when it has got them
-all. Inference only: the caller runs everything under `torch.inference_mode`.
+Activations are token-major, [T, ...], with all jobs' tokens flattened. A block names the checkpoint
+tensors that it needs (`parameters`) and is usable when it has got all of them. For inference only:
+the caller runs everything under `torch.inference_mode`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -16,57 +15,17 @@ from fastserve_kernels import ops
 from fastserve_kernels.weight_quantization import row_magnitudes
 from torch import Tensor
 
-from fastserve_backend.checkpoints.model_config import ModelConfig
-from fastserve_backend.models.attention_batch import AttentionBatch
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.weights import Parameter
 
 
-@dataclass(frozen=True)
-class Attention:
-    """Causal attention of one layer over the paged cache; `scale` multiplies the scores.
-
-    layer counts the layers of the cache; heads and kv_heads are those of this rank, and
-    kv_heads < heads is grouped-query attention.
-    """
-
-    layer: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-
-    @classmethod
-    def of(cls, config: ModelConfig, layer: int, part: ModelPart) -> Attention:
-        """This rank's heads of layer ``part.layers[layer]``, with the usual scale."""
-        size = part.tensor.size
-        heads, kv_heads = config.num_heads // size, config.num_kv_heads // size
-        return cls(layer, heads, kv_heads, config.head_dim, config.head_dim**-0.5)
-
-    def __call__(
-        self, qkv: Tensor, batch: AttentionBatch, kv: Tensor, cos_sin: Tensor | None = None
-    ) -> Tensor:
-        """qkv [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim].
-
-        Writes the step's keys and values to the cache `kv` first. With cos_sin, float32 [T, dim],
-        queries and keys are rotated by it (`ops.rotate`); that changes qkv.
-        """
-        by_head = qkv.view(len(qkv), -1, self.head_dim)
-        if cos_sin is None:
-            key = by_head[:, self.heads : self.heads + self.kv_heads]
-            value = by_head[:, self.heads + self.kv_heads :]
-            ops.kv_write(kv, self.layer, key, value, batch.slots)
-        else:
-            ops.rope_kv_write(by_head, self.heads, cos_sin, kv, self.layer, batch.slots)
-        out = batch.attend(by_head[:, : self.heads], kv, self.layer, self.scale)
-        return out.view(len(qkv), -1)
-
-
 class Linear:
-    """A linear layer, whole on every rank, packed for the device once its tensors are there.
+    """A linear layer, whole on every rank. It is packed for the device when its tensors are there.
 
-    `parts` are checkpoint layers, name -> out features, that are stacked in this order to one
-    matrix and one multiplication (such as query, key and value).
+    Args:
+        parts: checkpoint layers, name -> out features. They are stacked in this order, so that one
+            multiplication computes them all (such as query, key and value).
+        relu: apply ReLU to the output.
     """
 
     def __init__(
@@ -86,11 +45,11 @@ class Linear:
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
         self._magnitudes: Tensor | None = None
-        """Of whole rows, where the weight has only some of their columns."""
+        """Of whole rows, if the weight has only some of their columns."""
         self._packed: Callable[[Tensor], Tensor] | None = None
 
     def parameters(self) -> dict[str, Parameter]:
-        """The wanted tensors, "part.weight" [out, in] and "part.bias" [out]."""
+        """The needed tensors: "part.weight" [out, in] and "part.bias" [out]."""
         wanted: dict[str, Parameter] = {}
         columns = self._columns()
         start = 0
@@ -116,16 +75,16 @@ class Linear:
         return self._packed(x)
 
     def tie(self, table: Tensor) -> None:
-        """Take `table` [out, in] for the weight instead; it is shared where the device allows, and
-        the table is not rounded."""
+        """Use `table` [out, in] as the weight. It is shared if the device allows that, and the
+        embedding's own copy stays unquantized."""
         self._packed = self._pack(table, None)
 
     def _rows(self, size: int) -> slice:
-        """Which of `size` out features are this rank's."""
+        """This rank's part of `size` out features."""
         return slice(0, size)
 
     def _columns(self) -> slice:
-        """Which of the in features are this rank's."""
+        """This rank's part of the in features."""
         return slice(0, self._in_features)
 
     def _empty(self, *more: int) -> Tensor:
@@ -153,7 +112,7 @@ class Linear:
         if self._waiting == 0:
             assert self._weight is not None
             self._packed = self._pack(self._weight, self._bias)
-            # The packed form is the only copy that stays.
+            # Only the packed form stays.
             self._weight = self._bias = self._magnitudes = None
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
@@ -163,10 +122,11 @@ class Linear:
 
 
 class ColumnLinear(Linear):
-    """A linear layer whose out features are divided among the ranks, those of each part by
-    themselves: x [T, in] -> this rank's [T, out / ranks].
+    """A linear layer whose out features are divided among the ranks: x [T, in] -> this rank's
+    [T, out / ranks].
 
-    A division between heads must be a division of the heads (`partition.check_parallel`).
+    Each of `parts` is divided by itself. Query, key and value must be divided between heads
+    (`partition.check_parallel`).
     """
 
     def _rows(self, size: int) -> slice:
@@ -174,11 +134,15 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """A linear layer whose in features are divided among the ranks, as a `ColumnLinear` before it
-    divides its out features: this rank's [T, in / ranks] -> [T, out], the sum over the ranks.
+    """A linear layer whose in features are divided among the ranks: this rank's [T, in / ranks] ->
+    [T, out], summed over the ranks.
 
-    `reduce` False leaves the sum to the caller. The bias is the first rank's, so that the sum has
-    it once. To be rounded, rows are read whole: their scales are those of an undivided layer.
+    It follows a `ColumnLinear`, which divides its out features in the same way. Only the first rank
+    adds the bias, so that the sum has it once. To quantize, each rank reads whole rows, so that
+    their scales are those of an undivided layer.
+
+    Args:
+        reduce: False leaves the sum to the caller.
     """
 
     def __init__(
@@ -242,12 +206,12 @@ class Embedding:
         return self.table[ids]
 
     def _take(self, tensor: Tensor) -> None:
-        # A copy: lookups in a mapped file would stall on its pages while serving.
+        # A copy, because lookups in a mapped file would wait for its pages while serving.
         self._table = tensor.to(self._part.device, self._part.dtype, copy=True)
 
 
 class VocabEmbedding(Embedding):
-    """A table whose rows are divided among the ranks; `table` is this rank's part."""
+    """An embedding whose rows are divided among the ranks. `table` is this rank's part."""
 
     def __init__(self, rows: int, width: int, *, part: ModelPart) -> None:
         super().__init__(rows, width, part=part)
@@ -265,7 +229,7 @@ class VocabEmbedding(Embedding):
 
 
 class LayerNorm:
-    """Layer normalisation of a sum, [T, width]; without `affine` it has no weights of its own."""
+    """Layer normalisation of a sum, [T, width]. Without `affine` it has no weights."""
 
     def __init__(self, width: int, *, affine: bool, part: ModelPart, eps: float = 1e-5) -> None:
         self._eps = eps
@@ -283,7 +247,7 @@ class LayerNorm:
         }
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + residual, its normalisation), both [T, width]."""
+        """x and residual [T, width] -> (their sum, the normalised sum), both [T, width]."""
         return ops.add_layer_norm(x, residual, self._weight, self._bias, self._eps)
 
 
@@ -299,7 +263,7 @@ class RMSNorm:
         return {"weight": Parameter(shape, self._weight.copy_, is_scale=True)}
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(x + residual, its normalisation), both [T, width]."""
+        """x and residual [T, width] -> (their sum, the normalised sum), both [T, width]."""
         return ops.add_rms_norm(x, residual, self._weight, self._eps)
 
 

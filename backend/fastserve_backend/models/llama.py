@@ -1,6 +1,7 @@
 """LLaMA (Touvron et al. 2023) and models of its architecture: grouped KV heads, any rotary variant.
 
-Checkpoint names are those of `transformers.LlamaForCausalLM` without "model.".
+`LlamaLayer.__call__` computes a layer; `RotaryLM.forward` runs all layers between the embedding and
+the final norm. Checkpoint names are those of `transformers.LlamaForCausalLM` without "model.".
 """
 
 from __future__ import annotations
@@ -11,19 +12,17 @@ from fastserve_kernels import ops
 from torch import Tensor
 
 from fastserve_backend.checkpoints.llama_config import LlamaConfig
-from fastserve_backend.models.attention_batch import AttentionBatch
+from fastserve_backend.models.attention import Attention, AttentionBatch
+from fastserve_backend.models.causal_lm import LMHead
 from fastserve_backend.models.layers import (
-    Attention,
     ColumnLinear,
     RMSNorm,
     RowLinear,
     VocabEmbedding,
     prefixed,
 )
-from fastserve_backend.models.lm_head import LMHead
 from fastserve_backend.models.model_part import ModelPart
-from fastserve_backend.models.rotary import RotaryEmbedding
-from fastserve_backend.models.rotary_lm import RotaryLM
+from fastserve_backend.models.rotary_lm import RotaryEmbedding, RotaryLM
 from fastserve_backend.models.weights import Parameter
 
 

@@ -1,4 +1,4 @@
-"""Build a model with its weights on a device."""
+"""Builds a model, or a rank's part of one, with its weights on a device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from fastserve_backend.checkpoints.architectures import ARCHITECTURES
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.models.causal_lm import CausalLM
-from fastserve_backend.models.model_part import ModelPart
-from fastserve_backend.models.tensor_group import ALONE, TensorGroup
+from fastserve_backend.models.model_part import ALONE, ModelPart, TensorGroup
 from fastserve_backend.models.weights import (
     checkpoint_tensors,
     dummy_tensors,
@@ -31,11 +30,16 @@ def load_model(
     layers: range | None = None,
     tensor: TensorGroup = ALONE,
 ) -> CausalLM:
-    """The model of `config` with its weights: the checkpoint's, or for load_format "dummy" random
-    ones. With `layers` a stage with those alone; with `tensor` this rank's part of each.
+    """The model of `config` with the checkpoint's weights, or random ones for load_format "dummy".
 
-    Random weights are a function of the configuration alone. Raises ModelError for files that are
-    missing, damaged or do not fit the configuration.
+    Random weights depend on the configuration alone.
+
+    Args:
+        layers: build only the stage with these layers; None: all.
+        tensor: the ranks that share each layer; this rank builds its share.
+
+    Raises:
+        ModelError: files are missing, damaged or do not fit the configuration.
     """
     dtype = torch_dtype(config)
     model_class = ARCHITECTURES[config.architecture].model_class()
@@ -45,7 +49,7 @@ def load_model(
     )
     model: CausalLM = model_class(config, part)
     whole = model
-    if part.layers != every_layer:  # to know the names of other stages' tensors; has no memory
+    if part.layers != every_layer:  # names the other stages' tensors; takes no memory
         meta = ModelPart(torch.device("meta"), dtype, every_layer, config.num_layers)
         whole = model_class(config, meta)
     everything = whole.parameters()

@@ -1,7 +1,7 @@
-"""OPT (Zhang et al. 2022), the published sizes and the post-norm 350m variant.
+"""OPT (Zhang et al. 2022): the published sizes, and the post-norm 350m variant.
 
-Checkpoint names are those of `transformers.OPTForCausalLM` without "model.decoder.", and older
-checkpoints begin at "decoder.".
+Checkpoint names are those of `transformers.OPTForCausalLM` without "model.decoder." (older
+checkpoints only have "decoder.").
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from fastserve_backend.checkpoints.opt_config import POSITION_OFFSET, OPTConfig
-from fastserve_backend.models.attention_batch import AttentionBatch
-from fastserve_backend.models.causal_lm import CausalLM
+from fastserve_backend.models.attention import Attention, AttentionBatch
+from fastserve_backend.models.causal_lm import CausalLM, LMHead
 from fastserve_backend.models.layers import (
-    Attention,
     ColumnLinear,
     Embedding,
     LayerNorm,
@@ -24,13 +23,12 @@ from fastserve_backend.models.layers import (
     VocabEmbedding,
     prefixed,
 )
-from fastserve_backend.models.lm_head import LMHead
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.weights import Parameter
 
 
 class OPTLayer:
-    """One decoder layer; the residual sums are left to the model, which fuses them with norms."""
+    """One decoder layer. The model adds the residuals itself, in the same kernels as the norms."""
 
     def __init__(self, config: OPTConfig, layer: int, part: ModelPart) -> None:
         hidden, ffn = config.hidden_size, config.intermediate_size
@@ -43,7 +41,7 @@ class OPTLayer:
         self._fc1 = column(hidden, {"fc1": ffn}, relu=config.activation == "relu")
         self._gelu = config.activation == "gelu"
         self._fc2 = row(ffn, {"fc2": hidden})
-        # Before their sub-layer, or after it where the model is post-norm.
+        # Norms come before their sub-layer, or after it in a post-norm model.
         self.attention_norm = norm()
         self.feed_forward_norm = norm()
 
@@ -130,8 +128,7 @@ class OPTModel(CausalLM):
     def _pre_norm(
         self, update: Tensor, residual: Tensor, batch: AttentionBatch, kv: Tensor
     ) -> Tensor:
-        # Every sub-layer's output (`update`, the embeddings at first) is added where the next one
-        # normalises.
+        # The next norm adds each sub-layer's output (`update`, at first the embeddings).
         for layer in self._layers:
             residual, normed = layer.attention_norm(update, residual)
             update = layer.attention(normed, batch, kv)

@@ -1,22 +1,25 @@
-"""What models with rotary positions have in common: all but their layers and their names."""
+"""`RotaryLM`: the base of models with rotary positions.
+
+An architecture adds its layers and the names of its tensors; `RotaryLM.forward` runs them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fastserve_backend.models.attention_batch import AttentionBatch
-from fastserve_backend.models.causal_lm import CausalLM
+from fastserve_backend.checkpoints.rotary_config import Rotary
+from fastserve_backend.models.attention import AttentionBatch
+from fastserve_backend.models.causal_lm import CausalLM, LMHead
 from fastserve_backend.models.layers import LayerNorm, RMSNorm, VocabEmbedding, prefixed
-from fastserve_backend.models.lm_head import LMHead
 from fastserve_backend.models.model_part import ModelPart
-from fastserve_backend.models.rotary import RotaryEmbedding
 from fastserve_backend.models.weights import Parameter
 
-# What transformers has kept beside the weights, in one version or another.
+# Buffers that one version of transformers or another has stored beside the weights.
 _ROTARY_BUFFERS = tuple(f".rotary_emb.{one}" for one in ("inv_freq", "cos_cached", "sin_cached"))
 
 
@@ -28,14 +31,21 @@ class RotaryLayer(Protocol):
     def __call__(
         self, update: Tensor, residual: Tensor, cos_sin: Tensor, batch: AttentionBatch, kv: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(update, residual) [T, hidden] of the layer before to its own: their sum is the hidden
-        state, and is left to the next norm, which fuses it."""
+        """(update, residual), both [T, hidden], of the layer before -> those of this layer.
+
+        Their sum is the hidden state. The next norm adds them, in the same kernel.
+        """
         ...
 
 
 class RotaryLM(CausalLM):
-    """Layers are those of the part, in order; tokens and final_norm come with their names.
-    `computed` is as in `CausalLM`, whose rotary tables are among them."""
+    """Embeds tokens, runs the layers with their rotations, and normalises.
+
+    Args:
+        prefix, computed: as in `CausalLM`; the rotary tables need not be named.
+        tokens, final_norm: blocks with their checkpoint names.
+        layers: those of the part, in order.
+    """
 
     def __init__(
         self,
@@ -79,3 +89,21 @@ class RotaryLM(CausalLM):
         if not self._part.is_last:
             return residual + update
         return self._final_norm(update, residual)[1]
+
+
+class RotaryEmbedding:
+    """The angles by which queries and keys are rotated: cosines and sines of all positions. A step
+    looks them up once for all layers."""
+
+    def __init__(self, rotary: Rotary, positions: int, device: torch.device) -> None:
+        frequencies = np.array(rotary.frequencies, dtype=np.float32)
+        angles = np.outer(np.arange(positions, dtype=np.float32), frequencies)
+        # Not with torch: on a CPU a process's first cosines are sometimes wrong by 1e-4, if two of
+        # MKL's threads compute them at once (github.com/pytorch/pytorch/issues/188792).
+        parts = [function(angles, dtype=np.float64) for function in (np.cos, np.sin)]
+        table = np.concatenate(parts, axis=1) * rotary.scale
+        self._table = torch.from_numpy(table.astype(np.float32)).to(device)
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """positions int64 [T] -> float32 [T, dim]: dim / 2 cosines, then dim / 2 sines."""
+        return self._table[positions]

@@ -1,8 +1,8 @@
-"""Where weights come from, checkpoint files or a random generator, and how they reach a model.
+"""Brings weights from checkpoint files, or a random generator, to a model.
 
-A source names its tensors and reads of each what is asked for, so that a rank never has more than
-its part of the model. They travel one at a time to the building block that owns them, which
-converts and packs them at once: there is never a second full copy.
+A source names its tensors and reads only the part of each that is asked for. So a rank never holds
+more than its part of the model. Each tensor goes to the building block that owns it, which converts
+and packs it at once. So there is never a second full copy.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import WEIGHT_FILES
 from fastserve_backend.checkpoints.weight_index import read_weight_index
 
-DUMMY_STD = 0.02  # standard deviation of OPT's own initial weights
+DUMMY_STD = 0.02  # the standard deviation of OPT's initial weights
 
-# Random values drawn for dummy weights: few enough to draw in a fraction of a second, and just over
-# 2**24, the largest matrix of OPT-1.3B. A prime, so that rows of larger ones do not repeat.
+# How many random values are drawn for dummy weights: few enough for a fraction of a second, and
+# just over 2**24, the largest matrix of OPT-1.3B. A prime, so that larger ones do not repeat rows.
 _DUMMY_POOL = 16_777_259
 _CPU = torch.device("cpu")
 
 Shard = tuple[slice, ...]
-"""A part of a tensor: a slice of each dimension, from the first on."""
+"""A part of a tensor: slices of its first dimensions; () is the whole."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a source, not read yet.
+    """A tensor of a source that has not been read yet.
 
-    `dtype` is for messages. `read` gives a part of it as a CPU tensor, which may be memory-mapped,
-    or, of random weights, as one of the model's device; nobody writes to it.
+    dtype: its name, for messages.
+    read: returns a part of the tensor, which nobody may write to. It is on the CPU, perhaps
+        memory-mapped; random weights are on the model's device.
     """
 
     name: str
@@ -51,7 +52,7 @@ class StoredTensor:
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> StoredTensor:
-        """A tensor that is in memory, or mapped, already."""
+        """A tensor that is already in memory, or mapped."""
         floating = tensor.is_floating_point()
         return cls(name, tuple(tensor.shape), str(tensor.dtype), floating, tensor.__getitem__)
 
@@ -61,11 +62,12 @@ WeightSource = Iterable[StoredTensor]
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor that a model wants: its shape in the checkpoint, who takes it and which part.
+    """One tensor that a model needs.
 
-    `load` may keep the tensor or its memory, so nobody writes to it afterwards. `shard` is the part
-    of this rank, () the whole. `is_scale` marks the weights of normalisations, which are near 1,
-    not 0.
+    shape: that of the whole tensor in the checkpoint.
+    load: takes this rank's part. It may keep the memory, so nobody may write to it afterwards.
+    shard: this rank's part; () is the whole.
+    is_scale: whether it is the weight of a normalisation, whose values are near 1 and not 0.
     """
 
     shape: tuple[int, ...]
@@ -77,11 +79,14 @@ class Parameter:
 def load_parameters(
     parameters: Mapping[str, Parameter], source: WeightSource, elsewhere: Collection[str] = ()
 ) -> None:
-    """Hand every parameter its part of its tensor. Tensors of the names in `elsewhere`, which other
-    ranks want, are left, and so are unexpected biases of zeros.
+    """Give every parameter its part of its tensor.
 
-    Raises ModelError for a tensor that is unexpected, there twice, not floating point or of a wrong
-    shape, and for parameters that got none.
+    Tensors named in `elsewhere`, which other ranks need, are skipped, and so are unexpected biases
+    that are all zero.
+
+    Raises:
+        ModelError: a tensor is missing, unexpected, there twice, not floating point, or of a wrong
+            shape.
     """
     waiting = dict(parameters)
     for stored in source:
@@ -104,19 +109,19 @@ def load_parameters(
 
 
 def _adds_nothing(stored: StoredTensor) -> bool:
-    """A bias of zeros, as some programs write them for layers that have none."""
+    """Whether it is a bias of zeros. Some programs write one for layers without a bias."""
     is_bias = stored.name.endswith(".bias") and len(stored.shape) == 1
     return is_bias and not bool(stored.read(()).any())
 
 
 def some_of(names: Collection[str]) -> str:
-    """Names for a message, which is not to be as long as the model is deep."""
+    """At most four names, for a message that must not be as long as the model is deep."""
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     return ", ".join(sorted(names)[:4]) + more
 
 
 def check_tensor(stored: StoredTensor, shape: tuple[int, ...]) -> None:
-    """Raise ModelError unless the tensor is floating point and of `shape`."""
+    """Raise ModelError unless the tensor is floating point and has `shape`."""
     if stored.shape != shape:
         raise ModelError(
             f"checkpoint tensor {stored.name} has shape {stored.shape}, but config.json asks for "
@@ -137,11 +142,13 @@ def dummy_tensors(
 ) -> Iterator[StoredTensor]:
     """Random weights in `dtype`: normal with `DUMMY_STD`, around 1 for scales and 0 for the rest.
 
-    The same for every process that asks for the same parameters, however the model is
-    divided and whatever the device: `num_elements` are those of the whole model. Each tensor is a
-    stretch, chosen by its name, of one pool of random values, because drawing billions of values
-    would take minutes, and sending them to a GPU nearly as long: the pool is drawn on the CPU, but
-    the tensors are made of it on `device`.
+    They depend on the parameters alone, not on the device or on how the model is divided. Each
+    tensor is a stretch, chosen by its name, of one pool of random values. Drawing billions of
+    values would take minutes, and sending them to a GPU nearly as long. So the pool is drawn on the
+    CPU, and the tensors are cut from it on `device`.
+
+    Args:
+        num_elements: elements of the whole model.
     """
     size = min(_DUMMY_POOL, num_elements)
     generator = torch.Generator().manual_seed(0)
@@ -157,21 +164,21 @@ def _read_dummy(pool: Tensor, name: str, parameter: Parameter, shard: Shard) -> 
         start = zlib.crc32(name.encode()) % (len(pool) - count + 1)
         values = pool[start : start + count].view(shape)[shard]
         if pool.device.type != "cpu":
-            # Memory of its own, as real weights have: all in the pool, they would fit in a cache.
+            # Own memory, as real weights have: the pool alone would fit in the GPU's cache.
             values = values.clone(memory_format=torch.contiguous_format)
-        # On a CPU no copy: touching fresh memory is what would cost most.
+        # No copy on a CPU, where touching fresh memory would cost most.
     else:
         rows = range(shape[0])[shard[0]] if shard else range(shape[0])
         width = numel(shape[1:])
         stretch = _stretch(pool, rows.start * width % len(pool), len(rows) * width)
         within = (slice(None), *shard[1:])
-        # Of a part of the columns, not the memory of all.
+        # A part of the columns must not hold the memory of all.
         values = stretch.view(len(rows), *shape[1:])[within].contiguous()
     return values + 1.0 if parameter.is_scale else values
 
 
 def _stretch(pool: Tensor, start: int, count: int) -> Tensor:
-    """`count` values of the pool from `start` on, which after its end begins anew."""
+    """`count` values of the pool from `start` on. After its end it starts again."""
     values = torch.empty(count, dtype=pool.dtype, device=pool.device)
     done = 0
     while done < count:
@@ -182,16 +189,17 @@ def _stretch(pool: Tensor, start: int, count: int) -> Tensor:
 
 
 def numel(shape: tuple[int, ...]) -> int:
-    """Elements of a tensor of that shape."""
+    """Elements of a tensor of this shape."""
     return torch.Size(shape).numel()
 
 
 def checkpoint_tensors(directory: Path) -> Iterator[StoredTensor]:
-    """The tensors of a checkpoint, file by file; the first of `WEIGHT_FILES` that is there.
+    """The tensors of a checkpoint: of the first of `WEIGHT_FILES` that exists.
 
-    Of a divided checkpoint each tensor is read from the file that the index names for it.
+    If that is an index, each tensor comes from the file that the index names for it.
 
-    Raises ModelError for missing, damaged or unsafe files.
+    Raises:
+        ModelError: files are missing, damaged or unsafe.
     """
     found = next((directory / name for name in WEIGHT_FILES if (directory / name).is_file()), None)
     if found is None:
@@ -215,7 +223,7 @@ def _file_tensors(file: Path) -> Iterator[StoredTensor]:
 def _safetensors(file: Path) -> Iterator[StoredTensor]:
     with _damage_of(file), safe_open(file, framework="pt", device="cpu") as tensors:
         described = []
-        for name in tensors.keys():  # noqa: SIM118 - safe_open is no dict
+        for name in tensors.keys():  # noqa: SIM118 - safe_open is not a dict
             part = tensors.get_slice(name)
             described.append((name, tuple(part.get_shape()), part.get_dtype()))
     for name, shape, dtype in described:
@@ -224,8 +232,8 @@ def _safetensors(file: Path) -> Iterator[StoredTensor]:
 
 
 def _read_safetensors(file: Path, name: str, shard: Shard) -> Tensor:
-    """Maps the file anew for each tensor: pages that were read count as memory of the process for
-    as long as they are mapped, and would add up to the whole model."""
+    """Map the file anew for each tensor. Pages that were read count as the process's memory while
+    they are mapped, and would add up to the whole model."""
     with _damage_of(file), safe_open(file, framework="pt", device="cpu") as tensors:
         tensor: Tensor = tensors.get_slice(name)[shard] if shard else tensors.get_tensor(name)
         return tensor
@@ -254,7 +262,7 @@ def _torch_file(file: Path) -> Iterator[StoredTensor]:
 
 def _torch_load(file: Path) -> object:
     try:
-        # Only the zip format, torch's own since 1.6, can be mapped.
+        # Only the zip format, torch's default since 1.6, can be mapped.
         mapped = zipfile.is_zipfile(file)
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
@@ -262,7 +270,7 @@ def _torch_load(file: Path) -> object:
             f"weight file {file} is refused: it holds more than tensors, and loading it could run "
             "code; use a safetensors checkpoint"
         ) from error
-    except Exception as error:  # torch's reader fails in as many ways as a pickle can be damaged
+    except Exception as error:  # a damaged pickle can raise anything
         raise ModelError(
             f"weight file {file} is damaged or incomplete ({error!r}); download it again"
         ) from error

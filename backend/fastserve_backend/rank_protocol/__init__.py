@@ -1,1 +1,1 @@
-"""What the engine and its ranks say to each other, and what each knows of the other."""
+"""The messages between the engine and its ranks, and what both sides must know. No torch."""

@@ -1,7 +1,7 @@
-"""The secret that several hosts share, and what it makes of a socket: encrypted and authenticated.
+"""Encrypts and authenticates sockets between hosts with a secret that the hosts share.
 
-Both key pairs of ZeroMQ's CURVE come from the secret, so whoever knows it has all keys and whoever
-does not has none.
+Both key pairs of ZeroMQ's CURVE are derived from the secret. So whoever knows it has all keys, and
+whoever does not has none.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from zmq.utils import z85
 from fastserve_backend.errors import ConfigError
 
 SECRET_VARIABLE = "FASTSERVE_CLUSTER_SECRET"
-# Keys are derived without stretching, so the secret itself must be beyond guessing.
+# Keys are derived without stretching, so the secret itself must be impossible to guess.
 MIN_SECRET_CHARS = 32
-# A rank asks so often whether the engine's host still answers, and takes so long for no, ms.
-# Together they end a rank within 8 s of a host that vanished without a word.
+# In ms: how often a rank pings the engine's host, and how long it waits for the answer. Together
+# they end a rank within 8 s if that host vanishes.
 PING_MS = 2000
 PONG_TIMEOUT_MS = 6000
 
@@ -45,12 +45,13 @@ class ClusterKeys:
         return cls(secret)
 
     def secure_engine(self, socket: zmq.Socket[bytes]) -> None:
-        """Before it is bound. Who may connect is left to the context's authenticator."""
+        """Call this before the socket is bound. The context's authenticator decides who may
+        connect."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._engine_secret)
 
     def secure_rank(self, socket: zmq.Socket[bytes]) -> None:
-        """Before it is connected."""
+        """Call this before the socket is connected."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._engine_public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.rank_public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self._rank_secret)
@@ -59,7 +60,7 @@ class ClusterKeys:
 
 
 def _key_pair(secret: str, owner: str) -> tuple[bytes, bytes]:
-    """Private and public key, in ZeroMQ's text form: 40 characters each."""
+    """Private and public key, each 40 characters in ZeroMQ's text form."""
     label = f"fastserve cluster key of the {owner}".encode()
     private = z85.encode(hmac.new(secret.encode(), label, hashlib.sha256).digest())
     return private, zmq.curve_public(private)

@@ -1,4 +1,4 @@
-"""How fast KV blocks cross between a device and its host."""
+"""How fast KV blocks move between a device and its host."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Between a device and its host: seconds to copy one KV block, all layers of the rank."""
+    """Seconds to copy one KV block, with all layers of the rank, between a device and its host."""
 
     block_out_s: float
-    """From the device to the host; 0 where no host memory was there to measure it."""
+    """From the device to the host; 0 without host blocks to measure it."""
     block_in_s: float
+    """From the host to the device, likewise."""

@@ -1,8 +1,8 @@
 """Typed messages between the engine and its ranks, as MessagePack.
 
-Arrays travel as little-endian bytes, so that encoding a step costs microseconds. A rank keeps no
-state of a job but its KV blocks, and of all steps only the last one's tokens, so a job can be
-dropped, recomputed or moved to a fresh rank without a word to the old one.
+Arrays travel as little-endian bytes, so that encoding a step costs microseconds. The only state
+that a rank keeps is the KV blocks and the last step's tokens. So the engine can drop a job,
+recompute it or move it to a fresh rank without telling the old one.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     start_id: str = ""
-    """On several hosts: names this start of the ranks where they meet."""
+    """On several hosts: names this start of the ranks in the store where they meet."""
     eos_token_ids: tuple[int, ...] = ()
-    """End an answer, by files that a rank does not read, such as the tokenizer's."""
+    """The tokens that end an answer. Some come from files that a rank does not read."""
 
     @classmethod
     def of(
@@ -62,15 +62,15 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
     ) -> Setup:
         """
         Args:
-            directory: where the model's files are on this host. Ranks there load those, ranks of
-                other hosts their commit: a name may mean others by the time that they are
-                (re)started.
+            directory: the model's files on this host. Ranks of this host load these. Ranks of
+                other hosts load the same commit: the model's name may mean newer files by the
+                time they (re)start.
             eos_token_ids: a job may not choose them before it has its ``min_tokens``.
         """
         model, parallel, kv = config.model, config.parallel, config.kv_cache
         files = at_commit(model.model, directory)
         if directory and parallel.nnodes == 1:
-            # As a rank spells it: the stub takes file names for ASCII.
+            # In a rank's spelling: the stub's Python only knows ASCII file names.
             files = os.fsencode(directory).decode("utf-8", "surrogateescape")
         return cls(
             model=files,
@@ -94,22 +94,23 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):
-    """The model is loaded."""
+    """A rank has loaded its part of the model and can take steps."""
 
     num_blocks: int
     num_host_blocks: int
     block_bytes: int
-    """Of one block of the rank's layers and heads, as it crosses the link to the host."""
+    """Bytes of one block, with the rank's layers and heads, as copied between device and host."""
     block_out_s: float
-    """What copying one block to the host takes, and back; 0 without host blocks."""
+    """Seconds to copy one block to the host; 0 without host blocks."""
     block_in_s: float
+    """Seconds to copy it back."""
     hardware: str
-    """Processor or GPU, its share in use, kernels: what the latency profile depends on."""
+    """What the latency profile depends on: processor or GPU, its share in use, kernels."""
     dtype: DType
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
-    """The rank cannot go on; it ends after this."""
+    """The rank cannot go on, and ends after this message."""
 
     reason: str
     """One line for the user."""
@@ -118,71 +119,73 @@ class Failed(msgspec.Struct, tag="failed", array_like=True):
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
-    """Sent every second from a thread of its own, so that a stopped process is noticed."""
+    """A thread of the rank sends this every second, so that a stopped process is noticed."""
 
 
 class Sampling(msgspec.Struct, array_like=True):
-    """How the rows that sample choose their token. One entry a sampling row, in order."""
+    """How rows choose their token. Arrays have an entry for each of the R rows that get one."""
 
     temperature: bytes  # float32 [R]; 0 = greedy
     top_k: bytes  # int32 [R]; 0 = all
     top_p: bytes  # float32 [R]
     uniform: bytes  # float64 [R]: in [0, 1), the randomness of this token
-    no_eos: bytes  # bool [R]: end-of-sequence tokens may not be chosen
-    num_logprobs: bytes  # int32 [R]: -1 = none, n = the token's own and the n most likely
+    no_eos: bytes  # bool [R]: this row may not choose an end-of-sequence token
+    num_logprobs: bytes  # int32 [R]: -1 = none, n = the chosen token's and the n largest
     penalties: list[Penalties]
     biases: list[LogitBias] = []
     masked_rows: bytes = b""  # int32 [m]: rows that may not choose every token
     masks: bytes = b""
-    """Of each of these a bit for each token that it may choose, the lowest of each byte first, in
-    whole words of 32 bits: int32 [m, ceil(vocab / 32)]."""
+    """int32 [m, ceil(vocab / 32)]: for each of these rows a bit for each token, 1 if the row may
+    choose it. The lowest bit of a byte comes first."""
 
 
 class LogitBias(msgspec.Struct, array_like=True):
-    """Added to a row's logits."""
+    """Numbers that are added to a row's logits."""
 
     row: int
-    token_ids: bytes  # int32 [n], no two the same
+    token_ids: bytes  # int32 [n], without duplicates
     values: bytes  # float32 [n]
 
 
 class Penalties(msgspec.Struct, array_like=True):
+    """Penalties of one row for tokens that its job already has."""
+
     row: int
     repetition: float
     presence: float
     frequency: float
-    prompt_ids: bytes  # int32; empty if nothing is taken off for them
+    prompt_ids: bytes  # int32; empty if they are not penalised
     output_ids: bytes  # int32
     is_pending: bool
-    """The token that the row runs belongs to the output too, and only the ranks know it yet."""
+    """Whether the output also includes the token that the row runs, which only the ranks know."""
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):
-    """One iteration. S jobs, T tokens in all; R = S - num_partial jobs get a new token.
+    """One iteration of S jobs with T tokens. R = S - num_partial jobs get a new token.
 
-    The order of jobs: those in decode phase, those whose prefill ends here, those whose prefill
-    goes on in a later step.
+    The order of the jobs: first those that decode, then those whose prefill ends in this step, then
+    those whose prefill goes on in a later step.
     """
 
     step_id: int
     num_decodes: int
-    """The first so many jobs run one token each, with all earlier ones in the cache."""
+    """So many jobs, the first ones, run one token each. The cache has all their earlier tokens."""
     num_partial: int
-    """The last so many jobs run a chunk of their prefill and get no token yet."""
+    """So many jobs, the last ones, run a chunk of their prefill and get no token yet."""
     token_ids: bytes  # int32 [T], job after job
     query_lens: bytes  # int32 [S]: tokens of each job in this step
     starts: bytes  # int32 [S]: position of each job's first token
     block_counts: bytes  # int32 [S]
     block_ids: bytes  # int32 [sum(block_counts)]
     sampling: Sampling | None
-    """None: every new token is chosen greedily, nothing else is asked."""
+    """None: choose every new token greedily, and return nothing but tokens."""
     previous_rows: bytes = b""  # int32 [num_decodes], or empty
-    """Where the step was sent before the tokens of the one before it were known: for each job in
-    the decode phase the row of that step's tokens that it runs, or -1 if ``token_ids`` has its
-    token. Empty: ``token_ids`` has all."""
+    """Set if the engine sent this step before it knew the last step's tokens. For each job that
+    decodes: the row of the last step whose token it runs, or -1 if ``token_ids`` has the token.
+    Empty: ``token_ids`` has all tokens."""
     copy_from: bytes = b""  # int32 [n]
-    """Blocks to copy on the device, before anything else is done."""
-    copy_to: bytes = b""  # int32 [n]: blocks of the step's jobs, none of which is in copy_from
+    """Blocks that the step copies on the device before anything else."""
+    copy_to: bytes = b""  # int32 [n]: blocks of the step's jobs, none of them in copy_from
 
     @classmethod
     def of(
@@ -192,8 +195,12 @@ class Step(msgspec.Struct, tag="step", array_like=True):
         *,
         num_partial: int = 0,
     ) -> Step:
-        """A greedy step that knows all its tokens. ``jobs``: (position of the first token, tokens,
-        blocks) of each, in the step's order; one that runs a single token and gets one decodes."""
+        """A greedy step that knows all its tokens.
+
+        Args:
+            jobs: (position of the first token, tokens, blocks) of each, in the step's order. A job
+                decodes if it runs a single token and gets one.
+        """
         starts, tokens, blocks = zip(*jobs, strict=True)
         return cls(
             step_id=step_id,
@@ -209,11 +216,11 @@ class Step(msgspec.Struct, tag="step", array_like=True):
 
 
 class StageDone(msgspec.Struct, tag="stage", array_like=True):
-    """A stage but the last has computed its part of a step and can take the next."""
+    """A stage, not the last, has computed its part of a step and can take the next step."""
 
     step_id: int
     busy_s: float
-    """Until its activations were on their way; from when ``StepResult.compute_s`` counts too."""
+    """Seconds until its activations were on their way, counted like ``StepResult.compute_s``."""
 
 
 NO_TOKEN = -1
@@ -223,45 +230,51 @@ class StepResult(msgspec.Struct, tag="result", array_like=True):
     step_id: int
     token_ids: bytes  # int32 [R]; NO_TOKEN where the logits are NaN
     compute_s: float
-    """To its tokens, from when the rank had made its inputs, its activations had arrived and the
-    device had ended the step before: of all steps together no more than the time that passed."""
-    logprobs: bytes  # float32 [R], empty if no job asked
+    """Seconds of computing until the tokens are ready. Counting starts when the inputs are ready,
+    the activations have arrived and the device has finished the step before. Steps never overlap,
+    so their sum cannot exceed wall time."""
+    logprobs: bytes  # float32 [R]; empty if no job asks for them
     top_logprobs: list[TopLogprobs]
     waited_s: float = 0.0
-    """Between stages, for those that still ran the step before. Known to the executor alone."""
+    """Seconds that the step waited for stages that still ran the step before. Only the executor
+    sets this."""
 
 
 class TopLogprobs(msgspec.Struct, array_like=True):
+    """The most likely tokens of a row that asks for them."""
+
     row: int
     token_ids: bytes  # int32 [n]
     logprobs: bytes  # float32 [n]
 
 
 class CopyBlocks(msgspec.Struct, tag="copy", array_like=True):
-    """Copy KV blocks between device and host, while steps run. Copies in one direction are made in
-    the order of the messages."""
+    """Copy KV blocks between device and host while steps run.
+
+    Copies in one direction are made in the order of their messages.
+    """
 
     transfer_id: int
     is_out: bool
-    """From the device to the host."""
+    """Whether the copy goes from the device to the host."""
     device_blocks: bytes  # int32 [n]
     host_blocks: bytes  # int32 [n]
     num_last_tokens: int
-    """Tokens in the last of the blocks; the others are full."""
+    """Tokens in the last block; the others are full."""
 
 
 class CopyResult(msgspec.Struct, tag="copied", array_like=True):
-    """The copy has ended: its blocks may be read, written and reused."""
+    """A copy has ended: its blocks may be read, written and reused."""
 
     transfer_id: int
     seconds: float
-    """That the copy itself took, without waiting for others."""
+    """How long the copy itself took, without waiting for other copies."""
     error: str | None
-    """Why the blocks were not copied."""
+    """Why the blocks were not copied; None if they were."""
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True):
-    """End in order."""
+    """The rank finishes its steps and ends."""
 
 
 ToRank = Setup | Step | CopyBlocks | Stop

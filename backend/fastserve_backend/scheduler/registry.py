@@ -19,7 +19,7 @@ from fastserve_backend.scheduler.uniboost import UniBoost
 UNLIMITED_KV = 2**40
 # starvation_ms: auto, in units of slo_ms. Half as much makes jobs with long prompts starve near
 # capacity, where they would soon have run anyhow, and their turns delay all others
-# (docs/scheduling.md). Ten times as much costs the tail (benchmarks/paper/starvation.py).
+# (docs/scheduling.md). Ten times as much costs the tail (docs/paper_results.md).
 STARVATION_TOKENS = 200
 # Of ``sarathi_edf``: when a first token is due, in units of slo_ms.
 FIRST_TOKEN_SLOS = 10

@@ -1,4 +1,5 @@
 """A rank: one ``torch.distributed`` subprocess that runs the model.
 
-Imports torch; the engine imports nothing of it but ``messages`` and ``cluster_keys``, which do not.
+Read `worker` (the main loop), then `model_runner` (a step), then `step_inputs` and `sampler`. The
+engine imports nothing from here, because this package imports torch.
 """

@@ -1,6 +1,6 @@
-"""``python -m fastserve_backend.worker``: a rank, with torchrun's environment.
+"""``python -m fastserve_backend.worker``: a rank, in torchrun's environment.
 
-The engine starts those of its own host, torchrun those of the others.
+The engine starts the ranks of its own host, torchrun those of the other hosts.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def main() -> int:
     with lasting_imports():
         from fastserve_backend.worker.worker import run
     log_to_stderr()
-    # Ctrl-C, or a service manager's stop, reaches all processes; the engine ends its own ranks when
-    # all jobs have ended, torchrun its own at once.
+    # Ctrl-C, or a service manager's stop, reaches all processes. The engine ends its ranks itself,
+    # when all jobs have ended; torchrun's ranks end at once.
     is_torchruns = "TORCHELASTIC_RUN_ID" in os.environ
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL if is_torchruns else signal.SIG_IGN)

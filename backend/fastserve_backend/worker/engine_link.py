@@ -1,4 +1,4 @@
-"""The sockets of a rank to the engine."""
+"""The sockets between a rank and the engine."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from fastserve_backend.rank_protocol.cluster_keys import ClusterKeys
 from fastserve_backend.rank_protocol.messages import FromRank, ToRank, encoder, to_rank_decoder
 from fastserve_backend.worker.engine_watch import end_with_connection, end_with_stdin
 
-# A socket that is closed still delivers its last message, for so long.
+# How long a closed socket still tries to deliver its last message.
 LINGER_MS = 1000
 Send = Callable[[FromRank], None]
 
 
 class EngineLink:
-    """Connects the threads of a rank, a socket each. The process ends when the engine is gone.
+    """Connects a rank to the engine. The process ends when the engine is gone.
 
-    A socket calls itself ``name-rank-token``; the token is this process's, so that the engine never
-    takes what a former process of the same rank still sends for this one's.
+    Each sending thread has a socket of its own, named ``name-rank-token``. The token is this
+    process's own. So the engine never mistakes late messages of an earlier process of the same
+    rank for this one's.
     """
 
     def __init__(self, address: str, rank: int) -> None:
         """
         Args:
-            address: ``ipc:`` where the engine started this process, ``tcp:`` among several hosts.
+            address: ``ipc:`` if the engine started this process, ``tcp:`` across hosts.
 
         Raises:
-            ConfigError: there is no usable secret for a ``tcp:`` address.
+            ConfigError: a ``tcp:`` address, but no usable secret.
         """
         self.stopped = threading.Event()
-        """To be set when the engine says stop."""
+        """The main loop sets this when the engine says stop."""
         self._address = address
         self._suffix = f"-{rank}-{os.urandom(4).hex()}"
         self._context = zmq.Context()
@@ -54,23 +55,23 @@ class EngineLink:
         """The engine's next message.
 
         Raises:
-            Exception: what another thread has reported to `fail`.
+            Exception: the error that another thread has given to `fail`.
         """
         while True:
             self._poller.poll()
             if self._error is not None:
                 raise self._error
-            if data := self.main.recv():  # empty: the engine looked whether this rank is there
+            if data := self.main.recv():  # empty: the engine checked that this rank is there
                 message: ToRank = to_rank_decoder.decode(data)
                 return message
 
     def fail(self, error: Exception) -> None:
-        """Have `receive` raise ``error``, at once if it waits; from any thread."""
+        """Make `receive` raise ``error``, at once if it is waiting. Any thread may call this."""
         self._error = error
         os.eventfd_write(self._failed, 1)
 
     def sender(self, name: str) -> Send:
-        """For the thread that calls this."""
+        """A socket's send function, for one thread alone."""
         socket = self._socket(name)
         socket.connect(self._address)
         return sender(socket)
@@ -79,8 +80,8 @@ class EngineLink:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, (name + self._suffix).encode())
         socket.setsockopt(zmq.LINGER, LINGER_MS)
-        # A socket that takes no more while its thread is in a step reads no answer to its pings
-        # either, so its connection would count as lost. What is queued is bounded as the engine's.
+        # No limit on queued messages. A full socket would also stop reading the answers to its
+        # pings, and its connection would count as lost. The engine bounds what can be queued.
         socket.set_hwm(0)
         if self._keys is not None:
             self._keys.secure_rank(socket)

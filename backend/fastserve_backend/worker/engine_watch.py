@@ -11,24 +11,23 @@ import time
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-# On several hosts: how long a rank looks for an engine, and how long a connection that the engine
-# took may stay without a common secret. The engine's side of that needs no thread that has other
-# work.
+# On several hosts: how long a rank looks for an engine, and how long the exchange of secrets may
+# take after the connection. The engine answers from a thread of ZeroMQ's, which is never busy.
 FIND_TIMEOUT_S = 60.0
 SECRET_TIMEOUT_S = 5.0
-# The engine's last message may be on its way to the main thread when the connection closes.
+# When the connection closes, the main thread may not have read the engine's last message yet.
 LAST_MESSAGE_S = 1.0
-# What leaving in order may take.
+# How long an orderly end may take.
 LEAVE_TIMEOUT_S = 5.0
-# Where no engine was reached, and where it was lost: not 0, so that torchrun starts the rank again.
+# Exit codes are not 0, so that torchrun starts the rank again.
 EXIT_NOT_CONNECTED, EXIT_ENGINE_GONE = 2, 3
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _log = logging.getLogger(__name__)
 
 
 def end_with_stdin() -> None:
-    """The other end of standard input is the engine's: when it closes, the engine died or let go of
-    this process."""
+    """End this process when its standard input closes. The engine holds the other end, so it has
+    died or let go of this process."""
 
     def watch() -> None:
         while os.read(sys.stdin.fileno(), 4096):
@@ -39,12 +38,13 @@ def end_with_stdin() -> None:
 
 
 def end_with_connection(socket: zmq.Socket[bytes], address: str, stopped: threading.Event) -> None:
-    """The same across hosts; call it before ``socket`` connects to ``address``.
+    """End this process when ``socket`` loses its connection to the engine on another host.
 
-    A connection that was lost is not made again: the engine takes every rank that it lost for dead.
+    Call this before ``socket`` connects to ``address``. A lost connection is not reopened, because
+    the engine counts a lost rank as dead.
 
     Args:
-        stopped: set when the engine has told this rank to end, so that it ends in order.
+        stopped: set when the engine has told this rank to stop; then it may end in order.
     """
     monitor = socket.get_monitor_socket(_EVENTS)
 
@@ -53,7 +53,7 @@ def end_with_connection(socket: zmq.Socket[bytes], address: str, stopped: thread
         while recv_monitor_message(monitor)["event"] != zmq.EVENT_DISCONNECTED:
             pass
         if stopped.wait(LAST_MESSAGE_S):
-            time.sleep(LEAVE_TIMEOUT_S)  # the process ends meanwhile, if it can
+            time.sleep(LEAVE_TIMEOUT_S)  # meanwhile the process normally ends by itself
             os._exit(0)
         _exit(EXIT_ENGINE_GONE, f"the engine at {address} is gone; this rank ends")
 
@@ -61,7 +61,7 @@ def end_with_connection(socket: zmq.Socket[bytes], address: str, stopped: thread
 
 
 def _wait_for_engine(monitor: zmq.Socket[bytes], address: str) -> None:
-    """Returns when both sides have shown each other that they know the secret."""
+    """Return when both sides have proved that they know the secret."""
     deadline = time.monotonic() + FIND_TIMEOUT_S
     has_answered = False
     while monitor.poll(max(0, int((deadline - time.monotonic()) * 1000))):

@@ -1,4 +1,4 @@
-"""The process group that the ranks form, and where a rank runs."""
+"""The process group of the ranks, and the device of a rank."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from torch.distributed.elastic.utils.store import barrier
 
 from fastserve_backend.checkpoints.partition import RankPlace
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.models.tensor_group import ALONE, TensorGroup
+from fastserve_backend.models.model_part import ALONE, TensorGroup
 
 # The engine watches every rank and ends all when one is dead or stopped. So a rank may wait for its
-# peers as long as they live, and they may compute as long as they must; this only ends a wait that
-# the engine has forgotten.
+# peers however long they compute. This timeout only ends a wait that the engine has forgotten.
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
 LEAST_CAPABILITY = (8, 0)
-"""Of a GPU: the first with bfloat16 and with copies that run ahead."""
+"""Least compute capability of a GPU: the first with bfloat16 and asynchronous copies."""
 
 
 def choose_device(wanted: str) -> torch.device:
-    """Raises ConfigError if ``cuda`` is asked for and there is none, or none for this rank, or the
-    GPU is too old."""
+    """
+    Raises:
+        ConfigError: ``cuda`` is wanted and there is no GPU, none for this rank, or an old one.
+    """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -51,19 +52,19 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def join_process_group(device: torch.device, rendezvous: Path | None, start_id: str) -> Store:
-    """Meet the other ranks; returns the store where they do.
+    """Meet the other ranks. Returns the store at which they meet.
 
     Args:
-        rendezvous: a file, where all are on this host (a TCP store would listen on every
-            interface); None: at the store of torchrun's first agent.
-        start_id: names this start of the ranks at that store, which knows former ones as well.
+        rendezvous: a file if all ranks are on this host, where a TCP store would listen on every
+            interface; None: the store of torchrun's first agent.
+        start_id: names this start of the ranks. That agent's store keeps earlier starts too.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store: Store
     if rendezvous is not None:
         interface = "lo"
-        # (init_method is a URL, of which torch reads no path with special characters)
+        # Not init_method: torch cannot read special characters in the path of its URL.
         store = FileStore(str(rendezvous), int(os.environ["WORLD_SIZE"]))
         store.set_timeout(COLLECTIVE_TIMEOUT)
     else:
@@ -71,8 +72,8 @@ def join_process_group(device: torch.device, rendezvous: Path | None, start_id: 
         interface = _interface_to(host, port)
         agents = TCPStore(host, port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
         store = PrefixStore(f"fastserve/{start_id}", agents)
-    # Of themselves both listen where others reach them, NCCL on one host too. GPUs of one host only
-    # find each other there: their data go over NVLink, PCIe or shared memory.
+    # By default both listen on an interface that others can reach, NCCL even on a single host.
+    # There GPUs only find each other: data goes over NVLink, PCIe or shared memory.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
     dist.init_process_group(
@@ -86,13 +87,15 @@ def join_process_group(device: torch.device, rendezvous: Path | None, start_id: 
 
 
 def wait_for_all(store: Store, point: str) -> None:
-    """Until every rank is at this point, of a name that no other has. A barrier of NCCL's would
-    take memory of the GPU."""
+    """Wait until every rank is at this point. Each point needs a name of its own.
+
+    NCCL's barrier would do the same but take GPU memory.
+    """
     barrier(store, dist.get_world_size(), point, COLLECTIVE_TIMEOUT.total_seconds())
 
 
 def _interface_to(host: str, port: int) -> str:
-    """The network interface of this machine that leads to ``host``; nothing is sent."""
+    """The network interface of this machine that leads to ``host``. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         own_address = probe.getsockname()[0]

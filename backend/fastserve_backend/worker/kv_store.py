@@ -1,6 +1,8 @@
-"""The rank's KV blocks: how many fit, and their memory."""
+"""The rank's KV blocks on its device: how many fit, their memory, and copies among them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from fastserve_kernels.int8_cache import SCALE_BYTES
@@ -9,10 +11,10 @@ from torch import Tensor
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.models.loader import torch_dtype
-from fastserve_backend.worker.host_memory import host_memory
+from fastserve_backend.worker.host_limits import host_memory
 
-# On a CPU the cache shares memory with everything else on the machine, so without a number from the
-# operator it takes a part of what is free, and no more than any workload on a CPU can use.
+# On a CPU the cache shares memory with everything else on the machine. Without a number from the
+# operator it takes a part of the free memory, but no more than a workload on a CPU can use.
 CPU_SHARE_OF_FREE_MEMORY = 0.25
 CPU_MAX_BYTES = 4 * 2**30
 _WAYS_TO_MORE = {
@@ -30,12 +32,15 @@ def allocate_kv(
     num_local_ranks: int = 1,
     step_bytes: int = 0,
 ) -> Tensor:
-    """``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, uninitialised; in INT8 as
-    `fastserve_kernels.int8_cache` describes.
+    """The cache, ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, uninitialised. An
+    INT8 cache is as `fastserve_kernels.int8_cache` describes.
 
-    One block of all layers is one contiguous run of memory, so that one copy moves it. Call after
-    the weights are loaded: the automatic size is what they left, less the ``step_bytes`` that a
-    step takes on a GPU (`step_memory.step_bytes`). On a CPU the ranks of a host share its memory.
+    One block of all layers is contiguous, so that one copy moves it. Call this after the weights
+    are loaded: the automatic size is what they left. On a CPU the ranks of a host share its memory.
+
+    Args:
+        num_blocks: None: as many as fit.
+        step_bytes: what steps take on a GPU beside the cache (`step_memory.step_bytes`).
 
     Raises:
         ConfigError: the memory does not hold ``num_blocks``, or not one job of ``max_model_len``.
@@ -78,3 +83,31 @@ def _available_bytes(device: torch.device, utilization: float, num_local_ranks: 
         return int(total * utilization) - (total - free)
     share = int(host_memory().available * CPU_SHARE_OF_FREE_MEMORY)
     return min(CPU_MAX_BYTES, share) // num_local_ranks
+
+
+def copy_within(kv: Tensor, from_blocks: Sequence[int], to_blocks: Sequence[int]) -> None:
+    """Start to copy blocks of the cache to other blocks, on the current stream.
+
+    No block may be on both sides.
+
+    Args:
+        kv: ``[num_blocks, ...]``.
+    """
+    for source, target in neighbour_runs(from_blocks, to_blocks):
+        kv[target].copy_(kv[source], non_blocking=True)
+
+
+def neighbour_runs(blocks: Sequence[int], others: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Join pairs of blocks that are neighbours on both sides, so that one copy moves each run. The
+    order of the runs is arbitrary."""
+    # A job's blocks descend where it was given blocks that were kept for another.
+    pairs = sorted(zip(blocks, others, strict=True))
+    begin = 0
+    for end in range(1, len(pairs) + 1):
+        block, other = pairs[end - 1]
+        if end < len(pairs) and pairs[end] == (block + 1, other + 1):
+            continue
+        count = end - begin
+        block, other = pairs[begin]
+        yield slice(block, block + count), slice(other, other + count)
+        begin = end

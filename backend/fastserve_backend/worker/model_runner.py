@@ -1,10 +1,10 @@
-"""Run the model's part of each step, and choose the tokens."""
+"""Runs a rank's part of each step: prepare inputs, run the model, sample, answer."""
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from fastserve_kernels import ops
@@ -14,11 +14,10 @@ from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.checkpoints.partition import RankPlace
 from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import torch_dtype
-from fastserve_backend.models.tensor_group import ALONE, TensorGroup
+from fastserve_backend.models.model_part import ALONE, TensorGroup
 from fastserve_backend.rank_protocol.messages import StageDone, Step, StepResult
-from fastserve_backend.worker.block_copies import copy_within
 from fastserve_backend.worker.decode_graphs import DecodeGraphs
-from fastserve_backend.worker.last_tokens import LastTokens
+from fastserve_backend.worker.kv_store import copy_within
 from fastserve_backend.worker.pipeline import Pipeline
 from fastserve_backend.worker.sampler import SampledTokens, sample
 from fastserve_backend.worker.step_inputs import (
@@ -28,27 +27,27 @@ from fastserve_backend.worker.step_inputs import (
     StepTensors,
     WorkListInputs,
 )
-from fastserve_backend.worker.step_layout import StepLayout
-from fastserve_backend.worker.stopwatch import Stopwatch
 
 ONLY_RANK = RankPlace()
-Answer = Callable[[], StepResult | StageDone]
-"""To a step that was launched: waits until the device has done it. Any thread may call it."""
 
 
 class ModelRunner:
-    """Runs one rank's part of the steps, on one device.
+    """Runs one rank's part of the steps on one device. `launch` is a step from top to bottom.
 
-    To launch a step on a GPU the host waits for nothing, so that the next can be launched while it
-    runs: inputs are copied without a wait, the attention kernels get work lists, and steps of
-    decodes alone are CUDA graphs, which are captured here. All is put on the launching thread's
-    current stream, whose order keeps steps from what they share: the device's inputs, scratch, the
-    memory of graphs, the last tokens. On a CPU a step is done when it is launched.
+    On a CPU a step is done when `launch` returns. On a GPU `launch` waits for nothing, so the next
+    step can be launched while this one runs:
+
+    - Inputs reach the GPU by a copy that the host does not wait for.
+    - The attention kernels get work lists that the host has made.
+    - A step of decodes alone replays a CUDA graph, captured in the constructor.
+
+    Steps share the GPU's inputs, its scratch memory, the graphs' memory and the last tokens. All
+    work goes to the launching thread's current stream, whose order keeps the steps apart.
 
     Args:
         kv: the rank's cache, ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``.
-        limits: of the steps that will come.
-        tensor: the ranks of this one's stage.
+        limits: bounds that every step keeps.
+        tensor: the ranks of this rank's stage.
     """
 
     @torch.inference_mode()
@@ -63,18 +62,17 @@ class ModelRunner:
         tensor: TensorGroup = ALONE,
     ) -> None:
         assert place.tensor_size == tensor.size
+        self.device = device
         self._model = model
         self._place = place
+        self._kv = kv
+        self._eos_token_ids = config.eos_token_ids
         width, dtype = config.hidden_size, torch_dtype(config)
         self._pipeline = Pipeline(place, width, dtype, device)
-        self._eos_token_ids = config.eos_token_ids
         self._last_tokens = LastTokens(tensor)
-        # The first broadcast makes connections and takes memory: now, not while serving.
+        # The first broadcast opens connections and takes memory: do it before serving.
         tensor.broadcast(torch.zeros(1, dtype=torch.int64, device=device))
-        self._kv = kv
-        self._block_size = kv.shape[4]
-        self.device = device
-        self._inputs: StepInputs = CPUInputs()
+        self._inputs: StepInputs = CPUInputs(kv.shape[4])
         self._graphs: DecodeGraphs | None = None
         if ops.uses_triton(device):
             heads = config.num_heads // place.tensor_size
@@ -83,108 +81,196 @@ class ModelRunner:
             self._graphs = DecodeGraphs(
                 self._forward,
                 inputs,
-                limits.max_jobs,
-                receives=self.waits_for_others,
+                has_earlier_stage=self.has_earlier_stage,
                 width=width,
                 dtype=dtype,
                 device=device,
             )
 
     @property
-    def waits_for_others(self) -> bool:
-        """Whether a step begins with what an earlier stage sends."""
+    def has_earlier_stage(self) -> bool:
+        """Whether a step waits for another rank's activations."""
         return not self._place.is_first_stage
 
     @property
-    def runs_behind(self) -> bool:
-        """Whether a step may still run when it is launched."""
+    def is_asynchronous(self) -> bool:
+        """Whether a step may still run when `launch` has returned."""
         return self.device.type == "cuda"
 
     def close(self) -> None:
-        """Free what the process group waits for when it is destroyed; nothing runs after it."""
+        """Free what the process group waits for when it is destroyed. No step may follow."""
         if self._graphs is not None:
             self._graphs.close()
 
     def run(self, step: Step) -> StepResult | StageDone | None:
-        """One iteration from its launch to its answer."""
-        answer = self.launch(step)
-        return None if answer is None else answer()
+        """Launch a step and wait for its answer."""
+        launched = self.launch(step)
+        return None if launched is None else launched.answer()
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> Answer | None:
-        """Begin one iteration; the result will have one token for each job that is not a partial
-        prefill.
+    def launch(self, step: Step) -> LaunchedStep | None:
+        """Start one iteration.
 
-        Only the first rank of a stage answers, and only that of the last stage with tokens.
+        Returns None on the ranks that do not answer: only the first rank of each stage does, and
+        only the last stage's answer has tokens.
 
         Raises:
-            IndexError: the step takes a token that the one before did not choose.
+            IndexError: the step takes a token that the step before it did not choose.
         """
-        copy_within(self._kv, array("i", step.copy_from), array("i", step.copy_to))
-        layout = StepLayout.of(step, self._block_size, self._last_tokens.count)
-        graphs = self._graphs if layout.only_decodes else None
-        tensors = self._inputs.bring(layout) if graphs is None else graphs.bring(layout)
+        if step.copy_from:
+            copy_within(self._kv, array("i", step.copy_from), array("i", step.copy_to))
+        inputs = self._inputs.prepare(step, self._last_tokens.count)
         if step.previous_rows and self._last_tokens.count > 0:
-            self._last_tokens.fill_in(tensors.token_ids[: layout.num_decodes])
-        received = self._pipeline.receive(layout.num_tokens) if self.waits_for_others else None
-        # Not before: a device that has nothing to do would start it while the host prepares.
+            self._last_tokens.fill_in(inputs.token_ids[: inputs.num_decodes])
+        received = self._pipeline.receive(inputs.num_tokens) if self.has_earlier_stage else None
+        # Not earlier: an idle device would start the watch while the host still prepares.
         watch = Stopwatch(self.device)
-        hidden = self._hidden(layout, tensors, graphs, received)
-        if not self._place.is_last_stage:
+        hidden = self._run_model(inputs, received)
+        tokens = None
+        if self._place.is_last_stage:
+            tokens = self._sample(hidden, step, inputs)
+        else:
             self._pipeline.send(hidden)
-            watch.stop()
-            return partial(_stage_done, step, watch) if self._place.tensor_rank == 0 else None
-        tokens = self._sample(hidden, step, tensors) if len(layout.sampled) > 0 else None
         watch.stop()
-        self._last_tokens.keep(len(layout.sampled), None if tokens is None else tokens.token_ids)
-        return partial(_result, step, tokens, watch) if self._place.tensor_rank == 0 else None
-
-    def _sample(self, hidden: Tensor, step: Step, tensors: StepTensors) -> SampledTokens | None:
-        """None but on the first rank of the stage."""
-        logits = self._model.logits(hidden)
-        if logits is None:
+        if self._place.tensor_rank != 0:
             return None
-        return sample(logits, step.sampling, self._eos_token_ids, tensors.token_ids)
+        return LaunchedStep(step.step_id, watch, tokens, self._place.is_last_stage)
 
-    def _hidden(
-        self,
-        layout: StepLayout,
-        tensors: StepTensors,
-        graphs: DecodeGraphs | None,
-        received: Tensor | None,
-    ) -> Tensor:
-        """What the next stage gets, [T, width], or on the last the rows of which logits are wanted,
-        [R, width]."""
-        if graphs is not None:
-            hidden = graphs.run(layout.num_jobs, received)
-            # The next run of a graph may come before this one's result has been sent.
+    def _run_model(self, inputs: StepTensors, received: Tensor | None) -> Tensor:
+        """The activations for the next stage, [T, width]. On the last stage only the rows whose
+        logits are needed, [R, width]."""
+        if self._graphs is not None and inputs.is_padded:
+            hidden = self._graphs.run(inputs, received)
+            # The graph may run again before these activations have been sent.
             return hidden if self._place.is_last_stage else hidden.clone()
-        hidden = self._forward(tensors, received)
-        if self._place.is_last_stage and len(layout.sampled) != layout.num_tokens:
-            hidden = hidden[tensors.sampled]  # of a prefill only the last token's
+        hidden = self._forward(inputs, received)
+        if self._place.is_last_stage and inputs.num_sampled != inputs.num_tokens:
+            hidden = hidden[inputs.sampled]  # a prefill needs only its last token's
         return hidden
 
-    def _forward(self, tensors: StepTensors, received: Tensor | None) -> Tensor:
+    def _forward(self, inputs: StepTensors, received: Tensor | None) -> Tensor:
         return self._model.forward(
-            tensors.token_ids, tensors.positions, tensors.batch, self._kv, received
+            inputs.token_ids, inputs.positions, inputs.batch, self._kv, received
+        )
+
+    def _sample(self, hidden: Tensor, step: Step, inputs: StepTensors) -> SampledTokens | None:
+        """Choose a token for each row and keep it for the next step. None if no row gets one, and
+        on all ranks of the stage but the first."""
+        tokens = None
+        if inputs.num_sampled > 0:
+            logits = self._model.logits(hidden)
+            if logits is not None:
+                tokens = sample(logits, step.sampling, self._eos_token_ids, inputs.token_ids)
+        self._last_tokens.keep(inputs.num_sampled, None if tokens is None else tokens.token_ids)
+        return tokens
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step that the device may still run.
+
+    tokens: None if no job gets one in this step.
+    """
+
+    step_id: int
+    watch: Stopwatch
+    tokens: SampledTokens | None
+    is_last_stage: bool
+
+    def answer(self) -> StepResult | StageDone:
+        """Wait until the device has finished the step. Any thread may call this.
+
+        By then the step's keys and values are written too, so the engine may order a copy of them.
+        """
+        compute_s = self.watch.seconds()
+        if not self.is_last_stage:
+            return StageDone(self.step_id, compute_s)
+        if self.tokens is None:
+            return StepResult(self.step_id, b"", compute_s, b"", [])
+        chosen = self.tokens.on_host()
+        return StepResult(
+            step_id=self.step_id,
+            token_ids=chosen.token_ids.to(torch.int32).numpy().tobytes(),
+            compute_s=compute_s,
+            logprobs=chosen.logprobs,
+            top_logprobs=chosen.top_logprobs,
         )
 
 
-def _stage_done(step: Step, watch: Stopwatch) -> StageDone:
-    return StageDone(step.step_id, watch.seconds())
+class Stopwatch:
+    """Measures how long the device works on a step, from construction to `stop`.
+
+    On a GPU both ends are events on the stream, for which the host does not wait. The watch starts
+    when the GPU has finished what it was given earlier, such as the step before or the receiving of
+    activations. So the watches of successive steps never overlap.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._started = self._now()
+        self._stopped = self._started
+
+    def stop(self) -> None:
+        """Call this on the thread and stream that made the watch."""
+        self._stopped = self._now()
+
+    def seconds(self) -> float:
+        """Time between start and stop. Any thread may call this. With a GPU it waits until the
+        GPU has reached the stop."""
+        started, stopped = self._started, self._stopped
+        if isinstance(started, float):
+            assert isinstance(stopped, float)
+            return stopped - started
+        assert isinstance(stopped, torch.cuda.Event)
+        stopped.synchronize()
+        return float(started.elapsed_time(stopped)) / 1e3
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._is_gpu:
+            return time.perf_counter()
+        # A blocking event sleeps. Spinning would take a core from the threads that launch and copy.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record()
+        return event
 
 
-def _result(step: Step, tokens: SampledTokens | None, watch: Stopwatch) -> StepResult:
-    """``tokens`` None: no job got one. The result says that the keys and values are written: the
-    engine may order a copy of them."""
-    compute_s = watch.seconds()
-    if tokens is None:
-        return StepResult(step.step_id, b"", compute_s, b"", [])
-    chosen = tokens.on_host()
-    return StepResult(
-        step_id=step.step_id,
-        token_ids=chosen.token_ids.to(torch.int32).numpy().tobytes(),
-        compute_s=compute_s,
-        logprobs=chosen.logprobs,
-        top_logprobs=chosen.top_logprobs,
-    )
+class LastTokens:
+    """The tokens that the last step chose, on the device.
+
+    The next step may need them before the host knows them. Only the first rank of a tensor group
+    chooses tokens. The other ranks know how many there are, and get them when a step needs them.
+    """
+
+    def __init__(self, tensor: TensorGroup) -> None:
+        self.count = 0
+        """How many tokens there are; 0 before the first step."""
+        self._tensor = tensor
+        self._token_ids: Tensor | None = None
+
+    def keep(self, count: int, token_ids: Tensor | None) -> None:
+        """Replace the tokens.
+
+        Args:
+            token_ids: int64 [count], perhaps still being computed; None on ranks that do not
+                choose.
+        """
+        self.count = count
+        self._token_ids = token_ids
+
+    def fill_in(self, token_ids: Tensor) -> None:
+        """Replace each negative id by the token that it stands for, in place.
+
+        The host waits for nothing. Every rank of the group must call this, and ``count`` must not
+        be 0.
+
+        Args:
+            token_ids: int64 [n]; a negative id is an index from the end of the kept tokens.
+        """
+        kept = self._token_ids
+        if kept is None:
+            kept = torch.empty(self.count, dtype=torch.int64, device=token_ids.device)
+        self._tensor.broadcast(kept)
+        # Known ids look up the last kept token in vain. Selecting by a mask instead would give a
+        # size for which the host had to wait.
+        found = kept[token_ids.clamp(max=-1)]
+        torch.where(token_ids < 0, found, token_ids, out=token_ids)

@@ -1,9 +1,9 @@
 """``python -m fastserve_backend.worker.node_agent``: torchrun's agent of the first host.
 
-The agents of the other hosts meet at its store and learn from it which numbers their ranks have. It
-has no ranks of its own, because the engine starts those of its host itself; in their place are
-processes that wait. Unlike torchrun it listens on one address, and it outlives the ranks, so that
-the other agents find it again when they start theirs anew.
+The agents of the other hosts meet at its store and get the numbers of their ranks from it. This
+agent starts no ranks, because the engine starts those of its host; it starts processes that only
+wait. Unlike torchrun it listens on one address. It outlives the ranks, so that the other agents
+find it again when they restart their ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--master-port", required=True)
     arguments = parser.parse_args()
     end_with_stdin()
-    # torchrun would listen on every interface; it finds this server, as it is on the same port.
+    # torchrun would listen on every interface. It finds this server on its port and uses it.
     server = TCPStore(
         arguments.master_addr,
         int(arguments.master_port),
@@ -38,7 +38,7 @@ def main() -> None:
     agent += ["--node-rank", "0"]
     agent += ["--master-addr", arguments.master_addr, "--master-port", arguments.master_port]
     torchrun([*agent, "--no-python", "cat"])
-    del server  # it had to live until here
+    del server  # torchrun needs it until here
 
 
 if __name__ == "__main__":

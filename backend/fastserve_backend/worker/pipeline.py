@@ -1,4 +1,4 @@
-"""Activations from one pipeline stage to the next."""
+"""Sends activations from one pipeline stage to the next."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from fastserve_backend.checkpoints.partition import RankPlace
 
 
 class Pipeline:
-    """Sends to the rank of the same number in the next stage, receives from that in the stage
-    before. Both have the same steps in the same order, so that neither waits for a step that the
-    other does not know of.
+    """Sends to the rank of the same number in the next stage, and receives from that in the stage
+    before.
+
+    Both ranks run the same steps in the same order, so neither waits for a step that the other
+    does not know.
 
     Args:
-        width: of the activations.
+        width: elements of a token's activations.
     """
 
     def __init__(
@@ -28,7 +30,7 @@ class Pipeline:
         self._num_stages = place.num_stages
         self._width, self._dtype, self._device = width, dtype, device
         self._sends: deque[tuple[dist.Work, Tensor]] = deque()
-        # The first exchange makes the connections: now, not in the first step that is served.
+        # The first exchange opens the connections: do it before serving.
         if not place.is_first_stage:
             self.receive(1)
         if not place.is_last_stage:
@@ -36,25 +38,25 @@ class Pipeline:
 
     @staticmethod
     def most_sent_bytes(place: RankPlace, width: int, dtype: torch.dtype, max_tokens: int) -> int:
-        """Of the activations that are kept for the next stage, with steps of so many tokens."""
+        """The most bytes of activations kept for the next stage, if steps have ``max_tokens``."""
         if place.is_last_stage:
             return 0
         return place.num_stages * max_tokens * width * dtype.itemsize
 
     def receive(self, num_tokens: int) -> Tensor:
-        """Activations [num_tokens, width] of this step; waits for the stage before."""
+        """This step's activations, [num_tokens, width]. Waits for the stage before."""
         shape = (num_tokens, self._width)
         hidden = torch.empty(shape, dtype=self._dtype, device=self._device)
         dist.recv(hidden, self._previous)
         return hidden
 
     def send(self, hidden: Tensor) -> None:
-        """Begins to send; the next stage may still be at an earlier step."""
-        # There are at most as many steps under way as stages, so an older one has been received:
-        # this does not wait, it frees.
+        """Start to send. The next stage may still run an earlier step."""
+        # At most as many steps are under way as there are stages, so an older send has been
+        # received: this call frees its memory and does not wait.
         if len(self._sends) == self._num_stages:
             self._sends.popleft()[0].wait()
         hidden = hidden.contiguous()
         work = dist.isend(hidden, self._next)
-        assert work is not None  # this rank is of the group
+        assert work is not None  # this rank belongs to the group
         self._sends.append((work, hidden))

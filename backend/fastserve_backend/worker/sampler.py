@@ -1,10 +1,10 @@
-"""Choose the next token of every row that samples, vectorised over the batch.
+"""Chooses the next token of every sampling row, for the whole batch at once.
 
-Randomness is one uniform number a token, made by the engine from the job's seed and the token's
-index; inverting the distribution with it gives the same token whatever else is in the batch.
+Randomness is one uniform number for each token. The engine makes it from the job's seed and the
+token's index. Inverting the distribution with it gives the same token in any batch.
 
-What the engine has said is known on the host, so the host decides with it which rows need what. It
-does not wait for a device: the copy of the results is begun, and read when the device has ended it.
+The host knows the engine's message, so it decides which rows need which treatment. It does not wait
+for the device: it starts the copy of the results, and reads them when the device has finished.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NO_ROWS: Array = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class ChosenTokens:
-    """``token_ids`` int64 [R] on the CPU, and they and log-probabilities as in ``StepResult``."""
+    """The chosen tokens on the host: ``token_ids`` int64 [R], the rest as in ``StepResult``."""
 
     token_ids: Tensor
     logprobs: bytes
@@ -44,8 +44,10 @@ class ChosenTokens:
 
 
 class SampledTokens:
-    """What was chosen, on the device and on its way to the host. To be kept until the device has
-    done it."""
+    """The chosen tokens, on the device and on their way to the host.
+
+    Keep it until the device has finished: it holds the memory of the copies.
+    """
 
     def __init__(
         self,
@@ -58,23 +60,23 @@ class SampledTokens:
     ) -> None:
         """
         Args:
-            chosen: [R], the logit or the probability by which each was chosen, which is NaN where
-                there is none to choose.
-            logprob_rows: those of which log-probabilities are wanted.
-            logprobs: of their tokens, float32; then for each of the groups the most likely tokens,
-                int32 [rows of the group, n], with theirs, float32.
-            groups: indices into ``logprob_rows``.
-            uploads: that the choice is made from.
+            chosen: [R], the logit or probability by which each token was chosen; NaN if a row has
+                none to choose.
+            logprob_rows: the rows whose log-probabilities are wanted.
+            logprobs: float32, those of their tokens. Then for each group the most likely tokens,
+                int32 [rows of the group, n], and their log-probabilities, float32.
+            groups: for each group, its indices into ``logprob_rows``.
+            uploads: host memory that the choice still reads.
         """
         self.token_ids = token_ids
-        """int64 [R], on the device; a next step may run them, so each is one of the vocabulary."""
+        """int64 [R], on the device. All are in the vocabulary, because a next step may run them."""
         self._logprob_rows = logprob_rows
         self._groups = groups
         self._uploads = uploads
-        self._on_host = _begin_copy([torch.where(chosen.isnan(), NO_TOKEN, token_ids), *logprobs])
+        self._on_host = _start_copy([torch.where(chosen.isnan(), NO_TOKEN, token_ids), *logprobs])
 
     def on_host(self) -> ChosenTokens:
-        """To be called when the device has done what it was given until this was made."""
+        """Call this only when the device has finished the sampling."""
         token_ids, *logprobs = self._on_host
         if not logprobs:
             return ChosenTokens(token_ids, b"", [])
@@ -95,13 +97,13 @@ def sample(
     eos_token_ids: tuple[int, ...],
     input_ids: Tensor | None = None,
 ) -> SampledTokens:
-    """Log-probabilities are of the unmodified logits.
+    """Choose a token for each row. Log-probabilities are those of the unmodified logits.
 
     Args:
-        logits: [R, vocab], of any float type; they are not changed.
-        sampling: None chooses every row greedily.
-        input_ids: int64, the tokens of the step, of which those of decodes are first; only
-            penalties with ``is_pending`` need them.
+        logits: [R, vocab] of any float type; they are not changed.
+        sampling: None: choose greedily for every row.
+        input_ids: int64, the step's tokens, those of decodes first. Only penalties with
+            ``is_pending`` need them.
     """
     if sampling is None:
         token_ids = ops.argmax_rows(logits)
@@ -130,12 +132,12 @@ def sample(
 
 
 def _of_tokens(rows: Tensor, token_ids: Tensor) -> Tensor:
-    """[R], each row's entry for its token."""
+    """The entry of each row for its token: [R]."""
     return rows.gather(1, token_ids[:, None])[:, 0]
 
 
 def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> tuple[Tensor, Tensor]:
-    """The tokens, and by what each was chosen."""
+    """The tokens, and the logit or probability by which each was chosen."""
     temperature = np.frombuffer(sampling.temperature, dtype=np.float32)
     top_k = np.frombuffer(sampling.top_k, dtype=np.int32)
     top_p = np.frombuffer(sampling.top_p, dtype=np.float32)
@@ -148,14 +150,14 @@ def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> tuple[Tenso
     else:
         token_ids = ops.argmax_rows(scores)
         chosen = _of_tokens(scores, token_ids)
-    # Filtering sorts the vocabulary, so rows that need none are kept out of it.
+    # Filtering sorts the vocabulary, so rows without a filter are treated apart.
     for is_filtered in (False, True):
         rows = np.flatnonzero(random & (filtered == is_filtered))
         if len(rows) == 0:
             continue
         index = uploads.bring(rows)
         heat = uploads.bring(temperature[rows, None])
-        # Mostly there is one kind of rows, and a copy of all would take as long as the softmax.
+        # Usually all rows are of one kind. Copying them would take as long as the softmax.
         of_rows = scores if len(rows) == len(scores) else scores[index]
         probabilities = torch.softmax(of_rows / heat, dim=-1)
         if is_filtered:
@@ -170,7 +172,8 @@ def _choose(scores: Tensor, sampling: Sampling, uploads: Uploads) -> tuple[Tenso
 
 
 def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Index where the cumulative distribution passes ``uniform``; rows [R, n] need no sum of 1."""
+    """The index where the cumulative distribution passes ``uniform``. Rows [R, n] need not sum to
+    1."""
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     threshold = (uniform * cumulative[:, -1])[:, None]
     index = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
@@ -182,7 +185,7 @@ def _invert_filtered(
 ) -> Tensor:
     vocab = probabilities.shape[-1]
     if (top_k > 0).all():
-        # Sorting the vocabulary costs milliseconds; with a top_k the few largest do.
+        # Sorting the vocabulary takes milliseconds. With a top_k the few largest are enough.
         ids = _largest(probabilities, min(vocab, int(top_k.max())))
         ordered = probabilities.gather(1, ids)
     else:
@@ -190,20 +193,21 @@ def _invert_filtered(
     rank = torch.arange(ordered.shape[-1], device=ordered.device)[None, :]
     limit = uploads.bring(np.where(top_k > 0, top_k, vocab)[:, None])
     kept = ordered.masked_fill(rank >= limit, 0.0)
-    # top_p counts what top_k has left; a token stays while those above it have not reached top_p.
+    # top_p applies to what top_k has kept. A token stays if those above it have not reached top_p.
     cumulative = kept.cumsum(dim=-1, dtype=torch.float64)
     before = cumulative - kept
     share = uploads.bring(top_p[:, None]) * cumulative[:, -1:]
-    # The first always does: a top_p may be too small for its type.
+    # The first always stays, because a tiny top_p may be rounded to 0.
     kept = kept.masked_fill((before >= share) & (rank > 0), 0.0)
     return ids.gather(1, _invert(kept, uploads.bring(uniform))[:, None])[:, 0]
 
 
 def _largest(probabilities: Tensor, count: int) -> Tensor:
-    """int64 [R, count], where each row's largest are, in the order of a stable sort.
+    """The places of each row's largest, int64 [R, count], in the order of a stable sort.
 
-    Of equal ones ``topk`` takes any, and others for another count: which it were would depend on
-    the other rows' top_k. So none are equal here: bits of floats from 0 on order as the floats do.
+    Among equal values ``topk`` takes any, depending on the count, and so on the other rows' top_k.
+    So the keys sorted here are all different: the value's bits, which order non-negative floats
+    correctly, followed by the place.
     """
     places = torch.arange(probabilities.shape[-1], device=probabilities.device)
     keys = _scratch.take(probabilities.shape) if probabilities.device.type == "cpu" else None
@@ -212,16 +216,16 @@ def _largest(probabilities: Tensor, count: int) -> Tensor:
 
 
 class _Scratch(threading.local):
-    """Memory that is kept from step to step: to get some megabytes anew from a CPU's system takes
-    longer than what is done with them."""
+    """Memory that is kept from step to step. On a CPU, allocating some megabytes anew takes longer
+    than the work on them."""
 
     memory = torch.empty(0, dtype=torch.int64)
 
     def take(self, shape: torch.Size) -> Tensor:
-        """int64, of any values; good until the next call."""
+        """int64, uninitialised; valid until the next call."""
         count = shape.numel()
         if count > len(self.memory):
-            with torch.inference_mode(False):  # to be written in any mode
+            with torch.inference_mode(False):  # so that any mode may write it
                 self.memory = torch.empty(count, dtype=torch.int64)
         return self.memory[:count].view(shape)
 
@@ -230,11 +234,11 @@ _scratch = _Scratch()
 
 
 def _mask(scores: Tensor, sampling: Sampling, uploads: Uploads) -> None:
-    """In place: what a row may not choose is infinitely unlikely."""
+    """Make the tokens that a row may not choose infinitely unlikely, in place."""
     rows = np.frombuffer(sampling.masked_rows, dtype=np.int32)
     words = np.frombuffer(sampling.masks, dtype=np.int32).reshape(len(rows), -1)
     vocab = scores.shape[1]
-    if scores.device.type == "cpu":  # without copies of all that, which take longer than the rest
+    if scores.device.type == "cpu":  # without copying the rows, which takes longest
         for row, allowed in zip(rows.tolist(), words, strict=True):
             bits = np.unpackbits(allowed.view(np.uint8), count=vocab, bitorder="little")
             scores[row].masked_fill_(torch.from_numpy(bits == 0), -math.inf)
@@ -247,7 +251,7 @@ def _mask(scores: Tensor, sampling: Sampling, uploads: Uploads) -> None:
 
 
 def _add_biases(scores: Tensor, biases: Sequence[LogitBias], uploads: Uploads) -> None:
-    """In place."""
+    """Add the biases to their rows, in place."""
     offsets = np.array([bias.row for bias in biases]) * scores.shape[1]
     places = uploads.bring(_joined([bias.token_ids for bias in biases], offsets))
     values = np.concatenate([np.frombuffer(bias.values, dtype=np.float32) for bias in biases])
@@ -258,7 +262,8 @@ def _add_biases(scores: Tensor, biases: Sequence[LogitBias], uploads: Uploads) -
 def _penalise(
     scores: Tensor, penalties: Sequence[Penalties], input_ids: Tensor | None, uploads: Uploads
 ) -> None:
-    """In place. ``repetition`` counts prompt and output, the others the output alone."""
+    """Apply the penalties, in place. ``repetition`` counts tokens of prompt and output, the others
+    those of the output alone."""
     vocab = scores.shape[1]
     offsets = np.arange(len(penalties)) * vocab
     prompt = uploads.bring(_joined([row.prompt_ids for row in penalties], offsets))
@@ -271,7 +276,7 @@ def _penalise(
         output = torch.cat([output, newest + uploads.bring(offsets[pending])])
     counts = torch.zeros(len(penalties) * vocab, device=scores.device)
     counts.index_add_(0, output, torch.ones_like(output, dtype=torch.float32))
-    # A token that is here more than once gets the same score each time.
+    # A token that occurs more than once gets the same score each time.
     places = torch.cat([prompt, output])
     index, count = places // vocab, counts[places]
     amounts = np.array([(row.repetition, row.presence, row.frequency) for row in penalties])
@@ -285,7 +290,7 @@ def _penalise(
 
 
 def _joined(token_ids: Sequence[bytes], offsets: Array) -> Array:
-    """int64, each list with its offset added."""
+    """All lists joined, int64, each with its offset added."""
     lists = [np.frombuffer(one, dtype=np.int32).astype(np.int64) for one in token_ids]
     return np.concatenate([one + offset for one, offset in zip(lists, offsets, strict=True)])
 
@@ -298,7 +303,7 @@ def _with_logprobs(
     logprobs = torch.log_softmax(raw[index], dim=-1)
     own = _of_tokens(logprobs, token_ids[index])
     wanted = num_logprobs[rows]
-    # Rows that want as many together.
+    # Group the rows that want equally many.
     groups = [np.flatnonzero(wanted == count) for count in np.unique(wanted[wanted > 0])]
     results = [own]
     for group in groups:
@@ -307,9 +312,9 @@ def _with_logprobs(
     return SampledTokens(token_ids, chosen, rows, results, groups, uploads)
 
 
-def _begin_copy(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """On the CPU, by one copy, which a device makes when it gets there; those of wider types first,
-    for their alignment."""
+def _start_copy(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors on the host, by one copy on the current stream. Wider types must come first, so
+    that all are aligned."""
     if len(tensors) == 1:
         return [to_host(tensors[0])]
     parts = [tensor.contiguous().view(torch.uint8).flatten() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Bring a step's small arrays to the device, and its results back."""
+"""Brings a step's small arrays to the device, and its results back to the host."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ _TORCH_DTYPES = {
 
 @dataclass(frozen=True)
 class Places:
-    """Where the arrays of a call go: in each of the host's buffers, and on the device."""
+    """Where `Staging` puts arrays of given shapes: in each host buffer, and on the device."""
 
     host: tuple[list[Array], ...]
     device: list[Tensor]
     last_begin: int
-    """Of the last array, in bytes."""
+    """Where the last array begins, in bytes."""
 
 
 class Staging:
-    """Arrays to tensors on the device, by one copy that the host does not wait for, nor does it for
-    copies of KV blocks.
+    """Brings arrays to the device by one copy. The host waits neither for it nor for copies of KV
+    blocks.
 
-    The tensors are good until the next call.
+    The tensors are valid until the next call of `bring`.
 
     Args:
-        num_bytes: room for the arrays of one call (`size_of`).
+        num_bytes: room for the arrays of one call (see `size_of`).
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        # Two, because the copy of the call before may not have ended.
+        # Two buffers, because the copy from the last call may still run.
         self._buffers = [
             torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)
         ]
@@ -52,9 +52,11 @@ class Staging:
         self._turn = 0
 
     def places(self, arrays: Sequence[Array]) -> Places:
-        """For arrays of these shapes, of int32 or int64. Finding them takes longer than filling
-        them, so they can be kept for the next arrays of the same shapes; the last of those may be
-        shorter."""
+        """Places for arrays of these shapes, of int32 or int64.
+
+        Finding places takes longer than filling them. So the caller may keep them for later arrays
+        of the same shapes, of which the last may be shorter.
+        """
         host: tuple[list[Array], ...] = ([], [])
         device = []
         begin = end = 0
@@ -68,8 +70,10 @@ class Staging:
         return Places(host, device, begin)
 
     def bring(self, arrays: Sequence[Array], places: Places) -> list[Tensor]:
-        """A tensor for each array, on the current stream. What there is of the last one's place
-        behind a shorter array is left as it is."""
+        """A tensor for each array, copied on the current stream.
+
+        If the last array is shorter than its place, the rest of the place keeps its old content.
+        """
         self._turn = 1 - self._turn
         if self._copied:
             self._copied[self._turn].synchronize()
@@ -85,20 +89,22 @@ class Staging:
 
     @staticmethod
     def size_of(arrays: Sequence[Array]) -> int:
-        """Bytes that a call with arrays of these shapes needs."""
+        """Bytes that a call of `bring` with arrays of these shapes needs."""
         return sum(array.nbytes + _ALIGNMENT for array in arrays)
 
 
 class Uploads:
-    """Arrays of which only some steps have any, each to a tensor of its own. It holds the host's
-    memory of the copies: keep it until the device has done what it was given."""
+    """Brings arrays that only some steps have, each to a tensor of its own.
+
+    It holds the host memory that the copies read. Keep it until the device has done them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pinned: list[Tensor] = []
 
     def bring(self, values: Array) -> Tensor:
-        """``values`` of a type of 4 or 8 bytes. On the current stream, without a wait."""
+        """Copy ``values``, of a type of 4 or 8 bytes, on the current stream, without a wait."""
         on_gpu = self._device.type == "cuda"
         on_host = torch.empty(values.shape, dtype=_TORCH_DTYPES[values.dtype], pin_memory=on_gpu)
         on_host.numpy()[...] = values
@@ -111,8 +117,12 @@ class Uploads:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """``tensor``, contiguous, of a type of 4 or 8 bytes, in host memory: to be read, and not to be
-    let go, when the device has done what it was given until now. Itself if it is there."""
+    """Copy a contiguous tensor, of a type of 4 or 8 bytes, to host memory; a tensor on the host is
+    returned as it is.
+
+    The copy runs on the current stream. Read the result only when the device has done it, and keep
+    the result until then.
+    """
     if tensor.device.type == "cpu":
         return tensor
     on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -121,7 +131,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    # Triton is not there for a CPU's torch.
+    # torch for a CPU comes without Triton.
     from fastserve_kernels.gpu.pinned_copies import copy_words
 
     copy_words(source, target)

@@ -1,20 +1,28 @@
-"""A step's tensors: what the model's forward pass is given, made for the device that runs it."""
+"""From a ``Step`` message to the tensors that the model's forward pass reads.
+
+`StepLayout` holds the step's arrays on the host. `CPUInputs` and `WorkListInputs` bring them to the
+device as `StepTensors`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from fastserve_kernels.gpu import work_lists
 from torch import Tensor
 
-from fastserve_backend.models.attention_batch import AttentionBatch, CPUBatch, WorkListBatch
-from fastserve_backend.worker.staging import Array, Places, Staging
-from fastserve_backend.worker.step_layout import StepLayout
+from fastserve_backend.models.attention import AttentionBatch, CPUBatch, WorkListBatch
+from fastserve_backend.rank_protocol.messages import Step
+from fastserve_backend.worker.staging import Places, Staging
 
-# What a step of decodes alone has of the others.
+Array = npt.NDArray[Any]
+
+_SIZES_AN_OCTAVE = 4
+# A step of decodes alone has no prefill work, and samples every row.
 _NO_TILES = np.zeros((0, 2), dtype=np.int32)
 _NO_STARTS = np.zeros(1, dtype=np.int32)
 _NO_SAMPLED = np.zeros(0, dtype=np.int64)
@@ -22,7 +30,7 @@ _NO_SAMPLED = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class StepLimits:
-    """No step exceeds them."""
+    """Bounds that every step keeps."""
 
     max_jobs: int
     max_tokens: int
@@ -34,9 +42,137 @@ class StepLimits:
 
 
 @dataclass(frozen=True)
-class StepTensors:
-    """token_ids, positions: int64 [T]. sampled: int64 [R], the rows that get a token."""
+class StepLayout:
+    """The arrays of a step of S jobs and T tokens, job after job. Jobs that decode come first.
 
+    token_ids, positions, slots: int64 [T].
+        A negative token id stands for a token that the step before chose: it is that token's index
+        from the end.
+        A slot is where a token's key and value go: block · block size + offset, -1 for padding.
+    query_lens, context_lens: int32 [S], a job's tokens in this step, and in the cache after it.
+    block_tables: int32 [N], the blocks of all jobs.
+    table_starts: int32 [S], where each job's blocks begin in block_tables.
+    sampled: int64 [R], the last row of each job that gets a token.
+    """
+
+    token_ids: Array
+    positions: Array
+    slots: Array
+    query_lens: Array
+    context_lens: Array
+    block_tables: Array
+    table_starts: Array
+    sampled: Array
+    num_decodes: int
+
+    @classmethod
+    def of(cls, step: Step, block_size: int, num_previous: int = 0) -> StepLayout:
+        """
+        Args:
+            num_previous: how many tokens the step before chose.
+
+        Raises:
+            IndexError: the step takes a token that the step before did not choose.
+        """
+        query_lens = np.frombuffer(step.query_lens, dtype=np.int32)
+        starts = np.frombuffer(step.starts, dtype=np.int32)
+        counts = np.frombuffer(step.block_counts, dtype=np.int32)
+        block_tables = np.frombuffer(step.block_ids, dtype=np.int32)
+        table_starts = np.cumsum(counts, dtype=np.int32) - counts
+        ends = np.cumsum(query_lens)
+        positions = np.arange(int(ends[-1])) + np.repeat(starts - (ends - query_lens), query_lens)
+        entries = np.repeat(table_starts, query_lens) + positions // block_size
+        blocks = block_tables[entries].astype(np.int64)
+        return cls(
+            token_ids=_token_ids(step, num_previous),
+            positions=positions,
+            slots=blocks * block_size + positions % block_size,
+            query_lens=query_lens,
+            context_lens=starts + query_lens,
+            block_tables=block_tables,
+            table_starts=table_starts,
+            sampled=ends[: len(query_lens) - step.num_partial] - 1,
+            num_decodes=step.num_decodes,
+        )
+
+    @classmethod
+    def empty(cls) -> StepLayout:
+        """A step without jobs."""
+        by_token, by_job = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int32)
+        return cls(by_token, by_token, by_token, by_job, by_job, by_job, by_job, by_token, 0)
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def only_decodes(self) -> bool:
+        return self.num_decodes == self.num_jobs
+
+    @property
+    def query_starts(self) -> Array:
+        """int32 [S + 1]: the first row of each job, then T."""
+        return np.concatenate([[0], np.cumsum(self.query_lens)]).astype(np.int32)
+
+    def padded(self, num_jobs: int) -> StepLayout:
+        """The same step, padded to ``num_jobs`` jobs; for a step of decodes alone.
+
+        All arrays but the block tables then have the same shapes for equal ``num_jobs``.
+        """
+        assert self.only_decodes
+        return StepLayout(
+            token_ids=_padded(self.token_ids, num_jobs, 0),
+            positions=_padded(self.positions, num_jobs, 0),
+            slots=_padded(self.slots, num_jobs, -1),
+            query_lens=_padded(self.query_lens, num_jobs, 1),
+            context_lens=_padded(self.context_lens, num_jobs, 0),
+            block_tables=self.block_tables,
+            table_starts=_padded(self.table_starts, num_jobs, 0),
+            sampled=self.sampled,
+            num_decodes=num_jobs,
+        )
+
+
+def _token_ids(step: Step, num_previous: int) -> Array:
+    token_ids = np.frombuffer(step.token_ids, dtype=np.int32).astype(np.int64)
+    if step.previous_rows:
+        rows = np.frombuffer(step.previous_rows, dtype=np.int32)
+        if rows.max() >= num_previous:
+            raise IndexError(
+                f"step {step.step_id} takes token {rows.max()} of the step before it, which chose "
+                f"{num_previous}"
+            )
+        decoded = token_ids[: step.num_decodes]
+        decoded[:] = np.where(rows >= 0, rows - num_previous, decoded)
+    return token_ids
+
+
+def _padded(array: Array, size: int, value: int) -> Array:
+    padded = np.full(size, value, dtype=array.dtype)
+    padded[: len(array)] = array
+    return padded
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """A step as the forward pass reads it, on the device.
+
+    num_jobs, num_decodes, num_tokens, num_sampled: without padding.
+    is_padded: whether the tensors are padded. Then all jobs decode, every row is sampled, and
+        ``sampled`` is empty.
+    token_ids, positions: int64 [T], T including padding.
+    sampled: int64 [R], the rows that get a token.
+    """
+
+    num_jobs: int
+    num_decodes: int
+    num_tokens: int
+    num_sampled: int
+    is_padded: bool
     token_ids: Tensor
     positions: Tensor
     sampled: Tensor
@@ -44,62 +180,104 @@ class StepTensors:
 
 
 class StepInputs(Protocol):
-    def bring(self, layout: StepLayout) -> StepTensors:
-        """The tensors of a step; good until the next call."""
+    def prepare(self, step: Step, num_previous: int) -> StepTensors:
+        """The step's tensors; valid until the next call.
+
+        Args:
+            num_previous: how many tokens the step before chose.
+
+        Raises:
+            IndexError: the step takes a token that the step before did not choose.
+        """
         ...
 
 
 class CPUInputs:
-    """On a CPU the arrays are where they are needed."""
+    """Inputs of a CPU, which reads the host's arrays where they are."""
 
-    def bring(self, layout: StepLayout) -> StepTensors:
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+
+    def prepare(self, step: Step, num_previous: int) -> StepTensors:
+        layout = StepLayout.of(step, self._block_size, num_previous)
         n = layout.num_decodes
         batch = CPUBatch(
             num_decodes=n,
             slots=torch.from_numpy(layout.slots),
-            # A copy, because torch warns of arrays that cannot be written.
+            # A copy, because torch warns about read-only arrays.
             block_tables=torch.from_numpy(layout.block_tables.copy()),
             table_starts=torch.from_numpy(layout.table_starts),
             context_lens=torch.from_numpy(layout.context_lens),
             query_starts=torch.from_numpy(layout.query_starts[n:] - n),
         )
         return StepTensors(
-            torch.from_numpy(layout.token_ids),
-            torch.from_numpy(layout.positions),
-            torch.from_numpy(layout.sampled),
-            batch,
+            num_jobs=layout.num_jobs,
+            num_decodes=n,
+            num_tokens=layout.num_tokens,
+            num_sampled=len(layout.sampled),
+            is_padded=False,
+            token_ids=torch.from_numpy(layout.token_ids),
+            positions=torch.from_numpy(layout.positions),
+            sampled=torch.from_numpy(layout.sampled),
+            batch=batch,
         )
 
 
+def batch_sizes(max_jobs: int) -> list[int]:
+    """The numbers of jobs to which steps are padded, ascending. At most a fourth is padding."""
+    sizes = set(range(1, 2 * _SIZES_AN_OCTAVE))
+    step = 2
+    while 4 * step < max_jobs:
+        sizes |= {step * n for n in range(_SIZES_AN_OCTAVE, 2 * _SIZES_AN_OCTAVE)}
+        step *= 2
+    return sorted({size for size in sizes if size < max_jobs} | {max_jobs})
+
+
 class WorkListInputs:
-    """For the GPU's attention kernels: work lists, and all arrays by one copy.
+    """Inputs of the GPU's attention kernels: work lists beside the arrays, all in one copy.
+
+    A step of decodes alone is padded to the next of ``padded_sizes``: there is a CUDA graph for it.
 
     Args:
-        kv: the rank's cache. heads: the rank's query heads, of ``head_dim`` elements and ``dtype``.
+        kv: the rank's cache.
+        heads: the rank's query heads, of ``head_dim`` elements of ``dtype`` each.
     """
 
     def __init__(
         self, kv: Tensor, heads: int, head_dim: int, dtype: torch.dtype, limits: StepLimits
     ) -> None:
-        # They need Triton, which only a GPU needs.
+        # These modules need Triton, which only a GPU needs.
         from fastserve_kernels.gpu.paged_decode import decode_scratch
         from fastserve_kernels.gpu.paged_prefill import query_tile
 
+        self.padded_sizes = batch_sizes(limits.max_jobs)
         num_blocks, block_size = len(kv), kv.shape[4]
-        # A block is one job's, so that all jobs together have no more than the cache; but the
+        self._block_size = block_size
+        # Each block belongs to one job, so the jobs' tables are no longer than the cache. But the
         # largest step is tried on a cache of one block.
         most_blocks = max(num_blocks, limits.max_blocks(block_size))
         self._most_tables = np.zeros(most_blocks, dtype=np.int32)
-        # The items of decode work: no more than the longest jobs make, and no more than the cache
-        # has tokens for, but for one a job that begins a split.
+        # Two bounds on decode work: every job is of the greatest length, or the jobs fill the
+        # cache and each begins one more split.
         self._splits_a_job = int(work_lists.num_splits(limits.max_model_len))
         self._splits_in_cache = int(work_lists.num_splits(num_blocks * block_size))
         self._tile = query_tile(head_dim, dtype, kv.device)
         self._scratch = decode_scratch(self._capacity(limits.max_jobs), heads, head_dim, kv.device)
         self._staging = Staging(self._most_bytes(limits), kv.device)
-        self._places: dict[int, Places] = {}  # of padded steps, by their number of jobs
+        self._padded_places: dict[int, Places] = {}  # by the padded number of jobs
+
+    def prepare(self, step: Step, num_previous: int) -> StepTensors:
+        layout = StepLayout.of(step, self._block_size, num_previous)
+        if not layout.only_decodes:
+            return self.bring(layout)
+        most = self.padded_sizes[-1]
+        assert layout.num_jobs <= most, f"a step of {layout.num_jobs} jobs, but {most} at most"
+        return self.bring_padded(
+            layout, next(size for size in self.padded_sizes if size >= layout.num_jobs)
+        )
 
     def bring(self, layout: StepLayout) -> StepTensors:
+        """The tensors of any step, without padding."""
         n = layout.num_decodes
         capacity = int(work_lists.num_splits(layout.context_lens[:n]).sum())
         decode_work = work_lists.decode_work(layout.context_lens[:n], capacity)
@@ -109,19 +287,31 @@ class WorkListInputs:
         arrays = _arrays(
             layout, decode_work, prefill_work, layout.query_starts[n:] - n, layout.sampled
         )
-        return self._tensors(n, arrays, self._staging.places(arrays))
+        return self._tensors(layout, n, arrays, self._staging.places(arrays))
 
     def bring_padded(self, layout: StepLayout, num_jobs: int) -> StepTensors:
-        """The tensors of a step of decodes alone, in the shapes and at the addresses that all steps
-        padded to so many jobs have. All rows are sampled, so ``sampled`` is empty."""
+        """The tensors of a step of decodes alone, padded to ``num_jobs`` jobs.
+
+        Shapes and addresses are the same for equal ``num_jobs``.
+        """
         padded = layout.padded(num_jobs)
         decode_work = work_lists.decode_work(padded.context_lens, self._capacity(num_jobs))
         arrays = _arrays(padded, decode_work, _NO_TILES, _NO_STARTS, _NO_SAMPLED)
-        if num_jobs not in self._places:
-            self._places[num_jobs] = self._staging.places([*arrays[:-1], self._most_tables])
-        return self._tensors(num_jobs, arrays, self._places[num_jobs])
+        if num_jobs not in self._padded_places:
+            places = self._staging.places([*arrays[:-1], self._most_tables])
+            self._padded_places[num_jobs] = places
+        return self._tensors(
+            layout, num_jobs, arrays, self._padded_places[num_jobs], is_padded=True
+        )
 
-    def _tensors(self, num_decodes: int, arrays: list[Array], places: Places) -> StepTensors:
+    def _tensors(
+        self,
+        layout: StepLayout,
+        num_decodes: int,
+        arrays: list[Array],
+        places: Places,
+        is_padded: bool = False,
+    ) -> StepTensors:
         token_ids, positions, sampled, *of_batch = self._staging.bring(arrays, places)
         slots, starts, context_lens, decode_work, prefill_work, query_starts, tables = of_batch
         batch = WorkListBatch(
@@ -135,9 +325,20 @@ class WorkListInputs:
             query_starts=query_starts,
             decode_scratch=self._scratch,
         )
-        return StepTensors(token_ids, positions, sampled, batch)
+        return StepTensors(
+            num_jobs=layout.num_jobs,
+            num_decodes=layout.num_decodes,
+            num_tokens=layout.num_tokens,
+            num_sampled=len(layout.sampled),
+            is_padded=is_padded,
+            token_ids=token_ids,
+            positions=positions,
+            sampled=sampled,
+            batch=batch,
+        )
 
     def _capacity(self, num_jobs: int) -> int:
+        """The most items of decode work for ``num_jobs`` jobs."""
         return min(num_jobs * self._splits_a_job, num_jobs + self._splits_in_cache)
 
     def _most_bytes(self, limits: StepLimits) -> int:
@@ -152,7 +353,7 @@ class WorkListInputs:
 def _arrays(
     layout: StepLayout, decode_work: Array, prefill_work: Array, query_starts: Array, sampled: Array
 ) -> list[Array]:
-    """The block tables last, whose number of entries differs from step to step."""
+    """In the order that `Staging` needs: block tables last, because their length varies."""
     return [
         layout.token_ids,
         layout.positions,

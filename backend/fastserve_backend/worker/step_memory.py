@@ -1,4 +1,4 @@
-"""Find out, before there is a KV cache, how much memory of a GPU a step takes beside it."""
+"""Measures, before there is a KV cache, how much GPU memory steps take beside it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.checkpoints.partition import RankPlace
 from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import torch_dtype
-from fastserve_backend.models.tensor_group import TensorGroup
+from fastserve_backend.models.model_part import TensorGroup
 from fastserve_backend.rank_protocol.messages import Sampling
 from fastserve_backend.worker.model_runner import ModelRunner
 from fastserve_backend.worker.pipeline import Pipeline
 from fastserve_backend.worker.sampler import sample
-from fastserve_backend.worker.step_inputs import StepLimits, WorkListInputs
-from fastserve_backend.worker.step_layout import StepLayout
+from fastserve_backend.worker.step_inputs import StepLayout, StepLimits, WorkListInputs
 
 
 def step_bytes(
@@ -29,14 +28,18 @@ def step_bytes(
     place: RankPlace,
     tensor: TensorGroup,
 ) -> int:
-    """Most memory that steps within the limits hold at any moment, without weights and KV: the
-    largest step's, what a runner keeps (CUDA graphs, inputs, workspaces), and what other steps have
-    sent and the next stage has not received yet.
+    """The most bytes that steps within the limits hold at once, without weights and KV.
 
-    Runs and makes the first two. Every rank must call this: they add up their parts.
+    This is the sum of three parts:
+
+    - the largest step, which is run and measured;
+    - what a runner keeps (CUDA graphs, inputs, workspaces), which is built and measured;
+    - activations that were sent and that the next stage has not received yet.
+
+    Every rank must call this, because the ranks of a stage add up activations.
 
     Args:
-        kv: a cache of one block, which serves for all: what the step computes means nothing.
+        kv: a cache of one block, which stands for all blocks: the results mean nothing.
     """
     device = kv.device
     torch.cuda.empty_cache()
@@ -53,7 +56,7 @@ def step_bytes(
     free_after, _ = torch.cuda.mem_get_info(device)
     runner.close()
     del runner
-    gc.collect()  # it and its graphs refer to each other
+    gc.collect()  # the runner and its graphs refer to each other
     torch.cuda.empty_cache()
     sent = Pipeline.most_sent_bytes(
         place, config.hidden_size, torch_dtype(config), limits.max_tokens
@@ -65,8 +68,8 @@ def step_bytes(
 def run_largest_step(
     model: CausalLM, config: ModelConfig, kv: Tensor, limits: StepLimits, place: RankPlace
 ) -> None:
-    """As many prompts as give the most tokens, and a token chosen by top-p for each of the most
-    jobs, under a mask, with log-probabilities."""
+    """Run prompts of the most tokens that a step may have. Then sample for the most jobs, each by
+    top-p, under a mask and with log-probabilities."""
     layout = _largest_layout(limits, kv.shape[4])
     heads, dtype = config.num_heads // place.tensor_size, torch_dtype(config)
     inputs = WorkListInputs(kv, heads, config.head_dim, dtype, limits)
@@ -99,7 +102,7 @@ def _largest_layout(limits: StepLimits, block_size: int) -> StepLayout:
         slots=np.full(num_tokens, -1, dtype=np.int64),
         query_lens=query_lens,
         context_lens=query_lens,
-        # The one block there is, again and again, for all of them.
+        # The only block, repeated for all jobs.
         block_tables=np.zeros(limits.max_blocks(block_size), dtype=np.int32),
         table_starts=np.zeros(len(lengths), dtype=np.int32),
         sampled=np.zeros(limits.max_jobs, dtype=np.int64),

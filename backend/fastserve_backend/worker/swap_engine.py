@@ -15,54 +15,56 @@ import torch
 from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult
 from fastserve_backend.worker.host_store import HostStore
 
-# Blocks of the copy that tells how fast the link is, and how often it is made.
+# `measure_link` copies so many blocks, so many times.
 _TEST_BLOCKS = 32
 _TEST_REPEATS = 3
+SendResult = Callable[[CopyResult], None]
 _log = logging.getLogger(__name__)
 
 
 class SwapEngine:
-    """Copies in one direction are made in the order in which they came.
+    """Two threads that copy blocks, each in the order of its messages.
 
-    A copy waits for nothing: the engine orders one only when the steps that wrote its blocks have
-    ended, and reads its blocks only when it has the copy's result.
+    A copy waits for no step. The engine orders it only when the steps that wrote its blocks have
+    ended, and uses its blocks only when it has the copy's result.
 
     Args:
-        connect: makes a function that sends results; called once by each thread.
+        send_out, send_in: send the results of copies out and in, each from its own thread.
     """
 
     def __init__(
         self,
         store: HostStore,
         device: torch.device,
-        connect: Callable[[str], Callable[[CopyResult], None]],
+        *,
+        send_out: SendResult,
+        send_in: SendResult,
     ) -> None:
         self._store = store
         self._device = device
-        self._connect = connect
-        # A thread that sets its number of threads sets the default of those that never used torch
-        # before; this one has now.
+        # A new thread that limits torch's threads also sets the default of threads that have not
+        # used torch yet. This call makes the calling thread one that has.
         torch.get_num_threads()
-        self._queues: dict[bool, queue.SimpleQueue[CopyBlocks]] = {}
-        for is_out in (True, False):
-            self._queues[is_out] = queue.SimpleQueue()
-            name = "swap-out" if is_out else "swap-in"
-            threading.Thread(target=self._run, args=(is_out, name), name=name, daemon=True).start()
+        self._out: queue.SimpleQueue[CopyBlocks] = queue.SimpleQueue()
+        self._in: queue.SimpleQueue[CopyBlocks] = queue.SimpleQueue()
+        for name, copies, send in (
+            ("swap-out", self._out, send_out),
+            ("swap-in", self._in, send_in),
+        ):
+            threading.Thread(target=self._run, args=(copies, send), name=name, daemon=True).start()
 
-    def begin(self, copy: CopyBlocks) -> None:
-        """Returns at once; the result is sent when the copy has ended."""
-        self._queues[copy.is_out].put(copy)
+    def start_copy(self, copy: CopyBlocks) -> None:
+        """Returns at once. The result is sent when the copy has ended."""
+        (self._out if copy.is_out else self._in).put(copy)
 
-    def _run(self, is_out: bool, name: str) -> None:
-        send = self._connect(name)
+    def _run(self, copies: queue.SimpleQueue[CopyBlocks], send: SendResult) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
-            torch.set_num_threads(1)  # of this thread alone: the model has the cores
+            torch.set_num_threads(1)  # for this thread alone: the model needs the cores
         with _stream(self._device), torch.inference_mode():
             while True:
-                copy = self._queues[is_out].get()
-                send(self._copy(copy))
+                send(self._copy(copies.get()))
 
     def _copy(self, copy: CopyBlocks) -> CopyResult:
         started = time.perf_counter()
@@ -71,7 +73,7 @@ class SwapEngine:
             try:
                 copy_blocks(self._store, copy)
             finally:
-                _wait(self._device)  # also for what began before an error: others get its blocks
+                _wait(self._device)  # after an error too: the engine reuses the blocks
         except Exception as reason:
             _log.exception("copying KV blocks failed")
             error = f"{type(reason).__name__}: {reason}"
@@ -79,14 +81,14 @@ class SwapEngine:
 
 
 def copy_blocks(store: HostStore, copy: CopyBlocks) -> None:
-    """Begins the copy on the current stream.
+    """Start the copy on the current stream.
 
     Raises:
-        IndexError: a block that does not exist.
+        IndexError: a block does not exist.
     """
     device_blocks = array("i", copy.device_blocks)
     host_blocks = array("i", copy.host_blocks)
-    # Slices past the end would copy nothing without a word.
+    # A slice past the end would copy nothing and report no error.
     _check_exist("device", device_blocks, store.num_device_blocks)
     _check_exist("host", host_blocks, len(store))
     if copy.is_out:
@@ -105,9 +107,9 @@ def _check_exist(side: str, blocks: array[int], num_blocks: int) -> None:
 def measure_link(
     store: HostStore, num_device_blocks: int, block_size: int, device: torch.device
 ) -> tuple[float, float]:
-    """Seconds to copy one block to the host and back; zeros without host blocks.
+    """Seconds to copy one block to the host, and back from it; zeros without host blocks.
 
-    Overwrites blocks: call before there are jobs.
+    It overwrites blocks, so call it before there are jobs.
     """
     count = min(_TEST_BLOCKS, num_device_blocks, len(store))
     if count == 0:
@@ -127,15 +129,15 @@ def measure_link(
 
 
 def _stream(device: torch.device) -> AbstractContextManager[object]:
-    """A stream of its own for what this thread begins."""
+    """On a GPU, a stream of this thread's own."""
     if device.type != "cuda":
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))
 
 
 def _wait(device: torch.device) -> None:
-    """Until what the current stream has begun has ended."""
+    """Wait until the current stream has done all its work."""
     if device.type == "cuda":
-        ended = torch.cuda.Event(blocking=True)  # for which this thread sleeps, not spins
+        ended = torch.cuda.Event(blocking=True)  # a blocking event sleeps instead of spinning
         ended.record(torch.cuda.current_stream(device))
         ended.synchronize()

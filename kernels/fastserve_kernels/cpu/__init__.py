@@ -1,1 +1,1 @@
-"""CPU kernels: C++ compiled on first use, and a plain-torch fallback for machines without one."""
+"""CPU kernels: C++ that is compiled on first use, or plain torch without a compiler."""

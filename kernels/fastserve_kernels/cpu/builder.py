@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels once per machine and source version, into the user's cache."""
+"""Compiles the C++ kernels into the user's cache, once for each machine and source version."""
 
 from __future__ import annotations
 
@@ -25,26 +25,23 @@ COMPILE_FLAGS = (
     "-march=native",
     "-fopenmp",
     "-fPIC",
-    # Results must be the same in every build: fuse multiply-adds everywhere, reorder nothing.
+    # Results must be the same in every build: always fuse multiply-adds, reorder nothing.
     "-ffp-contract=fast",
 )
 AMX_FLAG = "-DFASTSERVE_AMX"
-"""For AMX instructions, if the compiler knows them and the processor has them."""
+"""Enables AMX instructions, if the compiler knows them and the processor has them."""
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18
 COMPILE_TIMEOUT_S = 300
-"""A build takes about 10 s on an idle core; this is for a machine that is badly overloaded."""
+"""A build takes about 10 s on an idle core. This limit allows for a badly overloaded machine."""
 _WORK_PREFIX = "build-"
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be compiled or cached here; the message says why."""
+    """The kernels cannot be compiled or cached here. The message says why."""
 
 
 def find_compiler() -> str:
-    """Path of the C++ compiler: `$CXX`, else g++, else c++.
-
-    Raises BuildError when there is none.
-    """
+    """Path of the C++ compiler: `$CXX`, else g++, else c++. Raises BuildError if there is none."""
     for name in (os.environ.get("CXX"), "g++", "c++"):
         path = shutil.which(name) if name else None
         if path:
@@ -53,16 +50,16 @@ def find_compiler() -> str:
 
 
 def torch_openmp() -> Path | None:
-    """The libgomp that torch itself loads, so that kernels and torch share one thread pool."""
+    """The libgomp that torch loads. With it, kernels and torch share one thread pool."""
     libraries = Path(torch.__file__).parent / "lib"
     return next(iter(sorted(libraries.glob("libgomp*.so*"))), None)
 
 
 def may_use_amx() -> bool:
-    """Asks Linux to let this process use AMX's tile registers, which it must before any does.
+    """Ask Linux to let this process use AMX's tile registers, as it must before their first use.
 
-    False where the processor or Linux has none: before 5.16, or on another architecture than
-    x86-64. See "Dynamically enabled XSTATE features" in Linux's documentation.
+    False if the processor or Linux (before 5.16, or not x86-64) does not support them. See
+    "Dynamically enabled XSTATE features" in Linux's documentation.
     """
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
@@ -73,8 +70,8 @@ def may_use_amx() -> bool:
 def cache_dir() -> Path:
     """The private folder for compiled kernels, created if missing.
 
-    Raises BuildError if it cannot be created or others could write to it: what lies there
-    is loaded as code.
+    Raises:
+        BuildError: it cannot be created, or others can write to it. Its files are loaded as code.
     """
     folder = user_cache() / "fastserve" / "kernels"
     try:
@@ -88,15 +85,13 @@ def cache_dir() -> Path:
 
 
 def user_cache() -> Path:
-    """As platformdirs has it, and XDG's specification: a relative path counts as none.
-
-    Raises BuildError if there is none.
-    """
+    """The user's cache folder, as in platformdirs and XDG's specification. A relative path counts
+    as missing. Raises BuildError if there is none."""
     chosen, home = os.environ.get("XDG_CACHE_HOME", ""), os.environ.get("HOME", "")
     if os.path.isabs(chosen):
         return Path(chosen)
     if not os.path.isabs(home):
-        with suppress(KeyError):  # the user has no entry
+        with suppress(KeyError):  # the user has no entry there
             home = pwd.getpwuid(os.getuid()).pw_dir
     if not os.path.isabs(home):
         raise BuildError(
@@ -107,12 +102,10 @@ def user_cache() -> Path:
 
 
 def build() -> Path:
-    """The compiled library, built now unless the cache has it.
+    """The compiled library, built now unless it is cached. Raises BuildError.
 
-    The name carries a hash of everything the machine code depends on. Processes that build at
-    the same time each compile to a file of their own and rename it into place.
-
-    Raises BuildError.
+    Its name has a hash of everything that the machine code depends on. Processes that build at the
+    same time each compile to their own file and rename it into place.
     """
     compiler = find_compiler()
     openmp = torch_openmp()
@@ -129,15 +122,15 @@ def build() -> Path:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Of builds whose process was killed: nothing else writes to their folders so late."""
+    """Remove folders of builds whose process was killed. A running build is never so old."""
     for work in folder.glob(f"{_WORK_PREFIX}*"):
-        with suppress(OSError):  # another process removes it as well
+        with suppress(OSError):  # another process removes it too
             if time.time() - work.stat().st_mtime > COMPILE_TIMEOUT_S:
                 shutil.rmtree(work, ignore_errors=True)
 
 
 def _make(target: Path, compiler: str, flags: tuple[str, ...], openmp: Path | None) -> None:
-    """Raises BuildError, and OSError where its folder cannot hold the files."""
+    """Raises BuildError, or OSError if the folder cannot hold the files."""
     sources = sorted(SOURCE_DIR.glob("*.cpp"))
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=_WORK_PREFIX) as work:
         objects = [str(Path(work) / f"{source.stem}.o") for source in sources]
@@ -153,7 +146,7 @@ def _make(target: Path, compiler: str, flags: tuple[str, ...], openmp: Path | No
         # No -fopenmp when linking: it would add the compiler's own libgomp to torch's.
         _compile([compiler, "-shared", "-o", library, *objects, str(openmp or "-fopenmp")])
         with open(library, "rb") as built:
-            # Of half a library after a crash of the machine, loading would kill the process.
+            # Loading half a library, left by a crash of the machine, would kill the process.
             os.fsync(built.fileno())
         os.replace(library, target)
 
@@ -190,7 +183,7 @@ def _build_key(compiler: str, flags: tuple[str, ...], openmp: Path | None) -> st
 
 
 def _cpu_model() -> str:
-    """What -march=native depends on: a home folder may be shared by different machines."""
+    """What -march=native depends on. Different machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -37,14 +37,15 @@ _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 class CompiledKernels:
-    """The loaded library. Tensors are on the CPU and float32 or bfloat16, one dtype a call; the
-    cache is of that dtype or int8 (see `int8_cache`).
+    """The loaded library.
 
-    Work is shared out over torch's own OpenMP threads (`torch.set_num_threads`).
+    Tensors are on the CPU, and all of one call are float32 or all bfloat16. The cache has that
+    dtype or is int8 (see `int8_cache`). Work is divided among torch's own OpenMP threads
+    (`torch.set_num_threads`).
     """
 
     def __init__(self, library: Path) -> None:
-        """Raises BuildError when the library cannot be loaded."""
+        """Raises BuildError if the library cannot be loaded."""
         self.path = library
         try:
             functions = ctypes.CDLL(str(library))
@@ -70,7 +71,7 @@ class CompiledKernels:
 
     @classmethod
     def load(cls) -> CompiledKernels:
-        """Builds the library if the cache lacks it or has a damaged one, and loads it.
+        """Load the library. Build it first if the cache has none or a damaged one.
 
         Raises BuildError.
         """
@@ -78,7 +79,7 @@ class CompiledKernels:
         try:
             return cls(library)
         except BuildError:
-            with suppress(OSError):  # then it fails again, with the reason
+            with suppress(OSError):  # then the build fails too, and says why
                 library.unlink()
             return cls(build())
 
@@ -187,7 +188,7 @@ class CompiledKernels:
         return out
 
     def pack_weight(self, weight: Tensor) -> Tensor:
-        """The packed form of weight [out, in], rows contiguous; opaque, for `linear`."""
+        """Pack weight [out, in], rows contiguous. The result is opaque, for `linear`."""
         out, size = weight.shape
         dtype = _DTYPE_CODES[weight.dtype]
         panels = torch.empty(self._packed_size(dtype, out, size), dtype=weight.dtype)
@@ -197,7 +198,7 @@ class CompiledKernels:
     def linear(
         self, x: Tensor, panels: Tensor, bias: Tensor | None, out_features: int, relu: bool
     ) -> Tensor:
-        """x [T, in], rows contiguous, times the packed weight: [T, out_features]."""
+        """Multiply x [T, in], rows contiguous, by the packed weight: [T, out_features]."""
         rows, size = x.shape
         y = torch.empty((rows, out_features), dtype=x.dtype)
         self._linear(
@@ -208,7 +209,7 @@ class CompiledKernels:
         return y
 
     def pack_int8_weight(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """The packed form of int8 codes [out, in], rows contiguous, from -127 to 127; opaque, for
+        """Pack int8 codes [out, in] from -127 to 127, rows contiguous. The result is opaque, for
         `int8_linear` with x of `dtype`."""
         out, size = codes.shape
         code = _DTYPE_CODES[dtype]
@@ -227,8 +228,10 @@ class CompiledKernels:
         out_features: int,
         relu: bool,
     ) -> Tensor:
-        """The same as `linear` with a packed int8 weight, each row of which is to be multiplied by
-        its scale: [out_features], contiguous, of x's dtype."""
+        """As `linear`, with a packed int8 weight.
+
+        scale: [out_features], contiguous, of x's dtype, a factor for each row of the weight.
+        """
         rows, size = x.shape
         y = torch.empty((rows, out_features), dtype=x.dtype)
         self._int8_linear(

@@ -1,6 +1,6 @@
 """The operations in plain torch, for any device and dtype: slower, never wrong.
 
-It gathers each job's K and V, which the compiled kernels avoid.
+They copy each job's K and V together, which the compiled kernels avoid.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def paged_prefill(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See `ops.add_layer_norm`. torch accumulates low-precision layer norms in fp32 itself."""
+    """See `ops.add_layer_norm`. For low precision, torch accumulates in fp32 by itself."""
     total = x + residual
     return total, F.layer_norm(total, total.shape[-1:], weight, bias, eps)
 
@@ -97,8 +97,12 @@ def argmax_rows(logits: Tensor) -> Tensor:
 def _attend(
     query: Tensor, kv: Tensor, layer: int, table: Tensor, context: int, scale: float
 ) -> Tensor:
-    """The last rows of a job's context: query [n, heads, head_dim], table int32 from the job's
-    first block on -> query's shape; zeros of an empty context."""
+    """Attention of the last n rows of a job's context: query [n, heads, head_dim] -> same shape.
+
+    An empty context gives zeros.
+
+    table: int32, block ids from the job's first on.
+    """
     if context == 0:
         return torch.zeros_like(query)
     kv_heads, block_size = kv.shape[3:5]

@@ -1,5 +1,5 @@
-"""Kernels in the Triton language for NVIDIA GPUs, imported where tensors are on one.
+"""Kernels in the Triton language for NVIDIA GPUs. They are imported only if tensors are on one.
 
-With TRITON_INTERPRET=1 in the environment before the import they run on CPU tensors, slowly: that
-is how they are tested without a GPU.
+If TRITON_INTERPRET=1 is in the environment before the import, they run on CPU tensors, slowly. So
+they can be tested without a GPU.
 """

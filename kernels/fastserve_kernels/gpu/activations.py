@@ -1,4 +1,4 @@
-"""Element-wise work between the linears of a feed-forward layer."""
+"""Element-wise operations between the linear layers of a feed-forward layer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from torch import Tensor
 
 from fastserve_kernels.gpu.launch_parameters import cdiv
 
-# Elements of a program: 16 bytes of 16-bit values for each thread of 4 warps.
+# Elements for one program: 16 bytes of 16-bit values for each thread of 4 warps.
 _BLOCK = 1024
 
 
 def bias_relu(x: Tensor, bias: Tensor | None) -> None:
-    """max(x + bias, 0), in place; the sum is made and cut in fp32, then rounded once.
+    """max(x + bias, 0), in place. Computed in fp32 and rounded once.
 
-    x: [T, n], rows contiguous. bias: [n] of x's dtype, or None.
+    x: [T, n], rows contiguous.
+    bias: [n] of x's dtype, or None.
     Grid: (T, blocks of n).
     """
     rows, size = x.shape

@@ -1,9 +1,9 @@
 """Writes of new keys and values to the paged cache, with or without rotary embedding.
 
-Cache: see `ops`. Its offsets pass 2^31, so they are computed in 64 bits: slots are int64, so that
-all that is computed from them is. A cache in INT8 gets the codes and scales of
-`int8_cache.quantize_tokens`, bit for bit: divisions are IEEE's. (Rotated keys are not rounded to
-the model's dtype before.)
+For the cache see `ops`. Its offsets can exceed 2^31, so they are computed in 64 bits: slots are
+int64, and so is everything computed from them. A cache in INT8 gets the codes and scales of
+`int8_cache.quantize_tokens`, bit for bit, because divisions follow IEEE. (But rotated keys are not
+rounded to the model's dtype before they are quantized.)
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
 from fastserve_kernels.int8_cache import MOST, is_int8
 
-# Elements that a program moves at once: 16 bytes of a 16-bit type for each of its threads. Small
-# programs, since a decode step has few tokens to spread over the multiprocessors.
+# A warp moves so many elements at once: 16 bytes of a 16-bit type for each thread. Programs are
+# small, because a decode step has few tokens to spread over the multiprocessors.
 _ELEMENTS_OF_A_WARP = 32 * 8
 _NUM_WARPS = 2
 _MOST = tl.constexpr(float(MOST))
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)
-"""A number below 2^22 has no fraction bits left in a sum with it: ties are rounded to even."""
+"""Adding this to a number below 2^22 leaves no fraction bits: it rounds, with ties to even."""
 
 
 def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
@@ -45,10 +45,12 @@ def rope_kv_write(
 ) -> None:  # fmt: skip
     """Rotary position embedding of query, in place, and of key, together with the cache write.
 
-    query: [T, heads, head_dim], key, value: [T, kv_heads, head_dim], of the model's dtype, only
-    the last dimension need be contiguous. The rotated key and the value go to the cache; key keeps
-    what it holds. cos_sin: as in `ops.rotate`. slots: as in `ops.kv_write`; query is rotated also
-    where a slot is -1.
+    query: [T, heads, head_dim]; key, value: [T, kv_heads, head_dim]; of the model's dtype. Only the
+        last dimension must be contiguous.
+    cos_sin: as in `ops.rotate`.
+    slots: as in `ops.kv_write`. The query is rotated even if its slot is -1.
+
+    The rotated key and the value go to the cache; `key` itself does not change.
     Grid: (T, tiles of heads, then tiles of kv_heads).
     """
     num_tokens, heads, head_dim = query.shape
@@ -79,15 +81,17 @@ def _heads_of_a_tile(elements_of_a_head: int) -> int:
 def _cache_heads(
     kv, layer, slot, layers, kv_heads, head, BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Addresses of the keys of some heads in a slot's block; the values lie kv_heads heads further.
-    WIDTH: elements of the cache that a token of a head takes."""
+    """Addresses of the keys of some heads in a slot's block. Values are kv_heads heads further.
+
+    WIDTH: elements of the cache for one token of a head.
+    """
     first_head = (slot // BLOCK_SIZE * layers + layer) * 2 * kv_heads
     return kv + (first_head + head) * (BLOCK_SIZE * WIDTH)
 
 
 @triton.jit
 def _largest(values):
-    """The largest magnitude of each row, [rows, 1]; NaN where a value is infinite or NaN."""
+    """The largest magnitude of each row, [rows, 1]; NaN if a value is infinite or NaN."""
     zero = tl.sum(values * 0.0, 1, keep_dims=True)
     return tl.max(tl.abs(values), 1, keep_dims=True) + zero
 
@@ -107,7 +111,7 @@ def _codes(values, scale):
 
 @triton.jit
 def _store_scale(heads, place, scale, is_head, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """heads, scale, is_head: [heads, 1]. place: of the token in its block."""
+    """heads, scale, is_head: [heads, 1]. place: the token's place in its block."""
     scales = (heads + BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.float32))
     tl.store(scales + place, scale, is_head)
 
@@ -117,7 +121,7 @@ def _store_tokens(
     heads, place, dim, values, inside, is_head,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
-    """Whole tokens, one of each of the heads."""
+    """Store one token for each of the heads."""
     if INT8:
         values = values.to(tl.float32)
         scale = tl.div_rn(_largest(values), _MOST)
@@ -160,7 +164,7 @@ def _rope_kv_write(
     HEADS_TILE: tl.constexpr, DIM_TILE: tl.constexpr, HALF_TILE: tl.constexpr,
     REST_TILE: tl.constexpr,
 ):  # fmt: skip
-    # A thread has both elements of its pairs: rotating in place needs no barrier.
+    # A thread has both elements of its pairs, so rotating in place needs no barrier.
     HALF: tl.constexpr = ROTARY_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)

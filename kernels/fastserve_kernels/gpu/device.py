@@ -1,4 +1,4 @@
-"""What launchers ask of the device that they launch on, asked once a process."""
+"""Properties of the device for the launchers, looked up once in a process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 INTERPRETED_CAPABILITY = (9, 0)
 INTERPRETED_MULTIPROCESSORS = 1
-"""For CPU tensors, in Triton's interpreter. It runs programs one after the other, so that one
-multiprocessor's worth of them is enough, and shows that a program takes several pieces of work."""
+"""For CPU tensors, in Triton's interpreter. It runs programs one after the other, so one
+multiprocessor's worth is enough. It also makes tests run programs with several pieces of work."""
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""Products of rows with a weight in INT8, which is widened in registers."""
+"""Multiplies rows by a weight in INT8, which is widened in registers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from fastserve_kernels.gpu.launch_parameters import cdiv
 
 
 def variants(dtype: torch.dtype, device: torch.device) -> list[int]:
-    """A number of rows for each way in which `int8_linear` is compiled for x of this dtype."""
+    """Numbers of rows such that each compiles another variant of `int8_linear` for this dtype."""
     ways = launch_parameters.linear_ways(dtype.itemsize, capability(device))
     return [way.row_tile for way in ways]
 
 
 def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, relu: bool) -> Tensor:
-    """x @ (codes * scale[:, None]).T + bias, with products of x's dtype and sums in fp32, rounded
+    """x @ (codes * scale[:, None]).T + bias, with products in x's dtype and sums in fp32, rounded
     once.
 
-    x: [T, in], rows contiguous. codes: int8 [out, in], contiguous. scale: [out] of any float
-    dtype. bias: [out] of x's dtype, or None. Returns a new contiguous tensor [T, out].
+    x: [T, in], rows contiguous.
+    codes: int8 [out, in], contiguous.
+    scale: [out] of any float dtype.
+    bias: [out] of x's dtype, or None.
 
-    Grid: (tiles of T, tiles of out); neighbours read the same codes.
+    Returns a new contiguous tensor [T, out].
+    Grid: (tiles of T, tiles of out). Neighbouring programs read the same codes.
     """
     rows, size = x.shape
     out_features = codes.shape[0]
@@ -44,8 +47,8 @@ def int8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None, re
     return y
 
 
-# The weight's tile is the first factor: tensor cores take that one from registers, where it is
-# widened, and of 8 rows and more as the second.
+# The weight's tile is the first factor. Tensor cores take that one from registers, where the codes
+# are widened, and the second factor may have as few as 8 rows.
 @triton.jit(do_not_specialize=["rows"])
 def _int8_linear(
     x, codes, scale, bias, y, rows, out_features, in_features, x_stride,

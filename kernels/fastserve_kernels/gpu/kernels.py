@@ -1,4 +1,4 @@
-"""The GPU's operations but attention by name, for `ops` and `backend`."""
+"""The GPU's operations, except attention, under one name for `ops` and `backend`."""
 
 from fastserve_kernels.gpu.activations import bias_relu, silu_mul
 from fastserve_kernels.gpu.cache_writes import kv_write, rope_kv_write

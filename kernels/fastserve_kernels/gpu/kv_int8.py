@@ -1,7 +1,7 @@
-"""Blocks of the KV cache in INT8, read and written where they lie; see `kv_quantization`.
+"""Quantizes blocks of the KV cache to INT8 and back, in place; see `kv_quantization`.
 
-The same codes, parameters and values as there, bit for bit: divisions are IEEE's and nothing is
-fused into a multiply-add.
+Codes, parameters and values are the same as there, bit for bit: divisions follow IEEE, and nothing
+is fused into a multiply-add.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _LEAST_SCALE = tl.constexpr(LEAST_SCALE)
 _LARGEST = tl.constexpr(LARGEST)
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)
 
-# Of a block's part of one layer's, side's and head's tokens: with 16 tokens of 128 channels, that
-# is a warp's, which then needs no shared memory for a channel's range.
+# A program has one head's keys or values in a block. With 16 tokens of 128 channels that is one
+# warp's work, which then needs no shared memory for a channel's range.
 _ELEMENTS_OF_A_WARP = 2048
 _MOST_WARPS = 8
 
@@ -31,9 +31,11 @@ def quantize_blocks(
 ) -> tuple[Tensor, Tensor]:
     """`kv_quantization.quantize` of some of the cache's blocks.
 
-    kv: [num_blocks, layers, 2, kv_heads, block_size, head_dim], contiguous. block_ids: int32 or
-    int64 [n], contiguous; num_last_tokens are those of the last. out: codes and parameters to
-    write to, contiguous but for their first dimension.
+    kv: [num_blocks, layers, 2, kv_heads, block_size, head_dim], contiguous.
+    block_ids: int32 or int64 [n], contiguous.
+    num_last_tokens: tokens in the last of these blocks.
+    out: codes and parameters to write to; all but their first dimension contiguous.
+
     Returns out, or new tensors: codes int8 [n, layers, 2, kv_heads, block_size, head_dim] and
     parameters float16 [n, layers, 2, kv_heads, 2, head_dim].
     Grid: (layers * 2 * kv_heads, n).
@@ -55,10 +57,11 @@ def quantize_blocks(
 
 
 def dequantize_blocks(codes: Tensor, parameters: Tensor, kv: Tensor, block_ids: Tensor) -> None:
-    """Writes blocks of the cache from what `quantize_blocks` made, in place.
+    """Write blocks of the cache from the results of `quantize_blocks`, in place.
 
-    codes, parameters: of n blocks, contiguous but for their first dimension. block_ids: int32 or
-    int64 [n], contiguous, without repetitions. Grid: (layers * 2 * kv_heads, n).
+    codes, parameters: those of n blocks; all but their first dimension contiguous.
+    block_ids: int32 or int64 [n], contiguous, without repetitions.
+    Grid: (layers * 2 * kv_heads, n).
     """
     if len(block_ids):
         tiles = kv[0].numel() // (kv.shape[4] * kv.shape[5])
@@ -104,7 +107,7 @@ def _quantize_blocks(
     tl.store(of_channels + HEAD_DIM, minimum, inside)
     steps = tl.div_rn(values - minimum.to(tl.float32), scale.to(tl.float32))
     steps = tl.minimum(tl.maximum(steps, 0.0), _LEVELS)
-    # The sum has no fraction bits left: rounded to the nearest, ties to even, as torch does.
+    # The sum has no fraction bits left: this rounds, with ties to even, as torch does.
     code = ((steps + _ROUNDING) - _ROUNDING + _LOWEST_CODE).to(tl.int8)
     code_tile = codes + index * codes_stride + tile * (BLOCK_SIZE * HEAD_DIM)
     tl.store(code_tile + token * HEAD_DIM + dim, code, inside)

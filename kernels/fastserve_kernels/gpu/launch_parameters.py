@@ -1,9 +1,9 @@
-"""Launch parameters by head dimension or rows, size of an element, group and architecture.
+"""Launch parameters, by head dimension or rows, element size, group and architecture.
 
-A group is the number of query heads that share a KV head. Architectures are those of compute
-capability 8.0 (the A100's) and 9.0 (the H100's); others from 8.0 on use the newest row not newer
-than they are that fits. A program of a row for 8.0 keeps within the 99 KiB of shared memory of 8.6,
-8.9 and 12.x (RTX cards), one for 9.0 does not.
+A group is the number of query heads that share a KV head. There are rows for compute capability 8.0
+(A100) and 9.0 (H100). Other GPUs from 8.0 on use the newest row that is not newer than they are and
+that fits. Rows for 8.0 stay within the 99 KiB of shared memory of 8.6, 8.9 and 12.x (RTX cards);
+rows for 9.0 do not.
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from typing import TypeVar
 MIN_PADDED_HEAD_DIM = 64
 
 
-# (Triton's own are for kernels: on the host they take a microsecond or more.)
+# Triton's own functions are for kernels: on the host they take a microsecond or more.
 def cdiv(a: int, b: int) -> int:
     """a / b, rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The least power of two of at least n > 0."""
+    """The least power of two that is at least n, for n > 0."""
     return 1 << (n - 1).bit_length()
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The power of two that kernels hold a head in, of at least 64."""
+    """The size in which kernels hold a head: a power of two, at least 64."""
     return max(MIN_PADDED_HEAD_DIM, next_power_of_2(head_dim))
 
 
 @dataclass(frozen=True)
 class DecodeParameters:
-    """Of `paged_decode`. A grid of fixed size takes its work from a list."""
+    """Parameters of `paged_decode`, whose grid of fixed size takes its work from a list."""
 
     key_tile: int
-    """Tokens of K and V that a program loads at a time."""
+    """How many tokens of K and V a program loads at a time."""
     num_warps: int
     num_stages: int
-    """Depth of the loop's pipeline: loads of block table, then of K and V, then the sums."""
+    """Depth of the loop's pipeline: it loads the block table, then K and V, then sums."""
     programs_per_multiprocessor: int
 
 
 @dataclass(frozen=True)
 class PrefillParameters:
-    """Of `paged_prefill`."""
+    """Parameters of `paged_prefill`."""
 
     query_tile: int
     """Rows of a program."""
@@ -55,26 +55,27 @@ class PrefillParameters:
 
 @dataclass(frozen=True)
 class LinearParameters:
-    """Of `int8_linear`."""
+    """Parameters of `int8_linear`."""
 
     row_tile: int
-    """Rows of a program; but for the last of a list, all rows that it is for."""
+    """Rows of a program. It is also the most rows that these parameters are for, except for the
+    last of a list."""
     out_tile: int
     in_tile: int
-    """Elements of a row of x, and of the weight, that a program loads at a time."""
+    """How many elements of a row of x, and of the weight, a program loads at a time."""
     num_warps: int
     num_stages: int
 
 
-# Keys are (padded head dim, bytes of an element, 10 * major + minor of the architecture). What the
-# rows rest on is the machine code, over which tests/kernels/gpu/test_attention_machine_code.py
-# keeps watch. Of the choices for 9.0 docs/performance.md has an H100's times; no others were tried.
+# Keys are (padded head dim, bytes of an element, 10 * major + minor of the architecture). The rows
+# were chosen by their machine code, which tests/kernels/gpu/test_attention_machine_code.py checks.
+# docs/performance.md has an H100's times for the rows of 9.0; no other choices were tried.
 #
-# Decode waits for memory. Some 3 TB/s at 700 ns, an H100's, take 16 to 32 KiB under way on each of
-# its 132 multiprocessors. Tiles of 4 KiB of K and as much of V, four or five deep, give one program
-# alone as much, which counts when there are few, and leave room for four or five programs, whose
-# starts and ends then hide behind each other. All programs of a grid must fit on the device at a
-# time, for each has its share of the work from the outset.
+# Decode waits for memory. An H100 has about 3 TB/s with 700 ns of latency, so each of its 132
+# multiprocessors needs 16 to 32 KiB under way. Tiles of 4 KiB of K and 4 KiB of V, four or five
+# deep, give even a single program that much. They leave room for four or five programs on a
+# multiprocessor, whose starts and ends then overlap. All programs of a grid must fit on the device
+# at once, because each has its share of the work from the start.
 DECODE_HEADS = {
     (64, 2, 80): DecodeParameters(32, 4, 5, 4),
     (128, 2, 80): DecodeParameters(16, 4, 5, 4),
@@ -86,8 +87,8 @@ DECODE_HEADS = {
     (128, 2, 90): DecodeParameters(16, 4, 6, 5),
     (256, 2, 90): DecodeParameters(8, 4, 6, 5),
 }
-# Groups need larger tiles, as the warps meet in each for its maximum. Of the stages, half are the
-# block table's: K and V wait for it.
+# Groups need larger tiles, because the warps synchronise in each tile for its maximum. Half of the
+# stages load the block table, for which K and V wait.
 DECODE_GROUPS = {
     (64, 2, 80): DecodeParameters(64, 4, 5, 4),
     (128, 2, 80): DecodeParameters(32, 4, 5, 4),
@@ -99,12 +100,12 @@ DECODE_GROUPS = {
     (128, 2, 90): DecodeParameters(32, 4, 7, 4),
     (256, 2, 90): DecodeParameters(32, 4, 5, 2),
 }
-# Prefill waits for the tensor cores. Two warpgroups of 64 rows each share the tiles of K and V on
-# 9.0, without which the L2 cache would have to deliver more than it can. With head dimension 64
-# there is room for two programs, one of which multiplies while the other takes exponentials. Of the
-# stages, two are the block table's: with fewer than five, K and V of the next tile would wait for
-# the end of this one. With head dimension 64 on 8.0 they do, and three programs fill that time:
-# tiles small enough for a second buffer beside them take a third more instructions.
+# Prefill waits for the tensor cores. On 9.0 two warpgroups of 64 rows each share the tiles of K and
+# V; otherwise the L2 cache would have to deliver more than it can. With head dimension 64 there is
+# room for two programs: one multiplies while the other computes exponentials. Two of the stages
+# load the block table. With fewer than five stages, K and V of the next tile would wait for the end
+# of this one. With head dimension 64 on 8.0 they do wait, but three programs fill that time: tiles
+# small enough for a second buffer would take a third more instructions.
 PREFILL = {
     (64, 2, 80): PrefillParameters(64, 64, 4, 3),
     (128, 2, 80): PrefillParameters(128, 64, 8, 5),
@@ -117,9 +118,8 @@ PREFILL = {
     (256, 2, 90): PrefillParameters(128, 32, 8, 5),
 }
 
-# Of caches in INT8, where these differ: the numbers that codes are widened to take registers, which
-# leaves room for fewer programs or smaller tiles. (Prefill with head dimension 256 on 8.0 spills
-# with every tile.)
+# The differences for caches in INT8. The widened codes take registers, which leaves room for fewer
+# programs or smaller tiles. (Prefill with head dimension 256 on 8.0 spills with every tile.)
 INT8_DECODE_HEADS = {
     **DECODE_HEADS,
     (64, 2, 80): DecodeParameters(32, 4, 6, 4),
@@ -138,10 +138,10 @@ INT8_PREFILL = {
     (256, 2, 80): PrefillParameters(64, 16, 4, 3),
 }
 
-# Keys are (bytes of an element of x, architecture); of each list, the first that takes so many rows
-# of x, or else the last. With few of them the weight's way from memory is what takes time: narrow
-# tiles, so that a layer has more programs than there are multiprocessors, each with 24 KiB of codes
-# under way (for float32, which is not meant to be fast, 12). No others were tried.
+# Keys are (bytes of an element of x, architecture). Of each list the first entry for so many rows
+# of x is used, or else the last. With few rows, loading the weight takes the time. So tiles are
+# narrow: a layer has more programs than there are multiprocessors, each with 24 KiB of codes under
+# way (12 for float32, which need not be fast). No other choices were tried.
 LINEAR = {
     (2, 80): [
         LinearParameters(16, 32, 256, 4, 4),
@@ -162,8 +162,12 @@ Parameters = TypeVar("Parameters")
 def decode(
     head_dim: int, element_bytes: int, group: int, capability: tuple[int, int], int8: bool
 ) -> DecodeParameters:
-    """Parameters of `paged_decode`. element_bytes: of a query. capability: compute capability
-    (major, minor). int8: whether the cache is in INT8."""
+    """Parameters of `paged_decode`.
+
+    element_bytes: bytes of an element of the query.
+    capability: compute capability (major, minor).
+    int8: whether the cache is in INT8.
+    """
     if group == 1:
         table = INT8_DECODE_HEADS if int8 else DECODE_HEADS
     else:
@@ -174,18 +178,19 @@ def decode(
 def prefill(
     head_dim: int, element_bytes: int, capability: tuple[int, int], int8: bool
 ) -> PrefillParameters:
-    """Parameters of `paged_prefill`, as for `decode`; the query tile is that of any cache."""
+    """Parameters of `paged_prefill`; arguments as for `decode`. The query tile does not depend on
+    int8."""
     return _row(INT8_PREFILL if int8 else PREFILL, head_dim, element_bytes, capability)
 
 
 def linear(rows: int, element_bytes: int, capability: tuple[int, int]) -> LinearParameters:
-    """Parameters of `int8_linear` for so many rows."""
+    """Parameters of `int8_linear` for this number of rows."""
     ways = linear_ways(element_bytes, capability)
     return next((way for way in ways if rows <= way.row_tile), ways[-1])
 
 
 def linear_ways(element_bytes: int, capability: tuple[int, int]) -> list[LinearParameters]:
-    """All that `linear` may choose, each for more rows than those before it."""
+    """All parameters that `linear` may choose, each for more rows than the one before."""
     hopper = (element_bytes, 90)
     return LINEAR[
         hopper if _has_shared_memory(capability) and hopper in LINEAR else (element_bytes, 80)
@@ -206,5 +211,5 @@ def _row(
 
 
 def _has_shared_memory(capability: tuple[int, int]) -> bool:
-    """As much as the rows for 9.0 take."""
+    """Whether the GPU has as much shared memory as the rows for 9.0 need."""
     return (9, 0) <= capability < (12, 0)

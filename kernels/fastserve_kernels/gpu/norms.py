@@ -1,8 +1,8 @@
 """Residual addition and normalisation of a row in one pass over memory.
 
-A program has a row, whole, in its registers: 16 elements a thread, so that four loads of 16 bytes
-are under way at once. Rows of up to 16384 elements have a thread for so few; wider ones have more
-elements a thread, in the same code.
+A program holds a whole row in its registers, with 16 elements for each thread, so that four loads
+of 16 bytes are under way at once. Rows of over 16384 elements have more elements for each thread;
+the code is the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def add_layer_norm(
     """See `ops.add_layer_norm`. Grid: (T,)."""
     total, normed = _results(x)
     if len(x):
-        # A pointer that is not read stands for the parameters that are absent.
+        # Missing parameters get a pointer that is not read.
         _add_layer_norm[(len(x),)](
             x, residual, x if weight is None else weight, x if bias is None else bias,
             total, normed, x.stride(0), residual.stride(0), x.shape[1], eps,
@@ -58,7 +58,7 @@ def _launch_parameters(size: int) -> dict[str, int]:
 
 @triton.jit
 def _add(x, residual, total, x_stride, residual_stride, size, columns, inside):
-    """The row's sum, rounded to its dtype, written, and again in fp32; zeros past its end."""
+    """Store the row's sum, rounded to its dtype. Returns it in fp32, with zeros past the end."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.load(x + row * x_stride + columns, inside, other=0.0)
     second = tl.load(residual + row * residual_stride + columns, inside, other=0.0)
@@ -74,14 +74,15 @@ def _add_layer_norm(
 ):  # fmt: skip
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    # The parameters are asked for before the sums are waited for.
+    # Load the parameters before waiting for the sums.
     if HAS_WEIGHT:
         scale = tl.load(weight + columns, inside)
     if HAS_BIAS:
         shift = tl.load(bias + columns, inside)
     values = _add(x, residual, total, x_stride, residual_stride, size, columns, inside)
-    # The mean is taken off before squaring: a difference of large sums would cancel.
-    # "/" is an approximation that is merged with the subtraction: equal values would leave a rest.
+    # Subtract the mean before squaring: a difference of large sums would cancel digits.
+    # div_rn, because "/" is approximate and fused with the subtraction: for equal values the
+    # difference would not be 0.
     mean = tl.div_rn(tl.sum(values, 0), size * 1.0)
     centred = tl.where(inside, values - mean, 0.0)
     result = centred * tl.rsqrt(tl.sum(centred * centred, 0) / size + eps)

@@ -1,4 +1,4 @@
-"""Attention of one query row a job over the paged cache."""
+"""Attention of one query row for each job over the paged cache."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from fastserve_kernels.gpu.work_lists import SPLIT_TOKENS, decode_capacity
 from fastserve_kernels.int8_cache import is_int8
 
 MIN_DOT_ROWS = 16
-"""Rows that the tensor cores' smallest tile has."""
+"""Rows of the tensor cores' smallest tile."""
 MERGED_SPLITS = 8
-"""Splits that the merge loads at a time."""
+"""How many splits the merge loads at a time."""
 
 
 def decode_scratch(capacity: int, heads: int, head_dim: int, device: torch.device) -> Tensor:
-    """Scratch of `paged_decode` for work lists of up to `capacity` items.
+    """Scratch memory of `paged_decode` for work lists of up to `capacity` items.
 
-    Returns float32 [capacity * heads * (head_dim + 1)], uninitialised: the partial results of each
-    row's splits, row after row, then their log-sum-exps. Calls on one stream may share it.
+    Returns float32 [capacity * heads * (head_dim + 1)], uninitialised. It is for the partial
+    results of all splits, row after row, and then their log-sum-exps. Calls on one stream may share
+    it.
     """
     return torch.empty(capacity * heads * (head_dim + 1), dtype=torch.float32, device=device)
 
@@ -40,19 +41,24 @@ def paged_decode(
     out: Tensor,
     scratch: Tensor,
 ) -> None:
-    """Attention of B queries over the paged cache, a row a job.
+    """Attention of B queries over the paged cache, one row for each job.
 
-    query: [B, heads, head_dim] of the model's dtype, only the last dimension need be contiguous;
-    heads is a multiple of kv_heads. kv: see `fastserve_kernels.ops`, block_size a power of two.
-    scale: of the scores, positive.
-    block_tables, table_starts: see `fastserve_kernels.ops`, [N] and [B]. context_lens: int32 [B],
-    0 = padding, whose row of out is zeros. work: of `work_lists.decode_work` for these lengths.
-    out: [B, heads, head_dim] of query's dtype, only the last dimension need be contiguous. scratch:
-    of `decode_scratch` for the capacity of work at least.
+    query: [B, heads, head_dim] of the model's dtype; only the last dimension must be contiguous.
+        heads is a multiple of kv_heads.
+    kv: see `fastserve_kernels.ops`; block_size is a power of two.
+    block_tables, table_starts: [N] and [B], see `fastserve_kernels.ops`.
+    context_lens: int32 [B]; 0 is padding, whose row of out is zeros.
+    work: from `work_lists.decode_work` for these lengths.
+    scale: positive factor for the scores.
+    out: [B, heads, head_dim] of query's dtype; only the last dimension must be contiguous.
+    scratch: from `decode_scratch`, for at least the capacity of work.
 
-    A row's result does not depend on the other rows, bit for bit. Two kernels: the programs of the
-    first each take every n-th (item, KV head) of the work; the second merges rows of several splits
-    in their order, a program a (row, head). Neither grid depends on what the tensors hold.
+    A row's result is bit for bit independent of the other rows. There are two kernels, and neither
+    grid depends on the tensors' content:
+
+    - n programs compute the splits; each takes every n-th (item, KV head) of the work.
+    - (rows, heads) programs merge the splits of rows that have several, in order, and write zeros
+      for padding.
     """
     rows, heads, head_dim = query.shape
     if rows == 0:
@@ -85,11 +91,11 @@ def paged_decode(
 
 
 def query_rows(group: int) -> int:
-    """Rows of the tile that holds a KV head's query heads; one head alone takes no dot product."""
+    """Rows of the tile with a KV head's query heads. A single head needs no dot product."""
     return 1 if group == 1 else max(MIN_DOT_ROWS, launch_parameters.next_power_of_2(group))
 
 
-# Nothing that differs from step to step is specialised: serving must not wait for a compiler.
+# Do not specialise on what differs from step to step: serving must not wait for a compiler.
 @triton.jit(do_not_specialize=["layer", "rows", "capacity"])
 def _attend_splits(
     query, kv, block_tables, table_starts, context_lens, work, out, scratch,
@@ -101,7 +107,8 @@ def _attend_splits(
     HEAD_SIZE: tl.constexpr, INT8: tl.constexpr,
     SPLIT: tl.constexpr, KEY_TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each (item, KV head): to out where the item is its row's only one, else to scratch.
+    """Attend for each (item, KV head). The result goes to out if its row has one item, else to
+    scratch.
 
     HEAD_SIZE: elements of one head in one block of the cache.
     """
@@ -151,13 +158,13 @@ def _attend_one_head(
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     INT8: tl.constexpr, KEY_TILE: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One query over [start, end), by sums of products: no dot product has so few rows.
+    """One query over [start, end), by sums of products: dot products need more rows.
 
-    Each place of the tile runs its own softmax over every KEY_TILE-th token, and they meet after
-    the loop: within it no warp waits for another's numbers.
+    Each place of the tile runs its own softmax over every KEY_TILE-th token. They are merged after
+    the loop, so that within it no warp waits for another.
     """
     dims = tl.arange(0, PADDED_DIM)
-    # The one row of a tile shaped as those of K: so the loop converts no layout.
+    # The query is one row of a tile in the shape of K's tiles, so that the loop converts no layout.
     row = tl.arange(0, KEY_TILE)
     q = tl.load(
         query + row[:, None] * HEAD_DIM + dims[None, :],
@@ -171,8 +178,8 @@ def _attend_one_head(
     for tile in tl.range(start, end, KEY_TILE, num_stages=NUM_STAGES):
         positions = tile + tl.arange(0, KEY_TILE)
         within = positions < end
-        # Behind the end the last token is read again: a mask of loads that run tiles ahead would
-        # have to be kept until their turn comes.
+        # Past the end read the last token again: loads run tiles ahead, and a mask would have to be
+        # kept until then.
         read = tl.minimum(positions, end - 1)
         vectors, scales = token_offsets(table, block_stride, read, end, HEAD_DIM, BLOCK_SIZE, False)
         k = load_tokens(keys, vectors, scales, used, tl.float32, PADDED_DIM, INT8, False)
@@ -201,7 +208,7 @@ def _attend_group(
     QUERY_ROWS: tl.constexpr = q.shape[0]
     dims = tl.arange(0, PADDED_DIM)
     maximum = tl.full([QUERY_ROWS], NO_SCORE, tl.float32)
-    # Of each place in the tile; added up after the loop, as that takes a meeting of the warps.
+    # One sum for each place of the tile. They are added after the loop, because warps must sync.
     total = tl.zeros([QUERY_ROWS, KEY_TILE], tl.float32)
     result = tl.zeros([QUERY_ROWS, PADDED_DIM], tl.float32)
     used = (dims < HEAD_DIM)[None, :]
@@ -232,7 +239,7 @@ def _merge_splits(
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLIT: tl.constexpr,
     SPLIT_TILE: tl.constexpr,
 ):  # fmt: skip
-    """One (row, head): the splits' results, weighed by their sums, in the order of the splits."""
+    """Merge the splits of one (row, head) in order, weighted by their sums."""
     row, head = tl.program_id(0), tl.program_id(1)
     dims = tl.arange(0, PADDED_DIM)
     used = dims < HEAD_DIM

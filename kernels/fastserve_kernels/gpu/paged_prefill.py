@@ -14,8 +14,10 @@ from fastserve_kernels.int8_cache import is_int8
 
 
 def query_tile(head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Rows of a tile of `paged_prefill`, which `work_lists.prefill_work` asks for; dtype: of
-    queries."""
+    """Rows of a tile of `paged_prefill`, as `work_lists.prefill_work` needs them.
+
+    dtype: that of queries.
+    """
     parameters = launch_parameters.prefill(head_dim, dtype.itemsize, capability(device), int8=False)
     return parameters.query_tile
 
@@ -32,21 +34,24 @@ def paged_prefill(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Causal attention of S jobs' rows, whose K and V are in the cache already.
+    """Causal attention of the rows of S jobs, whose K and V are already in the cache.
 
-    Rows query_starts[j] to query_starts[j + 1] of job j are the last of its context_lens[j] tokens:
-    each attends to all tokens up to itself.
+    The rows query_starts[j] to query_starts[j + 1] are the last ones of job j's context_lens[j]
+    tokens. Each attends to all tokens up to itself.
 
-    query: [T, heads, head_dim] of the model's dtype, only the last dimension need be contiguous;
-    heads is a multiple of kv_heads. kv: see `fastserve_kernels.ops`, block_size a power of two.
-    scale: of the scores, positive.
-    block_tables, table_starts: see `fastserve_kernels.ops`, [N] and [S]. context_lens: int32 [S].
-    query_starts: int32 [S + 1]. work: int32 [n, 2] of `work_lists.prefill_work` with tiles of
-    `query_tile` rows. out: [T, heads, head_dim] of query's dtype, only the last dimension need be
-    contiguous; rows of no job are left.
+    query: [T, heads, head_dim] of the model's dtype; only the last dimension must be contiguous.
+        heads is a multiple of kv_heads.
+    kv: see `fastserve_kernels.ops`; block_size is a power of two.
+    block_tables, table_starts: [N] and [S], see `fastserve_kernels.ops`.
+    context_lens: int32 [S]. query_starts: int32 [S + 1].
+    work: int32 [n, 2] from `work_lists.prefill_work`, with tiles of `query_tile` rows.
+    scale: positive factor for the scores.
+    out: [T, heads, head_dim] of query's dtype; only the last dimension must be contiguous. Rows
+        that belong to no job are not written.
 
-    A row's result does not depend on other jobs. Grid: n * heads programs, a program a tile of rows
-    of one head; the heads of a tile are neighbours, as are those that share K and V.
+    A row's result does not depend on other jobs.
+    Grid: (n * heads,). A program has a tile of rows of one head. The heads of a tile are
+    neighbours, and among them those that share K and V.
     """
     heads, head_dim = query.shape[1:]
     kv_heads, block_size = kv.shape[3:5]
@@ -68,7 +73,7 @@ def paged_prefill(
     )  # fmt: skip
 
 
-# Nothing that differs from step to step is specialised: serving must not wait for a compiler.
+# Do not specialise on what differs from step to step: serving must not wait for a compiler.
 @triton.jit(
     do_not_specialize=["layer"],
     do_not_specialize_on_alignment=["table_starts", "context_lens"],
@@ -82,7 +87,7 @@ def _attend_tiles(
     PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
     INT8: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of rows, one head: first the tiles of keys that all its rows see, then the others.
+    """Attend for a tile of rows of one head: first the keys that all its rows see, then the others.
 
     HEAD_SIZE: elements of one head in one block of the cache.
     """
@@ -109,7 +114,7 @@ def _attend_tiles(
     maximum = tl.full([QUERY_TILE], NO_SCORE, tl.float32)
     total = tl.zeros([QUERY_TILE], tl.float32)
     result = tl.zeros([QUERY_TILE, PADDED_DIM], tl.float32)
-    # Every row sees the keys up to the first row's own.
+    # All rows see the keys up to the first row's own position.
     seen_by_all = (before + start + 1) // KEY_TILE * KEY_TILE
     end = tl.minimum(before + start + QUERY_TILE, context)
     maximum, total, result = _attend_keys(
@@ -134,9 +139,9 @@ def _attend_keys(
     scale, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, INT8: tl.constexpr,
     KEY_TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The online softmax of rows at `positions` taken on over the keys [start, end).
+    """Continue the online softmax of the rows at `positions` over the keys [start, end).
 
-    start is a multiple of KEY_TILE; MASKED where a key may lie behind a row or the context.
+    start is a multiple of KEY_TILE. MASKED: a key may lie behind a row or the context.
     """
     PADDED_DIM: tl.constexpr = q.shape[1]
     dims = tl.arange(0, PADDED_DIM)

@@ -1,7 +1,7 @@
-"""What there is to do in an attention kernel, as lists that the host builds.
+"""Work lists for the attention kernels, which the host builds.
 
-A kernel whose programs take their work from a list needs no grid that follows the lengths of the
-jobs, and no program for work that is not there.
+Programs take their work from a list. So the grid need not follow the jobs' lengths, and has no
+programs for work that does not exist.
 """
 
 from __future__ import annotations
@@ -10,31 +10,35 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 SPLIT_TOKENS = 256
-"""Tokens of context in one item of decode work, for every batch. Were it chosen by batch, the order
-in which a job's sums are added, and so its last bits, would depend on the jobs beside it."""
+"""Tokens of context in one item of decode work. It is the same for every batch: otherwise the order
+of a job's sums, and so its last bits, would depend on the jobs beside it."""
 
 
 def num_splits(context_lens: ArrayLike) -> NDArray[np.int64]:
-    """Items of decode work that rows of these context lengths make, one number a row."""
+    """How many items of decode work each row makes, by its context length."""
     lengths: NDArray[np.int64] = np.asarray(context_lens, dtype=np.int64)
     return -(-lengths // SPLIT_TOKENS)
 
 
 def decode_work(context_lens: ArrayLike, capacity: int) -> NDArray[np.int32]:
-    """Work list of `paged_decode.paged_decode`, to be copied to the device as it is.
+    """The work list of `paged_decode.paged_decode`, in the form that the device reads.
 
-    context_lens: [B], tokens that each row attends to, 0 for padding. capacity: the items that the
-    list has room for; a captured CUDA graph is launched with lists of one capacity.
+    context_lens: [B], tokens that each row attends to; 0 for padding.
+    capacity: how many items the list has room for. All lists for a captured CUDA graph have the
+        same capacity.
 
-    Returns int32 [1 + B + 2 * capacity]: the number of items; for each row the items of the rows
-    before it; then the items, pairs (row, split), those of the most tokens first. What lies past
-    the last item is zero.
+    Returns int32 [1 + B + 2 * capacity]:
 
-    Programs take every n-th item: of a list whose items get ever shorter, no program has more than
-    one item's tokens beyond another's. In the order of the rows some would get full splits alone,
-    and others what is left of contexts behind them.
+    - the number of items;
+    - for each row the number of items of the rows before it;
+    - the items, pairs (row, split), those with the most tokens first; then zeros.
 
-    Raises ValueError if the rows make more than `capacity` items.
+    Each of n programs takes every n-th item. Since items get ever shorter, the work of two programs
+    differs by at most one item's tokens. In the order of rows, some programs would only get full
+    splits, and others only the short ends of contexts.
+
+    Raises:
+        ValueError: the rows make more than `capacity` items.
     """
     splits = num_splits(context_lens)
     rows, count = splits.size, int(splits.sum())
@@ -54,20 +58,21 @@ def decode_work(context_lens: ArrayLike, capacity: int) -> NDArray[np.int32]:
 
 
 def decode_capacity(work_size: int, rows: int) -> int:
-    """The capacity of a list of `decode_work` with work_size elements, for that many rows."""
+    """The capacity of a list that `decode_work` made, with work_size elements for so many rows."""
     return (work_size - 1 - rows) // 2
 
 
 def prefill_work(
     query_lens: ArrayLike, tile: int, context_lens: ArrayLike | None = None
 ) -> NDArray[np.int32]:
-    """Work list of `paged_prefill.paged_prefill`: each job's rows in tiles of `tile` rows.
+    """The work list of `paged_prefill.paged_prefill`: each job's rows in tiles of `tile` rows.
 
-    query_lens: [S], rows of each job. context_lens: [S], tokens in the cache with those rows, by
-    default query_lens, which is right for whole prompts.
+    query_lens: [S], rows of each job.
+    context_lens: [S], tokens in the cache, including those rows; by default query_lens, which is
+        right for whole prompts.
 
-    Returns int32 [n, 2], pairs (job, tile of it), those that attend to the most tokens first: begun
-    last, a long one would keep the device waiting.
+    Returns int32 [n, 2], pairs (job, tile of the job). Those that attend to the most tokens come
+    first: at the end, a long one would leave the rest of the device idle.
     """
     lengths = np.asarray(query_lens, dtype=np.int64)
     contexts = lengths if context_lens is None else np.asarray(context_lens, dtype=np.int64)

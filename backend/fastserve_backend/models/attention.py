@@ -1,0 +1,177 @@
+"""Causal attention over the paged KV cache.
+
+`Attention` is a layer of a model. `AttentionBatch` says where a step's tokens are in the cache and
+what they attend to; its subclasses call the kernels of a CPU and of a GPU.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from fastserve_kernels import ops
+from torch import Tensor
+
+from fastserve_backend.checkpoints.model_config import ModelConfig
+from fastserve_backend.models.model_part import ModelPart
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Causal attention of one layer over the paged cache.
+
+    layer: its number in the cache, from 0.
+    heads, kv_heads: those of this rank; kv_heads < heads is grouped-query attention.
+    scale: multiplies the scores.
+    """
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int, part: ModelPart) -> Attention:
+        """Attention of this rank's heads in layer `part.layers[layer]`, with the usual scale."""
+        size = part.tensor.size
+        heads, kv_heads = config.num_heads // size, config.num_kv_heads // size
+        return cls(layer, heads, kv_heads, config.head_dim, config.head_dim**-0.5)
+
+    def __call__(
+        self, qkv: Tensor, batch: AttentionBatch, kv: Tensor, cos_sin: Tensor | None = None
+    ) -> Tensor:
+        """qkv [T, (heads + 2 * kv_heads) * head_dim] -> [T, heads * head_dim].
+
+        Writes the step's keys and values to the cache `kv` first. With cos_sin, float32 [T, dim],
+        queries and keys are rotated first (`ops.rotate`); that changes qkv.
+        """
+        by_head = qkv.view(len(qkv), -1, self.head_dim)
+        if cos_sin is None:
+            key = by_head[:, self.heads : self.heads + self.kv_heads]
+            value = by_head[:, self.heads + self.kv_heads :]
+            ops.kv_write(kv, self.layer, key, value, batch.slots)
+        else:
+            ops.rope_kv_write(by_head, self.heads, cos_sin, kv, self.layer, batch.slots)
+        out = batch.attend(by_head[:, : self.heads], kv, self.layer, self.scale)
+        return out.view(len(qkv), -1)
+
+
+@dataclass(frozen=True)
+class AttentionBatch(ABC):
+    """The T tokens of a step of S jobs: where they are in the cache and what they attend to.
+
+    num_decodes: D; the first D jobs decode, with one token each.
+    slots: int64 [T], `block_id * block_size + offset` where a token's key and value go; -1 for
+        padding.
+    block_tables, table_starts: int32 [N] and [S], see `fastserve_kernels.ops`.
+    context_lens: int32 [S], a job's tokens in the cache after this step; 0 for padding.
+    query_starts: int32 [S - D + 1], where the rows of each job in prefill begin, counted from row
+        D, and then the number of such rows.
+    """
+
+    num_decodes: int
+    slots: Tensor
+    block_tables: Tensor
+    table_starts: Tensor
+    context_lens: Tensor
+    query_starts: Tensor
+
+    def attend(self, query: Tensor, kv: Tensor, layer: int, scale: float) -> Tensor:
+        """Causal attention of one layer: query [T, heads, head_dim] -> the same shape, contiguous.
+
+        The step's keys and values must be in the cache `kv` already.
+        """
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        n = self.num_decodes
+        if n:
+            self._decode(query[:n], kv, layer, scale, out[:n])
+        if n < len(query):
+            self._prefill(query[n:], kv, layer, scale, out[n:])
+        return out
+
+    def _contexts_of(self, jobs: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """For these jobs: the block tables, where each job's begins, and its context length."""
+        return self.block_tables, self.table_starts[jobs], self.context_lens[jobs]
+
+    @abstractmethod
+    def _decode(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+        """Fill `out` for the jobs that decode."""
+
+    @abstractmethod
+    def _prefill(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+        """Fill `out` for the jobs in prefill."""
+
+
+class CPUBatch(AttentionBatch):
+    """For a CPU, whose kernels take the arrays as they are."""
+
+    def _decode(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+        n = self.num_decodes
+        ops.paged_decode(
+            query,
+            kv,
+            layer,
+            *self._contexts_of(slice(n)),
+            scale,
+            out,
+        )
+
+    def _prefill(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+        n = self.num_decodes
+        ops.paged_prefill(
+            query,
+            kv,
+            layer,
+            *self._contexts_of(slice(n, None)),
+            self.query_starts,
+            scale,
+            out,
+        )
+
+
+@dataclass(frozen=True)
+class WorkListBatch(AttentionBatch):
+    """For a GPU, whose kernels also take work lists that the host has made.
+
+    The kernels are imported on use: they need Triton, which only a GPU needs.
+
+    decode_work, prefill_work: int32, the work of decodes and of prefills, made by
+        `fastserve_kernels.gpu.work_lists`.
+    decode_scratch: float32, see `gpu.paged_decode`.
+    """
+
+    decode_work: Tensor
+    prefill_work: Tensor
+    decode_scratch: Tensor
+
+    def _decode(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+        from fastserve_kernels.gpu.paged_decode import paged_decode
+
+        n = self.num_decodes
+        paged_decode(
+            query,
+            kv,
+            layer,
+            *self._contexts_of(slice(n)),
+            self.decode_work,
+            scale,
+            out,
+            self.decode_scratch,
+        )
+
+    def _prefill(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+        from fastserve_kernels.gpu.paged_prefill import paged_prefill
+
+        n = self.num_decodes
+        paged_prefill(
+            query,
+            kv,
+            layer,
+            *self._contexts_of(slice(n, None)),
+            self.query_starts,
+            self.prefill_work,
+            scale,
+            out,
+        )

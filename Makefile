@@ -57,7 +57,7 @@ serve: $(INSTALLED)
 	$(BIN)/fastserve serve
 
 test: $(INSTALLED)
-	$(BIN)/pytest $(WORKERS)
+	$(BIN)/pytest $(WORKERS) --ignore tests/engine/test_gpu_host.py
 	$(MAKE) --jobs=2 --output-sync test-sm_80 test-sm_90
 
 test-fast: $(INSTALLED)
@@ -71,7 +71,8 @@ test-all: $(INSTALLED)
 endurance: $(INSTALLED)
 	$(BIN)/pytest --endurance $(ENDURANCE)
 
-# On an emulator, compiled for that architecture; in `make test` each test for one of the two.
+# On an emulator, compiled for that architecture; in `make test` each test for one of the two. What the
+# host does for a GPU is also tested with interpreted kernels, in `make test-all`.
 test-sm_80: PART := --part 1/2
 test-sm_90: PART := --part 2/2
 test-sm_80 test-sm_90 all-sm_80 all-sm_90: $(INSTALLED)

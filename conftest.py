@@ -13,11 +13,15 @@ from hypothesis import settings
 
 # Not a conftest.py in tests/: that would put tests/ on the path, where tests/triton passes for the
 # package triton if that is missing.
-pytest_plugins = ("shared_server", "shared_gateway")
+pytest_plugins = ("shared_server", "shared_gateway", "sharing", "matrices", "forked_ranks")
 
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+# As ranks do: threads of torch that spin for long take the cores from each other, of several workers
+# and of the servers that they test. Read when torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 # Without a GPU, kernels in the Triton language run in its interpreter, or compiled on an emulator
 # (see `ptx`). Triton reads which when it is first imported, which may be by a library that has

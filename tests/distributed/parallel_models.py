@@ -106,9 +106,4 @@ class ParallelLLM(LLM):
 
 def ranks_of(executor: DistributedExecutor) -> list[psutil.Process]:
     """The processes, in order of their ranks."""
-    address = executor._address
-    found = {}
-    for child in psutil.Process().children():
-        if address in child.cmdline():
-            found[int(child.environ()["RANK"])] = child
-    return [found[rank] for rank in sorted(found)]
+    return [psutil.Process(process.pid) for process, _ in executor._ranks._started]

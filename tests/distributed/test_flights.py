@@ -15,6 +15,8 @@ from fastserve_backend.executor.distributed import DistributedExecutor
 from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step, StepResult
 from parallel_models import ParallelLLM, ranks_of, started_ranks
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 LONG = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 
 

@@ -11,6 +11,8 @@ from fastserve_backend import SamplingParams
 from parallel_models import POSITIONS, VOCAB_SIZE, ParallelLLM
 from transformers import PreTrainedModel
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 NUM_TOKENS = 24
 NUM_PROMPTS = 20
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)

@@ -18,6 +18,8 @@ from job_steps import run_turns
 from parallel_models import DEADLINE_S, run_ranks_by, started_ranks
 from test_flights import prefill
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 CACHE = {
     "block_size": job_steps.BLOCK_SIZE,
     "device_blocks": job_steps.NUM_BLOCKS,

@@ -12,6 +12,8 @@ from fastserve_backend import LLM, SamplingParams, StructuredOutput
 from tiny_model import TINY_OPT, engine_options
 from tokenizers import AddedToken, Tokenizer
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 # Added as text, not as a special token.
 END = 260
 CERTAIN = {END: 100.0}

@@ -11,6 +11,8 @@ import torch
 from fastserve_backend import LLM, SamplingParams
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 VOCAB_SIZE = 600
 POSITIONS = 400
 NUM_TOKENS = 200

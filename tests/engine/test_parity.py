@@ -12,6 +12,8 @@ from fastserve_backend import LLM, Completion, SamplingParams
 from small_model import MAX_MODEL_LEN, VOCAB_SIZE
 from transformers import OPTForCausalLM
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 NUM_TOKENS = 210
 SHORT = SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)

@@ -14,6 +14,8 @@ from fastserve_backend import LLM, SamplingParams
 from live_engine import small_engine
 from small_model import VOCAB_SIZE
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 BLOCK_SIZE = 16
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 Prompts = list[list[int]]

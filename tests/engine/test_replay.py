@@ -9,6 +9,8 @@ from fastserve_bench.workload import TraceJob, poisson_trace
 from benchmarks.replay import TooSlow, on_the_engine
 from benchmarks.simulator_fidelity import RunLatency
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 
 def test_all_jobs_are_recorded(llm: LLM) -> None:
     trace = poisson_trace([(5, 7), (20, 3)], rate=200, num_jobs=6, seed=1)

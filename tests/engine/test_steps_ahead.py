@@ -27,6 +27,8 @@ from fastserve_kernels import ops
 from job_steps import TURNS, run_turns
 from test_gpu_steps import MODELS, model_config
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 CPU = torch.device("cpu")
 DEADLINE_S = 20.0
 ONE_LAYER = MODELS["opt"] | {"num_hidden_layers": 1}

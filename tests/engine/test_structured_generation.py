@@ -15,6 +15,8 @@ from fastserve_backend.job import FinishReason
 from live_engine import small_engine
 from small_model import EOS_TOKEN_IDS
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 PROMPT = [10, 50, 90, 130, 170]
 HOT = 4.0  # flattens the small model's sharp distributions
 SCHEMA = {

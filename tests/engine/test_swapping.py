@@ -17,6 +17,8 @@ from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Ste
 from small_model import MAX_MODEL_LEN, VOCAB_SIZE
 from waiting import wait_for
 
+pytestmark = pytest.mark.usefixtures("forked_ranks")
+
 BLOCK_SIZE = 16
 OUTPUT = 32
 GREEDY = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)

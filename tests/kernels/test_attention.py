@@ -39,6 +39,7 @@ def prefill(
     return ops.paged_prefill(query, cache.kv, LAYER, *tables, contexts, starts, scale, out)
 
 
+@pytest.mark.one_of("dtype")
 @pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("contexts", "shape"), DECODE, ids=str)
@@ -53,6 +54,7 @@ def test_decode(
     close(out, cache.decode(query, contexts, scale))
 
 
+@pytest.mark.one_of("dtype")
 @pytest.mark.parametrize("is_int8", [False, True], ids=["plain", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("jobs", "shape"), PREFILL, ids=str)

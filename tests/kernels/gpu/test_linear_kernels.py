@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from case_shapes import but_dtype
 from fastserve_kernels import ops
 from kernel_cases import Case
 from linear_cases import cases
@@ -18,6 +19,7 @@ def test_rows_whose_elements_are_apart(kernel_device: torch.device) -> None:
     assert torch.equal(linear(apart).cpu(), linear(together).cpu())
 
 
+@pytest.mark.one_of("case", key=but_dtype)
 @pytest.mark.parametrize("case", list(cases(interpreted=knobs.runtime.interpret)), ids=str)
 def test_case(case: Case, kernel_device: torch.device) -> None:
     for comparison in case.run(kernel_device):

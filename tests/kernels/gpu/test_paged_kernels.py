@@ -8,12 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_cases import LAYER, Cache, Shape, cases, queries, run_decode, run_prefill
+from case_shapes import but_dtype
 from kernel_cases import Case
 from triton import knobs
 
 DOTS = [torch.float32, torch.float16]
 
 
+@pytest.mark.one_of("case", key=but_dtype)
 @pytest.mark.parametrize("case", list(cases(interpreted=knobs.runtime.interpret)), ids=str)
 def test_case(case: Case, kernel_device: torch.device) -> None:
     for comparison in case.run(kernel_device):

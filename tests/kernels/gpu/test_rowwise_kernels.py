@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from case_shapes import but_dtype
 from fastserve_kernels import kv_quantization
 from fastserve_kernels.gpu import activations, kv_int8
 from rowwise_cases import Case, cases
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # of NumPy, by which the interpreter computes
+@pytest.mark.one_of("case", key=but_dtype)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_case(case: Case, kernel_device: torch.device) -> None:
     compared = 0

@@ -27,6 +27,7 @@ def make_kv(dtype: torch.dtype) -> Tensor:
     return (torch.randn(shape) * 3 + torch.randn(shape[-1]) * 5).to(dtype)
 
 
+@pytest.mark.one_of("dtype")
 @pytest.mark.parametrize("staged_blocks", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)

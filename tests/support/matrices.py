@@ -1,0 +1,81 @@
+"""Tests of many parameters: `make test` runs each value of each, `make test-all` all combinations.
+
+A test that is marked ``@pytest.mark.one_of("dtype")`` takes with each combination of its other
+parameters the next dtype, not all of them. With ``key``, a function of the parameter's value, it
+takes one of the values that have the same key.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-combinations",
+        action="store_true",
+        help="run tests that are marked `one_of` with all combinations of their parameters",
+    )
+    parser.addoption("--part", metavar="N/M", help="of every M tests run the Nth alone")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "one_of(parameter, key=None): one value of it with each combination of the others, "
+        "unless --all-combinations",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # of what `-k` and `-m` leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all-combinations"):
+        _keep(config, items, set(items) - _repeated(items))
+    if part := config.getoption("--part"):
+        number, count = map(int, part.split("/"))
+        _keep(config, items, set(items[number - 1 :: count]))
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
+    if left_out := [item for item in items if item not in kept]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item in kept]
+
+
+def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Combinations whose values are all in others that run."""
+    # By test and by combination of the other parameters.
+    matrices: dict[str, dict[object, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
+    for item in items:
+        if mark := item.get_closest_marker("one_of"):
+            test = item.nodeid.partition("[")[0]
+            matrices[test][_others(item, *mark.args, **mark.kwargs)].append(item)
+    repeated: set[pytest.Item] = set()
+    for matrix in matrices.values():
+        rows = list(matrix.values())
+        repeated.update(*rows)
+        repeated -= _next_of_each(rows)
+    return repeated
+
+
+def _others(
+    item: pytest.Item, parameter: str, key: Callable[[object], object] = lambda _: None
+) -> object:
+    """The places of the item's other parameters in their lists, and the parameter's key."""
+    callspec = item.callspec  # type: ignore[attr-defined]
+    others = {name: place for name, place in callspec.indices.items() if name != parameter}
+    return tuple(sorted(others.items())), key(callspec.params[parameter])
+
+
+def _next_of_each(rows: list[list[pytest.Item]]) -> set[pytest.Item]:
+    """Of each row the item behind that of the row before; of a few rows, each item of one."""
+    width = max(map(len, rows))
+    taken = set()
+    for turn in range(max(len(rows), width)):
+        row = rows[turn % len(rows)]
+        # One further with each round: another parameter may have as many values.
+        taken.add(row[(turn + turn // width) % len(row)])
+    return taken

@@ -1,0 +1,46 @@
+"""Distribution over pytest-xdist's workers: tests that share a process run on one worker."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import pytest
+
+# Folders in the order in which `-n` hands their tests out. Those that wait for servers come first:
+# what is left at the end are short tests, so that the workers end together.
+FIRST = ("triton", "gateway", "endurance", "distributed", "engine", "metrics", "kernels")
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist's reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("tx", default=None):
+        return  # one process
+    items.sort(key=_turn)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _turn(item: pytest.Item) -> int:
+    folder = item.path.relative_to(item.config.rootpath / "tests").parts[0]
+    return FIRST.index(folder) if folder in FIRST else len(FIRST)
+
+
+def _group(item: pytest.Item) -> str:
+    """The first session fixture with something to stop that the test's others are made of, or else
+    its file, as modules have fixtures, too."""
+    roots = (root for name in item.fixturenames for root in _roots(item, name))  # type: ignore[attr-defined]
+    return next(roots, item.path.name)
+
+
+def _roots(item: pytest.Item, name: str) -> Iterator[str]:
+    """Session fixtures with something to stop that the fixture ``name`` is made of, itself if of
+    no other."""
+    definitions = item._fixtureinfo.name2fixturedefs.get(name)  # type: ignore[attr-defined]
+    if not definitions:
+        return  # a parameter, or `request`
+    fixture = definitions[-1]
+    below = [root for one in fixture.argnames if one != name for root in _roots(item, one)]
+    yield from below
+    if not below and fixture.scope == "session" and inspect.isgeneratorfunction(fixture.func):
+        yield f"{fixture.baseid}/{name}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from fastserve_backend.job import Job, Place
-from fastserve_backend.scheduler.memory import EVERYWHERE, TAKEN, Memory, Outcome
+from fastserve_backend.offers import EVERYWHERE, TAKEN, NextRunEstimate, Outcome
+from fastserve_backend.scheduler.memory import Memory
 from fastserve_backend.scheduler.walk import Walk
 
 # How much a waiting prompt counts, in decodes. With 1, chunks stay so small under overload that
@@ -151,10 +152,6 @@ def is_owed_first_token(job: Job, times: IterationTimes) -> bool:
         return False
     decodes_s = job.predicted_tokens * times.decode_s(job.num_tokens)
     return time_to_next_token(job, times) <= _MINOR_SHARE * decodes_s
-
-
-NextRunEstimate = Callable[[Job], tuple[float, float]]
-"""A sort key of a job: a job with a smaller key is estimated to run sooner."""
 
 
 class Policy(Protocol):

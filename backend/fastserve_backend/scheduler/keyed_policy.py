@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from fastserve_backend.job import Job, Place
-from fastserve_backend.scheduler.base import BatchLimits, NextRunEstimate, Scheduled
+from fastserve_backend.offers import NextRunEstimate
+from fastserve_backend.scheduler.base import BatchLimits, Scheduled
 from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder
 from fastserve_backend.scheduler.walk import MergedWalk, Walk
 

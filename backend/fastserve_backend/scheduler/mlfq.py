@@ -18,10 +18,10 @@ from heapq import merge
 from itertools import count
 
 from fastserve_backend.job import Job, Place
+from fastserve_backend.offers import NextRunEstimate
 from fastserve_backend.scheduler.base import (
     BatchLimits,
     IterationTimes,
-    NextRunEstimate,
     Scheduled,
     own_time_s,
     time_to_next_token,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from heapq import merge
 
 from fastserve_backend.job import Job, Place
+from fastserve_backend.offers import NextRunEstimate
 from fastserve_backend.scheduler.base import (
     BatchLimits,
     IterationTimes,
-    NextRunEstimate,
     Scheduled,
     is_owed_first_token,
     time_to_next_token,

@@ -115,7 +115,7 @@ class Decisions:
             return took_s
         self._num_decodes = sum(num_tokens == 1 for _, num_tokens in batch)
         for job, num_tokens in batch:
-            job.sent(num_tokens)
+            job.on_sent(num_tokens)
             if job.num_pending:
                 job.num_pending = 0
                 job.output_ids.append(0)

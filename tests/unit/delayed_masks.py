@@ -57,10 +57,10 @@ class DelayedMasks:
             if self._due.pop(number, None) is None:
                 continue  # it has just ended
             bits = self._hashes[number].to_bytes(4, "little")
-            self.loop.masked(NewMasks([Mask(number, self._num_tokens[number], bits)]))
+            self.loop.jobs.on_mask_answer(NewMasks([Mask(number, self._num_tokens[number], bits)]))
 
     def refuse(self, number: int, reason: str) -> None:
-        self.loop.masked(GrammarRefused(number, reason))
+        self.loop.jobs.on_mask_answer(GrammarRefused(number, reason))
 
     def fail(self, number: int, reason: str) -> None:
-        self.loop.masked(JobFailed(number, reason))
+        self.loop.jobs.on_mask_answer(JobFailed(number, reason))

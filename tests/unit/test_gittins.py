@@ -444,7 +444,7 @@ def test_a_pending_token_that_a_job_turns_out_not_to_have_is_not_learned() -> No
         for _ in range(2):
             iterate(gittins, 0.0)
         select(gittins, 0.0)
-        job.sent(1)
+        job.on_sent(1)
         gittins.iteration_done(
             [Scheduled(job, 1)], 0.0
         )  # the next step is sent before this one's token

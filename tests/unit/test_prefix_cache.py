@@ -286,10 +286,10 @@ def test_what_is_kept_shortens_the_prefill_for_which_a_job_queues() -> None:
     rig = Rig(policy, kv_cache=KVCacheSection(prefix_caching=True))
     first, *others = (make_job(n, 8 * BLOCK_SIZE + 1, max_tokens=1) for n in range(3))
     others[1].prompt_ids = array("i", range(900, 900 + 8 * BLOCK_SIZE + 1))
-    rig.loop.add(first)
+    rig.loop.jobs.add(first)
     rig.run()
     for job in others:
-        rig.loop.add(job)
+        rig.loop.jobs.add(job)
     assert (first.queue_level, others[0].queue_level, others[1].queue_level) == (6, 0, 6)
     begun_s = rig.clock.now()
     rig.run()

@@ -153,7 +153,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         hardware.append(ranks.identity.hardware)
         return replace(known_profile(), identity=ranks.identity)
 
-    monkeypatch.setattr("fastserve_backend.engine.engine.load_or_measure", measure)
+    monkeypatch.setattr("fastserve_backend.engine.supervision.load_or_measure", measure)
     return hardware
 
 
@@ -169,7 +169,6 @@ def serve(measured: list[str]) -> Iterator[Serve]:
         config = EngineConfig().with_keys(model="opt-125m", load_format="dummy")
         fresh = iter(ranks)
         engine = Engine(config, make_executor=lambda: next(fresh), check_integrity=True)
-        engine.start()
         engines.append(engine)
         return engine
 
@@ -333,7 +332,7 @@ def test_a_drift_is_not_logged_each_time(
     interval_s: float,
     each_time: bool,
 ) -> None:
-    monkeypatch.setattr("fastserve_backend.engine.engine._DRIFT_LOG_INTERVAL_S", interval_s)
+    monkeypatch.setattr("fastserve_backend.profile.correction._DRIFT_LOG_INTERVAL_S", interval_s)
     caplog.set_level("INFO")
     # These ranks take no time, so the ratio falls far, by a notable step at a time.
     (client,) = submit(serve(FakeRanks()), [5, 6, 7])

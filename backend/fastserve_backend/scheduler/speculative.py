@@ -27,8 +27,9 @@ from fastserve_backend.scheduler.policy_context import PolicyContext
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.walk import MergedWalk, Walk
 
-# Each second since a job's arrival counts as so many seconds less of remaining time. Under overload,
-# 0.03 makes the tail 5% worse, and 0.3 the mean a quarter to a third (docs/speculative.md).
+# Each second since a job's arrival counts as so many seconds less of remaining time. Under
+# overload, 0.03 makes the tail 5% worse, and 0.3 the mean a quarter to a third
+# (docs/speculative.md).
 _AGING = 0.1
 
 

@@ -74,7 +74,6 @@ class TritonPythonModel:
         try:
             config = EngineConfig.from_yaml(Path(args["model_repository"], ENGINE_FILE))
             self._engine = Engine(config, clock=clock)
-            self._engine.start()
         except Exception as error:
             if not isinstance(error, FastServeError):
                 logger.exception("the model could not be loaded")

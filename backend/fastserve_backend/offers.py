@@ -1,4 +1,7 @@
-"""What the scheduler and the KV cache, which do not import each other, exchange about jobs."""
+"""What scheduler and KV cache say to each other: estimates of when jobs run, and answers to offers.
+
+The two import this file, and never each other.
+"""
 
 from __future__ import annotations
 

@@ -67,17 +67,29 @@ def all_ended(ranks: Sequence[psutil.Process]) -> bool:
     return not any(rank.is_running() for rank in ranks)
 
 
-@pytest.mark.parametrize(("tensor_size", "num_stages", "victim"), [(2, 1, 1), (2, 2, 2)])
-def test_streams_outlive_a_killed_rank(
+@pytest.mark.parametrize(
+    ("tensor_size", "num_stages", "victim", "end", "reason"),
+    [
+        (2, 1, 1, signal.SIGKILL, "rank 1 died with exit code -9 (SIGKILL: "),
+        (2, 2, 2, signal.SIGKILL, "rank 2 died with exit code -9 (SIGKILL: "),
+        (1, 2, 1, signal.SIGSTOP, "rank 1 has not answered for 4 s"),
+    ],
+)
+def test_streams_outlive_a_killed_or_stopped_rank(
     tensor_size: int,
     num_stages: int,
     victim: int,
+    end: signal.Signals,
+    reason: str,
     small_opt: Path,
     tokenizer: Path,
     prompts: list[list[int]],
     undisturbed: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    if end is signal.SIGSTOP:
+        monkeypatch.setattr(rank_processes, "HEARTBEAT_TIMEOUT_S", 4.0)
     with (
         caplog.at_level(logging.ERROR),
         ParallelLLM(small_opt, tokenizer, tensor_size, num_stages, **SHORT_OF_MEMORY) as llm,
@@ -86,37 +98,13 @@ def test_streams_outlive_a_killed_rank(
         wait_for(lambda: sum(map(len, streams.token_ids)) > 100)
         ranks = ranks_of(llm.executors[0])
         assert len(ranks) == tensor_size * num_stages
-        ranks[victim].kill()
+        ranks[victim].send_signal(end)
         wait_for(lambda: llm.engine.counters.worker_restarts == 1)
         wait_for(lambda: all_ended(ranks))
         streams.wait()
         assert streams.token_ids == undisturbed
-        assert f"rank {victim} died with exit code -9 (SIGKILL: " in caplog.text
+        assert reason in caplog.text
         assert "; restarting the ranks" in caplog.text
-
-
-def test_streams_outlive_a_stopped_rank(
-    small_opt: Path,
-    tokenizer: Path,
-    prompts: list[list[int]],
-    undisturbed: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(rank_processes, "HEARTBEAT_TIMEOUT_S", 4.0)
-    with (
-        caplog.at_level(logging.ERROR),
-        ParallelLLM(small_opt, tokenizer, 1, 2, **SHORT_OF_MEMORY) as llm,
-    ):
-        streams = Streams(llm, prompts)
-        wait_for(lambda: sum(map(len, streams.token_ids)) > 100)
-        ranks = ranks_of(llm.executors[0])
-        ranks[1].send_signal(signal.SIGSTOP)
-        wait_for(lambda: llm.engine.counters.worker_restarts == 1)
-        wait_for(lambda: all_ended(ranks))
-        streams.wait()
-        assert streams.token_ids == undisturbed
-        assert "rank 1 has not answered for 4 s" in caplog.text
 
 
 def test_a_rank_that_is_not_ready_may_be_silent_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,18 +17,6 @@ def test_case(backend: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    ops.set_cpu_backend("compiled")
-    linear = ops.Int8Linear(torch.randn(100, 768).to(dtype), torch.randn(100).to(dtype))
-    assert linear.path == "compiled"
-    x = torch.randn(500, 768).to(dtype)  # more than one packed block
-    together = linear(x)
-    for rows in (1, 2, 3, 4, 5, 6, 7, 16, 17, 33, 400):
-        assert torch.equal(linear(x[:rows]), together[:rows])
-        assert torch.equal(linear(x[-rows:]), together[-rows:])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_code_is_multiplied_exactly(dtype: torch.dtype) -> None:
     """A row of the weight for each code; of x all but one element are zero."""
     ops.set_cpu_backend("compiled")

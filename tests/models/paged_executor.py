@@ -110,6 +110,22 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [[chooser.randrange(301) for _ in range(length)] for length in lengths]
 
 
+def check_prompt(ours: CausalLM, theirs: PreTrainedModel, length: int = 9) -> None:
+    """A whole prompt in one step gives transformers' logits."""
+    executor = PagedExecutor(ours, theirs.config, prompts(length), seed=5)
+    executor.step([(0, length)])
+    check(theirs, executor)
+
+
+def check_chunked_prompts(ours: CausalLM, theirs: PreTrainedModel) -> None:
+    """Whole prompts, and one in three chunks, give transformers' logits."""
+    executor = PagedExecutor(ours, theirs.config, prompts(20, 1, 9), seed=2)
+    executor.step([(0, 20), (1, 1), (2, 5)])
+    executor.step([(2, 3)])
+    executor.step([(2, 1)])
+    check(theirs, executor)
+
+
 def check(theirs: PreTrainedModel, executor: PagedExecutor) -> None:
     for job in executor.jobs:
         assert job.done == len(job.tokens)

@@ -13,7 +13,7 @@ from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.loader import load_model
 from opt_checkpoints import FORMATS, random_opt
-from paged_executor import PagedExecutor, check, prompts
+from paged_executor import PagedExecutor, check_chunked_prompts, check_prompt, prompts
 from rank_threads import DividedModel
 from safetensors.torch import load_file, save_file
 
@@ -24,11 +24,7 @@ def test_logits(name: str, tensor_size: int, num_stages: int, tmp_path: Path) ->
     theirs = saved(name, tmp_path)
     config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
     ours = DividedModel(config, tensor_size, num_stages)
-    executor = PagedExecutor(ours, theirs.config, prompts(20, 1, 9), seed=2)  # type: ignore[arg-type]
-    executor.step([(0, 20), (1, 1), (2, 5)])
-    executor.step([(2, 3)])
-    executor.step([(2, 1)])
-    check(theirs, executor)
+    check_chunked_prompts(ours, theirs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -49,9 +45,7 @@ def test_every_checkpoint_format_is_read_in_parts(tmp_path: Path, save: Any) -> 
     theirs = random_opt()
     save(theirs, tmp_path)
     config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
-    executor = PagedExecutor(DividedModel(config, 2, 3), theirs.config, prompts(9), seed=5)  # type: ignore[arg-type]
-    executor.step([(0, 9)])
-    check(theirs, executor)
+    check_prompt(DividedModel(config, 2, 3), theirs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("only_head", [True, False], ids=["head_only", "head_differs"])
@@ -66,10 +60,7 @@ def test_a_tied_head_in_the_checkpoint(tmp_path: Path, only_head: bool, num_stag
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     theirs = type(random_opt()).from_pretrained(tmp_path, dtype=torch.float32).eval()
     config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
-    ours = DividedModel(config, 2, num_stages)
-    executor = PagedExecutor(ours, theirs.config, prompts(9), seed=5)  # type: ignore[arg-type]
-    executor.step([(0, 9)])
-    check(theirs, executor)
+    check_prompt(DividedModel(config, 2, num_stages), theirs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["opt_350m", "llama_grouped", "neox_tied"])

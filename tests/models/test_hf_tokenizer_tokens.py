@@ -16,6 +16,8 @@ from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
+BEGINNING = {"bos_token": SPECIAL[1]}
+
 
 def write(
     directory: Path,
@@ -87,9 +89,7 @@ def test_tokens_around_a_text_of_llamas_classes(
 ) -> None:
     """As transformers 4, on which authors rely: tokenizer_config.json decides, whatever
     tokenizer.json says. transformers 5 ignores the flags there, so it gets them as arguments."""
-    directory = write(
-        tmp_path, begins=in_file, tokenizer_class=named, bos_token=SPECIAL[1], **flags
-    )
+    directory = write(tmp_path, begins=in_file, tokenizer_class=named, **BEGINNING, **flags)
     ids = HFTokenizer(directory, VOCAB_SIZE).encode("Hello world")
     assert (ids.count(BEGIN), ids.count(END)) == (begins, ends)
     as_arguments = {"add_bos_token": begins, "add_eos_token": ends}
@@ -109,9 +109,7 @@ def test_tokens_around_a_text_of_llamas_classes(
 def test_tokens_around_a_text_that_tokenizer_json_decides(
     tmp_path: Path, named: str, flags: dict[str, bool | None], in_file: bool
 ) -> None:
-    directory = write(
-        tmp_path, begins=in_file, tokenizer_class=named, bos_token=SPECIAL[1], **flags
-    )
+    directory = write(tmp_path, begins=in_file, tokenizer_class=named, **BEGINNING, **flags)
     ids = HFTokenizer(directory, VOCAB_SIZE).encode("Hello world")
     assert ids == AutoTokenizer.from_pretrained(directory)("Hello world").input_ids
     assert ids.count(BEGIN) == in_file

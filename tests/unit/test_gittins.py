@@ -266,28 +266,24 @@ def test_a_long_context_lowers_the_index_where_memory_is_scarcer_than_seats() ->
 # --- The policy -------------------------------------------------------------------------------
 
 
-def test_a_job_about_to_end_is_not_set_aside_for_a_new_one() -> None:
-    """All jobs have 64 tokens: who ran for 40 is nearer to its end."""
+@pytest.mark.parametrize(
+    ("lengths", "num_tokens", "old_is_first"),
+    [
+        ([64] * 40, 40, True),  # the old job is near its end
+        (([2] * 9 + [400]) * 8, 5, False),  # the old job is one of the few long ones
+    ],
+)
+def test_a_running_job_makes_way_for_a_new_one_unless_it_is_about_to_end(
+    lengths: list[int], num_tokens: int, old_is_first: bool
+) -> None:
     gittins = policy()
-    teach(gittins, [64] * 40)
+    teach(gittins, lengths)
     old, new = make_job(0, 1), make_job(1, 1)
     gittins.add(old, 0.0)
-    for _ in range(40):
+    for _ in range(num_tokens):
         iterate(gittins, 0.0)
     gittins.add(new, 1.0)
-    assert by_priority(gittins, [old, new]) == [old, new]
-
-
-def test_a_job_that_outlived_the_short_ones_makes_way() -> None:
-    """Most jobs have 2 tokens, some 400."""
-    gittins = policy()
-    teach(gittins, ([2] * 9 + [400]) * 8)
-    old, new = make_job(0, 1), make_job(1, 1)
-    gittins.add(old, 0.0)
-    for _ in range(5):
-        iterate(gittins, 0.0)
-    gittins.add(new, 1.0)
-    assert by_priority(gittins, [old, new]) == [new, old]
+    assert by_priority(gittins, [old, new]) == ([old, new] if old_is_first else [new, old])
 
 
 def test_long_prompts_wait_for_short_ones() -> None:

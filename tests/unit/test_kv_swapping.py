@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
+from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.rank_protocol.link import Link
 from jobs import make_job, run_iteration
@@ -163,12 +164,18 @@ def test_the_speed_of_the_link_is_learnt() -> None:
     assert costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2, num_running=0)
 
 
-@pytest.mark.parametrize("direction", ["out", "in"])
-def test_a_failed_copy_costs_one_job_its_kv(direction: str) -> None:
+def leaving() -> tuple[Desk, Job, Job]:
+    """A manager of four blocks, an urgent job that needs three, and the job that leaves for it."""
     desk = Desk(4)
     urgent, least = jobs_of(48, 31)
     desk.run(least)
-    desk.offer(urgent)
+    assert desk.offer(urgent) == []
+    return desk, urgent, least
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_a_failed_copy_costs_one_job_its_kv(direction: str) -> None:
+    desk, urgent, least = leaving()
     if direction == "in":
         desk.end_copies()
         desk.offer(least)
@@ -179,10 +186,7 @@ def test_a_failed_copy_costs_one_job_its_kv(direction: str) -> None:
 
 
 def test_a_job_that_ends_during_its_copy_is_forgotten_after_it() -> None:
-    desk = Desk(4)
-    urgent, least = jobs_of(48, 31)
-    desk.run(least)
-    desk.offer(urgent)
+    desk, urgent, least = leaving()
     desk.manager.release(least)
     assert desk.offer(urgent) == []
     desk.end_copies()
@@ -192,10 +196,7 @@ def test_a_job_that_ends_during_its_copy_is_forgotten_after_it() -> None:
 
 
 def test_time_in_which_a_job_waits_for_its_kv_is_counted() -> None:
-    desk = Desk(4)
-    urgent, least = jobs_of(48, 31)
-    desk.run(least)
-    desk.offer(urgent)
+    desk, urgent, least = leaving()
     desk.offer(urgent)
     desk.end_copies()
     desk.run(urgent)
@@ -222,10 +223,7 @@ def test_jobs_for_whom_no_room_is_coming_do_not_make_others_wait() -> None:
 
 
 def test_nobody_waits_for_copies_when_nobody_runs() -> None:
-    desk = Desk(4)
-    urgent, least = jobs_of(48, 31)
-    desk.run(least)
-    assert desk.offer(urgent) == []
+    desk, _, _ = leaving()
     assert desk.begun
     assert not desk.manager.holds_steps
 

@@ -230,29 +230,36 @@ def test_a_job_cancelled_during_the_restart_ends_at_once(
     assert other.wait().finish_reason is FinishReason.LENGTH
 
 
-def test_closing_during_the_restart_does_not_wait_for_it(serve: Serve) -> None:
-    first, second = FakeRanks(50), FakeRanks(opens=False)
-    engine = serve(first, second)
+@pytest.fixture
+def restarting(serve: Serve) -> tuple[Engine, FakeRanks, Collector]:
+    """An engine in a restart, its next ranks, and the client of its only job."""
+    ranks = FakeRanks(opens=False)
+    engine = serve(FakeRanks(50), ranks)
     (client,) = submit(engine, PROMPTS[0])
-    assert second.starting.wait(WAIT_S)
+    assert ranks.starting.wait(WAIT_S)
     assert not engine.drain(0.0)
+    return engine, ranks, client
+
+
+def test_closing_during_the_restart_does_not_wait_for_it(
+    restarting: tuple[Engine, FakeRanks, Collector],
+) -> None:
+    engine, ranks, client = restarting
     with pytest.raises(DrainingError):
         submit(engine, PROMPTS[1])
     began_s = time.monotonic()
     engine.close()
     assert time.monotonic() - began_s < WAIT_S / 2  # the start would take all of it
     assert client.wait().finish_reason is FinishReason.CANCELLED
-    assert second.killed
-    assert second.closed
+    assert ranks.killed
+    assert ranks.closed
 
 
-def test_draining_waits_for_the_jobs_that_the_restart_delays(serve: Serve) -> None:
-    first, second = FakeRanks(50), FakeRanks(opens=False)
-    engine = serve(first, second)
-    (client,) = submit(engine, PROMPTS[0])
-    assert second.starting.wait(WAIT_S)
-    assert not engine.drain(0.0)
-    second.opened.set()
+def test_draining_waits_for_the_jobs_that_the_restart_delays(
+    restarting: tuple[Engine, FakeRanks, Collector],
+) -> None:
+    engine, ranks, client = restarting
+    ranks.opened.set()
     assert engine.drain(WAIT_S)
     assert client.wait().finish_reason is FinishReason.LENGTH
 

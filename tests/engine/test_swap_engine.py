@@ -75,6 +75,12 @@ def store_of(
     return make_host_store(config, kv, gib, host_dtype)
 
 
+def kv_and_store(dtype: DType, host_dtype: HostDType) -> tuple[Tensor, HostStore]:
+    config = make_config(dtype)
+    kv = make_kv(config)
+    return kv, store_of(kv, config, host_dtype, NUM_HOST)
+
+
 def after_round_trip(
     blocks: Tensor, host_dtype: HostDType, num_last_tokens: int = BLOCK_SIZE
 ) -> Tensor:
@@ -142,9 +148,7 @@ PLACES = {
 def test_blocks_come_back_to_other_places(
     host_dtype: HostDType, dtype: DType, places: tuple[list[int], list[int]]
 ) -> None:
-    config = make_config(dtype)
-    kv = make_kv(config)
-    store = store_of(kv, config, host_dtype, NUM_HOST)
+    kv, store = kv_and_store(dtype, host_dtype)
     original = kv.clone()
     sources, hosts = places
     targets = [NUM_DEVICE - 1 - block for block in sources]
@@ -167,9 +171,7 @@ def test_blocks_come_back_to_other_places(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_int8_brings_values_back_within_half_a_step(dtype: DType) -> None:
-    config = make_config(dtype)
-    kv = make_kv(config)
-    store = store_of(kv, config, "int8", NUM_HOST)
+    kv, store = kv_and_store(dtype, "int8")
     blocks = list(range(9))
     original = kv.double()
     store.copy_out(blocks, blocks, BLOCK_SIZE)
@@ -188,9 +190,7 @@ def test_int8_brings_values_back_within_half_a_step(dtype: DType) -> None:
 def test_only_the_very_last_block_is_partly_used(
     host_dtype: HostDType, dtype: DType, count: int, num_last_tokens: int
 ) -> None:
-    config = make_config(dtype)
-    kv = make_kv(config)
-    store = store_of(kv, config, host_dtype, NUM_HOST)
+    kv, store = kv_and_store(dtype, host_dtype)
     kv[count - 1, ..., num_last_tokens:, :] = float("nan")
     blocks = list(range(count))
     original = kv.clone()
@@ -431,9 +431,7 @@ def test_the_model_keeps_its_threads(two_threads: None) -> None:
 
 @pytest.mark.parametrize(("host_dtype", "dtype"), STORES)
 def test_link_is_measured(host_dtype: HostDType, dtype: DType) -> None:
-    config = make_config(dtype)
-    kv = make_kv(config)
-    store = store_of(kv, config, host_dtype, NUM_HOST)
+    kv, store = kv_and_store(dtype, host_dtype)
     out_s, in_s = measure_link(store, len(kv), BLOCK_SIZE, CPU)
     assert 0 < out_s < 1
     assert 0 < in_s < 1

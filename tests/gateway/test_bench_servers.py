@@ -195,16 +195,6 @@ def test_a_mistake_is_one_clear_error(
     assert line.startswith(f"error: {message}")
 
 
-def test_a_seed_is_not_negative(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["fastserve", "bench", "--rates", "1", "--seed", "-1"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert "Invalid value for '--seed'" in capsys.readouterr().err
-
-
 def test_a_model_that_the_server_does_not_have(gateway: RunningGateway) -> None:
     done = bench("--url", gateway.api_url, "--model", "nope", "--rates", "1")
     assert (done.returncode, done.stdout) == (1, "")

@@ -12,19 +12,19 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
 import pytest
 from fastserve_client.errors import InvalidRequest, error_from_http, error_from_status
 from fastserve_gateway.answer import event
-from fastserve_gateway.app import GatewaySettings, create_app
+from fastserve_gateway.app import create_app
 from fastserve_gateway.auth import ApiKeys
-from fastserve_gateway.command import GatewayServer, run_gateway
+from fastserve_gateway.command import run_gateway
 from fastserve_gateway.errors import from_client_error
 from fastserve_gateway.live_feed import LiveFeed
 from fastserve_gateway.schemas import CompletionRequest
+from gateway_thread import gateway_thread
 from lone_gateway import PICTURE, Pictures, settings
 from starlette.testclient import TestClient
 from waiting import wait_for
@@ -142,19 +142,6 @@ def test_a_body_that_says_it_is_not_compressed(alone: TestClient) -> None:
 # --- how much it holds --------------------------------------------------------------------------
 
 
-@contextmanager
-def listening(settings: GatewaySettings) -> Iterator[tuple[str, int]]:
-    """The address of a gateway on a thread of its own."""
-    server = GatewayServer(create_app(settings), drain_timeout_s=1.0)
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.run, [listener])
-        try:
-            yield listener.getsockname()
-        finally:
-            server.should_exit = True
-            running.result(DEADLINE_S)
-
-
 def test_bodies_together_are_bounded_until_they_are_answered() -> None:
     size = 600_000
     halves_sent, go_on = threading.Event(), threading.Event()
@@ -170,8 +157,11 @@ def test_bodies_together_are_bounded_until_they_are_answered() -> None:
         headers = {"Content-Type": "application/json"}
         return httpx2.post(url, content=content, headers=headers, timeout=DEADLINE_S)
 
-    with listening(settings(max_held_bytes=1 << 20)) as (_, port), ThreadPoolExecutor(1) as pool:
-        url = f"http://127.0.0.1:{port}/v1/completions"
+    with (
+        gateway_thread(settings(max_held_bytes=1 << 20)) as gateway,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        url = f"{gateway.url}/v1/completions"
         slow = pool.submit(post, slowly())
         try:
             assert halves_sent.wait(DEADLINE_S)
@@ -194,8 +184,8 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
         "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
     )
     with (
-        listening(settings()) as address,
-        socket.create_connection(address, DEADLINE_S) as client,
+        gateway_thread(settings()) as gateway,
+        socket.create_connection(gateway.address, DEADLINE_S) as client,
     ):
         client.sendall(head.encode())
         assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
@@ -208,12 +198,12 @@ def test_a_failed_request_is_not_left_to_the_collector(stream: bool, prompts: in
         return sum(isinstance(one, CompletionRequest) for one in gc.get_objects())
 
     body = {"model": "fastserve", "prompt": ["a"] * prompts, "stream": stream}
-    with listening(settings()) as (_, port):
+    with gateway_thread(settings()) as gateway:
         gc.collect()
         before = num_requests()
         gc.disable()
         try:
-            url = f"http://127.0.0.1:{port}/v1/completions"
+            url = f"{gateway.url}/v1/completions"
             assert httpx2.post(url, json=body, timeout=DEADLINE_S).status_code == 503
             wait_for(lambda: num_requests() == before, DEADLINE_S)
         finally:
@@ -326,26 +316,18 @@ def test_a_viewer_that_does_not_read_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("fastserve_gateway.app.AsyncFastServeClient", Pictures)
-    server = GatewayServer(create_app(settings()), drain_timeout_s=60.0)
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.run, [listener])
-        address = listener.getsockname()
-        try:
-            with (
-                socket.create_connection(address) as silent,
-                httpx2.stream(
-                    "GET", f"http://127.0.0.1:{address[1]}/live/events", timeout=DEADLINE_S
-                ) as reader,
-            ):
-                silent.sendall(b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                num_bytes = 0
-                for part in reader.iter_bytes():
-                    num_bytes += len(part)
-                    if num_bytes > 1000 * len(PICTURE):  # more than any buffer of the other's
-                        server.should_exit = True
-                stopped_s = time.monotonic()
-                running.result(DEADLINE_S)
-                assert time.monotonic() - stopped_s < STOP_LIMIT_S
-        finally:
-            server.should_exit = True
+    with (
+        gateway_thread(settings(), drain_timeout_s=60.0) as gateway,
+        socket.create_connection(gateway.address) as silent,
+        httpx2.stream("GET", f"{gateway.url}/live/events", timeout=DEADLINE_S) as reader,
+    ):
+        silent.sendall(b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        num_bytes = 0
+        for part in reader.iter_bytes():
+            num_bytes += len(part)
+            if num_bytes > 1000 * len(PICTURE):  # more than any buffer of the other's
+                gateway.server.should_exit = True
+        stopped_s = time.monotonic()
+        gateway.stop()
+        assert time.monotonic() - stopped_s < STOP_LIMIT_S
     assert not caplog.records

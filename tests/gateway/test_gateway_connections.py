@@ -10,20 +10,19 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastserve_gateway import http_connection
-from fastserve_gateway.app import create_app
 from fastserve_gateway.command import GatewayServer
 from fastserve_gateway.http_connection import (
     MAX_HEADER_BYTES,
     MAX_UNANSWERED,
     HttpConnection,
 )
+from gateway_thread import gateway_thread
 from lone_gateway import MAX_BODY_BYTES, Pictures, settings
 from running_gateway import running_gateway
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
@@ -77,14 +76,8 @@ class Gateway:
 def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
     pictures = Jobs()
     monkeypatch.setattr("fastserve_gateway.app.AsyncFastServeClient", lambda *_, **__: pictures)
-    server = GatewayServer(create_app(settings()), drain_timeout_s=1.0)
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.run, [listener])
-        try:
-            yield Gateway(listener.getsockname(), pictures, server)
-        finally:
-            server.should_exit = True
-            running.result(DEADLINE_S)
+    with gateway_thread(settings()) as running:
+        yield Gateway(running.address, pictures, running.server)
 
 
 def status(connection: socket.socket, request: bytes) -> int:

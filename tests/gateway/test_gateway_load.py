@@ -20,9 +20,8 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_gateway import command
-from fastserve_gateway.app import create_app
-from fastserve_gateway.command import GatewayServer
 from fastserve_gateway.http_connection import HttpConnection
+from gateway_thread import gateway_thread
 from lone_gateway import settings
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
@@ -256,23 +255,19 @@ def test_an_answer_outlives_the_signal_to_the_gateway(
 def test_what_is_unfinished_at_the_deadline_ends_with_an_error(
     endpoints: Endpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app = create_app(settings(url=f"grpc://{endpoints.grpc_url}"))
-    gateway = GatewayServer(app, drain_timeout_s=0.2)
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as pool:
-        running = pool.submit(gateway.run, [listener])
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+    with (
+        gateway_thread(settings(url=f"grpc://{endpoints.grpc_url}"), 0.2) as gateway,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        url = f"{gateway.url}/v1/completions"
         whole = pool.submit(httpx2.post, url, json=LONG, timeout=DEADLINE_S)
-        try:
-            body = {**LONG, "stream": True}
-            with httpx2.stream("POST", url, json=body, timeout=DEADLINE_S) as response:
-                lines = response.iter_lines()
-                next(lines)
-                wait_until_busy(endpoints, jobs=2)
-                gateway.should_exit = True
-                rest = [line for line in lines if line]
-        finally:
-            gateway.should_exit = True
-        running.result(DEADLINE_S)
+        body = {**LONG, "stream": True}
+        with httpx2.stream("POST", url, json=body, timeout=DEADLINE_S) as response:
+            lines = response.iter_lines()
+            next(lines)
+            wait_until_busy(endpoints, jobs=2)
+            gateway.server.should_exit = True
+            rest = [line for line in lines if line]
     assert json.loads(rest[-1].removeprefix("data: ")) == SHUTTING_DOWN
     assert (whole.result().status_code, whole.result().json()) == (503, SHUTTING_DOWN)
     assert not caplog.records
@@ -283,11 +278,9 @@ def test_who_does_not_read_is_cut_off_after_the_deadline(
     endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(command, "_ERRORS_TIMEOUT_S", 0.2)
-    app = create_app(settings(url=f"grpc://{endpoints.grpc_url}"))
-    gateway = GatewayServer(app, drain_timeout_s=0.2)
 
     def is_stuck() -> bool:
-        connections = tuple(gateway.server_state.connections)
+        connections = tuple(gateway.server.server_state.connections)
         return any(one.flow.write_paused for one in connections if isinstance(one, HttpConnection))
 
     body = {**LONG, "stream": True, "n": 6, "logprobs": 20}
@@ -295,19 +288,12 @@ def test_who_does_not_read_is_cut_off_after_the_deadline(
         socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)]
     )
     with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        ThreadPoolExecutor(1) as pool,
+        gateway_thread(settings(url=f"grpc://{endpoints.grpc_url}"), 0.2) as gateway,
         httpx2.Client(transport=small_buffer, timeout=DEADLINE_S) as http,
+        http.stream("POST", f"{gateway.url}/v1/completions", json=body),
     ):
-        running = pool.submit(gateway.run, [listener])
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
-        try:
-            with http.stream("POST", url, json=body):
-                wait_for(is_stuck, DEADLINE_S)
-                gateway.should_exit = True
-                running.result(DEADLINE_S)
-        finally:
-            gateway.should_exit = True
+        wait_for(is_stuck, DEADLINE_S)
+        gateway.stop()
     assert not caplog.records
     wait_until_idle(endpoints)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from fastserve_backend.cli.app import main
 from relay import Relay
 from running_gateway import RunningGateway, running_gateway
 
@@ -46,14 +45,3 @@ def test_no_request_is_lost_while_a_proxy_lets_go_of_its_connection(far_url: str
 
     with ThreadPoolExecutor(len(IDLE_S)) as pool:
         assert list(pool.map(statuses, IDLE_S)) == [[200, 200]] * len(IDLE_S)
-
-
-@pytest.mark.parametrize("seconds", ["0", "-1", "100000", "nan", "soon"])
-def test_how_long_may_be_chosen_within_reason(
-    seconds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["fastserve", "gateway", "--keep-alive-s", seconds])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert "Invalid value for '--keep-alive-s'" in capsys.readouterr().err

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -177,14 +174,3 @@ def test_a_file_that_does_not_say_how_text_is_split(
     ]
     assert len(messages) == warnings
     assert all("GPT-2's way" in message for message in messages)
-
-
-def test_a_conversion_needs_no_transformers() -> None:
-    """Of the packages that a server has installed."""
-    code = """
-import sys
-sys.modules["transformers"] = None
-import fastserve_backend.models.gguf_conversion, fastserve_backend.checkpoints.hf_tokenizer
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)

@@ -28,7 +28,7 @@ def with_rounded_linears(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def rounded_model(name: str, directory: Path) -> tuple[ModelConfig, PreTrainedModel]:
-    """The configuration of a saved checkpoint in INT8, and transformers' model of that precision."""
+    """A saved checkpoint's configuration in INT8, and transformers' model of that precision."""
     theirs = with_rounded_linears(saved(name, directory))
     config = load_model_config(
         str(directory), load_format="auto", dtype="float32", quantization="int8"

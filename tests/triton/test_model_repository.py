@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving import launch
-from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.repository import (
     ENGINE_FILE,
     find_model_template,
     write_repository,
 )
 from fastserve_client import protocol
-from tiny_model import START_TIMEOUT_S
+from launched import start
 
 
 def test_shipped_engine_file_has_every_default() -> None:
@@ -104,7 +103,4 @@ def test_shim_makes_a_named_backend(
         return directory
 
     monkeypatch.setattr(launch, "write_repository", write_named)
-    log_path = tmp_path / "server.log"
-    server = TritonServer(tiny_config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
-    server.start(START_TIMEOUT_S)
-    server.stop()
+    start(tiny_config, tmp_path / "server.log").stop()

@@ -17,7 +17,6 @@ import tritonclient.grpc as grpcclient
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.watches import MAX_WATCHES
 from fastserve_backend.serving.endpoints import Endpoints
-from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import (
     AsyncFastServeClient,
     EngineState,
@@ -25,6 +24,7 @@ from fastserve_client import (
     ServerUnavailable,
     protocol,
 )
+from running_server import running_server
 from serving_client import (
     GENERATE,
     GENERATE_STREAM,
@@ -36,7 +36,6 @@ from serving_client import (
     tensors,
     unfinished_jobs,
 )
-from tiny_model import START_TIMEOUT_S
 from waiting import wait_for
 
 DEADLINE_S = 30.0
@@ -334,9 +333,7 @@ async def test_the_client_says_when_there_are_too_many(endpoints: Endpoints) -> 
 
 def test_watchers_do_not_hold_up_the_end(tiny_config: EngineConfig, tmp_path: Path) -> None:
     log_path = tmp_path / "server.log"
-    server = TritonServer(tiny_config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
-    server.start(START_TIMEOUT_S)
-    try:
+    with running_server(tiny_config, log_path) as server:
         watches = [Watch(server.endpoints.grpc_url) for _ in range(3)]
         stream = GrpcStream(server.endpoints.grpc_url, **LONG | {"max_tokens": 300})
         stream.first_token()
@@ -352,8 +349,6 @@ def test_watchers_do_not_hold_up_the_end(tiny_config: EngineConfig, tmp_path: Pa
         assert len(answer.token_ids) == 300
         stopper.join(DEADLINE_S)
         assert not stopper.is_alive()
-    finally:
-        server.stop()
     log = log_path.read_text(encoding="utf-8")
     assert "unloading" in log  # nothing has kept the model
     assert "Traceback" not in log

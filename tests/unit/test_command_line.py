@@ -1,4 +1,4 @@
-"""What every command does before its own work: the streams it finds, Ctrl-C while it starts."""
+"""What every command does before its own work: closed streams, bad options, early Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from fastserve_backend.cli.app import main
 
 DEADLINE_S = 60.0
 FASTSERVE = f"{sys.executable} -m fastserve_backend"
@@ -38,6 +39,25 @@ def test_a_closed_stream_is_one_that_says_and_takes_nothing(
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith(message)
     assert done.stderr.count("\n") == bool(message)
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [("bench", "--seed", "-1")]
+    + [("gateway", "--keep-alive-s", value) for value in ("0", "-1", "100000", "nan", "soon")],
+)
+def test_an_option_out_of_its_range_is_named(
+    command: str,
+    option: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fastserve", command, option, value])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"Invalid value for '{option}'" in capsys.readouterr().err
 
 
 def test_a_process_that_is_started_gets_the_streams_too() -> None:

@@ -1,4 +1,4 @@
-"""One of several ranks dies or stops: all are replaced, and every job goes on where it was."""
+"""One of several ranks dies or hangs: all ranks are replaced, and every job continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from waiting import wait_for
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 NUM_JOBS = 10
-# Half of what the jobs need.
+# Half of the blocks that the jobs need.
 SHORT_OF_MEMORY = {"device_blocks": 28, "base_quantum_ms": 0.01}
 
 
@@ -47,7 +47,7 @@ def undisturbed(small_opt: Path, tokenizer: Path, prompts: list[list[int]]) -> l
 
 
 class Streams:
-    """All prompts, streamed from an engine."""
+    """Streams the answers to all prompts from an engine."""
 
     def __init__(self, llm: ParallelLLM, prompts: Sequence[Sequence[int]]) -> None:
         self._outputs: list[list[JobOutput]] = [[] for _ in prompts]
@@ -59,7 +59,7 @@ class Streams:
         return [[token for one in list(job) for token in one.token_ids] for job in self._outputs]
 
     def wait(self) -> None:
-        """Until every job has ended."""
+        """Waits until every job has ended."""
         wait_for(lambda: all(job and job[-1].finish_reason for job in self._outputs), 60.0)
 
 
@@ -119,7 +119,7 @@ def test_a_rank_that_is_not_ready_may_be_silent_for_longer(monkeypatch: pytest.M
 
 
 def test_a_pause_of_the_engine_is_no_silence_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their heartbeats may be unread yet, and one's is read before another's."""
+    """After a pause several heartbeats are unread, and the engine reads them one by one."""
     now_s = 0.0
     monkeypatch.setattr(rank_processes, "time", SimpleNamespace(monotonic=lambda: now_s))
     ranks = RankProcesses(zmq.Poller())
@@ -163,7 +163,7 @@ def test_idle_ranks_cost_nothing_listen_on_loopback_alone_and_one_that_dies_is_r
         assert all(b - a < 0.3 for a, b in zip(before, after, strict=True))
         ranks[1].kill()
         wait_for(lambda: llm.engine.counters.worker_restarts == 1)
-        assert "rank 1 died" in caplog.text  # it was not its silence that was noticed
+        assert "rank 1 died" in caplog.text  # its death was noticed, not its silence
         wait_for(lambda: all_ended(ranks))
         (answer,) = llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
         assert answer.finish_reason is not None

@@ -46,7 +46,7 @@ class Server:
 
 
 async def asked(*labels: str, pause_s: float) -> list[tuple[str, float]]:
-    """The servers in the order of their requests."""
+    """The server and the time of each request, in order."""
     times: list[tuple[str, float]] = []
     plan = Plan(
         WORKLOAD,

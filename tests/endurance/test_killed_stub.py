@@ -1,5 +1,5 @@
-"""The model's process is killed again and again under load: clients are told, the server is back
-soon, and nothing stays.
+"""The model's process is killed repeatedly under load: clients get errors, the server is soon back,
+and nothing is left behind.
 
 `make endurance` kills it ten times, `make test` once.
 """
@@ -76,7 +76,7 @@ def names(prefix: str) -> list[Path]:
 
 
 def load(server: TritonServer) -> list[GrpcStream]:
-    """As many jobs as run at once, and as many that wait."""
+    """Sends as many jobs as run at once, and as many more, which wait."""
     streams = [
         GrpcStream(
             server.endpoints.grpc_url, text_input="a", stream=True, max_tokens=3500, ignore_eos=True

@@ -79,7 +79,7 @@ def model_config(directory: Path, values: dict[str, Any], **formats: Any) -> Any
 
 
 def empty_cache(config: Any, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
-    """Of NaN; in INT8 the scales are."""
+    """A cache full of NaN. In INT8 the scales are NaN."""
     kv = allocate_kv(config, CPU, BLOCK_SIZE, num_blocks, 0.9)
     assert kv[0].nbytes == config.kv_bytes_per_block(BLOCK_SIZE)
     values = codes_and_scales(kv)[1] if is_int8(kv) else kv
@@ -130,7 +130,7 @@ def generate(
     return outputs
 
 
-# The longest is over one split of the context; the interpreter takes its time for it.
+# The longest context takes more than one split, which is slow in the interpreter.
 @pytest.mark.parametrize(
     ("name", "longest", "formats"),
     [
@@ -207,7 +207,7 @@ def test_a_step_of_more_jobs_than_graphs_have_is_refused(tmp_path: Path) -> None
 @pytest.mark.usefixtures("gpu_kernels")
 @pytest.mark.parametrize("stage", [0, 1])
 def test_largest_step_fits_the_inputs(stage: int, tmp_path: Path) -> None:
-    """What finds out how much memory a step takes, on either stage of a pipeline."""
+    """The step that measures peak memory runs on either stage of a pipeline."""
     config = model_config(tmp_path, MODELS["llama, grouped heads"])
     model = load_model(config, CPU, layers=range(stage, stage + 1))
     limits = StepLimits(max_jobs=3, max_tokens=40, max_model_len=32)

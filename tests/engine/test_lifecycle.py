@@ -64,7 +64,7 @@ def test_a_full_queue_refuses_and_recovers(checkpoint: Path, tokenizer: Path) ->
             llm.engine.cancel(number)
         for sink in sinks:
             sink.wait()
-        # More prompts than the queue takes: the offline class feeds them as room appears.
+        # There are more prompts than queue places: the offline class submits them as room appears.
         answers = llm.generate([[5]] * 9, SamplingParams(max_tokens=2), progress=False)
         assert all(answer.finish_reason is not None for answer in answers)
 

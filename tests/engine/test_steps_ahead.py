@@ -1,4 +1,4 @@
-"""Steps that a rank launches before the tokens of the step before have left it."""
+"""A rank launches a step before the previous step's tokens have left it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_tokens_are_those_of_steps_that_waited(
 
 
 def test_tokens_of_a_gpus_kernels_too(make_runner: Callable[[str], ModelRunner]) -> None:
-    """Interpreted, with decodes padded as for CUDA graphs."""
+    """The kernels are interpreted, and decodes padded as for CUDA graphs."""
     expected = generate(make_runner("auto"), ahead=False)
     found = generate(make_runner("triton"), ahead=True)
     assert [token_ids for token_ids, _, _ in found] == [token_ids for token_ids, _, _ in expected]
@@ -113,7 +113,7 @@ def test_the_host_reads_no_token_to_put_it_into_a_step() -> None:
 
 
 class HeldWatch(Stopwatch):
-    """That of a device which ends the step when the test says so, in any order."""
+    """A device's watch that ends steps when the test says so, in any order."""
 
     def __init__(self) -> None:
         super().__init__(CPU)

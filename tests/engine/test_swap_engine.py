@@ -84,7 +84,7 @@ def kv_and_store(dtype: DType, host_dtype: HostDType) -> tuple[Tensor, HostStore
 def after_round_trip(
     blocks: Tensor, host_dtype: HostDType, num_last_tokens: int = BLOCK_SIZE
 ) -> Tensor:
-    """What comes back of blocks that were copied to the host together."""
+    """The values that come back of blocks that were copied to the host together."""
     if host_dtype == "same":
         return blocks.clone()
     return dequantize(*quantize(blocks, num_last_tokens), blocks.dtype)
@@ -115,7 +115,7 @@ def test_int8_holds_more_blocks() -> None:
     config = make_config("float32")
     kv = make_kv(config)
     plain = make_host_store(config, kv, 2**-10, "same")
-    # A byte instead of 4, and 4 bytes for the 16 values of each channel.
+    # INT8 takes a byte instead of 4, and 4 bytes for each channel of 16 values.
     assert len(make_host_store(config, kv, 2**-10, "int8")) == int(len(plain) * 16 * 4 / (16 + 4))
 
 
@@ -140,7 +140,7 @@ PLACES = {
     "last and first": ([11, 10, 0], [NUM_HOST - 2, NUM_HOST - 1, 0]),
     "all": (list(range(12)), list(range(12))),
 }
-"""Blocks on the device, of the first half, and on the host."""
+"""Blocks in the first half of the device, and the blocks on the host."""
 
 
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
@@ -162,8 +162,8 @@ def test_blocks_come_back_to_other_places(
     expected[sources] = 0.0
     assert torch.equal(kv, expected)
 
-    # And a second time: reading leaves the host's blocks as they are. One at a time, so that the
-    # order of the pairs cannot matter.
+    # Copying in a second time works, as reading leaves the host's blocks as they are. Blocks go one
+    # at a time, so that their order cannot matter.
     for source, host in zip(sources, hosts, strict=True):
         store.copy_in([source], [host])
     assert torch.equal(kv[sources], expected[targets])
@@ -177,7 +177,7 @@ def test_int8_brings_values_back_within_half_a_step(dtype: DType) -> None:
     store.copy_out(blocks, blocks, BLOCK_SIZE)
     store.copy_in(blocks, blocks)
     low, high = torch.aminmax(original[:9], dim=4, keepdim=True)
-    # Half a step, what float16 loses of the minimum, and what the result's type loses.
+    # Half a step, the rounding of the minimum to float16, and that of the result's type.
     limit = (high - low) / 255 * 0.63 + torch.maximum(low.abs(), high.abs()) * (
         2.0**-11 + torch.finfo(kv.dtype).eps
     )
@@ -260,7 +260,7 @@ class Swaps:
         return self.results.get(timeout=DEADLINE_S)
 
     def finish(self, *copy: object) -> CopyResult:
-        """Begin a copy and wait for it, while no other is under way."""
+        """Begins a copy and waits for it while no other copy is under way."""
         self.begin(*copy)  # type: ignore[arg-type]
         return self.result()[1]
 
@@ -275,7 +275,7 @@ def swaps(request: pytest.FixtureRequest) -> Swaps:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """Two threads for torch's operations in this one, also on a machine with one core."""
+    """Gives torch two threads for operations of this thread, even on a machine with one core."""
     with torch_threads(2):
         yield
 
@@ -294,7 +294,7 @@ def test_out_and_in_again(swaps: Swaps) -> None:
 
 def test_results_of_a_direction_come_in_order(swaps: Swaps) -> None:
     for index in range(40):
-        # Apart from one another: a job's copies out touch none of another's copies in.
+        # Their blocks are disjoint: no copy out touches blocks of a copy in.
         swaps.begin(index, True, [index % 12], [index % 15])
         swaps.begin(100 + index, False, [12 + index % 12], [15 + index % 15])
     ids: dict[str, list[int]] = {"swap-out": [], "swap-in": []}
@@ -343,8 +343,8 @@ def test_a_block_that_does_not_exist_fails_only_its_copy(
 
 
 def test_random_copies_both_ways_at_once(swaps: Swaps) -> None:
-    """Against a model of what every block holds; blocks of copies under way are left alone, as the
-    engine does."""
+    """Compares with a model of each block's contents. As in the engine, blocks of copies under way
+    are left alone."""
     rng = random.Random(5)
     kv = swaps.kv
     everything = list(range(NUM_HOST))
@@ -409,7 +409,7 @@ def test_random_copies_both_ways_at_once(swaps: Swaps) -> None:
 
 
 def test_the_model_keeps_its_threads(two_threads: None) -> None:
-    """Copies take one thread of torch's each; operations in this thread still use two."""
+    """Each copy takes one torch thread; operations in this thread still use two."""
     config = make_config("float32")
     kv = make_kv(config)
     before = torch.get_num_threads()
@@ -418,9 +418,9 @@ def test_the_model_keeps_its_threads(two_threads: None) -> None:
     assert swaps.finish(2, False, range(8), range(8)).error is None
     assert torch.get_num_threads() == before
 
-    # What other threads of this process did meanwhile is torch's second thread: the swap engine's
-    # wait. Processor time, not time passed, so that a busy machine does not matter; that of others
-    # is counted a few ms late.
+    # The swap engine's threads wait, so the time of other threads is that of torch's second thread.
+    # Processor time is used, so that a busy machine does not matter. The system counts that of
+    # other threads a few ms late.
     values = torch.rand(500_000)
     started_own, started_all = time.thread_time(), time.process_time()
     while (own := time.thread_time() - started_own) < 0.1:

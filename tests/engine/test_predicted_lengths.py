@@ -102,7 +102,7 @@ def test_a_job_that_was_cut_off_teaches_nothing(predicting: LLM) -> None:
     length_before = finished["length"]
     predicting.generate("Who was Ramses?", cut_off, progress=False)
     wait_for(lambda: finished["length"] == length_before + 1)
-    # The predictor heard of that job's end before this one's, which it has learned.
+    # The predictor was told of that end before this one's, and learns only this one.
     predicting.generate("Name five rivers.", SHORT, progress=False)
     wait_for(lambda: predictions.num_entries > taught_before)
     assert predictions.num_entries == taught_before + 1

@@ -1,4 +1,4 @@
-"""The gateway's application without a model server: who may use it, and how it words and ends."""
+"""The gateway's application without a model server: access, memory, error messages and shutdown."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from starlette.testclient import TestClient
 from waiting import wait_for
 
 DEADLINE_S = 30.0
-# Less than answers have, which a viewer that does not read must not wait for.
+# Less than the time for unfinished answers, which a stalled viewer must not get.
 STOP_LIMIT_S = 10.0
 
 
@@ -46,7 +46,7 @@ def guarded() -> Iterator[TestClient]:
         yield client
 
 
-# --- who may use it -----------------------------------------------------------------------------
+# --- access -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_without_keys_names_of_this_machine_are_answered(alone: TestClient, host
     ],
 )  # fmt: skip
 def test_without_keys_other_names_are_refused(alone: TestClient, host: str) -> None:
-    """A page of another site may have its own name lead here."""
+    """The DNS name of another site may point to this machine."""
     headers = {"Host": host}
     body = {"model": "fastserve", "prompt": "a"}
     answers = [alone.get(path, headers=headers) for path in ("/v1/models", "/metrics")]
@@ -78,7 +78,7 @@ def test_without_keys_other_names_are_refused(alone: TestClient, host: str) -> N
 
 
 def test_what_needs_no_key_needs_no_name_of_this_machine(alone: TestClient) -> None:
-    """As probes and deploy/nginx ask."""
+    """Probes and deploy/nginx use the machine's address."""
     headers = {"Host": "10.0.0.7:9000"}
     assert alone.get("/health", headers=headers).status_code == 503  # there is no server
     assert alone.head("/health", headers=headers).status_code == 503
@@ -98,7 +98,7 @@ def test_a_file_of_keys_may_begin_with_a_mark(tmp_path: Path) -> None:
 
 
 def test_a_slash_at_the_end_is_another_route(guarded: TestClient) -> None:
-    """A redirect would lead from the proxy's https:// to plain HTTP."""
+    """A redirect would lead clients from the proxy's https:// to plain HTTP."""
     answer = guarded.post("/v1/completions/", follow_redirects=False)
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == (
@@ -139,7 +139,7 @@ def test_a_body_that_says_it_is_not_compressed(alone: TestClient) -> None:
     assert alone.post("/v1/completions", headers=headers, content=b"{").status_code == 400
 
 
-# --- how much it holds --------------------------------------------------------------------------
+# --- memory --------------------------------------------------------------------------
 
 
 def test_bodies_together_are_bounded_until_they_are_answered() -> None:
@@ -171,7 +171,7 @@ def test_bodies_together_are_bounded_until_they_are_answered() -> None:
             go_on.set()
         assert refused.json()["error"]["code"] == "gateway_full"
         assert int(refused.headers["Retry-After"]) > 0
-        # The rest is read: a proxy would see a reset, and make a 502 of it.
+        # The gateway reads the rest, else a proxy would see a reset and answer 502.
         assert "Connection" not in refused.headers
         # There is no model server.
         assert [slow.result().status_code, post(body).status_code] == [503, 503]
@@ -215,7 +215,7 @@ def test_a_body_that_could_never_be_held() -> None:
         settings(max_held_bytes=1000)
 
 
-# --- how it words -------------------------------------------------------------------------------
+# --- error messages -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_refusals_of_a_field_name_it() -> None:
 def test_an_event_is_one_line_for_those_who_go_by_unicode() -> None:
     text = "a\u2028b\x85c\u2029d\re\x1cf"
     sent = event({"text": text}).decode()
-    assert len(sent.splitlines()) == 2  # with the empty one
+    assert len(sent.splitlines()) == 2  # including the empty name
     assert json.loads(sent.removeprefix("data: ")) == {"text": text}
 
 
@@ -266,11 +266,11 @@ def test_an_address_that_cannot_be_is_refused_before_anybody_is_told(
     assert told == []
 
 
-# --- how the live view ends ---------------------------------------------------------------------
+# --- the end of the live view ---------------------------------------------------------------------
 
 
 class NoPictures(Pictures):
-    """As while an iteration takes long."""
+    """A watch without a picture, as during a long iteration."""
 
     async def next_json(self) -> str:
         return await asyncio.get_running_loop().create_future()

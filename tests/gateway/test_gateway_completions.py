@@ -229,7 +229,7 @@ def test_sampling_fields_reach_the_server(client: OpenAI) -> None:
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [10**9]}, "prompt"),
         ({"prompt": [10**30]}, "prompt"),
-        # Triton would take their low 32 bits over HTTP, which are tokens.
+        # Over HTTP Triton would take their low 32 bits, which are valid tokens.
         ({"prompt": [2**32 + 5]}, "prompt"),
         ({"prompt": [[5], [5 - 2**32]]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
@@ -312,7 +312,7 @@ PART, B, OTHER_PART, C = (
 def test_the_sampled_token_is_among_the_likeliest(
     sampled: TokenLogprob, expected: dict[str, float]
 ) -> None:
-    """Of others with one text the likeliest is shown."""
+    """Of other tokens with equal text the likeliest is shown."""
     request = CompletionRequest(model="fastserve", prompt="a", logprobs=3)
     entry = replace(sampled, top=(PART, B, OTHER_PART))
     chunk = Chunk(sampled.token, (sampled.token_id,), logprobs=(entry,))

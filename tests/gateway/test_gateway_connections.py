@@ -1,4 +1,4 @@
-"""What a connection to the gateway may do, and what it must not do to the others."""
+"""Limits of a connection to the gateway, so that none harms the others."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ DEADLINE_S = 30.0
 SHORT_S = 0.2
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 EVENTS = b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
-# Answered before its body: there is no Content-Type.
+# Without a Content-Type the gateway answers before the body.
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 JOB = POST + b'Content-Length: 36\r\n\r\n{"model":"fastserve", "prompt": "a"}'
-# As Java's own client offers it with each request.
+# The upgrade that Java's own client offers with each request.
 H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
 WEBSOCKET = b"Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\n"
 
@@ -81,7 +81,7 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
 
 
 def status(connection: socket.socket, request: bytes) -> int:
-    """Sends it, and reads the whole answer."""
+    """Sends the request, reads the whole answer, and returns its status."""
     connection.sendall(request)
     answer = http.client.HTTPResponse(connection)
     answer.begin()
@@ -90,7 +90,7 @@ def status(connection: socket.socket, request: bytes) -> int:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """What comes until the gateway closes the connection."""
+    """Reads until the gateway closes the connection."""
     parts: list[bytes] = []
     try:
         while part := connection.recv(1 << 16):
@@ -286,7 +286,8 @@ def test_who_sends_too_slowly_may_go_on(gateway: Gateway, monkeypatch: pytest.Mo
         assert status(connection, b"bc" + MODELS) == 200
 
 
-# --- those that do nothing ----------------------------------------------------------------------
+# --- idle and slow connections
+# ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("before", [b"", MODELS])
@@ -318,7 +319,7 @@ def test_idle_ones_end(gateway: Gateway, monkeypatch: pytest.MonkeyPatch, before
     with gateway.connect() as connection:
         if before:
             status(connection, before)
-        connection.sendall(b"\r\n")  # some clients end a request so; it begins none
+        connection.sendall(b"\r\n")  # some clients end a request like this; it starts no new one
         assert rest(connection) == b""
 
 
@@ -328,7 +329,7 @@ def test_but_are_kept_longer_than_headers_may_take(
     monkeypatch.setattr(http_connection, "HEADERS_TIMEOUT_S", SHORT_S)
     with gateway.connect() as connection:
         for request in (MODELS, CHUNKED + b"0\r\n\r\n", MODELS):
-            time.sleep(2 * SHORT_S)  # a proxy has nothing to send
+            time.sleep(2 * SHORT_S)  # a proxy that has nothing to send
             assert status(connection, request) in (200, 415)
 
 
@@ -357,7 +358,7 @@ def test_who_reads_nothing_is_gone(
 def test_who_reads_slowly_is_not(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "STALLED_TIMEOUT_S", 5 * SHORT_S)
     with socket.socket() as connection:
-        # As in a network: the loopback device would let 64 KiB gather before it tells of room.
+        # Small segments as in a network: the loopback device reports room only after 64 KiB.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1400)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         connection.connect(gateway.address)

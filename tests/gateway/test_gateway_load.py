@@ -93,7 +93,7 @@ async def test_a_client_that_goes_away_frees_its_blocks(
         await asyncio.to_thread(wait_until_busy, endpoints, n)
     except AssertionError:
         if reader.done():
-            await reader  # says why
+            await reader  # gives the reason
         raise
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
@@ -155,7 +155,7 @@ def test_a_full_queue_is_429(fragile: TritonServer, fragile_gateway: RunningGate
             with fragile_gateway.client() as client, pytest.raises(openai.RateLimitError):
                 client.completions.create(model="fastserve", prompt="Hello")
         wait_until_idle(endpoints)
-        # One of three is too many, and the two others must not stay.
+        # One of three prompts is too many, and the two others must not stay behind.
         assert http.post(url, json={**LONG, "n": 3}).status_code == 429
         wait_until_idle(endpoints)
         assert http.post(url, json={**LONG, "max_tokens": 1}).status_code == 200
@@ -174,14 +174,14 @@ def test_an_error_in_mid_stream_and_the_way_back(
             lines += [line] if line else []
     assert lines[-1].startswith('data: {"error":{"message":"the model server takes no requests')
     assert "[DONE]" not in "".join(lines)
-    # The launcher starts the server again, and the gateway finds it.
+    # The launcher restarts the server, and the gateway finds it.
     wait_for(lambda: is_healthy(fragile_gateway), DEADLINE_S)
     with fragile_gateway.client() as client:
         assert client.completions.create(model="fastserve", prompt="Hello", max_tokens=1).choices
 
 
 async def test_refusals_of_several_answers(fragile_gateway: RunningGateway) -> None:
-    """What they may leave behind shows when the server is stopped, in the next test."""
+    """Anything that they leave behind shows in the next test, which stops the server."""
     url = f"{fragile_gateway.api_url}/completions"
     async with httpx2.AsyncClient(timeout=REQUEST_TIMEOUT_S) as http:
         for stream in (False, True):
@@ -195,7 +195,7 @@ def is_healthy(gateway: RunningGateway) -> bool:
 
 
 def test_a_gateway_that_stands_still_for_a_while_loses_nothing(gateway: RunningGateway) -> None:
-    """As on a machine with too much to do. The server must not take it for dead."""
+    """This happens on an overloaded machine. The server must not take the gateway for dead."""
     url = f"{gateway.api_url}/completions"
     with httpx2.stream("POST", url, json={**LONG, "stream": True}, timeout=DEADLINE_S) as response:
         lines = response.iter_lines()
@@ -225,7 +225,7 @@ def test_a_server_that_drains_and_then_is_gone(
         stopper.start()
         wait_for(lambda: status(max_tokens=1) == 503, DEADLINE_S)
         assert status(max_tokens=1, stream=True) == 503
-        assert stopper.is_alive()  # what it had accepted goes on
+        assert stopper.is_alive()  # accepted requests go on
         assert any(line.startswith("data: {") for line in lines)
     stopper.join(DEADLINE_S)
     assert "did not end" not in caplog.text

@@ -1,4 +1,4 @@
-"""Proxies keep connections to the gateway: none may end while a request is on its way."""
+"""Proxies reuse connections to the gateway: none may close while a request is on its way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from running_gateway import RunningGateway, running_gateway
 LATENCY_S = 0.05
 PROXY_KEEPS_S = 1.0
 GATEWAY_KEEPS_S = 3
-# Of a connection of the proxy; some are just kept, and some just not.
+# Idle times of the proxy's connections, just below and just above its limit.
 IDLE_S = [PROXY_KEEPS_S + step / 100 for step in range(-20, 21, 4)]
 
 
@@ -28,7 +28,7 @@ def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
 
 @pytest.fixture
 def far_url(gateway: RunningGateway) -> Iterator[str]:
-    """Of the gateway, over a link with some latency."""
+    """The gateway's address over a link with latency."""
     relay = Relay(gateway.url.removeprefix("http://"), latency_s=LATENCY_S)
     yield f"http://127.0.0.1:{relay.port}/v1/models"
     relay.close()

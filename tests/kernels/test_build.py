@@ -79,7 +79,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 @pytest.fixture
 def auto_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For tests that break the build: what comes after finds the kernels again."""
+    """Restores the kernels after tests that break the build."""
     yield
     monkeypatch.undo()
     ops.set_cpu_backend("auto")
@@ -140,7 +140,7 @@ def test_no_compiler_falls_back_with_a_reason(
 
 
 def test_without_leave_to_use_amx_nothing_does() -> None:
-    """An instruction of it would end the process by a signal."""
+    """An AMX instruction would end the process by a signal."""
     done = subprocess.run(
         [sys.executable, "-c", MULTIPLY_WITHOUT_AMX],
         check=False,
@@ -175,7 +175,7 @@ def test_a_cache_that_takes_no_more_falls_back_with_a_reason(
     caplog: pytest.LogCaptureFixture,
     broken: str,
 ) -> None:
-    """Read-only, or past a quota: its folder is there, and the user's own."""
+    """The cache's folder exists and is the user's own, but is read-only or over its quota."""
 
     def fail(*arguments: object, **options: object) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
@@ -261,7 +261,7 @@ def test_one_openmp_runtime_in_the_process() -> None:
 
 
 def test_kernels_run_on_torch_threads() -> None:
-    """Results do not depend on how many threads torch was given."""
+    """Results do not depend on torch's number of threads."""
     ops.set_cpu_backend("compiled")
     linear = ops.PackedLinear(torch.randn(256, 128))
     x = torch.randn(20, 128)

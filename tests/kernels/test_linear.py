@@ -47,7 +47,7 @@ def test_compiled_relu_lets_nan_through() -> None:
 
 
 def test_many_rows_of_a_wide_input(backend: str, close: Close) -> None:
-    """More rows than one packed block holds."""
+    """There are more rows than one packed block holds."""
     weight, bias = torch.randn(40, 2048), torch.randn(40)
     x = torch.randn(150, 2048)
     close(PackedLinear(weight, bias)(x), reference.linear(x, weight, bias, False))

@@ -399,13 +399,13 @@ def test_a_prediction_may_come_late() -> None:
         gittins.add(job, 0.0)
     assert iterate(gittins, 0.0) == [early]
     late.predicted_tokens = 2
-    gittins.predicted(late)
+    gittins.on_predicted(late)
     assert by_priority(gittins, [early, late]) == [late, early]
     assert select(gittins, 1.0) == [(late, 1)]
     late.predicted_tokens = 300  # while it is in flight
-    gittins.predicted(late)
+    gittins.on_predicted(late)
     run_iteration(late)
-    gittins.iteration_done([Scheduled(late, 1)], 2.0)
+    gittins.on_iteration_finished([Scheduled(late, 1)], 2.0)
     assert by_priority(gittins, [early, late]) == [early, late]
 
 
@@ -445,7 +445,7 @@ def test_a_pending_token_that_a_job_turns_out_not_to_have_is_not_learned() -> No
             iterate(gittins, 0.0)
         select(gittins, 0.0)
         job.on_sent(1)
-        gittins.iteration_done(
+        gittins.on_iteration_finished(
             [Scheduled(job, 1)], 0.0
         )  # the next step is sent before this one's token
         job.num_pending = 0  # a stop word in the second token
@@ -463,7 +463,7 @@ def test_a_prefill_that_has_one_token_left_has_passed_no_length() -> None:
         for num_tokens in (4, 1):
             select(gittins, 0.0)
             run_iteration(job, num_tokens)
-            gittins.iteration_done([Scheduled(job, num_tokens)], 0.0)
+            gittins.on_iteration_finished([Scheduled(job, num_tokens)], 0.0)
         finish(gittins, job)
     assert gittins._of_all.lengths.goes_on().tolist() == learned([1] * 10).goes_on().tolist()
 
@@ -476,7 +476,7 @@ def test_a_prefill_that_has_one_token_left_has_begun() -> None:
         gittins.add(one, 0.0)
     select(gittins, 0.0)
     run_iteration(job, 4)
-    gittins.iteration_done([Scheduled(job, 4)], 1.0)
+    gittins.on_iteration_finished([Scheduled(job, 4)], 1.0)
     walk = gittins.walk(1.0, ())
     walk.skip(Place.NOWHERE)
     assert list(walk) == [job]

@@ -21,7 +21,7 @@ def waiting(*numbers: int, since_s: float = 0.0, batch: int = 4) -> tuple[Promot
     jobs = [make_job(number, 1) for number in numbers]
     for job in jobs:
         promotion.start_waiting(job, since_s)
-    promotion.iteration_done([make_job(1000 + number, 1) for number in range(batch)], 100.0)
+    promotion.on_iteration_finished([make_job(1000 + number, 1) for number in range(batch)], 100.0)
     return promotion, jobs
 
 

@@ -148,8 +148,8 @@ class Charged(SkipJoinMLFQ):
         super().__init__(*arguments)
         self.tokens: Counter[int] = Counter()
 
-    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
-        super().iteration_done(ran, now)
+    def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
+        super().on_iteration_finished(ran, now)
         self.tokens.update({job.number: num_tokens for job, num_tokens in ran})
 
 

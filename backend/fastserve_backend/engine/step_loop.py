@@ -250,7 +250,7 @@ class StepLoop:
     def _on_ran(self, going_on: Sequence[Scheduled], ended_s: float) -> None:
         """A step has ended, or counts as ended; these of its jobs go on."""
         self._ran += [job for job, _ in going_on]
-        self.policy.iteration_done(going_on, self._serving_clock.at(ended_s))
+        self.policy.on_iteration_finished(going_on, self._serving_clock.at(ended_s))
 
     # --- Results ------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ class RunningOrder(Protocol):
         """Jobs whose KV was at ``place`` when the round started, in order of ``estimate``."""
         ...
 
-    def placed(self, job: Job) -> None:
+    def on_place_changed(self, job: Job) -> None:
         """The job's ``place`` has changed."""
         ...
 
@@ -96,7 +96,7 @@ class Holders:
                 place = Place.HOST
             if job.place is not place:
                 job.place = place
-                order.placed(job)
+                order.on_place_changed(job)
         self._moved.clear()
 
     def drop(self, job: Job) -> None:

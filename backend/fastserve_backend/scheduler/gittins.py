@@ -166,8 +166,8 @@ class Gittins(KeyedPolicy):
             self._place(self._entries[job.number])
         return super().walk(now, in_flight)
 
-    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
-        self._promotion.iteration_done([job for job, _ in ran], now)
+    def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
+        self._promotion.on_iteration_finished([job for job, _ in ran], now)
         edges = self._of_all.lengths.edges
         for job, _ in ran:
             entry = self._entries[job.number]
@@ -176,7 +176,7 @@ class Gittins(KeyedPolicy):
             if job.num_outputs > entry.key_holds_to or job.num_uncomputed > 1:
                 self._place(entry)
 
-    def predicted(self, job: Job) -> None:
+    def on_predicted(self, job: Job) -> None:
         entry = self._entries[job.number]
         entry.learned = self._learned_of(job)
         self._place(entry)

@@ -164,7 +164,7 @@ class SplitOrder(Generic[Part]):
             part.remove(job)
             self.add(job, key)
 
-    def placed(self, job: Job) -> None:
+    def on_place_changed(self, job: Job) -> None:
         """The job's ``place`` has changed."""
         self.move(job, self.key(job))
 

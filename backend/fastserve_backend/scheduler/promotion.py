@@ -89,7 +89,7 @@ class Promotion:
             self._waiting.pop(job.number, None)
             self._waiting[job.number] = (now, job)
 
-    def iteration_done(self, jobs: Sequence[Job], now: float) -> None:
+    def on_iteration_finished(self, jobs: Sequence[Job], now: float) -> None:
         """These jobs ran in an iteration. They wait from now on."""
         self.num_turns = max(1, int(len(jobs) * _BATCH_SHARE))
         waiting, turns = self._waiting, self._turns

@@ -101,7 +101,7 @@ class Speculative:
         self._entries[job.number] = _Entry(now)
         self._queues.add(job, now)
         if job.predicted_tokens is not None:
-            self.predicted(job)
+            self.on_predicted(job)
 
     def remove(self, job: Job) -> None:
         if self._entries[job.number].num_tokens is None:
@@ -118,7 +118,7 @@ class Speculative:
             self._queued_first,
         )
 
-    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+    def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         queued = []
         for one in ran:
             entry = self._entries[one.job.number]
@@ -127,9 +127,9 @@ class Speculative:
             else:
                 self._num_outlived += one.job.num_outputs > entry.num_tokens
                 self._order.move(one.job, self._key_if(one.job, entry.num_tokens))
-        self._queues.iteration_done(queued, now)
+        self._queues.on_iteration_finished(queued, now)
 
-    def predicted(self, job: Job) -> None:
+    def on_predicted(self, job: Job) -> None:
         assert job.predicted_tokens is not None
         entry = self._entries[job.number]
         if entry.num_tokens is None:
@@ -175,11 +175,11 @@ class Speculative:
 
         return ewt
 
-    def placed(self, job: Job) -> None:
+    def on_place_changed(self, job: Job) -> None:
         if job in self._order:
-            self._order.placed(job)
+            self._order.on_place_changed(job)
         else:
-            self._queues.placed(job)
+            self._queues.on_place_changed(job)
 
     def by_next_run(
         self, place: Place, estimate: NextRunEstimate, *, last_first: bool

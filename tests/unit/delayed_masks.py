@@ -48,7 +48,7 @@ class DelayedMasks:
         self._due[number] = self._rng.randint(0, self._most_turns)
 
     def deliver(self) -> None:
-        """To be called between two turns."""
+        """To be called between two cycles."""
         for number, turns in list(self._due.items()):
             if turns > 0:
                 self._due[number] -= 1

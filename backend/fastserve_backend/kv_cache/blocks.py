@@ -98,7 +98,7 @@ class BlockPool:
         """Blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def num_blocks_full(self, num_tokens: int) -> int:
+    def num_full_blocks(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens fill to the end."""
         return num_tokens // self.block_size
 

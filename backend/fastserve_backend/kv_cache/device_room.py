@@ -102,7 +102,11 @@ class DeviceRoom:
             if self._reserve(job, self._device.blocks_for(room_for), keeps_work=False):
                 self._parts.swapping.swap_in(job, room_for, self._state)
         is_moving = tiers.transfer(job.number) is not None
-        return Outcome.WAITS_FOR_COPIES if is_moving or self._is_coming() else Outcome.NO_ROOM
+        return (
+            Outcome.WAITS_FOR_COPIES
+            if is_moving or self._will_cover_promises()
+            else Outcome.NO_ROOM
+        )
 
     def _give_missing(self, job: Job, num_tokens: int, missing: int, *, is_new: bool) -> Outcome:
         parts = self._parts
@@ -116,7 +120,7 @@ class DeviceRoom:
             return Outcome.TAKEN
         if keeps_work:
             parts.prefixes.give_back_of(job)
-        return Outcome.WAITS_FOR_COPIES if self._is_coming() else Outcome.NO_ROOM
+        return Outcome.WAITS_FOR_COPIES if self._will_cover_promises() else Outcome.NO_ROOM
 
     def _leaves_room_to_grow(self, num_blocks: int) -> bool:
         """Whether the jobs on the device can still grow if a new job takes ``num_blocks``."""
@@ -150,13 +154,13 @@ class DeviceRoom:
         if self.has_free(num_blocks):
             return True
         self.num_promised += num_blocks
-        if self._num_ending and job.number in state.running and not self._is_coming():
+        if self._num_ending and job.number in state.running and not self._will_cover_promises():
             # The job would be set aside for less urgent jobs.
             self.is_too_early |= self.num_spare + self._num_ending >= 0
         return False
 
-    def _is_coming(self) -> bool:
-        """Whether the unfinished swap-outs free all blocks that are promised by now."""
+    def _will_cover_promises(self) -> bool:
+        """Whether swap-outs are unfinished, and free all blocks that are promised by now."""
         return self._parts.tiers.num_leaving > 0 and self.num_spare >= 0
 
     def _victims(self, num_blocks: int) -> list[Job]:

@@ -59,7 +59,7 @@ class Holders:
 
     @property
     def num_on_device(self) -> int:
-        """Jobs that have computed KV which is not only on the host."""
+        """Jobs that have computed something and whose KV is not on the host alone."""
         return len(self._jobs) - self._tiers.num_swapped_out - len(self._without_step)
 
     def admit(self, job: Job) -> bool:
@@ -175,7 +175,7 @@ class RoundState:
 
     @cached_property
     def first_on_device(self) -> Iterator[Job]:
-        """Jobs on the device, those that run next first; once in the round, too."""
+        """The same, but those that run next first."""
         return self.by_next_run(Place.DEVICE)
 
     def may_leave(self, job: Job) -> bool:

@@ -1,4 +1,4 @@
-"""What the engine asks of a policy, and how a batch is filled."""
+"""What the engine asks of a policy, and how a batch (the jobs of an iteration) is filled."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Policy(Protocol):
 
     @property
     def num_promotions(self) -> int:
-        """How often a starving job got a turn, since the start."""
+        """How often a starving job got a turn (was promoted), since the start."""
         ...
 
     @property

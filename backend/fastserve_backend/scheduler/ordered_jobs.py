@@ -46,7 +46,7 @@ class OrderedJobs:
     def items(self) -> Iterator[tuple[tuple[float, float], Job]]:
         """((key, job's number), job) of all jobs, in order."""
         jobs = self._jobs
-        return ((place, jobs[place[1]][1]) for place in self._order)
+        return ((entry, jobs[entry[1]][1]) for entry in self._order)
 
     def jobs(self, *, last_first: bool) -> Iterator[Job]:
         """All jobs, in order or in reverse order."""

@@ -156,7 +156,7 @@ class Speculative:
         parts = [self._order.part(place) for place in Place]
         sums_s = [part.sums() for part in parts]
 
-        def predicted_s(key: float, number: int) -> float:
+        def ordered_before_s(key: float, number: int) -> float:
             before_s = (
                 float(of_part[part.num_before(key, number)])
                 for part, of_part in zip(parts, sums_s, strict=True)
@@ -166,11 +166,11 @@ class Speculative:
         def ewt(job: Job) -> tuple[float, float]:
             if self._entries[job.number].num_tokens is None:
                 key = self._queued_key(job)
-                before_s = 0.0 if self._queues.has_turn(job) else predicted_s(key, job.number)
+                before_s = 0.0 if self._queues.has_turn(job) else ordered_before_s(key, job.number)
                 return self._queues.enst(job, execute_s[job.queue_level] + before_s, now)
             key = self._order.key(job)
             virtual_s = key - self._aging * now
-            before_s = predicted_s(key, job.number) + execute_s[self._level_of(virtual_s)]
+            before_s = ordered_before_s(key, job.number) + execute_s[self._level_of(virtual_s)]
             return min(before_s, max(0.0, virtual_s / self._aging)), key
 
         return ewt

@@ -109,7 +109,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep | None:
-        """Start one iteration.
+        """Start this rank's part of a step.
 
         Returns None on the ranks that do not answer: only the first rank of each stage does, and
         only the last stage's answer has tokens.

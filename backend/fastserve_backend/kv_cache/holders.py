@@ -44,7 +44,7 @@ class Holders:
         self._admitted: dict[int, int] = {}  # strategy defer: job → the most blocks it can need
         self._num_admitted_blocks = 0
         self.numbers = self._jobs.keys()
-        """Numbers of all holders. A view, since each iteration looks up thousands of waiting jobs
+        """Numbers of all holders. A view, since each round looks up thousands of waiting jobs
         in it."""
 
     def __iter__(self) -> Iterator[Job]:

@@ -126,7 +126,7 @@ class LookAhead:
             self._swapping.swap_in(job, job.num_tokens, state)
 
     def _room_to_return(self, job: Job) -> int:
-        """Blocks for all tokens of a job, so that its next iteration can follow at once."""
+        """Blocks for all tokens of a job, so that its next step can follow at once."""
         return self._tiers.device.blocks_for(job.num_tokens)
 
     def _write_back(self, state: RoundState) -> None:

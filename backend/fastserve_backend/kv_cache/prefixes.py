@@ -107,7 +107,7 @@ class Prefixes:
         self._published: dict[int, list[bytes]] = {}  # job → keys of its blocks
         self.published = self._published.keys()
         """Numbers of the jobs that have computed KV which is on the device. A view, since each
-        iteration looks up all its jobs in it."""
+        round looks up all its jobs in it."""
         # By key: the jobs that have such a block, in order of coming; a dict as an ordered set.
         self._jobs_with: dict[bytes, dict[int, None]] = {}
 
@@ -254,7 +254,7 @@ class RoundPrefixes:
     def pays_to_wait(self, job: Job) -> bool:
         """Whether a job that has computed nothing starts sooner if it waits for others' prefills.
 
-        Waiting costs the job an iteration, which is shorter for all others without its prefill.
+        Waiting costs the job a step, which is shorter for all others without its prefill.
         """
         if not self._coming:
             return False

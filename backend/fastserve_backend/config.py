@@ -20,11 +20,16 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from fastserve_backend.errors import ConfigError
+from fastserve_backend.scheduler.registry import (
+    BUILT_IN_POLICIES,
+    is_known_policy,
+    known_policies,
+)
 
 START_TIMEOUT_S = 600.0
-"""For ranks to load the model. Large weights take minutes from a slow disk."""
+"""How long ranks may take to load the model. Large weights take minutes from a slow disk."""
 
-# Of times that are configured: from a microsecond to eleven days.
+# Bounds of configured times: a microsecond and eleven days.
 _MIN_MS, _MAX_MS = 1e-3, 1e9
 
 
@@ -34,7 +39,8 @@ class _Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: object, info: ValidationInfo) -> object:
-        """YAML reads a bare ``yes`` as true, and pydantic that as 1."""
+        """Refuse true and false for numbers: YAML reads a bare ``yes`` as true, and pydantic reads
+        true as 1."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and {int, float} & {annotation, *get_args(annotation)}:
             raise PydanticCustomError("number", "must be a number")
@@ -103,11 +109,11 @@ class ParallelSection(_Section):
 
     @property
     def engine_port(self) -> int:
-        """Where the engine listens for the ranks of other hosts."""
+        """The port on which the engine listens for the ranks of other hosts."""
         return self.master_port + 1
 
     def torchrun_command(self, node_rank: int | str) -> str:
-        """What to run on another host."""
+        """The command to run on another host."""
         return (
             f"torchrun --nnodes {self.nnodes} --node-rank {node_rank} "
             f"--nproc-per-node {self.num_ranks // self.nnodes} "
@@ -116,7 +122,7 @@ class ParallelSection(_Section):
         )
 
     def impossible_combinations(self) -> list[str]:
-        """What is wrong with the division among hosts, if anything."""
+        """Problems of the division among hosts, if there are any."""
         if self.num_ranks % self.nnodes:
             return [
                 f"parallel.nnodes: got {self.nnodes}; must divide tensor_parallel_size × "
@@ -201,36 +207,27 @@ class KVCacheSection(_Section):
 
     @property
     def is_swapping(self) -> bool:
-        """The strategy uses host memory."""
+        """Whether the strategy uses host memory."""
         return self.strategy in ("reactive", "proactive")
 
     @property
     def swaps_are_lossy(self) -> bool:
-        """KV that comes back from the host is not what went there."""
+        """Whether swapping changes KV."""
         return self.host_dtype == "int8" and self.device_dtype == "same"
 
 
-PolicyName = Literal[
-    "gittins",
-    "skip_join_mlfq",
-    "speculative",
-    "mlfq",
-    "fixed_priority",
-    "srpt",
-    "sarathi_edf",
-    "uniboost",
-    "fcfs",
-]
 Objective = Literal["balanced", "normalized_latency", "jct"]
 
 MOST_AUTO_SEQS = 256
-"""``max_num_seqs: auto`` stays within it. Ranks set memory aside for so many jobs, and the latency
+"""Upper bound of ``max_num_seqs: auto``. Ranks reserve memory for so many jobs, and the latency
 profile measures up to so many."""
 _MOST_SEQS = 4096
 
 
 class SchedulerSection(_Section):
-    policy: PolicyName = Field("gittins", description="Scheduling policy.")
+    policy: str = Field(
+        "gittins", description="Scheduling policy.", examples=list(BUILT_IN_POLICIES)
+    )
     objective: Objective = Field(
         "balanced",
         description="What the policy gittins minimises the mean of: latency per output token, job "
@@ -289,10 +286,18 @@ class SchedulerSection(_Section):
         20000, ge=1, le=200_000, description="Most prompts whose lengths the predictor remembers."
     )
 
+    @field_validator("policy")
+    @classmethod
+    def _policy_is_known(cls, value: str) -> str:
+        if not is_known_policy(value):
+            known = ", ".join(known_policies())
+            raise PydanticCustomError("policy", "must be one of {known}", {"known": known})
+        return value
+
     @field_validator("prefill_chunk_tokens", mode="before")
     @classmethod
     def _null_is_whole(cls, value: object) -> object:
-        """Files from before there was ``whole`` say null."""
+        """Older configuration files have null for ``whole``."""
         return "whole" if value is None else value
 
     @field_validator("length_prediction", mode="before")
@@ -305,7 +310,7 @@ class SchedulerSection(_Section):
 
     @property
     def most_seqs(self) -> int:
-        """Jobs that one iteration of the ranks must be able to hold."""
+        """The largest number of jobs in one iteration of the ranks."""
         if self.max_num_seqs == "auto":
             return min(MOST_AUTO_SEQS, self.max_num_batched_tokens)
         return self.max_num_seqs
@@ -318,13 +323,13 @@ class SchedulerSection(_Section):
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that a mapping has twice; PyYAML takes the last one without a word."""
+    """Refuses a key that a mapping has twice. PyYAML silently takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                continue  # no key of ours, and refused
+                continue  # not a known key, so it is refused later
             if key.value in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"{key.value}: is here twice; remove one", problem_mark=key.start_mark
@@ -343,8 +348,8 @@ class EngineConfig(_Section):
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineConfig:
-        """Raises ConfigError: all problems of single keys in one message, or else all of keys that
-        do not go together."""
+        """Raises ConfigError: one message with all problems of single keys, or if there are none,
+        with all combinations of keys that are impossible."""
         try:
             config = cls.model_validate(values)
         except ValidationError as error:
@@ -372,9 +377,9 @@ class EngineConfig(_Section):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
     def with_keys(self, **keys: Any) -> EngineConfig:
-        """A copy with single keys replaced, whatever their section, validated again.
+        """A validated copy with some keys replaced, in any section.
 
-        Key names are unique over the sections, so that each is also a flag of ``fastserve serve``.
+        Key names are unique over all sections, so that each can be a flag of ``fastserve serve``.
         """
         values = self.model_dump()
         for key, value in keys.items():
@@ -422,7 +427,7 @@ class EngineConfig(_Section):
 
 
 def _describe(item: Any) -> str:
-    # pydantic names each member of a union in the location; the last part after the key is noise.
+    # After the key, pydantic's location names the members of a union, which no user knows.
     path = ".".join(str(part) for part in item["loc"][:2])
     if item["type"] == "extra_forbidden":
         return f"{path}: unknown key; remove it or fix its spelling"

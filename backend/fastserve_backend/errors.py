@@ -8,31 +8,31 @@ class FastServeError(Exception):
 
 
 class ConfigError(FastServeError):
-    """The configuration is not usable. The message lists every problem found."""
+    """The configuration cannot be used. The message lists all problems."""
 
 
 class InvalidRequestError(FastServeError):
-    """A request is malformed or asks for more than this server has (Triton code INVALID_ARG).
+    """A request is malformed, or asks for more than this server has (Triton code INVALID_ARG).
 
     Attributes:
         field: name of the offending field, as the client sends it.
     """
 
     def __init__(self, field: str, given: object, allowed: str) -> None:
-        # A client may have made up the field too.
+        # The client may have made up the field's name too.
         shown = _shorten(field if field.isprintable() else repr(field))
         super().__init__(f"{shown}: got {_shorten(repr(given))}; {allowed}")
         self.field = field
 
 
 class ContextLengthError(InvalidRequestError):
-    """Prompt and output are more tokens than this server can ever take together.
+    """Prompt and output together exceed the tokens that this server can take.
 
-    The words are those of OpenAI's API, with their capital: its clients look for them.
+    The words, with their capital, are those of OpenAI's API, because its clients look for them.
 
     Args:
-        limit: tokens of prompt and output together.
-        remedy: what follows from it for ``field``.
+        limit: most tokens of prompt and output together.
+        remedy: what the limit means for ``field``.
     """
 
     def __init__(self, field: str, given: object, limit: int, remedy: str) -> None:
@@ -41,18 +41,18 @@ class ContextLengthError(InvalidRequestError):
 
 
 class OverloadedError(FastServeError):
-    """The queue is full; trying again later can succeed (Triton code UNAVAILABLE)."""
+    """The queue is full; another try later may succeed (Triton code UNAVAILABLE)."""
 
 
 class DrainingError(FastServeError):
-    """The server finishes its accepted jobs and takes no new one (Triton code UNAVAILABLE)."""
+    """The server finishes its accepted jobs and takes no new ones (Triton code UNAVAILABLE)."""
 
 
 class EngineError(FastServeError):
     """The engine or one of its ranks is broken (Triton code INTERNAL)."""
 
 
-# What is rejected is quoted back so that the caller recognises it; more would flood a log line.
+# Characters of a rejected value that an error quotes: enough to recognise it.
 _MAX_SHOWN_CHARS = 80
 
 

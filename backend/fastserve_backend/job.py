@@ -12,10 +12,10 @@ from fastserve_backend.sampling_params import SamplingParams
 
 
 class JobState(enum.Enum):
-    """``WAITING → RUNNING ⇄ PREEMPTED → FINISHED``.
+    """``WAITING → RUNNING ⇄ PREEMPTED``, and from each of them ``→ FINISHED``.
 
-    WAITING: accepted, never scheduled. RUNNING: part of the latest iteration. PREEMPTED: scheduled
-    before, not in the latest iteration. FINISHED: ended once, for one reason, from any state.
+    WAITING: accepted, and in no step yet. RUNNING: in the latest step. PREEMPTED: in an earlier
+    step, but not in the latest one. FINISHED: ended, once and for one reason.
     """
 
     WAITING = "waiting"
@@ -28,9 +28,9 @@ class Place(enum.IntEnum):
     """Where a job's KV is."""
 
     NOWHERE = 0
-    """It has none: it is new, or lost what it had."""
+    """The job has none: it is new, or its KV was dropped."""
     DEVICE = 1
-    """On the device, or on its way from there or to there."""
+    """On the device, or being copied from it or to it."""
     HOST = 2
     """On the host alone."""
 
@@ -49,12 +49,13 @@ class TokenLogprob:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """The most likely (token id, log-probability) pairs, best first, as many as were asked for."""
+    """The most likely (token id, log-probability) pairs, best first, as many as requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobStats:
-    """What ``return_perf_metrics`` shows. Times are of the engine's clock, in seconds."""
+    """Statistics of a finished job, for ``return_perf_metrics``. Times are seconds of the engine's
+    clock."""
 
     arrival_s: float
     first_scheduled_s: float | None
@@ -78,12 +79,13 @@ class JobOutput:
     """New text: never a broken UTF-8 sequence, never part of a stop word."""
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprob] = ()
-    """One entry a token of ``token_ids`` where the job asked for them, else empty."""
+    """One for each of ``token_ids`` if the job asked for them, else empty."""
     finish_reason: FinishReason | None = None
     error: str | None = None
-    """Why the engine failed the job (``finish_reason`` ERROR)."""
+    """Why the job failed, if ``finish_reason`` is ERROR."""
     refusal: InvalidRequestError | None = None
-    """In its place where the request is at fault, which only showed after it was accepted."""
+    """Set if it failed because of its request, and the engine found out only after it was
+    accepted."""
     stats: JobStats | None = None
     """Set with ``finish_reason``."""
 
@@ -94,57 +96,61 @@ OutputSink = Callable[[JobOutput], None]
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """The step loop changes it; the policy ``queue_level`` alone, the KV manager ``num_computed``,
-    ``num_shared``, ``place`` and its counts of swaps."""
+    """One request inside the engine.
+
+    The step loop changes it, with two exceptions. The policy sets ``queue_level``. The KV manager
+    sets ``num_computed``, ``num_shared``, ``place``, ``num_swaps`` and ``swap_stall_s``.
+    """
 
     id: str
     number: int
-    """Order of arrival, unique in one engine; blocks and queues know the job by it."""
+    """Position in the order of arrival; identifies the job within one engine."""
     prompt_ids: array[int]
     params: SamplingParams
     arrival_s: float
     sink: OutputSink | None = None
     seed: int = 0
-    """The seed in use: ``params.seed`` or a drawn one."""
+    """``params.seed``, or a random number if that is None."""
     predicted_tokens: int | None = None
-    """How many output tokens it is predicted to have at its end; None: nobody knows (yet)."""
+    """Predicted number of output tokens; None if there is no prediction (yet)."""
 
     state: JobState = JobState.WAITING
     finish_reason: FinishReason | None = None
     """Set when ``state`` is FINISHED."""
     output_ids: array[int] = field(default_factory=lambda: array("i"))
     mask: bytes | None = None
-    """With ``params.structured_output``: what the token after ``output_ids`` may be, as in
-    ``Sampling.masks``. None: that is not known yet."""
+    """The tokens that may follow ``output_ids``, as bits (``Sampling.masks``). Only for jobs with
+    ``params.structured_output``; None until the mask has been computed."""
     refusal: InvalidRequestError | None = None
     """See ``JobOutput``."""
     num_pending: int = 0
-    """Tokens after those of ``output_ids`` that unfinished steps give it: at most one a step."""
+    """Output tokens that unfinished steps will give it, at most one a step. They come after
+    ``output_ids``."""
     num_computed: int = 0
-    """Tokens, from the first on, whose K and V are in the cache when its unfinished steps end."""
+    """Leading tokens whose K and V are in the cache, counting unfinished steps as finished."""
     num_shared: int = 0
-    """Tokens after those, whose K and V it copies from other jobs when it runs next; may be out of
-    date until then."""
+    """Tokens after those whose K and V the next step copies from other jobs. Out of date until the
+    KV manager has given the job blocks for that step."""
     place: Place = Place.NOWHERE
-    """When the KV manager's latest round began."""
+    """Where its KV was at the start of the KV manager's latest round."""
     num_cached_tokens: int = 0
-    """Of its prompt, those whose K and V other jobs had computed when it first ran."""
+    """Prompt tokens that it did not compute in its first step, because other jobs had."""
     queue_level: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     executed_s: float = 0.0
-    """Time of the iterations that it took part in; the rest of its latency is queueing, also where
-    an iteration waits for a pipeline stage."""
+    """Seconds of the steps that it was in, without waits between pipeline stages. The rest of its
+    latency is queueing."""
     num_preemptions: int = 0
     num_swaps: int = 0
     swap_stall_s: float = 0.0
-    """Time in which it would have run, had its KV not been on its way."""
+    """Seconds in which it could have run, but waited for a copy of KV."""
     cumulative_logprob: float = 0.0
 
     @property
     def num_outputs(self) -> int:
-        """Output tokens, pending ones too."""
+        """Output tokens, including pending ones."""
         return len(self.output_ids) + self.num_pending
 
     @property
@@ -153,32 +159,38 @@ class Job:
 
     @property
     def num_ready(self) -> int:
-        """Tokens that its next step has not to compute."""
+        """Leading tokens that its next step does not have to compute."""
         return self.num_computed + self.num_shared
 
     @property
     def num_uncomputed(self) -> int:
         """Tokens to run before the next token: 1 in the decode phase, else the rest of the
         prefill."""
-        # Asked of thousands of waiting jobs an iteration, so without the properties it is made of.
+        # Called for thousands of waiting jobs in each step: properties would slow it down.
         num_tokens = len(self.prompt_ids) + len(self.output_ids) + self.num_pending
         return num_tokens - self.num_computed - self.num_shared
 
     @property
     def waits_for_mask(self) -> bool:
-        """Whether it cannot run before a grammar says what its next token may be."""
+        """Whether it cannot run before its next mask has been computed."""
         return self.params.structured_output is not None and self.mask is None
 
     @property
     def ended_by_itself(self) -> bool:
-        """Its number of output tokens is what such a prompt makes: it was not cancelled, nor cut
-        off by ``max_tokens`` (which with ``ignore_eos`` is a length that a load test forces)."""
+        """Whether its number of output tokens is typical of its prompt.
+
+        It was neither cancelled nor cut off by ``max_tokens``. With ``ignore_eos``, ``max_tokens``
+        is the length that a load test forces on the job, and counts as typical.
+        """
         return self.finish_reason is FinishReason.STOP or (
             self.finish_reason is FinishReason.LENGTH and self.params.ignore_eos
         )
 
     def reason_to_end(self, eos_token_ids: Collection[int]) -> FinishReason | None:
-        """Why it ends with the last of ``output_ids``; None: it goes on, as far as they tell."""
+        """Why the job ends with the last of ``output_ids``; None if it goes on.
+
+        Stop words are not looked for here (``TextStream`` does that).
+        """
         token_id, params = self.output_ids[-1], self.params
         if token_id in params.stop_token_ids:
             return FinishReason.STOP
@@ -188,20 +200,31 @@ class Job:
             return FinishReason.LENGTH
         return None
 
-    def sent(self, num_tokens: int) -> None:
-        """So many of its uncomputed tokens are in a step from now on."""
+    def on_sent(self, num_tokens: int) -> None:
+        """A step runs the next ``num_tokens`` of its uncomputed tokens."""
         gets_token = num_tokens == self.num_uncomputed
         self.num_computed = self.num_ready + num_tokens
         self.num_shared = 0
         self.num_pending += gets_token
 
-    def lost_ranks(self) -> None:
-        """With them its KV is gone, and all steps that were not answered."""
+    def on_token(self, token_id: int, logprob: float, now: float) -> None:
+        """The oldest pending token is known."""
+        self.num_pending -= 1
+        self.output_ids.append(token_id)
+        self.cumulative_logprob += logprob
+        if self.first_token_s is None:
+            self.first_token_s = now
+        self.last_token_s = now
+
+    def on_ranks_lost(self) -> None:
+        """Its KV is gone with the ranks, and so are its pending tokens."""
         self.num_computed = self.num_shared = self.num_pending = 0
         self.place = Place.NOWHERE
+        if self.state is JobState.RUNNING:
+            self.state = JobState.PREEMPTED
 
     def uncomputed_ids(self) -> array[int]:
-        """Only while no token is pending."""
+        """The tokens to run before the next token. No token may be pending."""
         prompt_len = len(self.prompt_ids)
         if self.num_ready >= prompt_len:
             return self.output_ids[self.num_ready - prompt_len :]

@@ -19,8 +19,8 @@ from fastserve_backend.job import FinishReason, JobOutput, JobStats, TokenLogpro
 from fastserve_backend.length_prediction.prompt_text import last_user_words
 from fastserve_backend.sampling_params import SamplingParams
 
-# A wait for the next output looks this often whether the engine takes more jobs.
-_CHECK_S = 1.0
+# While prompts wait to be accepted, the engine is asked again this often.
+_RETRY_S = 1.0
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Message]
@@ -42,7 +42,7 @@ class LLM:
     """One model with its ranks; use it in a ``with`` statement, or call ``close``.
 
     Args:
-        model: as ``fastserve serve`` takes it.
+        model: a name or directory, as for ``fastserve serve``.
         options: any key of ``engine.yaml``, such as ``load_format="dummy"`` or ``max_num_seqs=32``.
         check_integrity: verify the block tables after every step, for tests.
 
@@ -54,7 +54,6 @@ class LLM:
     def __init__(self, model: str, *, check_integrity: bool = False, **options: Any) -> None:
         config = EngineConfig().with_keys(model=model, **options)
         self.engine = Engine(config, check_integrity=check_integrity)
-        self.engine.start()
 
     def __enter__(self) -> LLM:
         return self
@@ -85,8 +84,8 @@ class LLM:
             params: one for all prompts, or one each.
 
         Raises:
-            InvalidRequestError: a prompt or its parameters are not possible; nothing is generated
-                (but where it is a grammar that cannot be compiled).
+            InvalidRequestError: a prompt or its parameters cannot be used. Nothing is generated
+                then, unless the reason is a grammar that cannot be compiled.
             EngineError: the engine broke.
         """
         jobs = _as_list(prompts)
@@ -103,11 +102,14 @@ class LLM:
         """The model's answer to the last message of each conversation, by its chat template.
 
         Args:
-            conversations: a list of messages, or a list of such lists. A message has the texts
-                ``role`` and ``content``; content may also be a list of parts of type ``text``,
-                which are joined. An assistant's message with ``tool_calls`` needs none.
+            conversations: a list of messages, or a list of such lists. A message has a ``role`` and
+                a ``content``, which is a text or a list of parts of type ``text``. An assistant's
+                message with ``tool_calls`` needs no content.
 
-        Raises: as ``generate``, also for other messages, and where the model has no chat template.
+        Raises:
+            InvalidRequestError: as ``generate``; also if a message is not valid, or the model has
+                no chat template.
+            EngineError: the engine broke.
         """
         jobs = [check_messages(one) for one in _as_conversations(conversations)]
         prompts = [self.engine.checks.encode_chat(messages) for messages in jobs]
@@ -115,7 +117,7 @@ class LLM:
         return self._complete(prompts, texts, params, progress)
 
     def _token_ids(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, bytes | bytearray):  # integers too, but hardly meant as token ids
+        if isinstance(prompt, bytes | bytearray):  # a sequence of integers, but not of token ids
             raise InvalidRequestError("text_input", prompt, "must be text or token ids")
         return self.engine.checks.encode(prompt) if isinstance(prompt, str) else prompt
 
@@ -126,7 +128,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
     ) -> list[Completion]:
-        """``texts`` are the users' words in each prompt, None where only its tokens are known."""
+        """``texts`` has the user's words of each prompt; None if only its tokens are known."""
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(jobs)
         else:
@@ -147,7 +149,7 @@ class LLM:
                 try:
                     number = self._submit(index, ids[index], texts[index], each[index], outputs)
                 except OverloadedError:
-                    return  # the rest when a job has ended
+                    return  # the rest is submitted when a job has ended
                 numbers.append(number)
 
         unfinished = len(jobs)
@@ -157,9 +159,9 @@ class LLM:
                 while unfinished:
                     submit_waiting()
                     try:
-                        index, output = outputs.get(timeout=_CHECK_S)
+                        index, output = outputs.get(timeout=_RETRY_S)
                     except queue.Empty:
-                        continue  # another thread's jobs may fill the queue
+                        continue  # jobs of other threads may have ended
                     if _add(completions[index], output):
                         unfinished -= 1
                         bar.advance(task)
@@ -187,7 +189,11 @@ class LLM:
 
 
 def _add(completion: Completion, output: JobOutput) -> bool:
-    """Append the output; True if it was the last."""
+    """Append the output. Returns whether it was the last.
+
+    Raises:
+        InvalidRequestError, EngineError: the job failed.
+    """
     completion.text += output.text
     completion.token_ids.extend(output.token_ids)
     completion.logprobs.extend(output.logprobs)
@@ -209,7 +215,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _as_conversations(conversations: Conversation | Sequence[Conversation]) -> Sequence[object]:
-    """What is no list is one conversation, for ``check_messages`` to refuse."""
+    """Anything that is not a list counts as one conversation, which ``check_messages`` refuses."""
     if not isinstance(conversations, Sequence) or isinstance(conversations, str):
         return [conversations]
     is_one = bool(conversations) and isinstance(conversations[0], Mapping)

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastserve_backend.errors import InvalidRequestError
-from fastserve_backend.structured_output import FIELD, StructuredOutput
+from fastserve_backend.grammars.structured_output import FIELD, StructuredOutput
 
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20  # the OpenAI API's limit; each alternative is a string per token on the wire
-# Each new piece of text is compared with each prefix of each stop word: these bound that work.
+# Each new piece of text is compared with each prefix of each stop word: this bounds the work.
 MAX_STOP_WORDS = 16
 MAX_STOP_WORD_CHARS = 256
-# Below min_tokens each of them is banned, in each step anew.
+# Until min_tokens, each step bans each of them anew.
 MAX_STOP_TOKEN_IDS = 128
-# OpenAI's limits. A hundred more or less is as good as certain or impossible.
+# OpenAI's limits. A bias of 100 makes a token nearly certain, -100 nearly impossible.
 MAX_LOGIT_BIASES = 300
 MAX_LOGIT_BIAS = 100.0
-# Divided by less, logits may overflow; by this they choose the most likely token anyway.
+# Logits divided by less may overflow. Divided by this, they choose the most likely token anyway.
 LEAST_TEMPERATURE = 1e-5
 
 
@@ -49,24 +49,24 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time that it was generated; in [-2, 2]."""
     seed: int | None = None
-    """Same seed, same prompt: same text, whatever else runs, unless the rest of the batch changes
-    how logits are rounded (docs/architecture.md, Invariants). None: drawn at submission."""
+    """The same seed and prompt give the same text, whatever else runs, unless the rest of the batch
+    changes how logits are rounded (docs/architecture.md, Invariants). None: drawn at submission."""
     stop: Sequence[str] = ()
-    """Generation ends when one of these appears in the text; the word itself is not returned. A
-    text alone is one stop word. A word may name special tokens as the tokenizer spells them: these
-    have no text otherwise. Kept as a tuple."""
+    """Generation ends when one of these words appears in the text; the word is not returned. A text
+    alone is one stop word. A word may contain special tokens, which otherwise have no text, as the
+    tokenizer spells them. Kept as a tuple."""
     stop_token_ids: Collection[int] = ()
-    """Generation ends with one of these tokens, which is then returned without its text. A number
+    """Generation ends with any of these tokens; that token is returned, but not its text. A number
     alone is one token. Kept as a frozenset."""
     ignore_eos: bool = False
     """Go on after an end-of-sequence token (benchmarks force output lengths with it)."""
     logprobs: int | None = None
-    """None: no log-probabilities. n ≥ 0: that of each token, and of the n most likely ones."""
+    """n ≥ 0: log-probabilities of each token and of the n most likely ones. None: of no token."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these tokens, by id, before all else; from -100 to 100."""
     structured_output: StructuredOutput | None = None
-    """What the answer has to look like. It ends where that allows no more, or allows an end and the
-    model chooses it; ``max_tokens`` and ``stop`` may cut it short."""
+    """The form of the answer. The answer ends where its form allows no more, or allows an end and
+    the model chooses it. ``max_tokens`` and ``stop`` may cut it short."""
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -128,9 +128,9 @@ class SamplingParams:
 
 
 def _elements(field: str, value: object, kind: type) -> tuple[Any, ...]:
-    """What a field for a list holds: one of ``kind`` alone is a list of one, None an empty one.
+    """The elements of a field for a list. A ``kind`` alone is a list of one, None an empty list.
 
-    Raises InvalidRequestError: it is neither; the elements are not checked.
+    Raises InvalidRequestError: the value is no list. The elements are not checked.
     """
     if value is None:
         return ()

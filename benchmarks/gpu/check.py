@@ -5,7 +5,7 @@
     python3 benchmarks/gpu/check.py --tiny               # dry run on a CPU, which measures nothing
 
 Needs torch and triton; a phase that needs more says what is missing, and is skipped. Whole runs are
-written to benchmarks/results/gpu/ and to docs/performance.md.
+written to benchmarks/results/gpu/ and to docs/performance_gpu.md.
 """
 
 from __future__ import annotations

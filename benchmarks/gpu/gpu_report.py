@@ -1,4 +1,4 @@
-"""The figures of GPU runs in docs/performance.md, made of their JSON files.
+"""The figures of GPU runs in docs/performance_gpu.md, made of their JSON files.
 
 python3 -m benchmarks.gpu.gpu_report  # after files were added to benchmarks/results/gpu
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
-DOCS = ROOT / "docs" / "performance.md"
+DOCS = ROOT / "docs" / "performance_gpu.md"
 SCHEMA = 1
 """Of the JSON; files of another one are refused."""
 BEGIN, END = "<!-- gpu-check: begin -->", "<!-- gpu-check: end -->"

@@ -172,8 +172,7 @@ def _answers(
         policy="skip_join_mlfq",
         base_quantum_ms=0.01,
     )
-    engine = Engine(config, check_integrity=True)
-    engine.start(timeout_s=context.left_s())
+    engine = Engine(config, start_timeout_s=context.left_s(), check_integrity=True)
     try:
         params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
         jobs = [(prompt, params) for prompt in prompts]

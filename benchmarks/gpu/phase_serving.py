@@ -270,8 +270,7 @@ def _few_blocks(context: Context, ranks: LastingRanks, **keys: Any) -> Iterator[
         "swap_space_gib": round(min(MOST_SWAP_GIB, SWAP_SHARE * free_gib), 1),
     }
     config = engine_config(context, largest_model(context), **(sizes | keys))
-    engine = Engine(config, make_executor=lambda: ranks)
-    engine.start(timeout_s=context.left_s())
+    engine = Engine(config, make_executor=lambda: ranks, start_timeout_s=context.left_s())
     try:
         yield engine
     finally:

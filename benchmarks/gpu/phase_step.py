@@ -107,8 +107,7 @@ def _gap(context: Context) -> None:
         executors.append(_TimedExecutor())
         return executors[-1]
 
-    engine = Engine(config, make_executor=make)
-    engine.start(timeout_s=context.left_s())
+    engine = Engine(config, make_executor=make, start_timeout_s=context.left_s())
     try:
         executors[-1].periods.clear()  # of the steps that the engine measured its profile with
         params = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)

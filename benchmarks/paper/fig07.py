@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import statistics
 
+from fastserve_backend.engine.loop_setup import KVMemory
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.rank_protocol.link import Link
-from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.simulation.simulator import simulate
 from fastserve_bench.workload import TraceJob
 from rich.table import Table

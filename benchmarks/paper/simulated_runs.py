@@ -18,11 +18,12 @@ from typing import Any, TypeVar
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.config import EngineConfig, KVCacheSection, SchedulerSection
+from fastserve_backend.engine.loop_setup import KVMemory, MakePolicy
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.iteration import IterationLoad
 from fastserve_backend.profile.roofline import Roofline
-from fastserve_backend.simulation.memory import KVMemory, memory_of_roofline
-from fastserve_backend.simulation.simulator import PolicyOfLimits, Simulation, simulate
+from fastserve_backend.simulation.memory import memory_of_roofline
+from fastserve_backend.simulation.simulator import Simulation, simulate
 from fastserve_bench.report.summary import Summary, summarize
 from fastserve_bench.workload import Lengths, poisson_trace
 
@@ -128,7 +129,7 @@ class Run:
     """The same jobs arrive at equal distances instead of as a Poisson process."""
     errors: PredictionErrors | None = None
     """Of the predicted output lengths; ``None``: nothing is predicted."""
-    policy_of: PolicyOfLimits | None = None
+    policy_of: MakePolicy | None = None
     """A policy that the product does not have, instead of the scheduler's."""
     duration_s: float | None = None
     """Jobs arrive for so long, instead of ``num_jobs``: more of them at a higher rate."""

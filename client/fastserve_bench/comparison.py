@@ -1,4 +1,4 @@
-"""Servers against the first one: ratios of what they measured under the same load."""
+"""Compares servers with the first one: ratios of their figures under the same load."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _COMPARED: Mapping[str, Callable[[Summary], float | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class Ratios:
-    """One server over the first one, under one load."""
+    """One server's figures over the first one's, under one load."""
 
     label: str
     offered: float
     values: Mapping[str, float | None]
-    """By name: the median over the repeats of the ratio of two runs with the same seed."""
+    """By name: the median, over the repeats, of the ratio of two runs with the same seed."""
 
 
 def compare(points: Sequence[Point]) -> list[Ratios]:
-    """All labels but the first; loads without two runs to compare have ``None``."""
+    """Ratios for all labels but the first. A load without two runs to compare has ``None``."""
     if not points:
         return []
     base = {point.load: point for point in points if point.label == points[0].label}
@@ -59,9 +59,9 @@ def _ratios(point: Point, base: Point) -> dict[str, float | None]:
 
 
 def _pairs(point: Point, base: Point) -> Iterator[tuple[Summary, Summary]]:
-    """Summaries of both by repeat, where both finished all jobs.
+    """Summaries of both servers for each repeat in which both finished all jobs.
 
-    A server that lost half of them would be faster with the others.
+    A server that lost half of its jobs would be faster with the others.
     """
     ours, others = _complete(point), _complete(base)
     for repeat in ours.keys() & others.keys():
@@ -69,7 +69,7 @@ def _pairs(point: Point, base: Point) -> Iterator[tuple[Summary, Summary]]:
 
 
 def _complete(point: Point) -> dict[int, Summary]:
-    """By repeat, of runs in which every job finished."""
+    """Summaries by repeat, of runs in which every job finished."""
     return {
         run.repeat: run.summary
         for run in point.runs
@@ -78,7 +78,7 @@ def _complete(point: Point) -> dict[int, Summary]:
 
 
 def comparison_table(ratios: Sequence[Ratios], base: str, load_header: str) -> Table:
-    """One row a server and load."""
+    """One row for each server and load."""
     rows = []
     for row in ratios:
         cells = (MISSING if value is None else f"{value:.2f}" for value in row.values.values())

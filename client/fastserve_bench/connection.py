@@ -1,4 +1,4 @@
-"""What the load test needs of a server, whichever protocol it speaks."""
+"""What the load test needs of a server, for any protocol."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from fastserve_client.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One job as a server gets it. Decoding is greedy."""
+    """A job as a server gets it. Decoding is greedy."""
 
     prompt: str | list[int]
     """Text or token ids."""
     max_tokens: int
     exact: bool
-    """Exactly ``max_tokens`` tokens: end tokens do not end the answer."""
+    """True: the answer has exactly ``max_tokens`` tokens, and end tokens do not end it."""
     chat: bool = False
-    """The text is a user's message, for the model's chat template."""
+    """True: the text is a user's message, for the model's chat template."""
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -32,36 +32,36 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the client saw of a job that ended well. Times are those of ``time.monotonic``."""
+    """What the client saw of a successful job. Times are those of ``time.monotonic``."""
 
     first_token_s: float
     last_token_s: float
     prompt_tokens: int
     output_tokens: int
     queued_s: float | None = None
-    """From the arrival at the server to the first iteration; ``None``: the server does not say."""
+    """From arrival at the server to the first iteration; ``None``: the server does not say."""
     num_preemptions: int | None = None
 
 
 class Connection(Protocol):
-    """One server during a load test; any number of requests may be under way."""
+    """A connection to one server, with any number of running requests."""
 
     async def check(self) -> None:
         """Returns once the server takes requests for the model.
 
         Raises:
-            ClientError: it does not, and why.
+            ClientError: the server does not. The message says why.
         """
 
     async def send(self, request: Request, timeout_s: float) -> Answer:
-        """One request, to its end. Cancelling the task cancels it at the server.
+        """Sends one request and returns its answer. Cancelling the task cancels the job.
 
         Raises:
-            ClientError: the typed error of a job without a whole answer.
+            ClientError: the job has no whole answer.
         """
 
     async def close(self) -> None:
-        """What is still under way is cancelled."""
+        """Cancels running requests."""
 
 
 def without_credentials(url: str) -> str:
@@ -74,15 +74,15 @@ class Target:
     """A server that a user named."""
 
     label: str
-    """In tables and figures."""
+    """Its name in tables and figures."""
     url: str
     """``grpc://HOST:PORT``, or the base URL of an OpenAI API without a slash at its end."""
     model: str | None
-    """Its name there; ``None``: find out."""
+    """The model's name there; ``None``: ask the server."""
 
     @classmethod
     def parse(cls, text: str, model: str | None = None) -> Target:
-        """Reads ``[NAME=]URL``; without a name the URL is the name.
+        """Reads ``[NAME=]URL``. Without a name, the URL is the name.
 
         Raises:
             InvalidRequest: the URL cannot be understood.
@@ -92,7 +92,7 @@ class Target:
             raise InvalidRequest(f"url: got {text!r}; must be like grpc://127.0.0.1:8001")
         scheme, separator, rest = match["url"].rstrip("/").partition("://")
         if scheme.lower() in ("http", "https"):
-            # Where there is no path, it is the one that all servers of this API have.
+            # Without a path, take the one that all servers of this API have.
             url = f"{scheme.lower()}://{rest}" + ("" if "/" in rest else "/v1")
         else:
             url = str(Endpoint.parse(scheme + separator + rest))
@@ -100,7 +100,7 @@ class Target:
 
     @property
     def shown_url(self) -> str:
-        """For people and reports."""
+        """The URL for messages and reports."""
         return without_credentials(self.url)
 
     @property
@@ -108,7 +108,7 @@ class Target:
         return self.url.startswith("http")
 
     def connect(self, api_key: str | None) -> Connection:
-        """Connects to nothing yet; needs a running event loop."""
+        """Makes the connection, which connects to nothing yet. Needs a running event loop."""
         if self.is_openai:
             from fastserve_bench.openai_connection import OpenAIConnection
 

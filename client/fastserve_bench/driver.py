@@ -1,4 +1,4 @@
-"""Sends the jobs of a trace to a server, and notes what comes back."""
+"""Sends the jobs of a trace to a server and records the answers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fastserve_bench.report.records import JobRecord
 
 
 class Driver:
-    """One run against one server; ``outcome`` is whole once it has returned or was cancelled.
+    """One run against one server. ``outcome`` is whole once the run has returned or was cancelled.
 
-    Cancelling it cancels what is under way, also at the server.
+    Cancelling the run cancels its requests, at the server too.
 
     Args:
-        timeout_s: Of each request.
+        timeout_s: For each request.
         on_change: Called whenever a job was sent or has ended.
     """
 
@@ -43,22 +43,22 @@ class Driver:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the run began."""
+        """Seconds since the run began."""
         return time.monotonic() - self._started_s
 
     async def open_loop(self, arrivals_s: Sequence[float]) -> None:
-        """Sends each job at its arrival, whatever has finished by then.
+        """Sends each job at its arrival, even if earlier jobs have not finished.
 
-        Latencies count from the arrival, not from the sending: a client that lags would flatter
-        the server otherwise.
+        Latencies count from the arrival, not from the sending. Otherwise a client that lags would
+        flatter the server.
 
         Args:
-            arrivals_s: Ascending, one a request; the run begins at 0.
+            arrivals_s: Ascending, one for each request. The run begins at 0.
         """
         await self._run(self._send_at(arrivals_s))
 
     async def closed_loop(self, concurrency: int) -> None:
-        """Keeps ``concurrency`` requests under way: as one ends, the next is sent."""
+        """Keeps ``concurrency`` requests running: when one ends, the next is sent."""
         waiting = iter(self._requests)
         await self._run(_all([self._send_in_turn(waiting) for _ in range(concurrency)]))
 
@@ -117,7 +117,7 @@ class Driver:
         first_token_s = answer.first_token_s - self._started_s
         first_scheduled_s = None
         if answer.queued_s is not None:
-            # The server's wait on the client's clock; the way of the request counts as nothing.
+            # The server's waiting time on the client's clock, without the request's way there.
             first_scheduled_s = min(max(arrival_s, sent_s + answer.queued_s), first_token_s)
         return JobRecord(
             arrival_s=arrival_s,
@@ -131,7 +131,7 @@ class Driver:
 
 
 async def _all(work: Sequence[Any]) -> None:
-    """All to their ends; when this is cancelled, or one fails, the others are cancelled first."""
+    """Runs all to their ends. A failure, or a cancellation, first cancels the others."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         await asyncio.gather(*tasks)

@@ -12,13 +12,13 @@ from fastserve_bench.report.timeline import plot_timeline
 
 
 def write_figures(points: Sequence[Point], path: Path, slo_s: float | None) -> list[Path]:
-    """Latency over load in ``path``; beside it distributions and a timeline of the highest load.
+    """Writes latency over load to ``path``, and beside it distributions and a timeline.
 
-    These two show the first repeat.
+    These two show the first repeat of the highest load.
 
     Args:
         points: At least one at which a job finished.
-        path: Ends in ``.png`` or ``.svg``; the others get ``_cdf`` and ``_timeline`` before that.
+        path: Ends in ``.png`` or ``.svg``. The other names have ``_cdf`` and ``_timeline`` there.
 
     Returns:
         The files written.

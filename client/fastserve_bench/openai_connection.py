@@ -25,7 +25,7 @@ from fastserve_bench.connection import Answer, Request, without_credentials
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 _CHECK_TIMEOUT_S = 10.0
-# A message for a person; some servers answer errors with pages.
+# A message should be short, but some servers answer errors with whole pages.
 _MAX_REASON_CHARS = 200
 _OTHER_URLS = (
     "give the base of an OpenAI API, such as http://HOST:PORT/v1, or for a tritonserver its gRPC "
@@ -33,9 +33,9 @@ _OTHER_URLS = (
 )
 _DATA = b"data:"
 _DONE = b"[DONE]"
-# Of a delta; servers have two names for what a model thinks before it answers.
+# Text fields of a delta. Servers have two names for a model's reasoning.
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call")
-# Any other answer is whole, or was to be cut off.
+# With any other reason an answer is whole, or was cut off on purpose.
 _UNFINISHED: dict[str, type[ClientError]] = {
     "error": ServerError,
     "abort": RequestCancelled,
@@ -45,18 +45,19 @@ _UNFINISHED: dict[str, type[ClientError]] = {
 
 class OpenAIConnection:
     def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
-        """
+        """Connects to nothing yet.
+
         Args:
             url: base URL, such as ``http://127.0.0.1:9000/v1``.
-            model: ``None`` is the first that the server lists.
+            model: ``None`` takes the first that the server lists.
         """
         self._base = url
-        self._url = without_credentials(url)  # in messages
+        self._url = without_credentials(url)  # for messages
         self._model = model
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._session = aiohttp.ClientSession(
             headers=headers,
-            # As many connections as requests: the server, not the client, decides who waits.
+            # As many connections as requests, so that the server decides which of them wait.
             connector=aiohttp.TCPConnector(limit=0),
         )
 
@@ -124,8 +125,10 @@ class OpenAIConnection:
 
 
 async def _read_answer(response: aiohttp.ClientResponse) -> Answer:
-    """An event may hold several tokens: only ``usage`` tells how many there were. Users see the
-    first token when its text comes, not the role or the empty text that some servers send before.
+    """Reads the events of an answer.
+
+    An event may hold several tokens, so only ``usage`` tells how many there were. The first token
+    counts when its text comes. Some servers send a role or an empty text before it.
     """
     first_s = last_s = None
     usage: Any = None
@@ -136,20 +139,20 @@ async def _read_answer(response: aiohttp.ClientResponse) -> Answer:
                 first_s = first_s or now_s
                 last_s = now_s
             elif first_s is None or choice.get("finish_reason") is not None:
-                last_s = now_s  # an answer without text is seen when it ends
+                last_s = now_s  # an answer without text shows when it ends
     if last_s is None:
         raise ServerError("the answer had no token")
     return Answer(first_s or last_s, last_s, *_token_counts(usage))
 
 
 def _choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Of an event of the stream.
+    """The choices of a stream's event.
 
     Raises:
-        RequestCancelled, ServerError: it says that the answer ends unfinished, or makes no sense.
+        RequestCancelled, ServerError: the answer ends unfinished, or the event makes no sense.
     """
     error = event.get("error")
-    if error is None and event.get("object") == "error":  # as some servers write it
+    if error is None and event.get("object") == "error":  # some servers write it so
         error = event.get("message")
     if error is not None:
         raise ServerError(_shorten(f"the stream ended with an error: {error}"))
@@ -163,7 +166,7 @@ def _choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _has_text(choice: Mapping[str, Any]) -> bool:
-    """Whether a user sees something of a token: an answer, its reasoning, or a call of a tool."""
+    """Whether a user sees some text: of an answer, its reasoning, or a tool call."""
     delta = choice.get("delta")
     shown = [delta.get(name) for name in _TEXTS] if isinstance(delta, dict) else []
     return any((choice.get("text"), *shown))
@@ -172,7 +175,7 @@ def _has_text(choice: Mapping[str, Any]) -> bool:
 async def _events(
     response: aiohttp.ClientResponse,
 ) -> AsyncIterator[tuple[float, dict[str, Any]]]:
-    """Server-sent events, each with the time when it came.
+    """Yields server-sent events, each with the time when it came.
 
     Raises:
         ConnectionFailed: the stream ended before the answer.
@@ -192,7 +195,7 @@ async def _events(
 
 
 def _token_counts(usage: Any) -> tuple[int, int]:
-    """Of the prompt and of the answer. Raises ServerError: the server has not counted them."""
+    """Tokens of prompt and answer. Raises ServerError if the server has not counted them."""
     try:
         counts = usage["prompt_tokens"], usage["completion_tokens"]
     except (KeyError, TypeError):
@@ -219,10 +222,10 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> ClientError:
-    """The typed error for an HTTP status other than 200."""
+    """The error for an HTTP status other than 200."""
     status = response.status
     text = await response.text(errors="replace")
-    with suppress(ValueError, KeyError, TypeError):  # not in OpenAI's shape: the text has to do
+    with suppress(ValueError, KeyError, TypeError):  # not in OpenAI's shape: take the text
         text = json.loads(text)["error"]["message"]
     reason = _shorten(f"HTTP {status}: {text}")
     if status == 429:

@@ -1,4 +1,4 @@
-"""How one run of a load ended: records of finished jobs, failures, and how well the client did."""
+"""The outcome of one run: records of finished jobs, failures, and the client's own load."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class FailureKind(StrEnum):
     REFUSED = "refused"
     """The queue is full (HTTP 429)."""
     UNAVAILABLE = "unavailable"
-    """No connection, one that broke, or a server that shuts down (HTTP 503)."""
+    """No connection, a broken one, or a server that shuts down (HTTP 503)."""
     TIMED_OUT = "timed out"
     CANCELLED = "cancelled"
-    """By Ctrl-C, or by the server."""
+    """Cancelled by Ctrl-C or by the server."""
     INVALID = "invalid"
     """The server does not accept the request (HTTP 400)."""
     WRONG_LENGTH = "wrong length"
-    """The answer was to have an exact number of tokens and had another."""
+    """The answer did not have the number of tokens that was asked for."""
     FAILED = "failed"
     """Anything else (HTTP 500)."""
 
@@ -41,7 +41,7 @@ class FailureKind(StrEnum):
 
 _KINDS = (
     (ServerOverloaded, FailureKind.REFUSED),
-    (ServerUnavailable, FailureKind.UNAVAILABLE),  # the base of the one above
+    (ServerUnavailable, FailureKind.UNAVAILABLE),  # base class of the one above, so it comes later
     (RequestTimeout, FailureKind.TIMED_OUT),
     (RequestCancelled, FailureKind.CANCELLED),
     (InvalidRequest, FailureKind.INVALID),
@@ -66,10 +66,10 @@ class Outcome:
     send_lateness_s: list[float] = field(default_factory=list)
     """How long after its arrival each job was sent."""
     cpu_share: float = 0.0
-    """CPU time of this process over the time of the run: at 1, Python can do no more."""
+    """CPU time of this process over the time of the run. At 1, Python can do no more."""
     interrupted: bool = False
     last_failure_s: float = 0.0
-    """When the last job that failed did so."""
+    """When the last failed job failed."""
 
     @property
     def num_jobs(self) -> int:
@@ -78,7 +78,7 @@ class Outcome:
 
     @property
     def duration_s(self) -> float:
-        """From the first arrival to the end of the last job, however it ended; for at least one."""
+        """From the first arrival to the end of the last job, failed or not. Needs a job."""
         arrivals_s = [record.arrival_s for record in self.records]
         arrivals_s += [failure.arrival_s for failure in self.failures]
         ends_s = [self.last_failure_s, *(record.last_token_s for record in self.records)]
@@ -86,6 +86,6 @@ class Outcome:
 
 
 def count_kinds(failures: Sequence[Failure]) -> dict[str, int]:
-    """Number of failures by kind, in the order of ``FailureKind``, without kinds that have none."""
+    """Numbers of failures by kind, in the order of ``FailureKind``, without zeros."""
     counts = Counter(failure.kind for failure in failures)
     return {kind.value: counts[kind] for kind in FailureKind if kind in counts}

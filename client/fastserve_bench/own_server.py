@@ -20,7 +20,7 @@ from fastserve_bench.connection import Target
 
 # A large model takes minutes to load.
 _START_TIMEOUT_S = 900.0
-# The server drains for up to 30 s.
+# More than the 30 s for which the server may drain.
 _STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _LAST_LINES = 5
@@ -31,17 +31,17 @@ class OwnServer:
     """How to start one server."""
 
     arguments: Sequence[str]
-    """Of ``fastserve serve``, without policy and ports."""
+    """Arguments of ``fastserve serve``, without policy and ports."""
     policy: str
 
     @property
     def label(self) -> str:
-        """In tables and figures."""
+        """Its name in tables and figures."""
         return self.policy
 
     @classmethod
     def parse(cls, arguments: str, policy: str) -> OwnServer:
-        """Raises InvalidRequest: quotes that do not match."""
+        """Splits the arguments. Raises InvalidRequest if quotes do not match."""
         try:
             return cls(tuple(shlex.split(arguments)), policy)
         except ValueError as error:
@@ -49,10 +49,11 @@ class OwnServer:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Target]:
-        """The server, ready while the block lasts.
+        """Runs the server. It is ready while the block lasts.
 
         Raises:
-            ConnectionFailed: it ended, or was not ready in time; with the last lines of its log.
+            ConnectionFailed: it ended, or was not ready in time. The message has the last lines of
+                its log.
         """
         ports = [part for kind in ("http", "grpc", "metrics") for part in (f"--{kind}-port", "0")]
         command = [sys.executable, "-m", "fastserve_backend", "serve", *self.arguments]
@@ -62,8 +63,8 @@ class OwnServer:
                 process = await asyncio.create_subprocess_exec(
                     *command, "--policy", self.policy, *ports,
                     stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-                    env=os.environ | {"COLUMNS": "500"},  # no line of the log is broken
-                    start_new_session=True,  # Ctrl-C is for the load test, which stops the server
+                    env=os.environ | {"COLUMNS": "500"},  # so that lines of the log are not wrapped
+                    start_new_session=True,  # Ctrl-C is for the load test, which stops it
                 )  # fmt: skip
             try:
                 url = await self._endpoint(process, log_path)
@@ -90,7 +91,7 @@ class OwnServer:
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Lets it drain; kills it if that takes too long. Its children end when it does."""
+    """Lets the server drain, and kills it if that takes too long. Its children end with it."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     try:

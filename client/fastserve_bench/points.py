@@ -1,4 +1,4 @@
-"""Runs brought together: one point for each server and load, over all repeats."""
+"""Combines runs into one point for each server and load, over all repeats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastserve_bench.report.sweep import SweepPoint
 from fastserve_bench.session import Load, Plan, Run
 
 GOODPUT_SHARE = 0.95
-"""Of jobs that must meet the objectives (FastServe §6.2)."""
+"""Share of jobs that must meet the objectives (FastServe §6.2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Point:
     offered: float
     """Jobs per second, or the number of clients of a closed loop."""
     runs: Sequence[Run]
-    """One a repeat, of which at least one job was sent."""
+    """One run for each repeat in which at least one job was sent."""
     summary: Summary | None
     """``None``: no job finished."""
     attainment: float
@@ -41,7 +41,7 @@ class Point:
 
     @property
     def interrupted(self) -> bool:
-        """There is no whole run."""
+        """True: there is no whole run."""
         return any(outcome.interrupted for outcome in self.outcomes)
 
     @property
@@ -58,7 +58,7 @@ class Point:
 
     @property
     def send_lateness_p99_s(self) -> float | None:
-        """Over all jobs that were sent; ``None`` in a closed loop, where none can be late."""
+        """Over all jobs that were sent. ``None`` in a closed loop, where no job can be late."""
         if self.load.is_closed:
             return None
         late_s = [one for outcome in self.outcomes for one in outcome.send_lateness_s]
@@ -66,14 +66,14 @@ class Point:
 
     @property
     def cpu_share(self) -> float:
-        """The highest of any run."""
+        """The highest share of any run."""
         return max(outcome.cpu_share for outcome in self.outcomes)
 
 
 def gather_points(runs: Iterable[Run], plan: Plan, objectives: Objectives) -> list[Point]:
-    """In the order of labels and loads.
+    """Points in the order of labels and loads.
 
-    Runs in which no job was sent are left out, and so is an interrupted one where a whole one is.
+    Runs in which no job was sent are left out. So is an interrupted run if there is a whole one.
     """
     sent = [run for run in runs if run.outcome.num_jobs]
     labels = list(dict.fromkeys(run.label for run in sent))
@@ -89,7 +89,10 @@ def gather_points(runs: Iterable[Run], plan: Plan, objectives: Objectives) -> li
 
 
 def _whole_if_any(runs: Sequence[Run]) -> Sequence[Run]:
-    """What Ctrl-C cancelled would count as a failure of the server."""
+    """The whole runs, or all runs if none is whole.
+
+    Jobs that Ctrl-C cancelled would otherwise count as failures of the server.
+    """
     return [run for run in runs if not run.outcome.interrupted] or runs
 
 
@@ -110,7 +113,7 @@ def _point(runs: Sequence[Run], plan: Plan, objectives: Objectives) -> Point:
 
 
 def sweep_points(points: Iterable[Point]) -> list[SweepPoint]:
-    """Those at which jobs finished, for tables and figures."""
+    """The points at which jobs finished, for tables and figures."""
     return [
         SweepPoint(point.label, point.offered, point.summary)
         for point in points
@@ -126,21 +129,20 @@ class WithinObjectives:
     """
 
     measured: float
-    """The highest rate that this server got: not that of the sweep, if that ended early."""
+    """The highest rate that this server got. The sweep may have ended early."""
     mean: float
-    """Mean normalized latency within its objective (FastServe Fig. 11)."""
+    """The rate for the mean normalized latency (FastServe Fig. 11)."""
     p95: float
-    """P95 of it (Fig. 12)."""
+    """The rate for its P95 (Fig. 12)."""
     goodput: float
-    """95% of jobs within all objectives (Fig. 13)."""
+    """The rate for 95% of jobs within all objectives (Fig. 13)."""
 
 
 def within_objectives(
     points: Sequence[Point], normalized_latency_s: float
 ) -> Mapping[str, WithinObjectives]:
-    """By label, for an open-loop sweep. A failed job counts as one that takes for ever.
-
-    Points of interrupted runs, whose jobs did not fail by themselves, are left out.
+    """The highest rates by label, for an open-loop sweep. A failed job counts as one that takes for
+    ever. Points of interrupted runs are left out, because their jobs did not fail by themselves.
     """
     found = {}
     whole = [point for point in points if not point.interrupted]
@@ -171,5 +173,5 @@ def _p95(point: Point) -> float:
 def _p95_with_failures(outcome: Outcome) -> float:
     latencies = [job.normalized_latency_s for job in outcome.records]
     latencies += [math.inf] * len(outcome.failures)
-    # Not interpolated: between a number and infinity lies nothing.
+    # Do not interpolate between a number and infinity.
     return float(np.percentile(latencies, 95, method="higher"))

@@ -10,7 +10,7 @@ from fastserve_bench.session import Load
 
 
 class RunProgress:
-    """One bar for the run under way; nothing where the console is no terminal."""
+    """One bar for the current run. It shows nothing if the console is no terminal."""
 
     def __init__(self, console: Console, num_runs: int) -> None:
         self.bar = Progress(

@@ -1,4 +1,4 @@
-"""The requests of a trace: what each job's prompt is, and how its answer ends."""
+"""The requests of a trace: each job's prompt, and how its answer ends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FIRST_TOKEN_ID = 32
 def exact_requests(
     trace: Sequence[TraceJob], vocab_size: int, seed: Sequence[int]
 ) -> list[Request]:
-    """Random prompts of the trace's lengths, and answers that are forced to the trace's.
+    """Requests with random prompts of the trace's lengths, and with answers of its lengths.
 
-    The same arguments make the same prompts. No two share a beginning, so that no server can
-    answer from a cache of prefixes.
+    The same arguments make the same prompts. No two prompts share a beginning, so that no server
+    can answer from a cache of prefixes.
 
     Args:
-        vocab_size: Token ids are below it.
+        vocab_size: Token ids are below this number.
         seed: Any number of integers.
 
     Raises:
@@ -43,13 +43,13 @@ def exact_requests(
 
 
 def natural_requests(trace: Sequence[TraceJob], max_tokens: int, chat: bool) -> list[Request]:
-    """The data set's own prompts; answers end where the model ends them, or at ``max_tokens``.
+    """Requests with the data set's own prompts. Answers end by themselves, or at ``max_tokens``.
 
     Args:
-        chat: the prompts are messages of users, for the model's chat template.
+        chat: true sends the prompts as messages of users, for the model's chat template.
 
     Raises:
-        WorkloadError: a data set that has lengths only.
+        WorkloadError: the data set has only lengths.
     """
     requests = []
     for job in trace:

@@ -25,7 +25,7 @@ def report_json(
 ) -> str:
     """Settings, machine, and every run with every job's record, as indented text.
 
-    ``points`` have the keys that those of a simulation have, and more.
+    ``points`` have the keys of a simulation's points, and more.
     """
     report = {
         "settings": dict(settings),
@@ -41,7 +41,7 @@ def report_json(
 
 
 def describe_machine() -> dict[str, Any]:
-    """Of the client; often the server's too."""
+    """The client's machine, which is often the server's too."""
     return {
         "cpu": cpu_name(),
         "cpus": os.cpu_count(),
@@ -54,7 +54,7 @@ def describe_machine() -> dict[str, Any]:
 def cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # only Linux has it
+    except OSError:  # only Linux has this file
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
@@ -87,5 +87,5 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _finite(rate: float) -> float | None:
-    """``None`` for infinity, which JSON has not: beyond what was measured."""
+    """``None`` for infinity, which JSON does not have. It means: beyond the measured rates."""
     return None if math.isinf(rate) else rate

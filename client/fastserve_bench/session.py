@@ -1,4 +1,4 @@
-"""A load test: which server gets which load, in what order."""
+"""A load test: which server gets which load, and in which order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastserve_bench.report.summary import Summary, summarize
 from fastserve_bench.requests import exact_requests, natural_requests
 from fastserve_bench.workload import TraceJob, Workload, mean_rate
 
-# Enough to load what a server loads with its first jobs, and short on any machine.
+# Enough to load what a server loads lazily, and short on any machine.
 _WARMUP_TOKENS = 16
 
 
@@ -27,7 +27,7 @@ class Load:
     """One load of a sweep: open loop at a rate, or closed loop with a number of clients."""
 
     rate: float | None = None
-    """Jobs per second; ``None`` without a concurrency: the data set's own timestamps."""
+    """Jobs per second. ``None`` without a concurrency means the data set's own timestamps."""
     concurrency: int | None = None
 
     @property
@@ -42,23 +42,23 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every server goes through."""
+    """The loads that every server gets."""
 
     workload: Workload
-    """Its seed is that of the first repeat; the others take the next ones."""
+    """Its seed is for the first repeat. The others take the next seeds."""
     loads: Sequence[Load]
     repeats: int
     timeout_s: float
-    """Of each request."""
+    """For each request."""
     warmup: int
-    """Requests that do not count: before the first run, or where servers take turns before each."""
+    """Requests that do not count: before the first run, or, if servers take turns, before each."""
     vocab_size: int
     pause_s: float = 0.0
-    """Before each run on one of several servers: the one before may be busy for a while longer."""
+    """Seconds before each run on one of several servers. The last one may still be busy."""
     natural_max_tokens: int | None = None
-    """Send the data set's texts, and let answers end by themselves or here."""
+    """If set, send the data set's texts. Answers end by themselves or at this length."""
     chat: bool = False
-    """Send those as messages of users."""
+    """True: send those texts as messages of users."""
 
     def trace(self, load: Load, repeat: int) -> list[TraceJob]:
         """The jobs of a run, the same for every server.
@@ -67,14 +67,14 @@ class Plan:
             WorkloadError: the workload cannot be used.
         """
         workload = replace(self.workload, seed=self.workload.seed + repeat)
-        # A closed loop takes the same jobs in the same order; when they would arrive is nothing.
+        # A closed loop takes the same jobs in the same order and ignores their arrivals.
         return _trace(workload, 1.0 if load.is_closed else load.rate)
 
     def requests(self, trace: Sequence[TraceJob], load: Load, repeat: int) -> list[Request]:
-        """Raises WorkloadError: the vocabulary is too small, or the data set has no texts."""
+        """The requests of a run. Raises WorkloadError: too few tokens, or no texts."""
         if self.natural_max_tokens is not None:
             return natural_requests(trace, self.natural_max_tokens, self.chat)
-        # Other prompts in each run: a server that keeps prefixes has seen none of them.
+        # Each run has other prompts, so a server that keeps prefixes has seen none of them.
         seed = (self.workload.seed, repeat, self.loads.index(load))
         return exact_requests(trace, self.vocab_size, seed)
 
@@ -92,7 +92,7 @@ def _trace(workload: Workload, rate: float | None) -> list[TraceJob]:
 
 @dataclass(frozen=True)
 class Run:
-    """One load on one server, once, after its end."""
+    """A finished run of one load on one server."""
 
     label: str
     load: Load
@@ -107,11 +107,11 @@ class Run:
 
 
 Start: TypeAlias = Callable[[], AbstractAsyncContextManager[Connection]]
-"""Starts a server, which runs as long as the context."""
+"""Starts a server. It runs as long as the context."""
 
 
 class Session:
-    """Runs the plan; ``runs`` holds what there is, also after it was cancelled.
+    """Runs the plan. ``runs`` holds the runs so far, also after a cancellation.
 
     Args:
         on_start: Called before each run with label, load and number of jobs.
@@ -130,10 +130,10 @@ class Session:
         self._on_change = on_change
 
     async def alternate(self, connections: Mapping[str, Connection]) -> None:
-        """Servers that run already, by label: each load goes to all of them before the next one.
+        """Measures running servers, by label. Each load goes to all of them before the next load.
 
-        So what the machine does besides meets all alike. Before each run on one of several there is
-        a pause, in which the server before it comes to rest, and a warm-up.
+        So other work of the machine affects all alike. Before each run on one of several servers
+        there is a pause, in which the last server comes to rest, and a warm-up.
 
         Raises:
             ClientError: a server is not there, or fails the warm-up.
@@ -150,9 +150,10 @@ class Session:
                     await self.run(label, connection, load, repeat)
 
     async def in_turn(self, servers: Mapping[str, Start]) -> None:
-        """Servers of which one can run at a time: each gets all loads, then the next one starts.
+        """Measures servers one at a time. Each gets all loads, then the next one starts.
 
-        All of them once for each repeat, so that what the machine does besides meets all alike.
+        All of them start once for each repeat, so that other work of the machine affects all
+        alike.
 
         Raises:
             ClientError: a server does not start, or fails the warm-up.
@@ -165,10 +166,13 @@ class Session:
                         await self.run(label, connection, load, repeat)
 
     async def warm_up(self, label: str, connection: Connection) -> None:
-        """Raises ClientError: the server is not there, or cannot serve the workload."""
+        """Sends requests that do not count.
+
+        Raises ClientError: the server is not there, or cannot serve the workload.
+        """
         await connection.check()
         load = self.plan.loads[0]
-        # Seeded like a run that never comes, so that its prompts are others.
+        # The seed is that of a run that never comes, so the prompts are others.
         trace = self.plan.trace(load, self.plan.repeats)
         requests = self.plan.requests(trace, load, self.plan.repeats)[: self.plan.warmup]
         short = [
@@ -177,7 +181,7 @@ class Session:
         ]
         sent = [connection.send(request, self.plan.timeout_s) for request in short]
         for result in await asyncio.gather(*sent, return_exceptions=True):
-            # A queue that is full while warming up is full in the runs too, and counted there.
+            # A queue that is full now is full in the runs too, and counted there.
             if isinstance(result, ServerOverloaded):
                 continue
             if isinstance(result, ClientError):
@@ -186,7 +190,7 @@ class Session:
                 raise result
 
     async def run(self, label: str, connection: Connection, load: Load, repeat: int) -> None:
-        """One load on one server, once."""
+        """Runs one load on one server, once."""
         trace = self.plan.trace(load, repeat)
         requests = self.plan.requests(trace, load, repeat)
         self._on_start(label, load, len(requests))

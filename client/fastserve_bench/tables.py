@@ -17,7 +17,7 @@ _CAPTION = (
 
 
 def result_tables(points: Sequence[Point], load_header: str) -> Iterator[Table]:
-    """Throughput and errors, then latencies. A row is a server under a load."""
+    """Two tables: throughput and errors, then latencies. A row is a server under a load."""
     yield _throughput_table(points, load_header)
     finished = sweep_points(points)
     if finished:
@@ -63,7 +63,7 @@ def _throughput_table(points: Sequence[Point], load_header: str) -> Table:
 
 
 def error_lines(points: Sequence[Point]) -> Iterator[str]:
-    """What went wrong: numbers by kind, and the first message of each."""
+    """The errors: their number by kind, and the first message of each kind."""
     for point in points:
         failures = [failure for outcome in point.outcomes for failure in outcome.failures]
         for kind, count in point.failures_by_kind.items():
@@ -72,7 +72,7 @@ def error_lines(points: Sequence[Point]) -> Iterator[str]:
 
 
 def objectives_table(within: Mapping[str, WithinObjectives], slo_s: float) -> Table:
-    """The highest rates within the objectives, of which ``slo_s`` is that of normalized latency."""
+    """The highest rates within the objectives. ``slo_s`` is that of normalized latency."""
     return labelled_table(
         ("mean within SLO", "P95 within SLO", "P95 goodput"),
         [

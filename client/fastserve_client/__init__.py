@@ -1,4 +1,4 @@
-"""Client of the Triton model ``fastserve``; needs neither torch nor the server's package.
+"""Client of the Triton model ``fastserve``. It needs neither torch nor the server's package.
 
     from fastserve_client import FastServeClient
 
@@ -6,7 +6,7 @@
         for chunk in client.stream("Once upon a time", max_tokens=32):
             print(chunk.text, end="", flush=True)
 
-Names are loaded on first use: the server takes ``fastserve_client.protocol`` from here and must not
+Names are loaded on first use, because the server imports ``fastserve_client.protocol`` and must not
 load a client with it.
 """
 

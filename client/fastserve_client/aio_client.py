@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 class AsyncFastServeClient:
     """``FastServeClient`` for asyncio: the same arguments, results and errors.
 
-    It belongs to the event loop in which it is made, and is not thread-safe. Connecting is lazy.
+    It belongs to the event loop in which it is made, and is not thread-safe. It connects at the
+    first request.
     """
 
     def __init__(
         self, url: str = DEFAULT_URL, *, model: str = protocol.MODEL_NAME, max_retries: int = 0
     ) -> None:
-        """Connects to nothing yet. Arguments as of ``FastServeClient``.
+        """Connects to nothing yet. Takes the arguments of ``FastServeClient``.
 
         Raises:
             InvalidRequest: the URL cannot be understood, or ``max_retries`` is negative.
@@ -58,8 +59,8 @@ class AsyncFastServeClient:
     ) -> AsyncTokenStream:
         """Sends the request and returns an asynchronous iterator over its chunks.
 
-        Not a coroutine: ``async for chunk in client.stream(…)``. Arguments and errors as of
-        ``FastServeClient.stream``.
+        It is not a coroutine: ``async for chunk in client.stream(…)``. It has the arguments and
+        errors of ``FastServeClient.stream``.
         """
         request = build_request(
             self.model,
@@ -80,7 +81,7 @@ class AsyncFastServeClient:
         request_id: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
-        """The whole completion. Arguments as ``stream``, errors of both.
+        """Returns the whole completion. It has the arguments of ``stream``, and its errors.
 
         Cancelling the task that awaits it cancels the request.
         """
@@ -96,24 +97,24 @@ class AsyncFastServeClient:
             return Completion.from_chunks([chunk async for chunk in chunks])
 
     def watch(self, interval_s: float = 0.5) -> AsyncEngineWatch:
-        """Pictures of the engine, one every ``interval_s`` seconds (from 0.05 to 10).
+        """Iterates over pictures of the engine, one every ``interval_s`` seconds (0.05 to 10).
 
-        Not a coroutine: ``async for state in client.watch()``. It is no job and needs no place in
-        the queue; the server takes a few watchers at a time.
+        It is not a coroutine: ``async for state in client.watch()``. A watch is no job and needs no
+        place in the queue. The server takes a few watches at a time.
 
         Raises:
-            InvalidRequest: the interval is no number of seconds. (What the server refuses is
-                raised by the iteration: see ``AsyncEngineWatch``.)
+            InvalidRequest: the interval is no number of seconds. (Iterating raises the server's
+                refusals: see ``AsyncEngineWatch``.)
         """
         request = build_watch_request(self.model, interval_s)
         return AsyncEngineWatch(self._send, request, str(self.endpoint))
 
     async def is_ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
-        """Whether the server says that the model takes requests; False also where none answers."""
+        """Whether the server says that the model takes requests; False if none answers."""
         return not self._closed and await self._transport.is_ready(self.model, timeout_s)
 
     async def close(self) -> None:
-        """Closes the connections; what still runs is cancelled."""
+        """Closes the connections and cancels running requests."""
         self._closed = True
         await self._transport.close()
 
@@ -141,10 +142,10 @@ class AsyncFastServeClient:
 class AsyncTokenStream(AsyncIterator[Chunk]):
     """The chunks of one request, as they arrive.
 
-    Leaving the ``async with`` block, ``close()``, cancelling the task that iterates, or dropping
-    the last reference before the end cancels the request on the server, and nothing else.
+    The request, and nothing else, is cancelled on the server by leaving the ``async with`` block,
+    by ``close()``, by cancelling the task that iterates, or by dropping the last reference.
 
-    Iterating raises what iterating a ``TokenStream`` does.
+    Iterating raises the same errors as iterating over a ``TokenStream``.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class AsyncTokenStream(AsyncIterator[Chunk]):
         assert self._call is not None
         while not self._closed.is_set():
             try:
-                return self._exchange.received(await anext(self._call))
+                return self._exchange.on_response(await anext(self._call))
             except StopAsyncIteration:
                 if not self._closed.is_set():
                     self._closed.set()

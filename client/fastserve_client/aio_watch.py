@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class AsyncEngineWatch(AsyncIterator[EngineState]):
     """Pictures of the engine, until it is closed or an error is raised.
 
-    The server ends a watch after some seconds; this one then asks again by itself.
+    The server ends a watch after some seconds. This object then asks again by itself.
 
-    Leaving the ``async with`` block, ``close()``, cancelling the task that iterates, or dropping
-    the last reference ends the watch on the server.
+    The watch ends on the server by leaving the ``async with`` block, by ``close()``, by cancelling
+    the task that iterates, or by dropping the last reference.
 
     Iterating raises:
-        InvalidRequest, ServerUnavailable (too many watch, or it shuts down), ConnectionFailed,
+        InvalidRequest, ServerUnavailable (too many watches, or a shutdown), ConnectionFailed,
         RequestCancelled, ServerError: see ``fastserve_client.errors``.
     """
 
@@ -39,8 +39,8 @@ class AsyncEngineWatch(AsyncIterator[EngineState]):
         """
         Args:
             send: starts a call with the request and the seconds that it may take.
-            request: one that watches.
-            url: for messages.
+            request: a request with ``watch_interval_ms``.
+            url: is named in messages.
         """
         self._send = send
         self._request = request
@@ -57,7 +57,7 @@ class AsyncEngineWatch(AsyncIterator[EngineState]):
             raise unreadable(self._request.model, error) from error
 
     async def next_json(self) -> str:
-        """The next picture as it came, for those who pass it on. Errors as of iterating."""
+        """The next picture as JSON, to pass it on. Raises the errors of iterating."""
         while not self._closed:
             if self._call is None:
                 self._call = self._send(self._request, None)
@@ -80,14 +80,14 @@ class AsyncEngineWatch(AsyncIterator[EngineState]):
         raise StopAsyncIteration
 
     def close(self) -> None:
-        """Ends the watch and an iteration; idempotent."""
+        """Ends the watch and a running iteration; idempotent."""
         self._closed = True
         if self._call is not None:
             self._call.cancel()
 
     def __del__(self) -> None:
         if self._call is not None:
-            self._call.cancel()  # its own objects refer to each other, and live on
+            self._call.cancel()  # its objects refer to each other, so dropping it is not enough
 
     async def __aenter__(self) -> Self:
         return self

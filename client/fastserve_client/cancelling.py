@@ -1,4 +1,4 @@
-"""The end of tasks that others wait for."""
+"""Cancelling tasks and waiting for their end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 async def cancel_all(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Returns when all have ended; what they raise then is nobody's."""
+    """Cancels all and returns when they have ended. Their errors are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -35,13 +35,12 @@ def chat_in_terminal(
 ) -> ExitCode:
     """Reads messages, a line each, from stdin until its end and streams the answers to stdout.
 
-    The whole conversation goes to the server each time. Ctrl-C cancels the answer that is being
-    written; what there is of it stays in the conversation. A message that got no answer does not,
-    so that it can be sent again. Where ``max_tokens`` do not fit behind the conversation, an answer
-    may have fewer.
+    The whole conversation goes to the server each time. Ctrl-C cancels the current answer, and its
+    text so far stays in the conversation. A message without an answer does not stay, so that it can
+    be sent again. An answer is shorter than ``max_tokens`` if the conversation leaves less room.
 
     Args:
-        system: what the model is told before the first message.
+        system: text that the model gets before the first message.
         timeout_s: for each answer.
 
     Returns:
@@ -67,7 +66,7 @@ def chat_in_terminal(
             except OSError as error:
                 return cannot_write(error, sys.stdout, sys.stderr)
             if code == ExitCode.USAGE and len(messages) > len(beginning) + 1:
-                # The same options were right for the turns before.
+                # The options cannot be wrong: earlier turns had the same.
                 print(_MAKE_ROOM, file=sys.stderr)
             if answer:
                 messages.append({"role": "assistant", "content": answer})
@@ -77,9 +76,9 @@ def chat_in_terminal(
 
 
 def _typed_lines() -> Iterator[str]:
-    """Lines of stdin that are not blank, up to its end; Ctrl-C shows the help."""
+    """The lines of stdin that are not blank. Ctrl-C shows the help."""
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # of a file in another encoding
+        sys.stdin.reconfigure(errors="replace")  # a file may have another encoding
     is_interactive = sys.stdin.isatty()
     if is_interactive:
         _enable_line_editing()
@@ -126,10 +125,10 @@ def _answer(
 
 
 def _read_by_thread(stream: TokenStream) -> Iterator[Chunk]:
-    """The chunks of ``stream``; raises what that raises.
+    """The chunks of ``stream``, read by another thread. Raises the errors of ``stream``.
 
-    Ctrl-C interrupts whatever the main thread does, and in the middle of gRPC's code that can leave
-    the connection unusable. So that is not where the main thread waits.
+    Ctrl-C interrupts the main thread. In the middle of gRPC's code that can leave the connection
+    unusable, so the main thread must not wait there.
     """
     received: queue.SimpleQueue[Chunk | Exception | None] = queue.SimpleQueue()
 
@@ -149,5 +148,5 @@ def _read_by_thread(stream: TokenStream) -> Iterator[Chunk]:
 
 
 def _enable_line_editing() -> None:
-    with suppress(ImportError):  # without it lines can be typed all the same
-        import readline  # noqa: F401 - input() uses it once it is there
+    with suppress(ImportError):  # input() works without it
+        import readline  # noqa: F401 - input() uses it if it is loaded

@@ -28,10 +28,10 @@ READY_TIMEOUT_S = 5.0
 class FastServeClient:
     """Sends prompts to the model ``fastserve`` of a tritonserver, by gRPC or by HTTP.
 
-    Results, errors and arguments are the same for both; docs/clients.md has what differs. Over
-    gRPC all requests share one connection, over HTTP each that runs has its own.
+    Results, errors and arguments are the same for both; docs/clients.md lists the differences.
+    Over gRPC all requests share one connection. Over HTTP each running request has its own.
 
-    Thread-safe. Connecting is lazy: a wrong address shows at the first request.
+    It is thread-safe. It connects at the first request, so a wrong address shows only then.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class FastServeClient:
         Args:
             url: ``grpc://HOST[:PORT]`` or ``http://HOST[:PORT]``; with TLS ``grpcs://`` or
                 ``https://``.
-            model: its name in the server's model repository.
-            max_retries: how often a request is sent again that the server did not take; see
+            model: the model's name in the server's model repository.
+            max_retries: how often to repeat a request that the server did not take; see
                 ``RetryPolicy``.
 
         Raises:
@@ -69,16 +69,16 @@ class FastServeClient:
         Args:
             prompt: text, token ids, or a conversation (a list of ``{"role": …, "content": …}``)
                 for the model's chat template.
-            timeout_s: seconds for the whole request, above 0; ``None`` waits as long as it takes.
-            perf_metrics: the last chunk carries the server's ``PerfMetrics``.
+            timeout_s: seconds for the whole request, above 0; ``None`` sets no limit.
+            perf_metrics: true adds the server's ``PerfMetrics`` to the last chunk.
             request_id: appears in the server's logs; by default the server makes one up.
             **sampling: see ``SamplingOptions``.
 
         Raises:
-            InvalidRequest: the request cannot be sent. (What the server refuses is raised by the
-                iteration, as are its other errors: see ``TokenStream``.)
+            InvalidRequest: the request cannot be sent. (Iterating raises the server's refusals and
+                other errors: see ``TokenStream``.)
             TypeError: an unknown option.
-            ClientClosed: a RequestCancelled, the client is closed.
+            ClientClosed: the client is closed. It is a RequestCancelled.
         """
         return self._start(
             build_request(
@@ -101,7 +101,7 @@ class FastServeClient:
         request_id: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
-        """The whole completion. Arguments as ``stream``, errors of both."""
+        """Returns the whole completion. It has the arguments of ``stream``, and its errors."""
         request = build_request(
             self.model,
             prompt,
@@ -114,11 +114,11 @@ class FastServeClient:
             return Completion.from_chunks(chunks)
 
     def is_ready(self, timeout_s: float = READY_TIMEOUT_S) -> bool:
-        """Whether the server says that the model takes requests; False also where none answers."""
+        """Whether the server says that the model takes requests; False if none answers."""
         return not self._closed and self._transport.is_ready(self.model, timeout_s)
 
     def close(self) -> None:
-        """Closes the connections; what still runs is cancelled."""
+        """Closes the connections and cancels running requests."""
         self._closed = True
         self._transport.close()
 
@@ -146,9 +146,9 @@ class FastServeClient:
 class TokenStream(Iterator[Chunk]):
     """The chunks of one request, as they arrive.
 
-    Leaving the ``with`` block, ``close()``, or dropping the last reference before the end cancels
-    the request on the server, and nothing else. ``close()`` may be called from another thread or
-    a signal handler; a blocked iteration then ends.
+    The request, and nothing else, is cancelled on the server by leaving the ``with`` block, by
+    ``close()``, or by dropping the last reference. ``close()`` may be called from another thread or
+    a signal handler. A blocked iteration then ends.
 
     Iterating raises:
         InvalidRequest, ServerUnavailable, ServerOverloaded, ConnectionFailed, RequestTimeout,
@@ -161,7 +161,7 @@ class TokenStream(Iterator[Chunk]):
         """``send`` starts a call with the request and the seconds that it may take."""
         self._send = send
         self._exchange = exchange
-        # No Event: its lock is not for signal handlers, which may interrupt who holds it.
+        # No Event: a signal handler may interrupt the thread that holds its lock.
         self._closed = False
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._call: Call | None = None
@@ -171,7 +171,7 @@ class TokenStream(Iterator[Chunk]):
         assert self._call is not None
         while not self._closed:
             try:
-                return self._exchange.received(next(self._call))
+                return self._exchange.on_response(next(self._call))
             except StopIteration:
                 if not self._closed:
                     self._closed = True
@@ -188,7 +188,7 @@ class TokenStream(Iterator[Chunk]):
                 if self._closed:
                     break
                 self._start()
-                if self._closed:  # close() may have met the call before
+                if self._closed:  # close() may have cancelled the call before this one
                     self.close()
         raise StopIteration
 

@@ -1,4 +1,4 @@
-"""Where a server listens: parsing of the URLs that users type."""
+"""Where a server listens: parses the URLs that users type."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastserve_client.protocol import DEFAULT_GRPC_PORT, DEFAULT_HOST, DEFAULT_H
 DEFAULT_URL = f"grpc://{DEFAULT_HOST}:{DEFAULT_GRPC_PORT}"
 DEFAULT_HTTP_URL = f"http://{DEFAULT_HOST}:{DEFAULT_HTTP_PORT}"
 
-# With TLS there is a proxy in front, which listens where such things do.
+# TLS means a proxy in front, which listens on the usual port.
 _TLS_PORT = 443
 _PORTS = {
     "grpc": DEFAULT_GRPC_PORT,
@@ -39,8 +39,8 @@ class Endpoint:
     def parse(cls, url: str) -> Endpoint:
         """Accepts ``SCHEME://HOST[:PORT]`` and, as Triton's own tools write it, ``HOST[:PORT]``.
 
-        The latter means gRPC. Ports left out are Triton's, 8001 for gRPC and 8000 for HTTP; with
-        TLS 443.
+        The latter means gRPC. The default ports are Triton's, 8001 for gRPC and 8000 for HTTP, and
+        443 with TLS.
 
         Raises:
             InvalidRequest: anything else; the message shows the expected form.

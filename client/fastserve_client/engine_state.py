@@ -1,7 +1,9 @@
-"""The engine at one moment, as ``watch_interval_ms`` shows it: numbers, never text or request ids.
+"""The engine at one moment, for requests with ``watch_interval_ms``: only numbers.
 
-Both sides import this module, so it depends on nothing but the standard library. On the wire it is
-JSON with the names of these fields.
+It has neither text nor request ids.
+
+Client and server import this module, so it depends only on the standard library. On the wire it
+is JSON with the names of these fields.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 MAX_LISTED_JOBS: Final = 256
-"""More unfinished jobs than these are only counted."""
+"""A picture lists so many unfinished jobs and only counts the others."""
 
 State = Literal["waiting", "running", "preempted", "swapping_out", "swapped", "swapping_in"]
 
@@ -33,9 +35,9 @@ class ListedJob:
     """Generated so far."""
     device_blocks: int
     host_blocks: int
-    """Of a job on the device too: what the host has kept or was given ahead."""
+    """A job on the device may have blocks here too: copies that were kept or made ahead."""
     waited_s: float
-    """Time since its arrival in which it took part in no iteration, seconds."""
+    """Seconds since its arrival in which it was part of no iteration."""
     num_preemptions: int
 
 
@@ -44,8 +46,8 @@ class LevelState:
     """One queue of the policy."""
 
     quantum_s: float | None
-    """Execution time after which a job sinks, seconds, or the most that is left of a job whose
-    length is predicted; ``None``: the policy has no quanta."""
+    """Execution time after which a job sinks, seconds. For a job with a predicted length: the
+    longest remaining time. ``None``: the policy has no quanta."""
     num_jobs: int
 
 
@@ -59,7 +61,7 @@ class TierState:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counted since the server's start."""
+    """Totals since the server's start."""
 
     prompt_tokens: int
     generation_tokens: int
@@ -77,19 +79,19 @@ class EngineState:
     """A picture of the engine, made between two iterations."""
 
     time_s: float
-    """Of the engine's clock, seconds: subtract it from another picture's, not from a clock."""
+    """Seconds of the engine's clock. Only differences between two pictures have a meaning."""
     policy: str
     policy_description: str
     """One line with the policy's derived values."""
     levels: tuple[LevelState, ...]
     """Queues, highest first; policies without queues have one."""
     jobs: tuple[ListedJob, ...]
-    """At most ``MAX_LISTED_JOBS``: those that run, then the others, in order of arrival."""
+    """At most ``MAX_LISTED_JOBS``: running jobs first, then the others in order of arrival."""
     running: int
     waiting: int
     """All unfinished jobs that do not run, swapped ones included."""
     swapped: int
-    """Of the waiting, those whose KV is on the host or on its way from or to it."""
+    """The waiting jobs whose KV is on the host or on its way from or to it."""
     block_size: int
     """Tokens in one KV block."""
     device: TierState
@@ -98,7 +100,7 @@ class EngineState:
 
     @classmethod
     def from_json(cls, text: str) -> EngineState:
-        """Raises ValueError, KeyError or TypeError: the text is no such picture."""
+        """Raises ValueError, KeyError or TypeError if the text is no such picture."""
         fields: dict[str, Any] = json.loads(text)
         return cls(
             **{

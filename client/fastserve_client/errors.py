@@ -12,14 +12,14 @@ class ClientError(Exception):
 class InvalidRequest(ClientError):
     """The request is malformed or asks for more than the server has (``INVALID_ARG``).
 
-    The message names the field, what was given and what is allowed. Trying again is useless.
+    The message names the field, the given value and the allowed ones. Trying again is useless.
     """
 
 
 class ContextLengthExceeded(InvalidRequest):
     """The prompt, or prompt and ``max_tokens`` together, are longer than the model's context.
 
-    The message names the most tokens that it takes.
+    The message names the limit.
     """
 
 
@@ -62,19 +62,19 @@ class WorkloadError(ClientError):
 
 
 def shown(value: object) -> str:
-    """A value in a message. Of its own Python writes no number of more than 4300 digits."""
+    """A value for a message. Python itself refuses to write numbers of more than 4300 digits."""
     try:
         return repr(value)
     except ValueError:
         return "a number of too many digits"
 
 
-# Triton's gRPC streams carry an error's text but not its code. (The header `triton_grpc_error`
-# asks for codes too, but then a stream ends with its first error, and tritonserver 24.10 crashes
-# if another of its requests still runs, so this client never sends it.) So the text decides:
+# Triton's gRPC streams carry an error's text but not its code, so the text decides. The header
+# `triton_grpc_error` would ask for codes. But then a stream ends with its first error, and
+# tritonserver 24.10 crashes if another of its requests still runs. So this client never sends it.
 NAMES_FIELD = re.compile(r"^[\w, .\[\]]+: got ")
-"""How this project names what is wrong with a request: "max_tokens: got -1; must be …"."""
-# What was given is a number, or a length in quotes: no prompt that has these words gets here.
+"""Matches this project's messages about a request: "max_tokens: got -1; must be …"."""
+# The given value is a number, or a length in quotes. So no prompt with these words gets here.
 _CONTEXT_LENGTH = re.compile(
     r"^\w+: got ('\d+ \w+'|\d+); This model's maximum context length is \d+ tokens\b"
 )
@@ -119,13 +119,13 @@ def request_timeout(url: str) -> RequestTimeout:
 def error_from_status(url: str, code: str, details: str) -> ClientError:
     """The error for a call that ended with a gRPC status; ``code`` is its name (``UNAVAILABLE``).
 
-    Errors of the model arrive as messages of the stream, so a status speaks of the connection or
-    of the server as a whole.
+    Errors of the model arrive as messages of the stream. So a status is about the connection or
+    the server as a whole.
     """
     line = " ".join(details.split())
     if code == "UNAVAILABLE":
-        # gRPC puts what failed first and why last: "failed to connect to …: Connection refused".
-        # Behind a certificate that it does not trust it puts ": OK".
+        # gRPC writes the reason last: "failed to connect to …: Connection refused". After a
+        # certificate that it does not trust it adds ": OK".
         return connection_failed(url, line.removesuffix(": OK").rpartition(": ")[2])
     if code == "DEADLINE_EXCEEDED":
         return request_timeout(url)
@@ -140,8 +140,8 @@ def error_from_http(url: str, status: int, message: str | None) -> ClientError:
     """The error for an answer whose status is not 200.
 
     Args:
-        message: Triton's; ``None`` where the answer has none and so is a proxy's, or of a server
-            of another kind.
+        message: Triton's message. ``None``: the answer has none, so it comes from a proxy or
+            another kind of server.
     """
     if message is not None:
         error = error_from_message(message)
@@ -150,7 +150,7 @@ def error_from_http(url: str, status: int, message: str | None) -> ClientError:
         kind = {400: InvalidRequest, 503: ServerUnavailable}.get(status, ServerError)
         return kind(str(error))
     line = f"{url} answered with the HTTP status {status}"
-    if status in (502, 503, 504):  # how proxies say that the server behind them is not there
+    if status in (502, 503, 504):  # a proxy has lost the server behind it
         return ServerUnavailable(line)
     if status == 413:
         return InvalidRequest(f"{line}: the request is too large")

@@ -1,4 +1,4 @@
-"""What every client knows of one request; neither transports, threads nor event loops."""
+"""The state of one request in a client, without transports, threads or event loops."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from fastserve_client.response import Outputs, read_chunk
 from fastserve_client.results import Chunk
 from fastserve_client.retry import RetryPolicy
 
-# More than this, infinity too, is no limit: gRPC takes it for a time that is over.
+# A longer timeout counts as no limit. gRPC would take it for a time that is over.
 ENDLESS_S = 1e9
 
 
 class Exchange:
-    """One request, sent once or, with retries, several times, and what came back so far.
+    """One request, which may be sent several times, and its responses so far.
 
     Args:
-        url: for messages.
-        timeout_s: of the whole exchange, which starts now.
+        url: is named in messages.
+        timeout_s: seconds for the whole exchange, which starts now.
 
     Raises:
         InvalidRequest: ``timeout_s`` is not above 0.
@@ -30,7 +30,7 @@ class Exchange:
     ) -> None:
         self.request = request
         self._url = url
-        if timeout_s is not None and not timeout_s > 0:  # so that NaN is refused
+        if timeout_s is not None and not timeout_s > 0:  # in this form it refuses NaN
             raise InvalidRequest(
                 f"timeout_s: got {timeout_s:g}; must be a number of seconds above 0"
             )
@@ -43,16 +43,16 @@ class Exchange:
         self._finished = False
 
     def remaining_s(self) -> float | None:
-        """Seconds that are left of the timeout; ``None``: no limit."""
+        """Seconds left of the timeout; ``None``: no limit."""
         if self._deadline_s is None:
             return None
         return max(0.0, self._deadline_s - time.monotonic())
 
-    def received(self, outputs: Outputs) -> Chunk:
-        """Notes that a response has come, and returns what is in it.
+    def on_response(self, outputs: Outputs) -> Chunk:
+        """Notes that a response has come, and returns its chunk.
 
         Raises:
-            ServerError: it cannot be read.
+            ServerError: the response cannot be read.
         """
         self._answered = True
         chunk = read_chunk(self.request.model, outputs)
@@ -60,7 +60,7 @@ class Exchange:
         return chunk
 
     def check_end(self) -> None:
-        """The server has closed the stream. Raises ServerError if that is too early."""
+        """Called when the server has closed the stream. Raises ServerError if that is too early."""
         if not self._finished:
             raise ServerError(f"{self._url} ended the stream before the job ended")
 

@@ -57,7 +57,7 @@ class AioGrpcCall(AsyncIterator[Outputs]):
     """One ``ModelStreamInfer`` with one request.
 
     Args:
-        ending: where the task is that reads to the end once the last response has come.
+        ending: tasks that read to the end, of calls that have had their last response.
     """
 
     def __init__(
@@ -73,19 +73,19 @@ class AioGrpcCall(AsyncIterator[Outputs]):
         self._transport_closed = transport_closed
         self._ending = ending
         self._cancelled = False
-        self._end: asyncio.Task[None] | None = None  # once the last response has come
+        self._end: asyncio.Task[None] | None = None  # set when the last response has come
 
     async def __anext__(self) -> Outputs:
         if self._end is not None:
             await self._await_end()
             raise StopAsyncIteration
-        # In a task of its own, which ends with the call: grpcio 1.85 never frees what a read holds
-        # whose task was cancelled (github.com/grpc/grpc/issues/43360).
+        # A task of its own reads, and ends with the call. If the task of a read is cancelled,
+        # grpcio 1.85 never frees its memory (github.com/grpc/grpc/issues/43360).
         read = asyncio.ensure_future(self._read())
         try:
             response = await asyncio.shield(read)
         except asyncio.CancelledError:
-            # gRPC reports a call that cancel() has ended as it does a cancelled task.
+            # gRPC reports a cancelled call like a cancelled task.
             if not _task_is_cancelled():
                 if self._cancelled:
                     raise StopAsyncIteration from None
@@ -101,7 +101,7 @@ class AioGrpcCall(AsyncIterator[Outputs]):
         return decode_response(response.infer_response)
 
     async def _read(self) -> Any:
-        """The next ``ModelStreamInferResponse``; the last one starts the reading to the end."""
+        """The next ``ModelStreamInferResponse``. After the last one a task reads to the end."""
         response = await anext(self._responses)
         if response.error_message or is_last(response.infer_response):
             self._end = asyncio.ensure_future(self._read_to_end())
@@ -115,7 +115,7 @@ class AioGrpcCall(AsyncIterator[Outputs]):
                 pass
 
     async def _await_end(self) -> None:
-        # Not by ``wait_for``: who is cancelled meanwhile must not cancel the call.
+        # Not ``wait_for``: cancelling the waiting task must not cancel the call.
         assert self._end is not None
         await asyncio.wait((self._end,), timeout=END_S)
 

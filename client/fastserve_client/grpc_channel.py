@@ -1,4 +1,4 @@
-"""What both gRPC transports share: the channel, its method and what its errors mean."""
+"""What both gRPC transports share: the channel, its method, and its errors."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from fastserve_client.endpoint import Endpoint
 from fastserve_client.errors import ClientError, error_from_status
 
 _OPTIONS = (
-    # A prompt or a response can pass gRPC's default limit of 4 MiB; the server has its own limits.
+    # A prompt or a response can exceed gRPC's default limit of 4 MiB. The server has limits.
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # By default a channel that lost its server tries again after 1 s, and later after minutes.
+    # By default a channel that lost its server tries again after 1 s, then later and later.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
-    # How long an attempt to connect may take, in spite of its name.
+    # In spite of its name: how long an attempt to connect may take.
     ("grpc.min_reconnect_backoff_ms", 10_000),
-    # A host that vanished closes nothing. What it does not acknowledge for this long breaks the
-    # connection: with keepalive, gRPC makes this the socket's TCP_USER_TIMEOUT too.
+    # A host that vanished closes no connection. The connection breaks if data is not acknowledged
+    # for this long: with keepalive, gRPC makes this the socket's TCP_USER_TIMEOUT too.
     ("grpc.keepalive_timeout_ms", 10_000),
-    # Where only answers are waited for, pings find out. A server as gRPC makes it hangs up on a
-    # client that pings a silent stream more often than every 5 minutes.
+    # Where nothing is sent, pings find out. By default a gRPC server hangs up on a client that
+    # pings a silent stream more often than every 5 minutes.
     ("grpc.keepalive_time_ms", 310_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
@@ -33,9 +33,9 @@ _OPTIONS = (
 END_S = 1.0
 """How long to wait for the end of a call whose last response has come.
 
-It comes at once, and must not be cut short: of a call that is cancelled in that moment,
-tritonserver 24.10 keeps some 25 kB for ever, and the model with it, which then cannot be unloaded.
-So such a call is not cancelled, but left to its end, for which the channel is kept open, too.
+It comes at once, and must not be cut short. If a call is cancelled in that moment, tritonserver
+24.10 keeps it for ever, with some 25 kB, and can then not unload the model. So such a call is left
+to its end, and the channel stays open for it.
 """
 
 
@@ -50,11 +50,11 @@ def open_channel(api: Any, endpoint: Endpoint) -> Any:
 def stream_method(channel: Any) -> Any:
     """``ModelStreamInfer`` for one request a call, as gRPC's method of that kind.
 
-    On the wire it is the bidirectional method with a client that half-closes behind its only
-    request: the server closes its side after the last response, and no final marker has to be
-    waited for. To gRPC, request and end are then one operation, which needs no task or thread of
-    its own, and whose failure does not hide the call's status: a bidirectional call of grpc.aio
-    that ends while it sends, as by its deadline, says INTERNAL, or that it was cancelled.
+    On the wire this is the bidirectional method, with a client that half-closes after its only
+    request. The server closes its side after the last response, so no final marker is needed. To
+    gRPC, request and end are then one operation. It needs no task or thread of its own, and its
+    failure does not hide the call's status. (A bidirectional call of grpc.aio that ends while it
+    sends, by its deadline for example, says INTERNAL, or that it was cancelled.)
     """
     return channel.unary_stream(
         "/inference.GRPCInferenceService/ModelStreamInfer",
@@ -69,7 +69,7 @@ def status_error(url: str, error: grpc.RpcError) -> ClientError:
 
 
 def _system_roots() -> bytes | None:
-    # Those that OpenSSL trusts, so that SSL_CERT_FILE counts here as it does for HTTP. Where the
-    # system keeps them in no single file, None: gRPC then takes those that it brings.
+    # The certificates that OpenSSL trusts, so that SSL_CERT_FILE works here as for HTTP. None if
+    # the system has no single file of them: gRPC then takes its own.
     path = ssl.get_default_verify_paths().cafile
     return None if path is None else Path(path).read_bytes()

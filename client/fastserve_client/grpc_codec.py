@@ -32,13 +32,13 @@ def encode_request(request: InferRequest) -> Any:
 
 
 def is_last(response: Any) -> bool:
-    """Whether a ``ModelInferResponse`` is the last one: the server ends the call behind it."""
+    """Whether a ``ModelInferResponse`` is the last one. The server then ends the call."""
     name = "triton_final_response"
     return name in response.parameters and bool(response.parameters[name].bool_param)
 
 
 def decode_response(response: Any) -> Outputs:
-    """What a ``ModelInferResponse`` holds.
+    """The outputs of a ``ModelInferResponse``.
 
     Raises:
         ServerError: it cannot be read.

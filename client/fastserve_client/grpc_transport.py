@@ -22,11 +22,11 @@ from fastserve_client.response import Outputs
 class GrpcTransport:
     """A ``Transport`` over one connection.
 
-    Each request has a gRPC stream (an HTTP/2 stream, not a connection) of its own, with the
-    messages that ``tritonclient`` generates from Triton's protocol. ``tritonclient``'s own client
-    object holds one stream at a time: requests multiplexed on it could only be cancelled all
-    together, and one error of the transport would end them all. With a stream each, cancelling, a
+    Each request has a gRPC stream of its own (an HTTP/2 stream, not a connection). So cancelling, a
     deadline or an error touches one request, and the end of the stream is the end of that request.
+    ``tritonclient``'s own client object holds one stream at a time. Requests multiplexed on it can
+    only be cancelled all together, and one error of the transport ends them all. Only its messages
+    are used, which it generates from Triton's protocol.
     """
 
     only_streams = False
@@ -60,15 +60,14 @@ class GrpcCall(Iterator[Outputs]):
     """One ``ModelStreamInfer`` with one request.
 
     Args:
-        ending: where to be, by an event for its end, while the last response has come and the end
-            has not.
+        ending: events for the ends of calls that have had their last response.
     """
 
     def __init__(self, call: Any, url: str, ending: set[threading.Event]) -> None:
         self._call = call
         self._url = url
         self._ending = ending
-        self._end: threading.Event | None = None  # once the last response has come
+        self._end: threading.Event | None = None  # set when the last response has come
 
     def __next__(self) -> Outputs:
         if self._end is not None:
@@ -81,7 +80,7 @@ class GrpcCall(Iterator[Outputs]):
         if response.error_message or is_last(response.infer_response):
             self._end = end = threading.Event()
             self._ending.add(end)
-            # It also keeps the call, which would cancel itself when nobody has it any more.
+            # This also keeps a reference: a call without any would cancel itself.
             self._call.add_done_callback(lambda _: self._has_ended(end))
         if response.error_message:
             end.wait(END_S)

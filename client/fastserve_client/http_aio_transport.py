@@ -31,21 +31,21 @@ _CONNECT_TIMEOUT_S = 10.0
 _HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 
 Item = Outputs | BaseException | None
-"""What a call delivers: responses, and at last an error or, after a good end, None."""
+"""What a call delivers: responses, then an error, or None after a good end."""
 
 
 class AioHttpTransport:
-    """An ``AioTransport`` with a connection for each request at a time, and a task that reads it.
+    """An ``AioTransport`` with a connection for each running request, and a task that reads it.
 
-    Triton sends the status of an answer with the first token, so a request needs a task before
-    anybody waits for it. It belongs to one event loop.
+    Triton sends the status of an answer with the first token. So a request needs a task of its own,
+    before its caller waits for it. The transport belongs to one event loop.
     """
 
     only_streams = True
-    """Tritonserver 24.10 sees that a client has gone when it writes to it."""
+    """tritonserver 24.10 notices only when it writes that a client has gone."""
 
     def __init__(self, endpoint: Endpoint) -> None:
-        """Raises InvalidRequest: no such host can be, or a proxy of the environment."""
+        """Raises InvalidRequest: the host, or a proxy of the environment, cannot exist."""
         self._url = str(endpoint)
         self._http = _http_client(endpoint)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -58,10 +58,10 @@ class AioHttpTransport:
     def send(
         self, request: InferRequest, timeout_s: float | None, deliver: Callable[[Item], None]
     ) -> asyncio.Task[None]:
-        """Sends the request in a task, for ``cancel``.
+        """Sends the request in a task, which ``cancel`` takes.
 
-        Nothing bounds what was delivered and not taken yet, but the job's own ``max_tokens``:
-        Triton would keep it otherwise.
+        Only the job's own ``max_tokens`` bounds the responses that were delivered and not yet
+        taken. Triton would keep them otherwise.
         """
         task = asyncio.create_task(self._exchange(request, timeout_s, deliver))
         self._tasks.add(task)
@@ -71,7 +71,7 @@ class AioHttpTransport:
 
     def cancel(self, task: asyncio.Task[None]) -> None:
         """Closes the connection of a request that still runs, which cancels the job."""
-        # Once: a second time would interrupt the task while it closes the connection.
+        # Only once: a second time would interrupt the task while it closes the connection.
         if task in self._uncancelled:
             self._uncancelled.discard(task)
             task.cancel()
@@ -107,7 +107,7 @@ class AioHttpTransport:
                 async for data in answer.aiter_bytes():
                     for item in decoder.feed(data):
                         if isinstance(item, ClientError):
-                            failure = item  # read on: the server is about to end the answer
+                            failure = item  # read on: the server ends the answer now
                         else:
                             deliver(item)
         except httpx2.TransportError as error:
@@ -132,18 +132,18 @@ class AioHttpTransport:
 def _http_client(endpoint: Endpoint) -> httpx2.AsyncClient:
     try:
         url = httpx2.URL(str(endpoint))
-        url.host  # noqa: B018 - which is decoded only now
+        url.host  # noqa: B018 - decoding it checks it
     except (httpx2.InvalidURL, ValueError) as error:
         raise InvalidRequest(f"url: got {str(endpoint)!r}; it cannot be used ({error})") from None
     try:
         return httpx2.AsyncClient(
             base_url=url,
             headers=_HEADERS,
-            # Without limits: a request waits as long as the server lives, unless it has a timeout.
+            # No limits: a request without a timeout waits as long as the server lives.
             timeout=httpx2.Timeout(None, connect=_CONNECT_TIMEOUT_S),
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
-            # Reading the certificates that the system trusts takes 50 ms, which http:// can do
-            # without.
+            # Reading the certificates that the system trusts takes 50 ms, and http:// does not
+            # need them.
             verify=endpoint.uses_tls,
         )
     except (httpx2.InvalidURL, ValueError, ImportError) as error:
@@ -154,7 +154,7 @@ def _http_client(endpoint: Endpoint) -> httpx2.AsyncClient:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong at first: "Connection refused" rather than "All attempts failed"."""
+    """The first cause: "Connection refused" rather than "All attempts failed"."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
     if isinstance(error, ConnectionError) and error.errno is not None:

@@ -35,19 +35,19 @@ def encode_request(request: InferRequest) -> bytes:
 
 
 class EventDecoder:
-    """Reads the server-sent events of one answer, each of which Triton sends as one line."""
+    """Reads the server-sent events of one answer. Triton sends each as one line."""
 
     def __init__(self, model: str) -> None:
         self._model = model
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[Outputs | ClientError]:
-        """What the events say that ``data`` completes: new text, or that the job failed.
+        """The events that ``data`` completes: new text, or the error of the job.
 
         Raises:
             ServerError: an event cannot be read.
         """
-        # Lines of bytes: in text, Unicode has more line separators, which JSON leaves as they are.
+        # Split bytes, not text: Unicode has more line separators, which JSON leaves as they are.
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(_DATA):
@@ -70,7 +70,7 @@ class EventDecoder:
 def refusal(url: str, status: int, body: bytes) -> ClientError:
     """The error for an answer whose status is not 200.
 
-    The server's own ones have a JSON object as the body, those of the model have it in an event.
+    The server's own errors have a JSON object as the body. The model's have it in an event.
     """
     try:
         message = json.loads(body.strip().removeprefix(_DATA))["error"]

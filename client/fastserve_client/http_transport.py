@@ -1,7 +1,7 @@
 """HTTP, synchronously: the asyncio transport in a thread of its own.
 
-A blocking read could neither be ended by ``close()`` from another thread or a signal handler, nor
-by a timeout of the whole request.
+A blocking read would not do: neither ``close()`` from another thread or a signal handler, nor a
+timeout of the whole request, could end it.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ T = TypeVar("T")
 
 
 class HttpTransport:
-    """A ``Transport`` with a connection for each request at a time."""
+    """A ``Transport`` with a connection for each running request."""
 
     only_streams = AioHttpTransport.only_streams
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._transport = AioHttpTransport(endpoint)
         self._closed = False
-        # A signal handler may close what its own thread is about to use.
+        # A signal handler may close the transport while its own thread is about to use it.
         self._closing = threading.RLock()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=_run, args=(self._loop,), name=f"fastserve-client {endpoint}", daemon=True
         )
         self._thread.start()
-        # Also when the last reference is dropped, where it must not wait.
+        # This also runs when the last reference is dropped, and must not wait then.
         self._stop = weakref.finalize(self, _schedule_stop, self._loop, self._transport)
 
     def start(self, request: InferRequest, timeout_s: float | None) -> HttpCall:
@@ -59,7 +59,7 @@ class HttpTransport:
         return False
 
     def cancel(self, task: asyncio.Task[None]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and nothing runs any more
+        with suppress(RuntimeError):  # the loop is closed, so nothing runs any more
             self._loop.call_soon_threadsafe(self._transport.cancel, task)
 
     def close(self) -> None:
@@ -69,10 +69,10 @@ class HttpTransport:
         self._thread.join(_CLOSE_TIMEOUT_S)
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        """Raises ClientClosed: the transport is closed, before or meanwhile."""
-        # What the loop is given after it is told to stop, nobody would do.
+        """Raises ClientClosed if the transport is closed, before or meanwhile."""
+        # The loop would never run what it gets after it was told to stop.
         done = None
-        with self._closing, suppress(RuntimeError):  # which a closed loop raises
+        with self._closing, suppress(RuntimeError):  # a closed loop raises it
             if not self._closed:
                 done = asyncio.run_coroutine_threadsafe(work, self._loop)
         if done is None:

@@ -1,4 +1,4 @@
-"""Listening on an address of this machine; of the gateway and of the server's launcher."""
+"""Listening on an address of this machine, for the gateway and the server's launcher."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import Any
 
 from fastserve_client.errors import ClientError
 
-# The system would take others modulo the length of this.
+# The system would take other numbers modulo the length of this range.
 _PORTS = range(1 << 16)
-# Connections that wait to be accepted.
+# How many connections may wait to be accepted.
 _BACKLOG = 1024
 
-# Seconds that the gateway keeps an idle connection. Whoever reuses one that is being closed loses a
-# request, so proxies must let go first: nginx does after 60 s, Go and Traefik after 90, Caddy 120.
+# Seconds that the gateway keeps an idle connection. A proxy that reuses one while it is being
+# closed loses a request. So proxies must let go first: nginx does after 60 s, Go and Traefik after
+# 90, Caddy after 120.
 DEFAULT_KEEP_ALIVE_S = 130
 
 
 class ListenError(ClientError):
-    """What was asked for is no address of this machine, or no port. The message names the flag."""
+    """Not an address of this machine, or not a port. The message names the flag."""
 
 
 class PortBusy(ListenError):
-    """The port cannot be had; mostly another process listens there."""
+    """The port is taken, mostly because another process listens there."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether nobody but this machine reaches what listens on ``host``."""
+    """Whether only this machine can reach a socket that listens on ``host``."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -36,7 +37,7 @@ def is_loopback(host: str) -> bool:
 
 
 def numeric_address(host: str) -> str:
-    """The address that a name stands for, IPv4 before IPv6. Raises ListenError: none."""
+    """The address of a name, IPv4 before IPv6. Raises ListenError if it has none."""
     found = _addresses(host, None)
     found.sort(key=lambda one: one[0] != socket.AF_INET)
     return str(found[0][4][0])
@@ -47,11 +48,11 @@ def listen(host: str, port: int, flag: str = "port") -> socket.socket:
 
     Args:
         port: 0 to 65535; 0 takes any free one.
-        flag: which changes the port, for messages.
+        flag: the flag that changes the port, for messages.
 
     Raises:
         ListenError: there is no such host, it is not this machine, or no port has this number.
-        PortBusy: the port cannot be had.
+        PortBusy: the port is taken.
     """
     if port not in _PORTS:
         raise ListenError(f"{flag}: got {port}; must be 0 to {_PORTS[-1]}")

@@ -1,4 +1,4 @@
-"""What a message of a conversation says, of which OpenAI's API has two forms."""
+"""The text of a message. OpenAI's API has two forms for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NOT_TEXT = "must be text, or a list of parts of type text"
 def joined_text(content: object) -> str | None:
     """A text as it is, or the texts of parts ``{"type": "text", "text": …}``, joined.
 
-    None: it is neither, such as a part that is an image.
+    Returns None for anything else, such as a part that is an image.
     """
     if isinstance(content, str):
         return content

@@ -9,15 +9,16 @@ from typing import Any, TypedDict, get_args, get_origin, get_type_hints
 from fastserve_client.errors import InvalidRequest, shown
 
 Message = Mapping[str, Any]
-"""``{"role": …, "content": …}``; roles are the model's, such as system, user and assistant. Content
-is text or a list of parts of type text; an assistant's message with ``tool_calls`` needs none."""
+"""``{"role": …, "content": …}``. The model defines the roles, such as system, user and assistant.
+Content is text or a list of parts of type text. An assistant's message with ``tool_calls`` needs
+none."""
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or a conversation for the model's chat template."""
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Sampling and stopping; what is left out or ``None`` takes the server's default.
+    """Sampling and stopping. An option that is left out or ``None`` takes the server's default.
 
     The server checks the values, so that every client sees the same limits and messages.
     """
@@ -38,10 +39,10 @@ class SamplingOptions(TypedDict, total=False):
     stop: str | Sequence[str] | None
     """A text or several, which may name special tokens."""
     stop_token_ids: Sequence[int] | int | None
-    """The answer ends with one of these tokens, whose text is not part of it."""
+    """Each of these tokens ends the answer. Its text is not part of it."""
     ignore_eos: bool | None
     logit_bias: Mapping[int, float] | Mapping[str, float] | None
-    """Added to the logits of these tokens, by id: from -100, which bans one, to 100."""
+    """What to add to the logits of tokens, by id: from -100, which bans a token, to 100."""
     structured_output: Mapping[str, Any] | None
     """What the answer has to look like: exactly one of ``json_schema`` (a dict), ``json_object``
     (True), ``regex`` (text), ``choice`` (texts) and ``grammar`` (text, llguidance's Lark)."""
@@ -51,7 +52,7 @@ class SamplingOptions(TypedDict, total=False):
 
 OPTION_NAMES = frozenset(SamplingOptions.__annotations__)
 
-# Of all that the server takes for such an option, what JSON can carry.
+# The types that JSON can carry, for each type that the server takes.
 _ALLOWED = {
     int: "an integer that fits 64 bits",
     float: "a finite number",
@@ -65,8 +66,9 @@ _ALLOWED = {
 def encode_options(options: Mapping[str, Any], flags: Mapping[str, bool]) -> str:
     """The value of the ``sampling_parameters`` tensor: the options, and flags of the protocol.
 
-    One JSON tensor instead of a tensor for each value: the server pays for every tensor, and
-    JSON integers reach its checks with all their digits where a fixed-width tensor would wrap.
+    There is one JSON tensor instead of a tensor for each value, because the server pays for every
+    tensor. Also, JSON integers reach its checks with all their digits. A fixed-width tensor would
+    wrap them.
 
     Raises:
         TypeError: a name that is no option.
@@ -89,6 +91,6 @@ def encode_options(options: Mapping[str, Any], flags: Mapping[str, bool]) -> str
 
 
 def _allowed(name: str) -> str:
-    """What the option is without ``None``, which comes last in its annotation."""
+    """The option's type without ``None``, which comes last in its annotation."""
     kind, *_ = get_args(get_type_hints(SamplingOptions)[name])
     return _ALLOWED[get_origin(kind) or kind]

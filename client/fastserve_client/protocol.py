@@ -1,6 +1,6 @@
 """Wire names of the Triton model ``fastserve``: tensors, their types, and the limits of a request.
 
-Both sides import this module, so it depends on nothing: neither torch, numpy nor tritonclient.
+Client and server import this module, so it depends on nothing: not on torch, numpy, tritonclient.
 A tensor has dims [1] unless its ``TensorSpec`` says that its length varies.
 """
 
@@ -38,8 +38,8 @@ MESSAGES: Final = "messages"
 PROMPTS: Final = (TEXT_INPUT, INPUT_IDS, MESSAGES)
 """A request for tokens has exactly one of them."""
 WATCH_INTERVAL_MS: Final = "watch_interval_ms"
-"""In place of a prompt, with ``STREAM`` and nothing else: a response with ``ENGINE_STATE`` every so
-many milliseconds."""
+"""Takes the place of a prompt, with ``STREAM`` and nothing else. It asks for a response with
+``ENGINE_STATE`` every so many milliseconds."""
 STREAM: Final = "stream"
 SAMPLING_PARAMETERS: Final = "sampling_parameters"
 """A JSON object with any of ``PARAMETER_KEYS``; a tensor of the same name beats it."""
@@ -69,21 +69,21 @@ LOGPROBS: Final = "logprobs"
 """Only inside ``SAMPLING_PARAMETERS`` or as a request parameter: how many of the most likely tokens
 the ``logprobs`` output lists for each generated token (it needs ``return_logprobs`` as well)."""
 CLIP_MAX_TOKENS: Final = "clip_max_tokens"
-"""As ``LOGPROBS`` no tensor. True: a ``max_tokens`` for which the prompt leaves no room becomes as
-many as fit, instead of an error."""
+"""Not a tensor, like ``LOGPROBS``. True: a ``max_tokens`` that does not fit behind the prompt is
+lowered instead of refused."""
 STOP_TOKEN_IDS: Final = "stop_token_ids"
-"""As ``LOGPROBS`` no tensor. Token ids that end the answer: a JSON list of integers (or its text),
-or one integer."""
+"""Not a tensor, like ``LOGPROBS``. Token ids that end the answer: a JSON list of integers (or its
+text), or one integer."""
 LOGIT_BIAS: Final = "logit_bias"
-"""As ``LOGPROBS`` no tensor. A JSON object (or its text): what is added to the logits of which
-token, by its id as a string."""
+"""Not a tensor, like ``LOGPROBS``. A JSON object (or its text) of token ids, as strings, and what
+to add to their logits."""
 STRUCTURED_OUTPUT: Final = "structured_output"
-"""As ``LOGPROBS`` no tensor. A JSON object (or its text) with exactly one of ``json_schema`` (an
-object), ``json_object`` (true), ``regex`` (a string), ``choice`` (a list of strings) and
+"""Not a tensor, like ``LOGPROBS``. A JSON object (or its text) with exactly one of ``json_schema``
+(an object), ``json_object`` (true), ``regex`` (a string), ``choice`` (a list of strings) and
 ``grammar`` (a string)."""
 REQUEST_ID: Final = "id"
-"""Only a request parameter: the request's id, for the generate endpoints of HTTP. Release 24.10 has
-no place for one there."""
+"""Only a request parameter: the request's id, for the generate endpoints of HTTP. These have no
+other place for it in release 24.10."""
 
 INPUTS: Final = (
     TensorSpec(TEXT_INPUT, "BYTES"),
@@ -119,18 +119,18 @@ possible stop word is incomplete."""
 OUTPUT_IDS: Final = "output_ids"
 """New tokens of this response; may be empty."""
 FINISH_REASON: Final = "finish_reason"
-"""``stop`` or ``length``, in the last response only. What is cancelled or fails ends with an
+"""``stop`` or ``length``, in the last response only. A job that is cancelled or fails ends with an
 error instead."""
 NUM_INPUT_TOKENS: Final = "num_input_tokens"
 NUM_CACHED_TOKENS: Final = "num_cached_tokens"
-"""Tokens of the prompt that were not computed, as another request had their keys and values."""
+"""Tokens of the prompt that were not computed: another request had their keys and values."""
 NUM_OUTPUT_TOKENS: Final = "num_output_tokens"
 """Tokens of this response, as Triton's vLLM backend counts; the sum is the length of the output."""
 CUMULATIVE_LOGPROB: Final = "cumulative_logprob"
 """Sum over the tokens up to and with this response, natural logarithm."""
 LOGPROBS_OUTPUT: Final = "logprobs"
-"""JSON list, one object a token of ``OUTPUT_IDS``: ``token_id``, ``token`` (its text), ``logprob``,
-and ``top`` (a list of such objects, most likely first) where the request asked for some."""
+"""JSON list with an object for each token of ``OUTPUT_IDS``: ``token_id``, ``token`` (its text),
+``logprob``, and ``top`` (a list of such objects, most likely first) if the request asked for it."""
 ARRIVAL_TIME_NS: Final = "arrival_time_ns"
 FIRST_SCHEDULED_TIME_NS: Final = "first_scheduled_time_ns"
 FIRST_TOKEN_TIME_NS: Final = "first_token_time_ns"
@@ -179,8 +179,9 @@ PARAMETER_KEYS: Final = (
     LOGIT_BIAS,
     STRUCTURED_OUTPUT,
 )
-"""What may also be a key of ``SAMPLING_PARAMETERS`` or a request parameter. A tensor beats the
-former, that beats the latter; numbers and booleans may be strings; other keys are errors."""
+"""Names that may also be a key of ``SAMPLING_PARAMETERS`` or a request parameter. A tensor beats
+``SAMPLING_PARAMETERS``, and that beats a request parameter. Numbers and booleans may be strings.
+Other keys are errors."""
 
 MAX_SEED: Final = 2**64 - 1
 MIN_WATCH_INTERVAL_MS: Final = 50

@@ -1,4 +1,4 @@
-"""What a client asks of the model, before it is written for gRPC or HTTP."""
+"""A request to the model, before it is encoded for gRPC or HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class InferRequest:
     inputs: Mapping[str, str | bool | tuple[int, ...]]
     """Tensors by name: text that is valid UTF-8, a flag, or integers that fit 32 bits."""
     request_id: str = ""
-    """Appears in the server's logs; the server makes one up for an empty one."""
+    """Appears in the server's logs. If it is empty, the server makes one up."""
 
 
 def build_request(
@@ -37,7 +37,7 @@ def build_request(
     """The request for ``prompt`` with the given ``SamplingOptions``.
 
     Raises:
-        InvalidRequest: something that the wire cannot carry.
+        InvalidRequest: a value that the wire cannot carry.
         TypeError: an unknown option.
     """
     flags = {
@@ -58,7 +58,7 @@ def build_request(
 
 
 def build_watch_request(model: str, interval_s: float) -> InferRequest:
-    """The request for pictures of the engine; the server checks the interval.
+    """The request for pictures of the engine. The server checks the interval.
 
     Raises:
         InvalidRequest: an interval that the wire cannot carry.
@@ -79,7 +79,9 @@ def _prompt_input(prompt: Prompt) -> tuple[str, str | tuple[int, ...]]:
         raise InvalidRequest(
             f"{protocol.MESSAGES}: got one message; must be a list of them, which is a conversation"
         )
-    if isinstance(prompt, bytes | bytearray):  # integers too, but hardly meant as token ids
+    if isinstance(
+        prompt, bytes | bytearray
+    ):  # these are integers too, but hardly meant as token ids
         raise InvalidRequest(
             f"{protocol.TEXT_INPUT}: got {type(prompt).__name__}; must be text, which .decode() "
             "makes of bytes"
@@ -111,10 +113,10 @@ def _encode_messages(messages: Sequence[Message]) -> str:
 
 
 def _checked_ids(token_ids: Sequence[Any]) -> tuple[int, ...]:
-    # There may be millions, and an event loop waits: no Python for each that is right.
+    # There may be millions, and an event loop waits. So no Python code runs for each valid one.
     if not any(map(_is_bool, set(map(type, token_ids)))):
         with suppress(TypeError):
-            checked = tuple(map(index, token_ids))  # NumPy's integers too
+            checked = tuple(map(index, token_ids))  # index() also takes NumPy's integers
             if _is_token_id(min(checked, default=0)) and _is_token_id(max(checked, default=0)):
                 return checked
     wrong = next(one for one in token_ids if not _is_token_id(one))
@@ -134,5 +136,5 @@ def _is_token_id(value: Any) -> bool:
 
 
 def _is_bool(kind: type) -> bool:
-    """Python's, or NumPy's, which have one of these names: integers too, but no token ids."""
+    """Whether it is Python's or NumPy's bool. Those are integers too, but no token ids."""
     return kind.__name__ in ("bool", "bool_")

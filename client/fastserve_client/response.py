@@ -1,4 +1,4 @@
-"""What the outputs of one response mean, however they were sent."""
+"""The meaning of a response's outputs, for gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Outputs = Mapping[str, Sequence[Any]]
 
 
 def read_chunk(model: str, outputs: Outputs) -> Chunk:
-    """The ``Chunk`` in a response with tokens.
+    """The ``Chunk`` of a response with tokens.
 
     Raises:
-        ServerError: it is none of a fastserve model.
+        ServerError: the response is not of a fastserve model.
     """
     try:
         return _chunk(outputs)
@@ -27,7 +27,7 @@ def read_chunk(model: str, outputs: Outputs) -> Chunk:
 
 
 def read_engine_state(model: str, outputs: Outputs) -> str:
-    """The JSON of an ``EngineState``, of a request that watches.
+    """The JSON of an ``EngineState``, in a response to a watch.
 
     Raises:
         ServerError: there is none.
@@ -55,7 +55,7 @@ def _chunk(outputs: Outputs) -> Chunk:
 
 
 def unreadable(model: str, error: Exception) -> ServerError:
-    """For a response that makes no sense."""
+    """The error for a response that makes no sense."""
     return ServerError(
         f"cannot read the response of model {model!r}: "
         f"{type(error).__name__}: {error}; is it a fastserve model of this version?"
@@ -63,7 +63,7 @@ def unreadable(model: str, error: Exception) -> ServerError:
 
 
 def _first(outputs: Outputs, name: str) -> Any:
-    """The only element of an output of dims [1]; ``None`` where the output is absent."""
+    """The only element of an output of dims [1]; ``None`` if the output is absent."""
     output = outputs.get(name)
     return output[0] if output else None
 

@@ -16,11 +16,11 @@ class TokenLogprob:
     top: tuple[TokenLogprob, ...] = ()
     """The most likely tokens at this place, best first, as many as were asked for."""
     part: bytes | None = None
-    """UTF-8 of a token that is a part of a character, which ``token`` shows as U+FFFD."""
+    """The UTF-8 bytes of a token that is a part of a character; ``token`` then shows U+FFFD."""
 
     @property
     def utf8(self) -> bytes:
-        """What it adds to the text."""
+        """The bytes that it adds to the text."""
         return self.token.encode() if self.part is None else self.part
 
 
@@ -28,8 +28,8 @@ class TokenLogprob:
 class PerfMetrics:
     """The server's view of one job.
 
-    Times are nanoseconds since the Unix epoch on the server's clock, 0 where the event did not
-    happen: subtract them from one another, not from the client's clock.
+    Times are nanoseconds since the Unix epoch on the server's clock. 0 means that the event did not
+    happen. Subtract them from one another, not from the client's clock.
     """
 
     arrival_time_ns: int
@@ -44,25 +44,25 @@ class PerfMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What is new since the chunk before."""
+    """New text and tokens since the chunk before."""
 
     text: str
-    """May be empty: a character or a possible stop word is not complete yet."""
+    """May be empty, while a character or a possible stop word is incomplete."""
     token_ids: tuple[int, ...]
-    """More than one with the server's ``stream_interval``, or where it merged responses."""
+    """More than one with the server's ``stream_interval``, or if it merged responses."""
     finish_reason: str | None = None
     """``stop`` or ``length``; set on the last chunk only."""
     num_input_tokens: int | None = None
     """Tokens of the prompt; set on the last chunk only."""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """One entry a token of ``token_ids`` where the request asked for them."""
+    """One entry for each token of ``token_ids``, if the request asked for them."""
     cumulative_logprob: float | None = None
-    """Sum over all tokens so far, where the request asked for ``logprobs``."""
+    """Sum over all tokens so far, if the request asked for ``logprobs``."""
     perf: PerfMetrics | None = None
-    """On the last chunk, where the request asked for it."""
+    """On the last chunk, if the request asked for it."""
     num_cached_tokens: int | None = field(default=None, compare=False)
-    """Those of the prompt that other requests had computed; on the last chunk. Equal chunks may
-    differ in it."""
+    """Tokens of the prompt that other requests had computed; on the last chunk. Comparing chunks
+    ignores it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +72,13 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None
-    """``None`` when the chunks end before the job does, as after a client's own cancellation."""
+    """``None`` if the chunks end before the job does, as after the client's own cancellation."""
     num_input_tokens: int | None
     logprobs: tuple[TokenLogprob, ...]
     cumulative_logprob: float | None
     perf: PerfMetrics | None
     num_cached_tokens: int | None = field(compare=False)
-    """Equal completions may differ in it."""
+    """Comparing completions ignores it."""
 
     @property
     def num_output_tokens(self) -> int:

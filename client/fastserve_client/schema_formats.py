@@ -1,8 +1,8 @@
-"""String formats of JSON schemas: which of them the server's grammars know.
+"""Which string formats of JSON schemas the server's grammars know.
 
-``format`` is an annotation (JSON Schema 2020-12, validation, 7.2.1): an answer without one that is
-not known follows the schema all the same. So such formats are left out, instead of refused as other
-unknown keywords are, and the gateway tells whoever asked for them.
+``format`` is an annotation (JSON Schema 2020-12, validation, 7.2.1): an answer that ignores it
+still follows the schema. So unknown formats are left out, and the gateway names them in its answer.
+Other unknown keywords are refused.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ KNOWN_FORMATS = frozenset(
         *("ipv4", "ipv6", "uuid", "uri", "unknown"),
     )
 )
-"""Those of llguidance, as a test finds out; "unknown" is any text."""
+"""The formats of llguidance, which a test compares; "unknown" is any text."""
 
-# Keywords that hold schemas: by name, or one or a list of them. Not ``not`` and ``if``: with a
-# format less in there, the schema would allow other answers.
+# Keywords that hold schemas: by name, or one or a list of them. ``not`` and ``if`` are missing,
+# because without a format inside them the schema would allow other answers.
 _BY_NAME = frozenset(
     ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 )
@@ -33,11 +33,11 @@ _ONE_OR_MORE = frozenset(
 
 
 def schema_parts(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """The schema and all that it is made of, each with where it is.
+    """The schema and all schemas inside it, each with its path.
 
     Args:
-        schema: as JSON has it; what is no object has no parts.
-        path: where the schema is, with a dot at its end.
+        schema: JSON; a value that is no object has no parts.
+        path: the schema's path, with a dot at its end.
     """
     if not isinstance(schema, dict):
         return  # true and false are schemas too
@@ -54,6 +54,6 @@ def schema_parts(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, A
 
 
 def has_unknown_format(part: dict[str, Any]) -> bool:
-    """Of one part, without those that it is made of."""
+    """Whether this part itself has one; parts inside it do not count."""
     wanted = part.get("format")
     return isinstance(wanted, str) and wanted not in KNOWN_FORMATS

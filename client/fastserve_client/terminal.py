@@ -40,7 +40,7 @@ class Progress:
     first_token_s: float | None = None
     last_token_s: float | None = None
     num_first_tokens: int = 0
-    """Tokens of the first chunk that had any: they came with the prefill, not by decoding."""
+    """Tokens of the first chunk with any. They came with the prefill, not by decoding."""
     num_tokens: int = 0
     finish_reason: str | None = None
 
@@ -85,8 +85,8 @@ def generate_to_terminal(
 ) -> ExitCode:
     """Streams the completion to ``out`` (default stdout), then one line about it to ``err``.
 
-    Ctrl-C and a reader that went away cancel the request. A user's mistake and a server's
-    trouble become one line on ``err``; nothing is raised for them.
+    Ctrl-C cancels the request, and so does a reader that went away. A user's mistake or a server's
+    failure becomes one line on ``err`` and raises nothing.
 
     Returns:
         The exit code for the process.
@@ -123,7 +123,7 @@ def generate_to_terminal(
 
 
 class TextWriter:
-    """Writes generated text as it comes; on a terminal without its control characters.
+    """Writes generated text as it comes. On a terminal it replaces control characters.
 
     A model can emit any character: an escape sequence could retitle, recolour or freeze the
     terminal of the reader. A file or a pipe gets the text as it is.
@@ -140,24 +140,24 @@ class TextWriter:
             return
         if self._is_terminal:
             text = text.translate(_VISIBLE_CONTROLS)
-        # A terminal with a narrower character set shows "?" where it has no such character.
+        # A terminal whose character set lacks a character shows "?".
         self._out.write(text.encode(self._encoding, "replace").decode(self._encoding))
         self._out.flush()
         self._at_line_start = text.endswith("\n")
 
     def end_line(self) -> None:
-        """The next line, here or on stderr, starts at the left."""
+        """Makes the next line, here or on stderr, start at the left."""
         if not self._at_line_start:
             self.write("\n")
 
 
-# U+2400 … U+2421 are the pictures of the ASCII control characters; line feed and tab stay.
+# U+2400 … U+2421 are the symbols of the ASCII control characters. Line feed and tab stay.
 _VISIBLE_CONTROLS = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _VISIBLE_CONTROLS |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
 
 def cannot_write(error: OSError, out: TextIO, err: TextIO) -> ExitCode:
-    """What to end with where ``out`` takes no more: its reader went away, or a disk is full."""
+    """The exit code if ``out`` takes no more: its reader went away, or a disk is full."""
     _silence(out)
     if isinstance(error, BrokenPipeError):
         return ExitCode.BROKEN_PIPE
@@ -166,7 +166,7 @@ def cannot_write(error: OSError, out: TextIO, err: TextIO) -> ExitCode:
 
 
 def _silence(out: TextIO) -> None:
-    """Points a broken ``out`` at nothing: the interpreter flushes it once more when it exits."""
+    """Redirects a broken ``out`` to nothing, because the interpreter flushes it when it exits."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, out.fileno())
     os.close(devnull)

@@ -1,4 +1,4 @@
-"""How requests travel: what the clients need of gRPC and HTTP, and which one a URL names."""
+"""What the clients need of gRPC and HTTP, and which of the two a URL names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastserve_client.response import Outputs
 
 
 class Call(Protocol):
-    """One request under way, an iterator over its responses.
+    """A running request: an iterator over its responses.
 
     Iterating raises ClientError. After ``cancel`` it ends, or raises RequestCancelled.
     """
@@ -26,7 +26,7 @@ class Transport(Protocol):
 
     @property
     def only_streams(self) -> bool:
-        """A job that does not stream could not be cancelled."""
+        """True if a job that does not stream could not be cancelled."""
 
     def start(self, request: InferRequest, timeout_s: float | None) -> Call:
         """Sends the request; the call ends with RequestTimeout after ``timeout_s``."""
@@ -34,20 +34,20 @@ class Transport(Protocol):
     def is_ready(self, model: str, timeout_s: float) -> bool: ...
 
     def close(self) -> None:
-        """Cancels what still runs, whose iteration raises RequestCancelled."""
+        """Cancels running requests. Iterating over them raises RequestCancelled."""
 
 
 class AioCall(Protocol):
-    """As ``Call``. Cancelling the task that waits for a response cancels the call."""
+    """Like ``Call``. Cancelling the task that waits for a response cancels the call."""
 
     async def __anext__(self) -> Outputs: ...
 
     def cancel(self) -> None:
-        """From the event loop's thread."""
+        """Ends the job on the server. Call it from the event loop's thread."""
 
 
 class AioTransport(Protocol):
-    """As ``Transport``, for the event loop in which it is made."""
+    """Like ``Transport``, for the event loop in which it is made."""
 
     @property
     def only_streams(self) -> bool: ...
@@ -59,7 +59,7 @@ class AioTransport(Protocol):
     async def close(self) -> None: ...
 
 
-# Each is imported where a URL asks for it: HTTP needs no gRPC, and importing that takes a while.
+# Each is imported only if a URL asks for it: HTTP needs no gRPC, whose import takes a while.
 
 
 def open_transport(endpoint: Endpoint) -> Transport:

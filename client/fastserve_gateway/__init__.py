@@ -1,4 +1,4 @@
 """An HTTP server that speaks OpenAI's API in front of a tritonserver that serves ``fastserve``.
 
-Needs the extra ``gateway``; ``command.run_gateway`` starts it.
+It needs the extra ``gateway``. ``command.run_gateway`` starts it.
 """

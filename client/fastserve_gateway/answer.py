@@ -1,4 +1,4 @@
-"""What completions and chat completions have in common: jobs, usage, and the frame of an answer."""
+"""What completions and chat completions share: jobs, usage, and the frame of an answer."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fastserve_client.results import Chunk, Completion
 from fastserve_gateway.jobs import Job
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
 
-# json.dumps would make an encoder for each event.
+# One encoder for all: json.dumps would make one for each event.
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-# Where Unicode ends lines and the standard of these events does not: readers that go by Unicode,
-# such as httpx2's aiter_lines, would cut an event in two.
+# Characters that end a line in Unicode but not in the standard of these events. Readers that go by
+# Unicode, such as httpx2's aiter_lines, would cut an event in two.
 _LINE_ENDS = {end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 DONE = b"data: [DONE]\n\n"
 
@@ -35,18 +35,18 @@ def event(payload: Mapping[str, Any]) -> bytes:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of one request. A prompt that has several answers counts once."""
+    """Tokens of one request. A prompt with several answers counts once."""
 
     num_choices: int
-    """Answers to each prompt; those of one prompt are neighbours."""
+    """Answers to each prompt. Those of one prompt are neighbours."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: dict[int, int] = field(default_factory=dict)
-    """Of each prompt: of its answers the one that had least, as others may have been begun with
-    what that computed."""
+    """For each prompt the least of its answers. The other answers may have used what that one
+    computed."""
 
     def add(self, index: int, part: Chunk | Completion) -> None:
-        """``index``: of the choice."""
+        """``index`` is the choice's."""
         self.completion_tokens += len(part.token_ids)
         prompt, choice = divmod(index, self.num_choices)
         if choice == 0:
@@ -69,16 +69,16 @@ class Answer(ABC):
 
     id_prefix: ClassVar[str]
     object: ClassVar[str]
-    """Of a whole answer."""
+    """The field ``object`` of a whole answer."""
     chunk_object: ClassVar[str]
-    """Of an event of a stream."""
+    """The field ``object`` of a stream's event."""
 
     def __init__(self, request: CompletionRequest | ChatRequest) -> None:
         self._request = request
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._fields: dict[str, str] = {}
-        """What ``field_names`` returns."""
+        """The result of ``field_names``."""
         if request.structured_output is None:
             wanted = protocol.STRUCTURED_OUTPUT
             self._fields |= {
@@ -89,23 +89,23 @@ class Answer(ABC):
 
     @property
     def streams(self) -> bool:
-        """Whether events are wanted, or one whole answer."""
+        """Whether the request wants events, or one whole answer."""
         return bool(self._request.stream)
 
     @abstractmethod
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """A choice of a whole answer."""
+        """One choice of a whole answer."""
 
     @abstractmethod
     def delta(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
-        """A choice of a stream's event; ``None``: the chunk says nothing."""
+        """One choice of a stream's event; ``None``: the chunk has no news."""
 
     def field_names(self) -> Mapping[str, str]:
-        """The request's names of the server's fields, where they are not those of completions."""
+        """Names of the server's fields in this request, where they differ from completions."""
         return self._fields
 
     def jobs(self) -> list[Job]:
-        """``n`` for each prompt, those of one prompt together; these differ by their seeds."""
+        """``n`` jobs for each prompt. Those of one prompt are neighbours and differ by seed."""
         request = self._request
         options = request.options()
         return [
@@ -119,7 +119,7 @@ class Answer(ABC):
         ]
 
     def whole(self, completions: Iterable[Completion]) -> dict[str, Any]:
-        """The answer to a request without ``stream``; completions in the order of ``jobs``."""
+        """The answer to a request without ``stream``. Completions are in the order of ``jobs``."""
         usage = Usage(self._request.num_choices)
         choices = []
         for index, completion in enumerate(completions):

@@ -40,13 +40,13 @@ class GatewaySettings:
     url: str
     """Endpoint of the tritonserver, gRPC or HTTP."""
     model: str
-    """Its name there, and in the API."""
+    """The model's name there and in the API."""
     keys: ApiKeys
     strict: bool
-    """Unknown fields are errors."""
+    """True: unknown fields are errors."""
     max_body_bytes: int
     max_held_bytes: int
-    """Of the bodies of all requests that are not answered yet."""
+    """The bytes of the bodies of all unanswered requests."""
     max_jobs: int
     """Most answers to one request: prompts times ``n``."""
 
@@ -59,7 +59,7 @@ class GatewaySettings:
 
 
 def create_app(settings: GatewaySettings) -> FastAPI:
-    """The ASGI application; its client lives as long as its lifespan."""
+    """The ASGI application. Its client lives as long as its lifespan."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -88,15 +88,15 @@ def create_app(settings: GatewaySettings) -> FastAPI:
                 work = complete_all(client, jobs)
                 whole = answer.whole(await while_connected(request.receive, work))
                 return JSONResponse(whole, headers=headers)
-            # The status is known with the first event.
+            # Only the first event decides the status.
             events = answer.events(stream_all(client, jobs))
             first = await while_connected(request.receive, anext(events))
             return EventStream(first, events, headers, answer.field_names())
         except ClientError as error:
             raise from_client_error(error, answer.field_names()) from None
 
-    # Without the pages that describe the API to a browser: they load scripts from elsewhere.
-    # Behind a proxy with TLS a redirect would lead to plain HTTP.
+    # No pages that describe the API to a browser: they load scripts from elsewhere. No redirects:
+    # behind a proxy with TLS they would lead to plain HTTP.
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     registry = CollectorRegistry()
     app.add_middleware(RequestMetrics, registry=registry)
@@ -146,12 +146,12 @@ def create_app(settings: GatewaySettings) -> FastAPI:
 
 
 def end_live_view(app: FastAPI) -> None:
-    """The server takes no new requests: events that never end by themselves end now."""
+    """Ends events that never end by themselves, when the server takes no new requests."""
     app.state.live_feed.close()
 
 
 async def end_answers(app: FastAPI) -> None:
-    """What is unfinished ends with an error, and its jobs are cancelled."""
+    """Ends unfinished answers with an error, and cancels their jobs."""
     await app.state.client.close()
 
 

@@ -1,4 +1,4 @@
-"""Who may use the gateway: whoever has an API key, or, where there are none, this machine alone."""
+"""Who may use the gateway: clients with an API key, or, without keys, this machine alone."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _HOST = re.compile(
 
 
 class ApiKeys:
-    """The keys that the gateway accepts; with none, every request to a name of this machine.
+    """The accepted keys. Without keys the gateway accepts requests to a name of this machine.
 
-    Only digests are kept. They have equal lengths, and each request is compared with all of them
-    in constant time, so that the time of an answer says nothing about a key.
+    Only digests are kept. They have equal lengths, and each request is compared with all of them in
+    constant time. So the time of an answer reveals nothing about a key.
     """
 
     def __init__(self, keys: list[str]) -> None:
@@ -29,17 +29,17 @@ class ApiKeys:
 
     @property
     def required(self) -> bool:
-        """Whether there is any."""
+        """Whether there are keys."""
         return bool(self._digests)
 
     @classmethod
     def read(cls, path: Path) -> ApiKeys:
-        """One key of ASCII a line; empty lines do not count.
+        """Reads one ASCII key a line. Empty lines do not count.
 
-        Others cannot be sent by every client: OpenAI's own takes only ASCII for a header.
+        Not every client can send other keys: OpenAI's own takes only ASCII for a header.
 
         Raises:
-            InvalidRequest: the file cannot be read, has no key or one beyond ASCII.
+            InvalidRequest: the file cannot be read, has no key, or one that is not ASCII.
         """
         try:
             lines = path.read_text(encoding="utf-8-sig").splitlines()
@@ -60,14 +60,14 @@ class ApiKeys:
     def check(self, authorization: str | None, host: str) -> None:
         """Raises ApiError.
 
-        401: there are keys, and the header ``Authorization`` holds none of them. 403: there are
-        none, and the header ``Host`` is no name of this machine.
+        401: there are keys, and the header ``Authorization`` has none of them. 403: there are no
+        keys, and the header ``Host`` is no name of this machine.
         """
         if not self._digests:
             _check_host(host)
             return
         scheme, _, key = (authorization or "").partition(" ")
-        given = _digest(key.strip().encode("latin-1"))  # as ASGI servers decode headers
+        given = _digest(key.strip().encode("latin-1"))  # ASGI servers decode headers so
         matches = [hmac.compare_digest(given, digest) for digest in self._digests]
         if scheme.lower() != "bearer" or not any(matches):
             raise ApiError(
@@ -79,8 +79,8 @@ class ApiKeys:
 
 
 def _check_host(host: str) -> None:
-    # A page of another site can have its own name lead to 127.0.0.1 (DNS rebinding); the browser
-    # then takes the gateway for that site's, and lets the page read what it answers.
+    # A page of another site can make its own name lead to 127.0.0.1 (DNS rebinding). The browser
+    # then takes the gateway for that site, and lets the page read the answers.
     parts = _HOST.fullmatch(host)
     name = (parts["address"] or parts["name"]).lower() if parts else ""
     if not is_loopback(name) and not name.endswith(".localhost"):

@@ -1,4 +1,4 @@
-"""From the bytes of a request to its fields, within limits."""
+"""Reads a request's body within limits, and checks its fields."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fastserve_gateway.held_bodies import Take
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
 
 IGNORED_FIELDS_HEADER = "FastServe-Ignored-Fields"
-# A header must stay short, whatever a client calls its fields.
+# The header must stay short, whatever names a client gives its fields.
 _MAX_NAMES = 20
 _MAX_NAME_CHARS = 64
 READ_TIMEOUT_S = 60.0
-"""For a body to come: a client that has vanished would hold its part of the memory for ever."""
+"""How long a body may take. A vanished client would hold its part of the memory for ever."""
 
 RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest)
 
@@ -29,25 +29,25 @@ RequestT = TypeVar("RequestT", CompletionRequest, ChatRequest)
 async def read_body(
     request: Request, schema: type[RequestT], max_bytes: int, take: Take
 ) -> RequestT:
-    """The fields of a JSON body.
+    """Returns the fields of a JSON body.
 
     Raises:
-        ApiError: no JSON, or compressed (415), too large, alone or for so many answers (413), a
-            field that is wrong or missing (400), too slow (408), or no room for it beside others
-            (429).
+        ApiError: the body is no JSON or compressed (415), too large, alone or times the number of
+            answers (413), or too slow (408); a field is wrong or missing (400); or other bodies
+            leave no room (429).
         starlette.requests.ClientDisconnect: the client went away.
     """
-    # A page in a browser can send text/plain to any address, but not JSON without CORS.
+    # A page in a browser can send text/plain to any address, but JSON only with CORS.
     content_type = request.headers.get("content-type", "").partition(";")[0]
     if content_type.strip().lower() != "application/json":
         raise ApiError(415, "Content-Type must be application/json")
     encoding = request.headers.get("content-encoding", "")
     if encoding.strip().lower() not in ("", "identity"):
-        # A few bytes may become gigabytes, and bodies are small as they are.
+        # A few compressed bytes may become gigabytes, and bodies are small without compression.
         raise ApiError(415, "Content-Encoding must be left out: bodies are not decompressed")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:
-        # Who waits for leave to send it (RFC 9110, 10.1.1) may send the next request in its place.
+        # A client that waits for "100 Continue" (RFC 9110, 10.1.1) may send the next request now.
         waits = "expect" in request.headers
         raise _too_large(max_bytes, {"Connection": "close"} if waits else {})
     body = bytearray()
@@ -61,7 +61,7 @@ async def read_body(
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {READ_TIMEOUT_S:g} s") from None
     fields = parse_body(body, schema)
-    # The server gets the prompts with each answer that is wanted.
+    # The server gets the prompts once for each answer.
     if len(body) * fields.num_choices > max_bytes:
         raise ApiError(
             413, f"the body, for {fields.num_choices} answers, is larger than {max_bytes} bytes"
@@ -70,9 +70,9 @@ async def read_body(
 
 
 def parse_body(body: bytes | bytearray, schema: type[RequestT]) -> RequestT:
-    """A byte order mark before it is passed over (RFC 8259, 8.1). Raises ApiError (400)."""
+    """Skips a byte order mark before the body (RFC 8259, 8.1). Raises ApiError (400)."""
     try:
-        # Not model_validate_json, whose own form of the JSON takes more memory than the fields.
+        # Not model_validate_json: its own form of the JSON takes more memory than the fields.
         return schema.model_validate(from_json(body.removeprefix(BOM_UTF8)))
     except ValidationError as error:
         raise from_validation(error) from None
@@ -83,13 +83,13 @@ def parse_body(body: bytes | bytearray, schema: type[RequestT]) -> RequestT:
 def check_fields(
     body: CompletionRequest | ChatRequest, model: str, max_jobs: int, *, strict: bool
 ) -> dict[str, str]:
-    """What the schema does not know of.
+    """Checks the model's name, the number of answers, and unknown fields.
 
     Returns:
-        Headers of the answer: the names of the fields that were ignored, if any.
+        Headers of the answer: the names of ignored fields, if any.
 
     Raises:
-        ApiError: another model (404); too many answers, or an unknown field if ``strict`` (400).
+        ApiError: another model (404), too many answers, or with ``strict`` an unknown field (400).
     """
     if body.model != model:
         raise no_such_model(model)

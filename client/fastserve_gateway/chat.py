@@ -26,7 +26,7 @@ class ChatAnswer(Answer):
         if request.max_completion_tokens is not None:
             self._fields[protocol.MAX_TOKENS] = "max_completion_tokens"
         self._begun: set[int] = set()
-        """Choices whose role has been told."""
+        """Choices whose role has been sent."""
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         message = {"role": _ROLE, "content": completion.text}

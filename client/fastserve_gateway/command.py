@@ -23,11 +23,11 @@ from fastserve_gateway.app import GatewaySettings, create_app, end_answers, end_
 from fastserve_gateway.http_connection import HttpConnection
 from fastserve_gateway.live import EVENTS_PATH
 
-# Answers that take longer end with an error when the gateway ends.
+# Answers that take longer end with an error.
 _DRAIN_TIMEOUT_S = 30.0
-# For viewers of the live view to read its end.
+# So long may viewers of the live view take to read its end.
 _VIEWERS_TIMEOUT_S = 1.0
-# For those errors to be read, before connections are cut off.
+# So long may clients take to read these errors, before they are cut off.
 _ERRORS_TIMEOUT_S = 5.0
 
 
@@ -38,21 +38,21 @@ def run_gateway(
     on_listening: Callable[[str], None],
     keep_alive_s: int = DEFAULT_KEEP_ALIVE_S,
 ) -> None:
-    """Serves until SIGTERM or Ctrl-C; then what runs may end within 30 s, or until a second Ctrl-C.
+    """Serves until SIGTERM or Ctrl-C. Answers then have 30 s to end, or until a second Ctrl-C.
 
     Args:
         host: an address other than loopback needs API keys.
-        port: 0 takes any free one.
+        port: 0 takes any free port.
         on_listening: called with the URL once connections are accepted.
-        keep_alive_s: after so long an idle connection is closed; proxies must do so sooner.
+        keep_alive_s: seconds until an idle connection is closed. Proxies must close it sooner.
 
     Raises:
         InvalidRequest: the settings cannot be used.
-        ListenError: the host or port cannot be had.
+        ListenError: the gateway cannot listen on this host or port.
     """
     endpoint = Endpoint.parse(settings.url)
     if endpoint.uses_http:
-        # Which the application makes only when others can connect already.
+        # Check it now: the application connects only when clients can connect already.
         AioHttpTransport(endpoint)
     if not settings.keys.required and not is_loopback(host):
         raise InvalidRequest(
@@ -63,7 +63,7 @@ def run_gateway(
     with listen(host, port) as listener:
         address = listener.getsockname()
         server = GatewayServer(create_app(settings), _DRAIN_TIMEOUT_S, keep_alive_s)
-        # uvicorn repeats the signal that ended it, for the handler that was there before.
+        # uvicorn raises the signal that ended it again, for the earlier handler.
         signal.signal(signal.SIGTERM, _exit)
         signal.signal(signal.SIGINT, _exit)
         shown = f"[{host}]" if ":" in host else host
@@ -72,8 +72,8 @@ def run_gateway(
 
 
 class GatewayServer(uvicorn.Server):
-    """Lets answers end for ``drain_timeout_s`` once it is to stop, or until Ctrl-C, but not the
-    live view, whose events end only with their reader."""
+    """Once it has to stop, answers have ``drain_timeout_s`` to end, or until Ctrl-C. The live view
+    ends at once, because its events never end by themselves."""
 
     def __init__(
         self, app: FastAPI, drain_timeout_s: float, keep_alive_s: int = DEFAULT_KEEP_ALIVE_S
@@ -86,7 +86,7 @@ class GatewayServer(uvicorn.Server):
                 timeout_keep_alive=keep_alive_s,
                 log_config=None,
                 log_level="warning",
-                access_log=False,  # /metrics counts requests, and a log of them would cost and tell
+                access_log=False,  # /metrics counts requests; a log would cost, and tell who asks
                 server_header=False,
             )
         )
@@ -96,7 +96,7 @@ class GatewayServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit and sig == signal.SIGINT:
-            # uvicorn would cancel the requests, which answers nobody and logs each as a failure.
+            # uvicorn would cancel the requests: without an answer, and with a logged failure each.
             asyncio.get_running_loop().call_soon_threadsafe(self._hurry.set)
         else:
             super().handle_exit(sig, frame)
@@ -113,7 +113,7 @@ class GatewayServer(uvicorn.Server):
             await cancel_all(deadlines)
 
     async def _cut_off_viewers(self) -> None:
-        """Those that do not read, to whom the end of the live view cannot be sent."""
+        """Cuts off viewers that do not read, and so cannot get the end of the live view."""
         await asyncio.sleep(_VIEWERS_TIMEOUT_S)
         for connection in tuple(self.server_state.connections):
             if isinstance(connection, HttpConnection) and connection.is_answering(EVENTS_PATH):
@@ -133,6 +133,6 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 
 def _raise_limit_of_connections() -> None:
-    """From what a shell or systemd gives, mostly 1024, to what may be had."""
+    """Raises the limit of open files from the usual 1024 to the hard limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -21,7 +21,7 @@ class CompletionAnswer(Answer):
         super().__init__(request)
         self._wants_logprobs = request.logprobs is not None
         self._offsets: defaultdict[int, _TextOffsets] = defaultdict(_TextOffsets)
-        """By choice."""
+        """The offsets of each choice."""
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
         return self._choice(index, completion)
@@ -51,22 +51,22 @@ class CompletionAnswer(Answer):
 
 
 class _TextOffsets:
-    """Where in a text its tokens begin, in characters; some tokens are parts of one."""
+    """Where a text's tokens begin, in characters. Some tokens are parts of a character."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_chars = 0
 
     def add(self, token: bytes) -> int:
-        """Of the next token; one that continues a character is where that begins."""
+        """The next token's offset. A token that continues a character has that one's offset."""
         offset = self._num_chars
         self._num_chars += len(self._decoder.decode(token))
         return offset
 
 
 def _by_text(entry: TokenLogprob) -> dict[str, float]:
-    """The token itself, and the likeliest. Parts of characters have no text of their own: of those
-    with one text the token itself stays, else the likeliest."""
+    """Log-probabilities of the token itself and of the likeliest ones, by text. Parts of characters
+    share one text. Of those the token itself stays, or else the likeliest."""
     found: dict[str, float] = {}
     for one in (entry, *entry.top):
         found.setdefault(one.token, one.logprob)

@@ -1,4 +1,4 @@
-"""Work for a client ends when the client goes away."""
+"""Ends the work for a client when the client goes away."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled when the connection closes.
+    """Returns the result of ``work``, or cancels it when the connection closes.
 
     Args:
-        receive: of a request whose body has been read.
+        receive: the channel of a request whose body has been read.
 
     Raises:
-        starlette.requests.ClientDisconnect: it closed first.
+        starlette.requests.ClientDisconnect: the connection closed first.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_until_disconnected(receive))

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's JSON shape, and which one each of the client's errors becomes."""
+"""Errors in OpenAI's JSON shape, and how the client's errors map to them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from starlette.responses import JSONResponse
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
-"""A place in the queue is free when any job ends, which takes about that long under load."""
+"""Under load a job ends, and frees a place in the queue, about once in this time."""
 
 
 class ApiError(Exception):
-    """What the gateway answers instead of a result.
+    """An answer instead of a result.
 
     Args:
-        status: of HTTP.
-        message: one line for a person; quotes no prompt and no key.
+        status: the HTTP status.
+        message: one line for a person. It quotes no prompt and no key.
         param: the request's field that is wrong.
     """
 
@@ -66,10 +66,10 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"} | dict.fromkeys(
     (500, 503), "server_error"
 )
 
-# gRPC's words and HTTP's.
+# The wording of gRPC and of HTTP.
 _TOO_LARGE = re.compile(r"\b(larger than max|too large)\b", re.IGNORECASE)
 
-# The server's field → the API's, of completions.
+# The server's field → the field of completions.
 _FIELDS = {
     protocol.TEXT_INPUT: "prompt",
     protocol.INPUT_IDS: "prompt",
@@ -77,25 +77,25 @@ _FIELDS = {
 }
 
 
-# Pydantic's, whose words for them are Python's and name classes.
+# Types of pydantic's errors whose own messages name Python classes.
 _NO_OBJECT = ("model_type", "dict_type")
 _MUST_BE_OBJECT = "must be a JSON object"
 
 
 def invalid(param: str, reason: str) -> ApiError:
-    """A field with a wrong value."""
+    """The error for a field with a wrong value."""
     return ApiError(400, f"{param}: {reason}", param=param)
 
 
 def no_such_model(known: str) -> ApiError:
-    """Another model than the one that is ``known``."""
+    """The error for a model other than the ``known`` one."""
     return ApiError(
         404, f"model: no such model; there is {known!r}", param="model", code="model_not_found"
     )
 
 
 def no_such_route() -> ApiError:
-    """It names those of the API: who gets it mostly has a wrong base URL, or wants another API."""
+    """Names the routes of the API. Its reader mostly has a wrong base URL, or wants another API."""
     return ApiError(
         404,
         "no such route; there are POST /v1/chat/completions, POST /v1/completions and "
@@ -104,7 +104,7 @@ def no_such_route() -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """The first thing that is wrong with a request's body, without its value."""
+    """The first mistake in a request's body, without its value."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     param = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
@@ -114,17 +114,17 @@ def from_validation(error: ValidationError) -> ApiError:
             return ApiError(400, f"the body {message}")
     if param:
         return invalid(param, message)
-    # Of several fields: the schema's own words begin with one of them.
+    # A mistake of several fields: the schema's own message begins with one of them.
     name, separator, reason = message.partition(": ")
     return invalid(name, reason) if separator and name.isidentifier() else ApiError(400, message)
 
 
 def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError:
-    """What a failed job is to the gateway's own client.
+    """The answer to the gateway's own client about a failed job.
 
     Args:
-        error: loses its traceback, in whose frames is the request. The task that failed is there
-            too: such a cycle would keep large requests until it is collected.
+        error: loses its traceback. Its frames refer to the request and to the failed task. Such a
+            cycle would keep large requests until it is collected.
         fields: names that differ from those of ``/v1/completions``, by the server's names.
     """
     error.__traceback__ = None
@@ -135,7 +135,7 @@ def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError
         return ApiError(429, str(error), code="queue_full")
     if isinstance(error, ClientClosed):
         return ApiError(503, "the gateway is shutting down and could not finish the request")
-    # The others may name addresses and files, which are the operator's affair.
+    # Other messages may name addresses and files, which are not for clients.
     logger.warning("a job failed: %s: %s", type(error).__name__, error)
     if isinstance(error, ServerUnavailable):
         return ApiError(503, "the model server takes no requests now")
@@ -144,7 +144,7 @@ def from_client_error(error: ClientError, fields: Mapping[str, str]) -> ApiError
 
 def _refused(message: str, fields: Mapping[str, str], code: str | None) -> ApiError:
     if NAMES_FIELD.match(message) is None:
-        # Of what is on the way to the model, with its address.
+        # The message is about the way to the model, and has its address.
         logger.warning("a job was refused: %s", message)
         is_large = _TOO_LARGE.search(message) is not None
         reason = "it is too large" if is_large else "see the gateway's log"

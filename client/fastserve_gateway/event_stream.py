@@ -1,4 +1,4 @@
-"""Server-sent events that end with their client."""
+"""Server-sent events that end when their client goes away."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fastserve_gateway.errors import from_client_error
 class EventStream(StreamingResponse):
     """Sends ``first`` and then ``events``.
 
-    An error of a job becomes the last event. The response's call raises ClientDisconnect when the
-    client goes away; ``events`` is closed however it ends.
+    An error of a job becomes the last event. Calling the response raises ClientDisconnect when the
+    client goes away. It closes ``events`` in any case.
 
     Args:
         field_names: see ``from_client_error``.
@@ -30,7 +30,7 @@ class EventStream(StreamingResponse):
         headers: Mapping[str, str],
         field_names: Mapping[str, str],
     ) -> None:
-        # A proxy that buffers or caches would hold the tokens back.
+        # A proxy that buffers or caches would delay the tokens.
         headers = {**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._body(first), headers=headers, media_type="text/event-stream")
         self._events = events

@@ -1,4 +1,4 @@
-"""How much of the gateway's memory requests may take together."""
+"""A limit on the memory that all requests take together."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import AsyncGenerator, Callable
 from fastserve_gateway.errors import ApiError
 
 Take = Callable[[int], None]
-"""Counts so many bytes more of a request's body. Raises ApiError (429): they are too many."""
+"""Counts more bytes of a request's body. Raises ApiError (429) if there are too many."""
 
 
 class HeldBodies:
-    """The bytes of all bodies whose requests have not been answered to their end.
+    """Counts the bytes of the bodies of all requests whose answers have not ended.
 
-    What a request takes grows with its body, up to some forty times as much (docs/deploy.md,
-    *Sizing*), and stays until its answer has ended. Nobody waits for a place: that would keep the
-    parts of bodies that have come.
+    A request takes memory in proportion to its body, up to some forty times as much
+    (docs/deploy.md, *Sizing*), until its answer has ended. No request waits for room, because it
+    would keep the part of its body that has come.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -23,7 +23,7 @@ class HeldBodies:
         self._num_bytes = 0
 
     async def of_request(self) -> AsyncGenerator[Take, None]:
-        """A dependency of a route: what it takes is free again when the answer has been sent."""
+        """A dependency of a route. It frees the request's bytes when the answer has been sent."""
         taken = 0
 
         def take(num_bytes: int) -> None:

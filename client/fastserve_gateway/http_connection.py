@@ -1,4 +1,4 @@
-"""HTTP connections, within limits: what one of them does without a key must not cost the others."""
+"""HTTP connections within limits: without a key, one must not cost the others."""
 
 from __future__ import annotations
 
@@ -19,36 +19,39 @@ from uvicorn.protocols.http.httptools_impl import (
 
 from fastserve_gateway.errors import ApiError
 
-# Of those that have not ended too: the parser joins a header's pieces in time that grows with
+# Incomplete headers count too, because the parser joins a header's pieces in time that grows with
 # their square.
 MAX_HEADER_BYTES = 1 << 16
-# For the headers of a request from its first byte on; also for the rest of a body that was answered
-# before its end.
+# How long a request's headers may take from their first byte, and the rest of a body that was
+# answered before its end.
 HEADERS_TIMEOUT_S = 30.0
-# A client that reads nothing for this long, while there is something to read, is gone.
+# A client counts as gone if it reads nothing for this long while there is something to read.
 UNREAD_TIMEOUT_S = 4.0
-# And so is one that has this much unread, beside what uvicorn holds, and reads none of it for so
-# long: an answer goes on growing in the server.
-_UNREAD_BYTES = 1 << 17  # of which the system, by itself, would hold megabytes
+# So does a client that has this much unread, beside what uvicorn holds, and reads none of it for so
+# long, because its answer goes on growing in the server.
+_UNREAD_BYTES = 1 << 17  # the system's own buffers would hold megabytes
 STALLED_TIMEOUT_S = 1.0
-# Requests without an answer. Clients send one at a time, and the parser cannot be paused.
+# Requests that wait for an answer. Clients send one at a time, and the parser cannot be paused.
 MAX_UNANSWERED = 16
 
 
 class HttpConnection(HttpToolsProtocol):
-    """uvicorn's own, which has none of these limits, and loses the body of a request that offers
-    an upgrade to another protocol. (Its h11 limits headers and loses nothing, but a body of small
-    chunks holds up everybody for seconds.)"""
+    """uvicorn's connection with these limits.
+
+    uvicorn's own has none, and loses the body of a request that offers an upgrade to another
+    protocol. (uvicorn with h11 limits headers and loses nothing. But there a body of small chunks
+    holds up all clients for seconds.)
+    """
 
     _num_unparsed_bytes = 0
-    """Since the last headers or part of a body was whole."""
+    """Bytes since the last complete headers or part of a body."""
     _is_idle = True
-    """No request has begun whose end is still to come."""
+    """No request is incomplete."""
     _stalled: asyncio.TimerHandle | None = None
     """Drops a client that has much to read, and reads none of it."""
 
     def is_answering(self, path: str) -> bool:
-        """Whether a request for it has no whole answer yet."""
+        """Whether a request for this path has no whole answer yet."""
         return any(cycle.scope["path"] == path for cycle in self._unanswered)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -60,7 +63,7 @@ class HttpConnection(HttpToolsProtocol):
         # Linux takes twice as much as it is told (socket(7)).
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES // 2)
         self._unanswered: deque[RequestResponseCycle] = deque()
-        # Clients connect ahead, too.
+        # Some clients connect before they have a request.
         self._deadline = self._close_in(self.timeout_keep_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -68,7 +71,7 @@ class HttpConnection(HttpToolsProtocol):
         if self._stalled is not None:
             self._stalled.cancel()
         super().connection_lost(exc)
-        # uvicorn tells the latest request only.
+        # uvicorn itself tells only the latest request.
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
@@ -83,7 +86,8 @@ class HttpConnection(HttpToolsProtocol):
             self._stalled.cancel()
 
     def _expect_reading(self) -> None:
-        """Nothing is written meanwhile, so that what is unread can only become less."""
+        """Waits for the client to read. Nothing is written meanwhile, so the unread part can only
+        shrink."""
         before = self._num_unread_bytes()
 
         def drop_or_go_on() -> None:
@@ -119,24 +123,24 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # they come again, see below
+            return  # this method is called again for them, see below
         self._num_unparsed_bytes = 0
         self._deadline.cancel()
         lengths = (len(name) + len(value) + len(b": \r\n") for name, value in self.headers)
         if len(self.url) + sum(lengths) > MAX_HEADER_BYTES:
             self._refuse_headers()
-            raise ConnectionAbortedError  # ends the parser's work on this data, as an error
+            raise ConnectionAbortedError  # makes the parser stop
         if len(self._unanswered) >= MAX_UNANSWERED:
             raise ConnectionAbortedError
         super().on_headers_complete()
-        # uvicorn pauses for one that is sent ahead, and would not see that the client goes.
+        # uvicorn pauses for a pipelined request, and would not notice that the client goes away.
         self.flow.resume_reading()
         self._unanswered.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._num_unparsed_bytes = 0
         super().on_body(body)
-        # Bytes that HeldBodies does not count yet; uvicorn has paused for them too.
+        # HeldBodies does not count these bytes yet. uvicorn has paused for them too.
         if len(self._unanswered) > 1 and len(self.cycle.body) > HIGH_WATER_LIMIT:
             raise ConnectionAbortedError
 
@@ -151,12 +155,15 @@ class HttpConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._unanswered.popleft()
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # ours also counts once half a request has come
+        self._unset_keepalive_if_required()  # our deadline also holds for a half-received request
         self._set_deadline()
 
     def _go_on_without_upgrade(self, rest: bytes) -> None:
-        """A server may ignore the offer (RFC 9110, 7.8), but this parser ends with its headers.
-        Another gets them without it, and then ``rest``, what came after them."""
+        """Ignores the offer of an upgrade, as a server may (RFC 9110, 7.8).
+
+        The parser stops at such headers. So a new parser gets the headers without the offer, and
+        then ``rest``, the bytes after them.
+        """
         method = self.parser.get_method()
         if method == b"CONNECT":
             self._refuse(400, "CONNECT: the gateway is no proxy")
@@ -165,12 +172,12 @@ class HttpConnection(HttpToolsProtocol):
         lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
         lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         self._num_unparsed_bytes = 0
         self.data_received(b"\r\n".join((*lines, b"", rest)))
 
     def _set_deadline(self) -> None:
-        """Of the next headers, or of the rest of a body, where no answer is under way."""
+        """Sets the deadline for the next headers, or for the rest of a body, if no answer runs."""
         if not self._unanswered:
             self._deadline.cancel()
             seconds = self.timeout_keep_alive if self._is_idle else HEADERS_TIMEOUT_S
@@ -185,7 +192,7 @@ class HttpConnection(HttpToolsProtocol):
     def _refuse(self, status: int, reason: str) -> None:
         if self.transport.is_closing():
             return
-        if self._unanswered:  # the refusal could come in the middle of an answer
+        if self._unanswered:  # a refusal would land in the middle of an answer
             self.transport.abort()
             return
         response = ApiError(status, reason).response()

@@ -1,4 +1,4 @@
-"""The jobs of one request: each prompt, ``n`` times. They end together."""
+"""Runs the jobs of one request: each prompt ``n`` times. They end together."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fastserve_client.errors import ClientError
 from fastserve_client.options import Prompt, SamplingOptions
 from fastserve_client.results import Chunk, Completion
 
-# Within this time the server refuses what it refuses.
+# The server refuses a bad job within this time.
 _REFUSAL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One choice of the answer; its place there is its place in the list of jobs."""
+    """One choice of the answer. Its index there is its index in the list of jobs."""
 
     prompt: Prompt
     request_id: str
@@ -28,7 +28,7 @@ class Job:
 
 
 async def complete_all(client: AsyncFastServeClient, jobs: Sequence[Job]) -> list[Completion]:
-    """Runs all jobs; the first error, or being cancelled, cancels the others.
+    """Runs all jobs. The first error cancels the others, and so does a cancellation.
 
     Raises ClientError.
     """
@@ -48,16 +48,16 @@ async def complete_all(client: AsyncFastServeClient, jobs: Sequence[Job]) -> lis
 async def stream_all(
     client: AsyncFastServeClient, jobs: Sequence[Job]
 ) -> AsyncGenerator[tuple[int, Chunk]]:
-    """Chunks of all jobs as they come, with the index of their job.
+    """Yields chunks of all jobs as they come, with the index of their job.
 
-    Closing the generator cancels what still runs. Raises ClientError.
+    Closing the generator cancels running jobs. Raises ClientError.
     """
-    if len(jobs) == 1:  # what most requests are, and the quickest way
+    if len(jobs) == 1:  # most requests are so, and this is quicker
         async with _stream(client, jobs[0]) as chunks:
             async for chunk in chunks:
                 yield 0, chunk
         return
-    # Bounded: a slow reader stops the reading of the jobs, and with it the flow of gRPC.
+    # Bounded: a slow reader stops the reading of the jobs, and gRPC's flow control does the rest.
     queue: asyncio.Queue[tuple[int, Chunk | Exception]] = asyncio.Queue(maxsize=len(jobs))
 
     async def read(index: int) -> None:
@@ -65,7 +65,7 @@ async def stream_all(
             async with _stream(client, jobs[index]) as chunks:
                 async for chunk in chunks:
                     await queue.put((index, chunk))
-        except Exception as error:  # is raised by the generator
+        except Exception as error:  # the generator raises it
             await queue.put((index, error))
 
     tasks = [asyncio.ensure_future(read(index)) for index in range(len(jobs))]
@@ -89,6 +89,7 @@ def _stream(client: AsyncFastServeClient, job: Job) -> AsyncTokenStream:
 
 
 async def _await_refusals(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    # What is wrong with one job is mostly wrong with all. Cancelling a call that the server is
-    # about to end with an error was seen to keep tritonserver 24.10 from unloading.
+    # A mistake in one job is mostly in all of them. Give the server time to refuse the others:
+    # cancelling a call that is about to end with an error can keep tritonserver 24.10 from
+    # unloading the model.
     await asyncio.wait(tasks, timeout=_REFUSAL_S)

@@ -1,4 +1,4 @@
-"""Routes of the live view: the page's files, and the events that move it."""
+"""Routes of the live view: the page's files, and its events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascrip
 _PAGE = "index.html"
 EVENTS_PATH = "/live/events"
 _HEADERS = {
-    # Only what this gateway serves; no inline script, no frame around it.
+    # Only files of this gateway, no inline script, no frame around the page.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
         "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -31,10 +31,11 @@ _HEADERS = {
 def live_routes(
     feed: Callable[[], LiveFeed], require_key: Callable[..., Awaitable[None]]
 ) -> APIRouter:
-    """
+    """The routes.
+
     Args:
-        feed: asked at each request for events.
-        require_key: dependency of the events; the page itself holds nothing to protect.
+        feed: called at each request for events.
+        require_key: dependency of the events. The page itself has nothing to protect.
     """
     router = APIRouter()
     files = {path.name: path for path in _FOLDER.iterdir() if path.suffix in _MEDIA_TYPES}
@@ -46,7 +47,7 @@ def live_routes(
     @router.get(EVENTS_PATH, dependencies=[Depends(require_key)])
     async def events() -> Response:
         stream = feed().events()
-        first = await anext(stream)  # at once, or an error with its status
+        first = await anext(stream)  # comes at once, or raises an error with its status
         return EventStream(first, stream, {}, {})
 
     @router.get("/live/{name}")

@@ -1,4 +1,4 @@
-"""One watch of the engine, shown to all who look at the live page."""
+"""One watch of the engine, shown to all viewers of the live page."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.1
 MAX_VIEWERS = 64
-# A viewer who reads slower than this misses pictures.
+# Pictures that wait for a viewer. One that reads slower misses some.
 _MAX_UNREAD = 3
 _GREETING = b": the engine's states follow\n\n"
 KEEPALIVE_S = 5.0
-"""Between two signs of life, where there is no picture; the page leaves a gateway after three."""
+"""Time between two signs of life without a picture. After three of them the page reconnects."""
 _KEEPALIVE = b": no picture yet\n\n"
 
 
 class LiveFeed:
     """Server-sent events of the engine's state. Belongs to one event loop.
 
-    There is one watch at the model's server while somebody looks, and none otherwise. When it is
+    There is one watch at the model's server while there are viewers, and none otherwise. If it is
     lost, the viewers get an event ``{"error": …}``, and the feed tries again.
     """
 
@@ -39,10 +39,10 @@ class LiveFeed:
         self._closed = False
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """For one viewer, until ``close``; the first, a comment, comes at once. Closing the
-        generator ends it.
+        """Events for one viewer, until ``close``. The first, a comment, comes at once. Closing the
+        generator ends them.
 
-        Raises ApiError (503): there are ``MAX_VIEWERS``, or the gateway is shutting down.
+        Raises ApiError (503) if there are ``MAX_VIEWERS``, or the gateway is shutting down.
         """
         if self._closed or len(self._viewers) >= MAX_VIEWERS:
             reason = "shutting down" if self._closed else f"{MAX_VIEWERS} others look already"
@@ -61,9 +61,9 @@ class LiveFeed:
                 self._stop_watching()
 
     def close(self) -> None:
-        """Ends all streams of events, before what their viewers have not read."""
+        """Ends all streams of events. Viewers do not get the events that still wait for them."""
         self._closed = True
-        self._stop_watching()  # which could push out the ends
+        self._stop_watching()  # whose events could push out the ends
         for unread in self._viewers:
             while not unread.empty():
                 unread.get_nowait()
@@ -83,7 +83,7 @@ class LiveFeed:
                         self._show(f"data: {await watch.next_json()}\n\n".encode())
                         delay_s = FIRST_DELAY_S
             except ClientError as error:
-                if delay_s == FIRST_DELAY_S:  # not each time that it is tried again
+                if delay_s == FIRST_DELAY_S:  # log only the first attempt
                     logger.warning("the live view has no pictures: %s", error)
                 self._show(event(_lost(error).body))
             await asyncio.sleep(delay_s)
@@ -105,7 +105,7 @@ async def _next(unread: asyncio.Queue[bytes | None]) -> bytes | None:
 
 
 def _lost(error: ClientError) -> ApiError:
-    """What viewers are told: no addresses, which are the operator's affair."""
+    """The error for viewers. It has no addresses, which are not for them."""
     reason = "failed; see the gateway's log"
     if isinstance(error, ConnectionFailed):
         reason = "does not answer"

@@ -1,4 +1,4 @@
-"""The gateway's own metrics, and the last resort for errors of its own."""
+"""The gateway's own metrics, and the answer to its unexpected errors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _BUCKETS_S = (0.005, 0.025, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600
 
 
 class RequestMetrics:
-    """ASGI middleware around all routes: counts requests and their time by route and status.
+    """ASGI middleware around all routes. It counts requests and their time by route and status.
 
-    Unexpected exceptions become a 500 here. Their messages can quote what a client sent, so only
-    types and places are logged.
+    Unexpected exceptions become a 500 here. Their messages can quote a request, so only types and
+    places are logged.
     """
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:

@@ -1,4 +1,4 @@
-"""Bodies of requests. What a field means is OpenAI's; values are checked by the model's server."""
+"""Bodies of requests. Fields have OpenAI's meaning, and the model's server checks their values."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from pydantic import (
     PlainValidator,
     model_validator,
 )
-from typing_extensions import TypedDict  # pydantic takes typing's only since Python 3.12
+from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
 MAX_CHOICES = 128
 """OpenAI's limit of ``n``."""
 MAX_LOGIT_BIASES = 300
-"""OpenAI's, and the server's."""
+"""The limit of OpenAI and of the server."""
 MAX_STOP_WORDS = 16
 MAX_STOP_TOKEN_IDS = 128
-"""The server's, as ``MAX_STOP_WORDS``. It has no time for other requests while it reads a million
-of them only to refuse them."""
+"""The server's limit, like ``MAX_STOP_WORDS``. While the server reads a million of them, only to
+refuse them, other requests wait."""
 
-# Values of a field that may hold millions are checked as a whole, and at the first that is wrong:
-# pydantic would keep an error for each, and for each member of a union.
+# A field that may hold millions of values is checked as a whole, up to its first mistake. pydantic
+# would keep an error for each value, and for each member of a union.
 
 
 def _check_prompt(value: Any) -> Any:
@@ -48,7 +48,7 @@ def _check_content(value: Any) -> Any:
 
 
 def _fill_content(message: Any) -> Any:
-    """Assistants that only call tools say nothing; clients send such messages back."""
+    """Adds empty content to an assistant's message with tool calls, which clients send back."""
     if not isinstance(message, dict) or message.get("content") is not None:
         return message
     only_calls = message.get("role") == "assistant" and message.get("tool_calls")
@@ -68,7 +68,7 @@ def _check_token_ids(value: Any) -> Any:
 
 
 def _without_false(value: Any) -> Any:
-    """``logprobs`` is a flag for chat and a number for completions; false is either's default."""
+    """``logprobs`` is a flag for chat and a number for completions; false is both's default."""
     return None if value is False else value
 
 
@@ -87,7 +87,7 @@ def _is_short(kind: type, value: Any, most: int) -> bool:
 
 
 def _all(kind: type, value: Any) -> bool:
-    # A bool is an int to Python, and is no token. Without Python for each: there may be millions.
+    # A bool is an int to Python, but no token. There may be millions, so no Python runs for each.
     return isinstance(value, list) and set(map(type, value)) == {kind}
 
 
@@ -100,7 +100,7 @@ _UNSUPPORTED = {
     "functions": "must be empty or left out",
     "suffix": "must be empty or left out",
     "best_of": "must be at most n or left out",
-    # vLLM's and llama.cpp's.
+    # Fields of vLLM and llama.cpp.
     "guided_json": _OTHER_FORM,
     "guided_regex": _OTHER_FORM,
     "guided_choice": _OTHER_FORM,
@@ -111,22 +111,22 @@ _UNSUPPORTED = {
     "bad_words": _BIAS,
     "allowed_token_ids": _BIAS,
 }
-"""Fields without which the answer would be another than the one asked for, and what they may be."""
+"""Fields that would change the answer, and the values at which they change nothing."""
 _MAX_KIND_CHARS = 32
-# More than a schema of the size that the server takes may have.
+# More parts than a schema can have within the server's limit of size.
 _MAX_SCHEMA_PARTS = 1 << 15
 _JSON_KINDS = {list: "a list", dict: "an object", str: "a text", int: "a number", float: "a number"}
 
 
 def _asks_for_nothing(name: str, value: Any, num_choices: int) -> bool:
-    """Whether one of ``_UNSUPPORTED`` leaves the answer as it is; agents send empty lists."""
+    """Whether a field of ``_UNSUPPORTED`` changes nothing. Agents send empty lists."""
     if name == "best_of" and type(value) is int:
         return value <= num_choices
     return not value
 
 
 def _got(value: Any) -> str:
-    """A field's value without what may be a prompt."""
+    """A field's value for a message, without anything that may be a prompt."""
     if isinstance(value, dict) and isinstance(kind := value.get("type"), str):
         return f"type {kind[:_MAX_KIND_CHARS]!r}"
     if type(value) is int and abs(value) <= MAX_INT32:
@@ -135,12 +135,12 @@ def _got(value: Any) -> str:
 
 
 class _Fields(BaseModel):
-    """Strict: no "5" for 5. Fields that are not declared are kept, so that they can be named."""
+    """Strict: "5" is not 5. Undeclared fields are kept, so that they can be named."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     def unknown_fields(self) -> list[str]:
-        """Fields that nothing here reads; null asks for nothing."""
+        """Fields that nothing here reads. A field that is null does not count."""
         return [name for name, value in (self.model_extra or {}).items() if value is not None]
 
 
@@ -149,7 +149,7 @@ class StreamOptions(_Fields):
 
 
 class JSONSchema(_Fields):
-    """The answer follows it, ``strict`` or not."""
+    """A schema that the answer follows, whether ``strict`` or not."""
 
     name: str
     description: str | None = None
@@ -161,7 +161,7 @@ class ResponseFormat(_Fields):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
     bare_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    """Where llama.cpp's API, Together's and others have it, also with the type json_object."""
+    """The schema as in the APIs of llama.cpp, Together and others, with type json_object too."""
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
@@ -176,7 +176,7 @@ class ResponseFormat(_Fields):
 
     @property
     def structured_output(self) -> dict[str, Any] | None:
-        """What the server gets."""
+        """The server's field ``structured_output``."""
         if self.json_schema is not None:
             return {"json_schema": self.json_schema.json_schema}
         if self.type == "json_schema":
@@ -187,7 +187,7 @@ class ResponseFormat(_Fields):
 
 
 class _GenerationRequest(_Fields):
-    """What completions and chat completions have in common."""
+    """Fields that completions and chat completions share."""
 
     model: str
     stream: bool | None = None
@@ -244,7 +244,7 @@ class _GenerationRequest(_Fields):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def unknown_fields(self) -> list[str]:
-        """Also formats of a schema that the server leaves out."""
+        """Includes formats of a schema that the server leaves out."""
         names = [name for name in super().unknown_fields() if name not in _UNSUPPORTED]
         wanted = self.response_format
         for prefix, part in (
@@ -277,7 +277,7 @@ class _GenerationRequest(_Fields):
 
     @property
     def schema_field(self) -> str:
-        """Where in the body a schema of the answer is."""
+        """The path of the answer's schema in the body."""
         if self.structured_output is not None:
             return f"{STRUCTURED_OUTPUT}.json_schema"
         is_bare = self.response_format is not None and self.response_format.json_schema is None
@@ -288,9 +288,9 @@ class _GenerationRequest(_Fields):
         return formatted or self.structured_output
 
     def choice_seed(self, choice: int) -> int | None:
-        """Seed of answer ``choice`` to a prompt: the next whole number for each next answer.
+        """Seed of answer ``choice`` to a prompt: each answer takes the next whole number.
 
-        OpenAI's seeds may be negative, the server's are 64 bits without a sign.
+        OpenAI's seeds may be negative. The server's are 64 bits without a sign.
         """
         return None if self.seed is None else (self.seed + choice) % (MAX_SEED + 1)
 
@@ -310,7 +310,7 @@ class CompletionRequest(_GenerationRequest):
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """One or more."""
+        """One or more prompts."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
@@ -320,12 +320,12 @@ class CompletionRequest(_GenerationRequest):
         return len(self.prompts)
 
     def options(self) -> SamplingOptions:
-        """All but the seed. ``max_tokens`` is the server's default, 16, as OpenAI's."""
+        """All options but the seed. ``max_tokens`` has the server's default, 16, as OpenAI's."""
         return SamplingOptions(**self._common_options(), logprobs=self.logprobs)
 
 
 class ChatMessage(TypedDict):
-    """One of many, perhaps: a dictionary takes a quarter of the memory of a model's object."""
+    """A dictionary, because it takes a quarter of the memory of a pydantic object."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="allow")  # type: ignore[misc]
 
@@ -333,7 +333,7 @@ class ChatMessage(TypedDict):
     content: Annotated[str | list[dict[str, Any]], PlainValidator(_check_content)]
     """Text, or parts of type text."""
     tool_calls: NotRequired[list[dict[str, Any]] | None]
-    """For the chat template; the server refuses what else there is of tools."""
+    """For the chat template. Other fields of tools are refused."""
 
 
 def _for_template(message: ChatMessage) -> Message:
@@ -364,7 +364,7 @@ class ChatRequest(_GenerationRequest):
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """One conversation, copied without fields that nothing here reads."""
+        """One conversation: a copy without fields that nothing here reads."""
         return [[_for_template(one) for one in self.messages]]
 
     def unknown_fields(self) -> list[str]:
@@ -386,7 +386,8 @@ class ChatRequest(_GenerationRequest):
         return [*super().unknown_fields(), *sorted(nested)]
 
     def options(self) -> SamplingOptions:
-        """All but the seed. Without ``max_tokens``, as many tokens as fit behind the prompt."""
+        """All options but the seed. Without ``max_tokens`` the answer may take what the prompt
+        leaves."""
         options = SamplingOptions(
             **self._common_options(),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,

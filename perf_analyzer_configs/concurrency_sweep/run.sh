@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# CLIENTS: numbers of clients to run with, one after the other. REQUESTS: of each run.
+# CLIENTS: numbers of clients, one run each. REQUESTS: number of requests of each run.
 source "$(dirname "$0")/../load.sh"
 
 for clients in ${CLIENTS:-1 2 4 8 16}; do

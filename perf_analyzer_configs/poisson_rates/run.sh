@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# RATES: mean requests per second of each run. REQUESTS: of each run.
+# RATES: mean requests per second of each run. REQUESTS: number of requests of each run.
 source "$(dirname "$0")/../load.sh"
 
 for rate in ${RATES:-0.5 1 2}; do

@@ -102,7 +102,6 @@ class ParallelLLM(LLM):
             **(LIMITS | keys),
         )
         self.engine = Engine(config, make_executor=make, check_integrity=True)
-        self.engine.start()
 
 
 def ranks_of(executor: DistributedExecutor) -> list[psutil.Process]:

@@ -97,7 +97,6 @@ def other_host(request: pytest.FixtureRequest) -> Iterator[OtherHost]:
 class ConfiguredLLM(LLM):
     def __init__(self, config: EngineConfig) -> None:
         self.engine = Engine(config, check_integrity=True)
-        self.engine.start()
 
 
 def config_of(model: Path, tokenizer: Path, address: str, **keys: Any) -> EngineConfig:

@@ -167,7 +167,7 @@ def draw_grpc_call(rng: Random) -> GrpcCall:
     if boolean(rng):
         return GrpcCall(INFER, (_infer_message(rng, whole=False),))
     # Where Triton 24.10 itself refuses one of several requests of a call, or that of a call that
-    # asks for codes, it may end with a signal (docs/clients.md, Errors).
+    # asks for codes, it may end with a signal (docs/triton_facts.md).
     messages = tuple(_infer_message(rng, whole=True) for _ in range(rng.randint(1, 4)))
     asks = len(messages) == 1 and boolean(rng)
     return GrpcCall(INFER, messages, (("triton_grpc_error", "true"),) if asks else ())

@@ -32,6 +32,6 @@ def rank_of(llm: LLM) -> psutil.Process:
         child
         for child in psutil.Process().children()
         if "fastserve_backend.worker" in child.cmdline()
-        and f"{llm.engine._executor._address}" in " ".join(child.cmdline())  # type: ignore[attr-defined]
+        and f"{llm.engine._supervisor.ranks.executor._address}" in " ".join(child.cmdline())  # type: ignore[attr-defined]
     ]
     return rank

@@ -88,7 +88,7 @@ def test_closing_cancels_what_runs_and_leaves_nothing_behind(
     with small_engine(checkpoint, tokenizer) as llm:
         sink = begin(llm, LONG)
         rank = rank_of(llm)
-        directory = Path(llm.engine._executor._directory.name)  # type: ignore[attr-defined]
+        directory = Path(llm.engine._supervisor.ranks.executor._directory.name)  # type: ignore[attr-defined]
         assert directory.stat().st_mode & 0o777 == 0o700
         llm.close()
         assert sink.wait().finish_reason is FinishReason.CANCELLED

@@ -16,11 +16,11 @@ import psutil
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.length_prediction import client as client_module
 from fastserve_backend.length_prediction import settings
 from fastserve_backend.length_prediction.client import PredictorClient
 from fastserve_backend.length_prediction.messages import Predicted
 from fastserve_backend.length_prediction.settings import PredictorSettings, default_directory
+from fastserve_backend.system import helper_process
 from no_home import leave_without_home
 from waiting import wait_for
 
@@ -79,11 +79,11 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
         wait_for(lambda: client.is_loaded, LOAD_S)
         for number, (text, length) in enumerate(LESSONS):
             client.ask(number, text)
-            client.ended(number, length)
+            client.tell_end(number, length)
         assert answers.wait(0) == Predicted(0, None, "cold")
         client.ask(100, "Nobody tells how long this was.")
-        client.ended(100, None)
-        client.ended(101, 7)  # of which nobody asked
+        client.tell_end(100, None)
+        client.tell_end(101, 7)  # of which nobody asked
         wait_for(lambda: client.num_entries == len(LESSONS), LOAD_S)
         client.ask(102, QUESTION)
         assert answers.wait(102).num_tokens is not None
@@ -103,7 +103,7 @@ def test_what_jobs_came_to_is_learned_though_the_process_could_not_take_it_then(
             client.ask(number, "Fill the socket.")
         assert answers.wait(1299) == Predicted(1299, None, "slow")
         for number, (_, length) in enumerate(LESSONS):
-            client.ended(number, length)
+            client.tell_end(number, length)
         process.resume()
         wait_for(lambda: client.num_entries == len(LESSONS), LOAD_S)
 
@@ -147,12 +147,12 @@ def test_no_word_of_a_prompt_is_on_disk(taught: Path) -> None:
 def test_a_process_that_cannot_run_is_given_up_after_some_tries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(client_module, "python_executable", lambda: "/bin/false")
+    monkeypatch.setattr(helper_process, "python_executable", lambda: "/bin/false")
     with running(tmp_path) as (client, answers):
         wait_for(lambda: "there were 3 restarts in 10 minutes already" in caplog.text)
         client.ask(0, QUESTION)
         assert answers.wait(0) == Predicted(0, None, "down")
-        client.ended(0, 5)
+        client.tell_end(0, 5)
     assert caplog.text.count("ended with exit code 1; jobs run without predictions") == 4
 
 

@@ -61,7 +61,6 @@ class LLMOver(LLM):
     ) -> None:
         config = EngineConfig().with_keys(model=model, **options)
         self.engine = Engine(config, make_executor=make_executor, check_integrity=True)
-        self.engine.start()
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:

@@ -233,6 +233,8 @@ def test_the_gateways_examples(gateway: RunningGateway) -> None:
     assert printed[0] == "The capital of France is Paris."
     assert [line[0] for line in printed[1:3]] == ["0", "1"]
     assert "completion_tokens=16" in printed[3]
+    (in_readme,) = (text for text in examples("../README.md", "python") if "openai" in text)
+    assert output(sys.executable, "-c", here(in_readme)).strip()
     (curl,) = (text for text in examples("gateway.md", "bash") if "curl" in text)
     printed = output("bash", "-c", here(curl)).splitlines()
     assert '"chat.completion"' in printed[0]

@@ -8,9 +8,9 @@ import statistics
 
 import pytest
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.engine.loop_setup import KVMemory
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.rank_protocol.link import Link
-from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.simulation.predictions import make_predictions
 from fastserve_backend.simulation.simulator import Simulation, simulate
 from fastserve_bench.report.summary import summarize

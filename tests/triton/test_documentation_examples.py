@@ -1,8 +1,9 @@
-"""The Python examples of README and of pages in docs/, as they stand there, on the real server."""
+"""The examples of README and of pages in docs/, as they stand there, on the real server."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,18 @@ from serving_client import used_blocks
 from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/clients.md")
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = ("README.md", "docs/requests.md", "docs/clients.md")
+# What a page shows beside the client of this server: tests/gateway has the OpenAI client's.
+_OTHERS = ("fastserve_backend import LLM", "from openai import")
 
 
 class Enough(Exception):
     """Ends an example that would go on for ever."""
 
 
-def blocks(page: str) -> list[str]:
-    found = _BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+def blocks(page: str, language: str = "python") -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert found, page
     return found
 
@@ -29,7 +32,7 @@ def examples() -> list[pytest.param]:
     found = []
     for page in PAGES:
         for number, code in enumerate(blocks(page), 1):
-            if "fastserve_backend import LLM" not in code:  # needs no server
+            if not any(other in code for other in _OTHERS):
                 found.append(pytest.param(code, id=f"{page}-{number}"))
     return found
 
@@ -44,6 +47,27 @@ def test_an_example_runs(
     assert at_its_port != code
     exec(compile(at_its_port, "example", "exec"), {"__name__": "__main__"})
     assert len(capsys.readouterr().out) > 10
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/requests.md"])
+def test_the_curl_examples_run(page: str, chat_endpoints: Endpoints) -> None:
+    scripts = [text for text in blocks(page, "bash") if text.startswith("curl")]
+    assert scripts
+    for script in scripts:
+        at_its_port = script.replace("127.0.0.1:8000", chat_endpoints.http_url.split("//")[1])
+        for command in at_its_port.split("\n\n"):
+            done = subprocess.run(
+                ["bash", "-c", command], capture_output=True, text=True, timeout=60
+            )
+            assert done.returncode == 0, done.stderr
+            assert '"text_output":' in done.stdout
+            assert '"error"' not in done.stdout
+
+
+def test_the_offline_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = (text for text in blocks("docs/get_started.md") if _OTHERS[0] in text)
+    exec(compile(code, "example", "exec"), {"__name__": "__main__"})
+    assert capsys.readouterr().out.count("\n") >= 4
 
 
 def test_the_example_of_the_live_view_runs(endpoints: Endpoints) -> None:

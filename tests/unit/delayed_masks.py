@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from fastserve_backend.engine.step_loop import StepLoop
-from fastserve_backend.grammars.messages import Failed, Mask, Masks, Refused
-from fastserve_backend.structured_output import StructuredOutput
+from fastserve_backend.grammars.messages import GrammarRefused, JobFailed, Mask, NewMasks
+from fastserve_backend.grammars.structured_output import StructuredOutput
 
 
 class DelayedMasks:
@@ -57,10 +57,10 @@ class DelayedMasks:
             if self._due.pop(number, None) is None:
                 continue  # it has just ended
             bits = self._hashes[number].to_bytes(4, "little")
-            self.loop.masked(Masks([Mask(number, self._num_tokens[number], bits)]))
+            self.loop.jobs.on_mask_answer(NewMasks([Mask(number, self._num_tokens[number], bits)]))
 
     def refuse(self, number: int, reason: str) -> None:
-        self.loop.masked(Refused(number, reason))
+        self.loop.jobs.on_mask_answer(GrammarRefused(number, reason))
 
     def fail(self, number: int, reason: str) -> None:
-        self.loop.masked(Failed(number, reason))
+        self.loop.jobs.on_mask_answer(JobFailed(number, reason))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import Job, Place
+from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
-from fastserve_backend.kv_cache.swap_costs import SwapCosts
+from fastserve_backend.kv_cache.round import Round
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
+from fastserve_backend.offers import Outcome
 from fastserve_backend.rank_protocol.link import Link
 from jobs import make_job, run_iteration
 from policies import TIMES, LinearTimes
@@ -51,6 +53,7 @@ class Desk:
         self.now = 0.0
         self.known: dict[int, Job] = {}
         self.starving: set[int] = set()
+        self.start_round()
 
     def has_turn(self, job: Job) -> bool:
         return job.number in self.starving
@@ -58,11 +61,11 @@ class Desk:
     def placed(self, job: Job) -> None:
         pass
 
-    def by_urgency(self, place: Place, urgency: object, *, last_first: bool) -> Iterator[Job]:
+    def by_next_run(self, place: Place, estimate: object, *, last_first: bool) -> Iterator[Job]:
         numbers = sorted(self.known, reverse=last_first)
         return (self.known[n] for n in numbers if self.known[n].place is place)
 
-    def urgency(self, now: float):  # type: ignore[no-untyped-def]
+    def next_run_estimate(self, now: float):  # type: ignore[no-untyped-def]
         return lambda job: (job.number, 0.0)
 
     def offer(
@@ -75,16 +78,26 @@ class Desk:
         """A round that offers the jobs in this order; returns those that were taken."""
         self.now += 1.0
         numbers = None if going_on is None else {job.number for job in going_on}
-        self.manager.begin(self.now, {job.number for job in in_flight}, numbers)
+        self.start_round({job.number for job in in_flight}, numbers)
         taken = []
         for job in jobs:
             self.known[job.number] = job
-            self.manager.recall(job)
-            if self.manager.take(job, tokens or job.num_uncomputed):
+            self.round.find_prefix(job)
+            self.answer = self.round.offer(job, tokens or job.num_uncomputed)
+            if self.answer.outcome is Outcome.TAKEN:
                 taken.append(job)
-        self.begun = self.manager.transfers()
+        result = self.round.commit()
+        self.begun, self.verdict = result.transfers, result.verdict
+        self.copies = result.prefix_copies
         self.tiers.check_integrity()
         return taken
+
+    def start_round(
+        self, in_flight: Collection[int] = (), going_on: Collection[int] | None = None
+    ) -> Round:
+        """The round to which jobs are offered from now on."""
+        self.round = self.manager.start_round(self.now, in_flight, going_on)
+        return self.round
 
     def offer_until_copies_begin(self, *jobs: Job) -> None:
         """Rounds until one begins a copy; nothing else changes meanwhile."""
@@ -97,25 +110,27 @@ class Desk:
         """An iteration of exactly these jobs."""
         assert self.offer(*jobs) == list(jobs)
         self.send(*jobs)
-        self.manager.copied(self.manager.copies)
+        self.manager.on_step_finished(self.copies)
 
     def run_first(self, *jobs: Job) -> None:
         """An iteration of the first of these jobs, for which the others wait."""
         assert self.offer(*jobs) == [jobs[0]]
         self.send(jobs[0])
-        self.manager.copied(self.manager.copies)
+        self.manager.on_step_finished(self.copies)
 
     def send(self, *jobs: Job, tokens: int | None = None) -> None:
         """The step of the jobs that the last round took; it runs whatever they have left, or so
         many tokens."""
         for job in jobs:
             run_iteration(job, tokens)
-        self.manager.sent()
+        self.manager.on_sent()
 
     def end_copies(self, *, succeeded: bool = True) -> list[Transfer]:
         ended = list(self.tiers.transfers())
         for transfer in ended:
-            self.manager.transfer_ended(transfer.job_number, succeeded=succeeded, seconds=1e-6)
+            self.manager.on_transfer_finished(
+                transfer.job_number, succeeded=succeeded, seconds=1e-6
+            )
         self.tiers.check_integrity()
         return ended
 

@@ -9,11 +9,11 @@ from itertools import chain, islice
 
 from delayed_masks import DelayedMasks
 from fastserve_backend.config import KVCacheSection
-from fastserve_backend.engine.delivery import NewToken, OnEnd
+from fastserve_backend.engine.delivery import NewToken, OnJobEnd
 from fastserve_backend.engine.step_loop import StepLoop
 from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
-from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
@@ -111,15 +111,15 @@ class CountingDelivery:
     def is_empty(self) -> bool:
         return not self._pending
 
-    def open(self, job: Job) -> None:
+    def open_stream(self, job: Job) -> None:
         assert self.num_tokens[job.number] == 0
         self._open[job.number] = job
 
-    def add(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
+    def add_token(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
         assert token.token_id == 0
         self._pending.append((job, reason))
 
-    def flush(self, on_end: OnEnd) -> None:
+    def flush_tokens(self, on_job_end: OnJobEnd) -> None:
         pending, self._pending = self._pending, []
         for job, reason in pending:
             if job.number not in self._open:
@@ -129,16 +129,16 @@ class CountingDelivery:
                 reason = FinishReason.STOP
             if reason is not None:
                 del self._open[job.number]
-                on_end(job, reason)
+                on_job_end(job, reason)
 
-    def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
+    def end_stream(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
         del self._open[job.number]
         self.closed.append((job.number, reason, error))
 
-    def close_all(self, reason: FinishReason, error: str) -> list[Job]:
+    def end_all_streams(self, reason: FinishReason, error: str) -> list[Job]:
         jobs = list(self._open.values())
         for job in jobs:
-            self.close(job, reason, error)
+            self.end_stream(job, reason, error)
         return jobs
 
 
@@ -173,6 +173,7 @@ class Rig:
         self.ends: list[tuple[int, FinishReason]] = []
         self.iterations_s: list[float] = []
         self.num_turns = 0
+        self.predict_s = lambda step: model.iteration_s(IterationLoad.of_step(step))
         self.loop = StepLoop(
             policy,
             KVManager(tiers, policy, kv_cache, costs, self.counters),
@@ -181,10 +182,10 @@ class Rig:
             self.clock,
             eos_token_ids=eos_token_ids,
             counters=self.counters,
-            predict_s=lambda step: model.iteration_s(IterationLoad.of_step(step)),
-            on_end=lambda job, reason: self.ends.append((job.number, reason)),
-            on_iteration=lambda step, elapsed_s: self.iterations_s.append(elapsed_s),
-            masks=masks,
+            predict_s=lambda step: self.predict_s(step),
+            on_job_end=lambda job, reason: self.ends.append((job.number, reason)),
+            on_step_finished=lambda step, elapsed_s: self.iterations_s.append(elapsed_s),
+            mask_source=masks,
             check_integrity=True,
         )
         if masks is not None:
@@ -212,9 +213,9 @@ class Rig:
         while arriving or self.loop.jobs or not self.loop.is_idle:
             now = self.clock.now()
             while arriving and arriving[0].arrival_s <= now:
-                self.loop.add(arriving.pop(0))
+                self.loop.jobs.add(arriving.pop(0))
             for number in [number for number, time_s in to_cancel.items() if time_s <= now]:
-                self.loop.cancel(number)
+                self.loop.jobs.cancel(number)
                 del to_cancel[number]
             if self.masks is not None:
                 self.masks.deliver()

@@ -10,10 +10,10 @@ import numpy as np
 from delayed_masks import DelayedMasks
 from fastserve_backend.checkpoints.tokenizer import ByteTokenizer
 from fastserve_backend.config import KVCacheSection
-from fastserve_backend.engine.delivery import Delivery
+from fastserve_backend.engine.delivery import TextDelivery
 from fastserve_backend.errors import EngineError
+from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
-from fastserve_backend.kv_cache.swap_costs import SwapCosts
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.rank_protocol.link import Link
@@ -121,8 +121,8 @@ class RecoveringRig(Rig):
             masks=masks,
         )
 
-    def make_delivery(self) -> Delivery:
-        return Delivery(ByteTokenizer(300))
+    def make_delivery(self) -> TextDelivery:
+        return TextDelivery(ByteTokenizer(300))
 
     def make_executor(self, model: LatencyModel, link: Link) -> MortalRanks:
         self.model = model

@@ -6,10 +6,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from fastserve_backend.job import Job, Place
-from fastserve_backend.scheduler.base import UNLIMITED, BatchLimits, Policy, Scheduled, fill_batch
+from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled, fill_batch
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.gittins import Gittins
+from fastserve_backend.scheduler.memory import UNLIMITED
 from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
 from fastserve_backend.scheduler.sarathi_edf import SarathiEDF
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
@@ -137,7 +138,7 @@ def by_priority(policy: Policy, jobs: Iterable[Job]) -> list[Job]:
     if isinstance(policy, Speculative):  # jobs in two orders, estimates of their merging
         known = {job.number for job in jobs}
         return [job for job in policy.walk(0.0, ()) if job.number in known]
-    key = policy.urgency(0.0)
+    key = policy.next_run_estimate(0.0)
     if isinstance(policy, MLFQ):  # ENST may put a job ahead that starves soon
         return sorted(jobs, key=lambda job: (job.queue_level, key(job)[1]))
     return sorted(jobs, key=key)

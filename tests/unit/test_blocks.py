@@ -81,10 +81,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.tokens.pop(job, None)
 
     @rule(job=st.integers(0, 8), wanted=st.integers(0, 20))
-    def recall(self, job: int, wanted: int) -> None:
+    def reuse_kept(self, job: int, wanted: int) -> None:
         if self.pool.num_held(job) == 0:
             num_free = self.pool.num_free
-            count = self.pool.recall(job, KEYS[:wanted])
+            count = self.pool.reuse_kept(job, KEYS[:wanted])
             assert count == self.pool.num_held(job) == num_free - self.pool.num_free <= wanted
             if count:
                 self.tokens[job] = count * self.pool.block_size

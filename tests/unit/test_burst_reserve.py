@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from fastserve_backend.kv_cache.burst_reserve import BurstReserve
+from fastserve_backend.kv_cache.look_ahead import BurstReserve
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 from fastserve_backend.job import Job, Place
-from fastserve_backend.scheduler.base import UNLIMITED, BatchLimits, Scheduled, fill_batch
+from fastserve_backend.offers import TAKEN, Answer, Outcome
+from fastserve_backend.scheduler.base import BatchLimits, Scheduled, fill_batch
+from fastserve_backend.scheduler.memory import UNLIMITED
 from jobs import make_job, run_iteration
 from policies import POLICIES, Listed, make, select
 
@@ -192,28 +194,24 @@ def test_a_decision_looks_at_so_many_jobs_however_many_wait(
 class NothingFromTheHost:
     """Memory for all but those whose KV is on the host. It notes who is offered."""
 
-    is_exhausted = refuses_new = is_waiting = False
-
-    def __init__(self, refuses_host: bool) -> None:
-        self.refuses_host = refuses_host
+    def __init__(self, closes_host: bool) -> None:
+        self._closed = frozenset({Place.HOST}) if closes_host else frozenset[Place]()
         self.offered: list[int] = []
 
-    def recall(self, job: Job) -> None:
+    def find_prefix(self, job: Job) -> None:
         pass
 
-    def take(self, job: Job, num_tokens: int) -> bool:
+    def offer(self, job: Job, num_tokens: int) -> Answer:
         self.offered.append(job.number)
-        return job.place is not Place.HOST
+        return Answer(Outcome.NO_ROOM, self._closed) if job.place is Place.HOST else TAKEN
 
 
-@pytest.mark.parametrize(("refuses_host", "num_offered"), [(False, 3), (True, 1)])
-def test_no_more_jobs_are_brought_back_than_have_seats(
-    refuses_host: bool, num_offered: int
-) -> None:
+@pytest.mark.parametrize(("closes_host", "num_offered"), [(False, 3), (True, 1)])
+def test_no_more_jobs_are_brought_back_than_have_seats(closes_host: bool, num_offered: int) -> None:
     jobs = decodes(0, 12)
     for job in jobs[:10]:
         job.place = Place.HOST
-    memory = NothingFromTheHost(refuses_host)
+    memory = NothingFromTheHost(closes_host)
     batch = fill_batch(Listed(jobs), BatchLimits(3, 100), (), memory)
     assert [job.number for job, _ in batch] == [10, 11]
     assert memory.offered == [*range(num_offered), 10, 11]

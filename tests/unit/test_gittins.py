@@ -387,7 +387,7 @@ def test_a_job_predicted_long_has_its_first_token_as_soon_as_without_a_predictio
     long, unknown = make_job(0, 1, predicted_tokens=400), make_job(1, 1)
     for job in (long, unknown):
         gittins.add(job, 0.0)
-    assert gittins.urgency(0.0)(long)[0] == gittins.urgency(0.0)(unknown)[0]
+    assert gittins.next_run_estimate(0.0)(long)[0] == gittins.next_run_estimate(0.0)(unknown)[0]
     assert iterate(gittins, 0.0) == [long]
     assert by_priority(gittins, [long, unknown]) == [unknown, long]
 
@@ -424,14 +424,14 @@ def test_a_new_index_reaches_all_jobs_within_some_selections() -> None:
     waiting = [make_job(number, 1 + number % 7) for number in range(300)]
     for job in waiting:
         gittins.add(job, 0.0)
-    before = [gittins.urgency(0.0)(job) for job in waiting]
+    before = [gittins.next_run_estimate(0.0)(job) for job in waiting]
     short = make_job(1000, 1)
     gittins.add(short, 0.0)
     run_iteration(short)
     finish(gittins, short)
     for _ in range(300):
         select(gittins, 0.0)
-    after = [gittins.urgency(0.0)(job) for job in waiting]
+    after = [gittins.next_run_estimate(0.0)(job) for job in waiting]
     assert all(old != new for old, new in zip(before, after, strict=True))
     assert after == [(gittins.key(job), job.number) for job in waiting]
 
@@ -444,7 +444,7 @@ def test_a_pending_token_that_a_job_turns_out_not_to_have_is_not_learned() -> No
         for _ in range(2):
             iterate(gittins, 0.0)
         select(gittins, 0.0)
-        job.sent(1)
+        job.on_sent(1)
         gittins.iteration_done(
             [Scheduled(job, 1)], 0.0
         )  # the next step is sent before this one's token

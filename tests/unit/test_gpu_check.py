@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.gpu import check, goals, phase_correctness, phase_list, phase_serving
+# Nothing that imports torch: the workers of `CaseRuns` import this module.
+from benchmarks.gpu import check, goals, phase_list
 from benchmarks.gpu import gpu_report as report
 from benchmarks.gpu.case_runs import CaseRuns
-from benchmarks.gpu.check_device import find_device, make_rounds
 from benchmarks.gpu.phase_context import CheckFailed, Context, Recorder
 
 if TYPE_CHECKING:
@@ -296,6 +296,7 @@ def test_cases_after_one_that_hangs_and_one_that_dies_are_run() -> None:
 
 
 def test_cases_that_are_not_reached_fail_the_check(tmp_path: Path) -> None:
+    from benchmarks.gpu import phase_correctness
 
     context = dry_context(tmp_path, seconds=0.0)
     with pytest.raises(CheckFailed, match=r"the time ended before \d+ cases had; begun: none"):
@@ -305,12 +306,16 @@ def test_cases_that_are_not_reached_fail_the_check(tmp_path: Path) -> None:
 def dry_context(directory: Path, seconds: float) -> Context:
     """Of a phase that is run in this process."""
 
+    from benchmarks.gpu.check_device import find_device
+
     recorder = Recorder(directory / "records")
     return Context(find_device(tiny=True), recorder, time.monotonic() + seconds, directory)
 
 
 def test_results_of_timed_calls_are_not_all_in_one_place() -> None:
     import torch
+
+    from benchmarks.gpu.check_device import make_rounds
 
     addresses: list[int] = []
     alive: list[weakref.ref[torch.Tensor]] = []
@@ -335,6 +340,8 @@ def test_ranks_that_last_are_made_for_the_largest_batch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On a GPU nothing larger than what the first engine's ranks were told would run."""
+
+    from benchmarks.gpu import phase_serving
 
     class Started(Exception):
         pass

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import psutil
 import pytest
-from fastserve_backend.grammars import client
 from fastserve_backend.grammars.client import GrammarClient
 from fastserve_backend.grammars.compiler import (
     Compiler,
@@ -23,14 +23,14 @@ from fastserve_backend.grammars.compiler import (
     next_mask,
 )
 from fastserve_backend.grammars.messages import (
-    Failed,
     FromGrammars,
-    Masks,
-    Refused,
+    GrammarRefused,
+    JobFailed,
+    NewMasks,
     Vocabulary,
-    encoder,
 )
-from fastserve_backend.structured_output import StructuredOutput
+from fastserve_backend.grammars.structured_output import StructuredOutput
+from fastserve_backend.system import helper_process
 from fastserve_client.schema_formats import KNOWN_FORMATS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -205,7 +205,7 @@ class Asker:
         found: dict[int, set[int]] = {}
         while len(found) < count:
             answer = self.answer()
-            assert isinstance(answer, Masks), answer
+            assert isinstance(answer, NewMasks), answer
             found |= {mask.number: allowed(mask.bits) for mask in answer.masks}
         return found
 
@@ -240,7 +240,7 @@ class TestProcess:
         assert asker.masks(2) == {0: b_or_c, 2: b_or_c}
         asker.client.accept([(0, 4 + ord("x"))])  # which no mask allows
         failed = asker.answer()
-        assert isinstance(failed, Failed)
+        assert isinstance(failed, JobFailed)
         assert failed.number == 0
         asker.client.end(0)
         asker.client.accept([(2, 4 + ord("c"))])
@@ -262,7 +262,7 @@ class TestProcess:
             answers.append(asker.answer())
         while len(answers) < 12 + 2:  # one to each of the others
             answers.append(asker.answer())
-        [refused] = [one for one in answers if isinstance(one, Refused)]
+        [refused] = [one for one in answers if isinstance(one, GrammarRefused)]
         assert refused.number == 1
         assert "too complex" in refused.reason
         assert asker.process() == process
@@ -282,7 +282,7 @@ class TestProcess:
             for _ in range(2):  # at once the second time
                 asker.client.begin(number, wanted)
                 refused = asker.answer()
-                assert isinstance(refused, Refused), wanted
+                assert isinstance(refused, GrammarRefused), wanted
                 assert refused.number == number
                 assert reason in refused.reason
                 assert "\n" not in refused.reason
@@ -304,15 +304,15 @@ class TestProcess:
         self, asker: Asker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         # In place of the process: it dies when the first job comes.
-        num_bytes = 4 + len(encoder.encode(Vocabulary(TOKENS, EOS))) + 1
+        num_bytes = 4 + len(msgspec.msgpack.encode(Vocabulary(TOKENS, EOS))) + 1
         program = tmp_path / "program"
         program.write_text(f"#!/bin/sh\nexec head -c {num_bytes} > /dev/null\n")
         program.chmod(0o700)
-        monkeypatch.setattr(client, "python_executable", lambda: str(program))
+        monkeypatch.setattr(helper_process, "python_executable", lambda: str(program))
         for number, reason in enumerate(["died at it", "died at it", "3 restarts", "3 restarts"]):
             asker.client.begin(number, StructuredOutput(regex="a*"))
             failed = asker.answer()
-            assert isinstance(failed, Failed)
+            assert isinstance(failed, JobFailed)
             assert failed.number == number
             assert reason in failed.reason
             asker.client.end(number)
@@ -321,16 +321,16 @@ class TestProcess:
         asker.client.begin(0, StructuredOutput(grammar='start: (x{1,1000}){1,1000}\nx: "a" | "b"'))
         asker.client.begin(1, StructuredOutput(regex="a{500}"))
         asker.masks(2)
-        failed: Failed | None = None
+        failed: JobFailed | None = None
         while failed is None:
             asker.client.accept([(0, 4 + ord("a")), (1, 4 + ord("a"))])
             waiting = {0, 1}
             while waiting:
                 answer = asker.answer()
-                if isinstance(answer, Masks):
+                if isinstance(answer, NewMasks):
                     waiting -= {mask.number for mask in answer.masks}
                 else:
-                    assert isinstance(answer, Failed)
+                    assert isinstance(answer, JobFailed)
                     failed = answer
                     waiting.remove(answer.number)
         assert failed.number == 0

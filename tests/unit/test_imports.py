@@ -100,7 +100,7 @@ FORBIDDEN = {
 
 # (folder, package) → all that the folder may import of the package.
 ONLY = {
-    (BACKEND / "simulation", "fastserve_backend.engine"): ("step_loop", "delivery"),
+    (BACKEND / "simulation", "fastserve_backend.engine"): ("loop_setup", "delivery"),
     (BACKEND / "serving", "fastserve_client"): ("protocol", "engine_state", "listening"),
 }
 

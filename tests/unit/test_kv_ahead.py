@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from fastserve_backend.kv_cache.round import StepVerdict
+from fastserve_backend.offers import EVERYWHERE
 from fastserve_backend.rank_protocol.link import Link
 from jobs import make_job
 from kv_desk import Desk, jobs_of
@@ -15,11 +17,11 @@ def test_a_running_job_is_not_made_to_leave_but_it_is_said_that_it_has_to(strate
     desk.run(middle, least)
     running = [middle, least]
     assert desk.offer(urgent, in_flight=running, going_on=running) == []
-    assert (desk.manager.is_too_early, desk.manager.is_exhausted) == (True, True)
+    assert (desk.verdict, desk.answer.closed) == (StepVerdict.TOO_EARLY, EVERYWHERE)
     assert (desk.held(middle, least), desk.begun) == ([2, 2], [])
     # Its step has ended.
     desk.offer(urgent, middle, least)
-    assert not desk.manager.is_too_early
+    assert desk.verdict is not StepVerdict.TOO_EARLY
     swaps = strategy != "recompute"
     assert desk.held(least) == [2 if swaps else 0]
     assert desk.kinds() == ([(2, "swap_out")] if swaps else [])
@@ -30,7 +32,7 @@ def test_an_idle_job_leaves_while_a_more_urgent_one_runs() -> None:
     urgent, middle, least = jobs_of(32, 31, 31)
     desk.run(middle, least)
     assert desk.offer(urgent, middle, in_flight=[middle], going_on=[middle]) == [urgent, middle]
-    assert not desk.manager.is_too_early
+    assert desk.verdict is not StepVerdict.TOO_EARLY
     assert desk.held(middle, least) == [2, 0]
 
 
@@ -40,7 +42,7 @@ def test_a_running_job_that_was_offered_before_is_no_victim() -> None:
     desk.run(first, second)
     running = [first, second]
     assert desk.offer(first, second, last, in_flight=running, going_on=running) == running
-    assert not desk.manager.is_too_early
+    assert desk.verdict is not StepVerdict.TOO_EARLY
 
 
 def test_nobody_leaves_for_what_a_job_that_ends_with_its_step_will_free() -> None:
@@ -50,7 +52,7 @@ def test_nobody_leaves_for_what_a_job_that_ends_with_its_step_will_free() -> Non
     running = make_job(3, 32)
     desk.run(running)
     assert desk.offer(urgent, in_flight=[ending, running], going_on=[running]) == []
-    assert not desk.manager.is_too_early
+    assert desk.verdict is not StepVerdict.TOO_EARLY
     assert desk.held(idle, ending, running) == [2, 2, 2]
 
 

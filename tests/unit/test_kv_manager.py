@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from fastserve_backend.job import Place
 from fastserve_backend.kv_cache.tiers import TransferKind
+from fastserve_backend.offers import EVERYWHERE
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.scheduler.base import BatchLimits, fill_batch
 from hypothesis import given, settings
@@ -48,7 +50,7 @@ def test_a_job_takes_nothing_from_a_more_urgent_one(strategy: str) -> None:
     desk.run(urgent)
     assert desk.offer(urgent, newcomer) == [urgent]
     assert desk.begun == []
-    assert desk.manager.is_exhausted
+    assert desk.answer.closed == EVERYWHERE
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -119,7 +121,7 @@ def test_a_round_in_which_a_job_was_dropped_is_exhausted_like_others() -> None:
     desk.run(least)
     assert desk.offer(urgent, newcomer) == [urgent]
     assert least.num_computed == 0
-    assert desk.manager.is_exhausted
+    assert desk.answer.closed == EVERYWHERE
 
 
 # --- defer ------------------------------------------------------------------------------------
@@ -143,7 +145,7 @@ def test_a_deferred_job_is_not_overtaken_by_new_ones() -> None:
     running, large, small = jobs_of(30, 60, 1, max_tokens=4)
     desk.run(running)
     assert desk.offer(running, large, small) == [running]
-    assert desk.manager.is_exhausted
+    assert desk.answer.closed == EVERYWHERE
 
 
 # --- Whatever happens -------------------------------------------------------------------------
@@ -208,7 +210,8 @@ def test_a_job_whose_step_was_not_sent_is_offered_again() -> None:
     desk = Desk(4, strategy="defer")
     urgent, taken = make_job(0, 40, max_tokens=8), make_job(1, 40, max_tokens=8)
     assert desk.offer(taken) == [taken]
-    desk.manager.begin(5.0, ())
-    batch = fill_batch(Listed([urgent, taken]), BatchLimits(8, 100), (), desk.manager)
+    kv_round = desk.manager.start_round(5.0, ())
+    batch = fill_batch(Listed([urgent, taken]), BatchLimits(8, 100), (), kv_round)
     assert batch == [(taken, 40)]
-    assert desk.manager.refuses_new
+    _, closed = kv_round.offer(make_job(2, 40, max_tokens=8), 40)
+    assert Place.NOWHERE in closed

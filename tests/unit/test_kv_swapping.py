@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from fastserve_backend.kv_cache.swap_costs import SwapCosts
+from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.rank_protocol.link import Link
 from jobs import make_job, run_iteration
 from kv_desk import FAST_LINK, SLOW_LINK, Desk, jobs_of
@@ -246,7 +246,7 @@ def test_one_stuck_copy_does_not_end_swapping() -> None:
 def arrive(desk: Desk, *sizes: int) -> None:
     """Arrivals that come again, so that their blocks are kept free."""
     for number, size in enumerate(sizes):
-        desk.manager.arrived(make_job(1000 + number, size), desk.now)
+        desk.manager.on_arrival(make_job(1000 + number, size), desk.now)
 
 
 def test_blocks_are_kept_free_for_arrivals() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from fastserve_backend.engine.picture import take_snapshot
 from fastserve_backend.metrics.latency_histograms import Histogram, LatencyHistograms, Observations
 from fastserve_backend.scheduler.base import BatchLimits
 from jobs import make_job
@@ -94,10 +95,10 @@ def test_a_cancelled_job_counts_for_its_tokens_and_not_as_completed() -> None:
 
 def test_a_job_cancelled_before_it_ran_is_in_no_distribution() -> None:
     rig = Rig(make("fcfs", BatchLimits(1, 100)))
-    rig.loop.add(make_job(0, 1, max_tokens=3))
-    rig.loop.add(make_job(1, 1, max_tokens=3))
+    rig.loop.jobs.add(make_job(0, 1, max_tokens=3))
+    rig.loop.jobs.add(make_job(1, 1, max_tokens=3))
     rig.turn()
-    rig.loop.cancel(1)
+    rig.loop.jobs.cancel(1)
     rig.run()
     latencies = rig.counters.latencies
     assert observed(latencies.time_to_first_token)[0] == 1
@@ -108,11 +109,11 @@ def test_a_snapshot_has_the_demotions_and_promotions_of_the_policy() -> None:
     policy = skip_join(starvation_s=5.0)
     rig = Rig(policy)
     rig.run([make_job(0, 1, max_tokens=20)] + [make_job(n, 1, max_tokens=3) for n in range(1, 5)])
-    snapshot = rig.loop.snapshot(0)
+    snapshot = take_snapshot(rig.loop, 0)
     assert snapshot.num_demotions == policy.num_demotions > 0
     assert snapshot.num_promotions == policy.num_promotions > 0
     for name in ("fcfs", "fixed_priority", "srpt"):
         flat = Rig(make(name, BatchLimits(1, 100)))
         flat.run([make_job(n, 1, max_tokens=3) for n in range(3)])
-        snapshot = flat.loop.snapshot(0)
+        snapshot = take_snapshot(flat.loop, 0)
         assert (snapshot.num_demotions, snapshot.num_promotions) == (0, 0)

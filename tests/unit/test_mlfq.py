@@ -267,7 +267,7 @@ def test_starved_jobs_have_their_turns_one_after_the_other() -> None:
     first, second = make_job(0, 8), make_job(1, 8)
     policy.add(first, 0.0)
     policy.add(second, 0.0)
-    key = policy.urgency(25.0)
+    key = policy.next_run_estimate(25.0)
     assert (key(first)[0], key(second)[0]) == (0.0, 0.0)  # nobody is before them
     policy.add(make_job(2, 1), 29.5)
     assert iterate(policy, 30.0)[0] is first
@@ -283,12 +283,14 @@ def test_only_the_next_turn_counts_for_when_a_job_runs() -> None:
     policy.add(second, 0.0)
     for number in range(2, 12):  # each has a quantum of 1 s, 2 s, … to run before those two
         policy.add(make_job(number, 1), 25.0)
-    key = policy.urgency(28.0)
+    key = policy.next_run_estimate(28.0)
     assert key(first)[0] == 2.0
     assert key(second)[0] > 100.0
     select(policy, 30.0)  # the first has its turn
-    assert policy.urgency(31.0)(first)[0] == 0.0
-    assert policy.urgency(31.0)(second)[0] == 319.0  # ten times the prefill of the first, less 1
+    assert policy.next_run_estimate(31.0)(first)[0] == 0.0
+    assert (
+        policy.next_run_estimate(31.0)(second)[0] == 319.0
+    )  # ten times the prefill of the first, less 1
 
 
 def test_after_its_turn_a_job_that_cannot_sink_goes_behind_the_others() -> None:
@@ -377,7 +379,7 @@ def test_enst_is_the_time_until_all_above_have_sunk_to_the_queue_of_a_job() -> N
     for job in (last, second, middle, first):
         policy.add(job, 0.0)
     assert [job.queue_level for job in (first, middle, last)] == [0, 1, 2]
-    enst = policy.urgency(0.0)
+    enst = policy.next_run_estimate(0.0)
     assert enst(first)[0] == enst(second)[0] == 0.0
     assert enst(second) < enst(first)  # FIFO
     # Two jobs run the quantum of Q1; then those and the middle one that of Q2; two at a time.
@@ -391,6 +393,6 @@ def test_enst_of_a_job_that_starves_soon_is_the_time_until_then() -> None:
     policy.add(last, 0.0)
     for number in range(1, 6):
         policy.add(make_job(number, 1), 7.0)
-    enst = policy.urgency(7.0)
+    enst = policy.next_run_estimate(7.0)
     assert enst(last)[0] == 3.0
-    assert policy.urgency(12.0)(last)[0] == 0.0
+    assert policy.next_run_estimate(12.0)(last)[0] == 0.0

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from itertools import accumulate
-from types import SimpleNamespace
 
 import pytest
 from fastserve_backend.job import Job, Place
-from fastserve_backend.kv_cache.device_border import DeviceBorder
-from fastserve_backend.kv_cache.round import Round
+from fastserve_backend.kv_cache.holders import RoundState
+from fastserve_backend.kv_cache.look_ahead import DeviceBorder
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder, WeighedJobs
@@ -82,7 +81,7 @@ def test_weights_are_summed_in_order(seed: int) -> None:
 @pytest.mark.parametrize("name", POLICIES)
 @settings(max_examples=40)
 @given(seed=SEEDS)
-def test_jobs_of_a_place_come_in_order_of_urgency(name: str, seed: int) -> None:
+def test_jobs_of_a_place_come_in_order_of_their_next_run(name: str, seed: int) -> None:
     rng = random.Random(seed)
     policy = make(name, BatchLimits(rng.randint(1, 4), 100), starvation_s=20.0, longest=16.0)
     is_predicted = name == "speculative"  # its other jobs stay in the order of their queues
@@ -101,10 +100,10 @@ def test_jobs_of_a_place_come_in_order_of_urgency(name: str, seed: int) -> None:
                 policy.placed(job)
         for place in Place:
             there = [job for job in jobs if job.place is place]
-            urgency = policy.urgency(now)
-            expected = sorted(there, key=urgency)
-            assert list(policy.by_urgency(place, urgency, last_first=False)) == expected
-            assert list(policy.by_urgency(place, urgency, last_first=True)) == expected[::-1]
+            estimate = policy.next_run_estimate(now)
+            expected = sorted(there, key=estimate)
+            assert list(policy.by_next_run(place, estimate, last_first=False)) == expected
+            assert list(policy.by_next_run(place, estimate, last_first=True)) == expected[::-1]
 
 
 class ByNumber:
@@ -113,11 +112,11 @@ class ByNumber:
     def __init__(self, jobs: list[Job]) -> None:
         self._jobs = jobs
 
-    def by_urgency(self, place: Place, urgency: object, *, last_first: bool) -> object:
+    def by_next_run(self, place: Place, estimate: object, *, last_first: bool) -> object:
         jobs = [job for job in self._jobs if job.place is place]
         return iter(jobs[::-1] if last_first else jobs)
 
-    def urgency(self, now: float) -> object:
+    def next_run_estimate(self, now: float) -> object:
         return lambda job: (job.number, 0.0)
 
 
@@ -139,9 +138,8 @@ def test_the_border_is_where_the_blocks_of_all_jobs_before_it_fill_the_device(se
             busy.add(job.number)
     order = ByNumber(jobs)
     capacity, band = rng.randint(0, 60), rng.randint(0, 10)
-    this = Round(0.0, order, busy=busy)  # type: ignore[arg-type]
-    nothing = SimpleNamespace(num_recalled=0)
-    border = DeviceBorder(tiers, nothing, this, capacity)  # type: ignore[arg-type]
+    state = RoundState(tiers, order, 0.0, busy, None, ())  # type: ignore[arg-type]
+    border = DeviceBorder(tiers, state, capacity, num_unused=0)
     used = sum(map(tiers.device.num_held, busy))
     inside, outside = [], []
     for job in jobs:

@@ -160,7 +160,7 @@ class History:
 
     # --- What must hold -----------------------------------------------------------------------
 
-    def by_urgency(self) -> list[Job]:
+    def by_priority(self) -> list[Job]:
         return by_priority(self.policy, self.known.values())
 
     def promoted(self) -> list[Job]:
@@ -171,7 +171,7 @@ class History:
     def check_batch(self, batch: list[Scheduled]) -> None:
         limits = self.limits
         flying = {job.number for flight in self.flights for job, _ in flight.batch}
-        waiting = [job for job in self.by_urgency() if job.number not in flying]
+        waiting = [job for job in self.by_priority() if job.number not in flying]
         numbers = [job.number for job, _ in batch]
         # The most urgent waiting jobs in order, none twice, none that is in flight.
         assert [job.number for job in waiting if job.number in numbers] == numbers
@@ -223,12 +223,12 @@ class History:
         promoted job, which comes first, and goes when its turn is over; a policy without queues
         moves only the ``changed`` jobs. So does ``speculative`` with predictions; its other jobs
         are in queues of a real MLFQ."""
-        before = self.by_urgency()
+        before = self.by_priority()
         levels = {job.number: job.queue_level for job in before}
         promoted = self.promoted()
         yield
         promoted += self.promoted()
-        after = self.by_urgency()
+        after = self.by_priority()
         if isinstance(self.policy, MLFQ):
             assert [job.queue_level for job in after] == sorted(job.queue_level for job in after)
             for level in range(len(self.policy.quanta_s)):
@@ -247,7 +247,7 @@ class History:
             ]
 
     def check_known(self) -> None:
-        by_urgency = self.by_urgency()
+        by_priority = self.by_priority()
         assert sum(self.policy.level_sizes()) == len(self.known)
         jobs = list(self.known.values())
         if self.name == "fcfs":
@@ -259,10 +259,10 @@ class History:
         else:
             if self.name in PROMOTING:  # for speculative see test_speculative.py
                 self.check_starvation()
-            expected = sorted(jobs, key=lambda job: by_urgency.index(job))
+            expected = sorted(jobs, key=lambda job: by_priority.index(job))
             for level, size in enumerate(self.policy.level_sizes()):
                 assert size == sum(job.queue_level == level for job in jobs)
-        assert by_urgency == expected
+        assert by_priority == expected
 
     def check_starvation(self) -> None:
         """No job waits much longer than the threshold.

@@ -7,9 +7,8 @@ from array import array
 import pytest
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
-from fastserve_backend.kv_cache.blocks import BlockPool
-from fastserve_backend.kv_cache.kept_blocks import KeptBlocks
-from fastserve_backend.kv_cache.prefix_keys import PrefixKeys
+from fastserve_backend.kv_cache.blocks import BlockPool, KeptBlocks
+from fastserve_backend.kv_cache.prefixes import PrefixKeys
 from fastserve_backend.scheduler.base import BatchLimits, fill_batch
 from jobs import make_job, run_iteration
 from kv_desk import Desk
@@ -56,9 +55,9 @@ def test_a_pool_uses_what_it_keeps_last_and_of_that_the_ends_first() -> None:
     pool.grow(2, 16)  # three that keep nothing, and the end of what is kept
     assert table[2] in pool.table(2)
     assert not {table[0], table[1]} & set(pool.table(2))
-    assert pool.recall(3, keys) == 2
+    assert pool.reuse_kept(3, keys) == 2
     assert list(pool.table(3)) == table[:2]
-    assert pool.recall(4, keys) == 0
+    assert pool.reuse_kept(4, keys) == 0
     assert pool.num_held(4) == 0
     pool.check_integrity()
 
@@ -77,7 +76,7 @@ def end(desk: Desk, job: Job, reason: FinishReason = FinishReason.STOP) -> None:
 
 def arrive(desk: Desk, number: int, prompt_len: int) -> Job:
     job = make_job(number, prompt_len)
-    desk.manager.arrived(job, desk.now)
+    desk.manager.on_arrival(job, desk.now)
     return job
 
 
@@ -106,7 +105,7 @@ def test_a_conversation_goes_on_behind_its_last_answer() -> None:
     end(desk, first)
     second = make_job(1, 0)
     second.prompt_ids = first.prompt_ids + first.output_ids + array("i", [1, 2])
-    desk.manager.arrived(second, desk.now)
+    desk.manager.on_arrival(second, desk.now)
     assert second.num_ready == 32
 
 
@@ -116,7 +115,7 @@ def test_a_job_that_waited_finds_what_was_kept_meanwhile() -> None:
     desk.run(first)
     assert second.num_computed == 0
     end(desk, first)
-    desk.manager.recall(second)
+    desk.round.find_prefix(second)
     assert second.num_computed == 32
     assert desk.offer(second) == [second]
 
@@ -146,8 +145,8 @@ def test_a_job_that_waits_keeps_nothing_from_a_more_urgent_one() -> None:
 def test_a_job_that_was_offered_in_vain_gives_back_what_it_recalled() -> None:
     desk = desk_of(10)
     waiting = hostage_of(desk)
-    desk.manager.begin(1.0, ())
-    desk.manager.recall(waiting)  # and then it has no tokens
+    kv_round = desk.manager.start_round(1.0, ())
+    kv_round.find_prefix(waiting)  # and then it has no tokens
     assert waiting.num_computed == 64
     urgent = arrive(desk, 1, 65)
     assert desk.offer(urgent, waiting) == [urgent]
@@ -162,14 +161,14 @@ def test_of_three_jobs_with_one_beginning_the_most_urgent_has_it_first() -> None
         assert desk.offer(job) == [job]
         assert job.num_uncomputed == 1
         desk.send(job)
-        desk.manager.copied(desk.manager.copies)
+        desk.manager.on_step_finished(desk.copies)
 
 
 def test_what_a_cancelled_job_recalled_is_kept_for_others() -> None:
     desk = desk_of(10)
     waiting = hostage_of(desk)
-    desk.manager.begin(1.0, ())
-    desk.manager.recall(waiting)
+    kv_round = desk.manager.start_round(1.0, ())
+    kv_round.find_prefix(waiting)
     end(desk, waiting, FinishReason.CANCELLED)
     urgent = arrive(desk, 1, 65)
     assert urgent.num_ready == 64
@@ -184,7 +183,7 @@ def test_where_memory_is_short_kept_blocks_go_first_and_what_is_left_is_found() 
     other.prompt_ids = array("i", range(500, 549))
     assert desk.offer(other) == [other]
     desk.send(other)
-    desk.manager.recall(waiting)
+    desk.round.find_prefix(waiting)
     assert waiting.num_computed == 32  # four blocks had to go, of which two kept nothing
 
 
@@ -195,7 +194,7 @@ def test_a_job_that_computes_again_goes_on_from_what_is_left_of_it() -> None:
     desk.run(least)
     assert desk.offer(urgent) == [urgent]
     assert (least.num_computed, desk.counters.recomputed_jobs) == (0, 1)
-    desk.manager.recall(least)
+    desk.round.find_prefix(least)
     assert least.num_computed == 32
 
 
@@ -210,14 +209,12 @@ def test_what_urgent_jobs_wait_for_nobody_recalls() -> None:
     run_iteration(urgent, 48)
     less = make_job(2, 65)
     limits = BatchLimits(4, 1000)
-    desk.manager.begin(8.0, {9})
-    assert fill_batch(Listed([urgent, less]), limits, {9}, desk.manager) == []
+    kv_round = desk.manager.start_round(8.0, {9})
+    assert fill_batch(Listed([urgent, less]), limits, {9}, kv_round) == []
     assert desk.held(less) == [0]
     end(desk, other)
-    desk.manager.begin(9.0, set())
-    assert [job for job, _ in fill_batch(Listed([urgent, less]), limits, (), desk.manager)] == [
-        urgent
-    ]
+    kv_round = desk.manager.start_round(9.0, set())
+    assert [job for job, _ in fill_batch(Listed([urgent, less]), limits, (), kv_round)] == [urgent]
 
 
 def test_a_prompt_that_waits_for_tokens_costs_no_job_its_kv() -> None:
@@ -230,8 +227,8 @@ def test_a_prompt_that_waits_for_tokens_costs_no_job_its_kv() -> None:
     urgent, waiting = make_job(1, 60), make_job(2, 0)
     urgent.prompt_ids = array("i", range(300, 360))
     waiting.prompt_ids = array("i", [*range(32), *range(400, 460)])
-    desk.manager.begin(9.0, set())
-    batch = fill_batch(Listed([urgent, waiting, a, b]), BatchLimits(4, 100), (), desk.manager)
+    kv_round = desk.manager.start_round(9.0, set())
+    batch = fill_batch(Listed([urgent, waiting, a, b]), BatchLimits(4, 100), (), kv_round)
     assert [job for job, _ in batch] == [urgent, a, b]
     assert desk.counters.recomputed_jobs == 0
 
@@ -246,12 +243,12 @@ def test_where_memory_is_short_jobs_are_not_looked_through_for_what_one_has_reca
     waiting = [make_job(number, 96) for number in range(2, 100)]
     for job in waiting[:-1]:
         job.prompt_ids = array("i", range(200, 296))
-    desk.manager.arrived(waiting[-1], desk.now)
+    desk.manager.on_arrival(waiting[-1], desk.now)
     assert waiting[-1].num_ready == 32
     looked_at = []
-    desk.manager.begin(9.0, {1})
+    kv_round = desk.manager.start_round(9.0, {1})
     jobs = (job for job in waiting if looked_at.append(job) is None)
-    assert fill_batch(Listed(jobs), BatchLimits(4, 1000), {1}, desk.manager) == []
+    assert fill_batch(Listed(jobs), BatchLimits(4, 1000), {1}, kv_round) == []
     assert len(looked_at) == 1
 
 
@@ -289,10 +286,10 @@ def test_what_is_kept_shortens_the_prefill_for_which_a_job_queues() -> None:
     rig = Rig(policy, kv_cache=KVCacheSection(prefix_caching=True))
     first, *others = (make_job(n, 8 * BLOCK_SIZE + 1, max_tokens=1) for n in range(3))
     others[1].prompt_ids = array("i", range(900, 900 + 8 * BLOCK_SIZE + 1))
-    rig.loop.add(first)
+    rig.loop.jobs.add(first)
     rig.run()
     for job in others:
-        rig.loop.add(job)
+        rig.loop.jobs.add(job)
     assert (first.queue_level, others[0].queue_level, others[1].queue_level) == (6, 0, 6)
     begun_s = rig.clock.now()
     rig.run()

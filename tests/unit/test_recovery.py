@@ -10,10 +10,10 @@ from collections import Counter
 from collector import Collector
 from delayed_masks import DelayedMasks
 from fastserve_backend.config import KVCacheSection
+from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import FinishReason, Job, JobState
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits, Policy
-from fastserve_backend.structured_output import StructuredOutput
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job
@@ -119,16 +119,16 @@ def test_the_jobs_of_a_lost_step_are_preempted_and_run_first_again() -> None:
     rig = rig_of(make("fcfs", BatchLimits(2, 100)), num_stages=2)
     jobs = [client_job(number, 4, 3) for number in range(5)]
     for job in jobs:
-        rig.loop.add(job)
+        rig.loop.jobs.add(job)
     rig.turn(2)
-    assert rig.loop.num_running == 4
+    assert rig.loop.jobs.num_running == 4
     assert [len(job.output_ids) for job in jobs] == [1, 1, 0, 0, 0]
     assert jobs[0].sink.token_ids == []
     rig.loop.suspend(rig.new_kv())
     states = [JobState.PREEMPTED] * 4 + [JobState.WAITING]
     assert [job.state for job in jobs] == states
     assert [job.num_computed for job in jobs] == [0] * 5
-    assert rig.loop.num_running == 0
+    assert rig.loop.jobs.num_running == 0
     assert rig.pool.num_used == 0
     # Tokens that had come are delivered, whether or not there are ranks.
     assert [len(job.sink.token_ids) for job in jobs] == [1, 1, 0, 0, 0]
@@ -144,15 +144,15 @@ def test_without_ranks_jobs_come_and_are_cancelled_and_nobody_starves() -> None:
     policy = skip_join(BatchLimits(1, 100), starvation_s=30.0)
     rig = rig_of(policy)
     long, short = client_job(0, 8, 3), client_job(1, 2, 3)
-    rig.loop.add(long)
-    rig.loop.add(short)
+    rig.loop.jobs.add(long)
+    rig.loop.jobs.add(short)
     rig.turn(2)
     levels = (long.queue_level, short.queue_level)
     rig.loop.suspend(rig.new_kv())
     rig.clock.advance_to(rig.clock.now() + DOWN_S / 2)
     late = client_job(2, 4, 1, arrival_s=rig.clock.now())
-    rig.loop.add(late)
-    rig.loop.cancel(1)
+    rig.loop.jobs.add(late)
+    rig.loop.jobs.cancel(1)
     assert short.sink.end.finish_reason is FinishReason.CANCELLED
     rig.clock.advance_to(rig.clock.now() + DOWN_S / 2)
     rig.resume()
@@ -167,8 +167,8 @@ def test_without_ranks_jobs_come_and_are_cancelled_and_nobody_starves() -> None:
 def test_a_job_too_long_for_the_fresh_ranks_fails_alone() -> None:
     rig = rig_of(make("fcfs", BatchLimits(4, 100)), num_blocks=8)
     long, short = client_job(0, 20, 8), client_job(1, 4, 8)
-    rig.loop.add(long)
-    rig.loop.add(short)
+    rig.loop.jobs.add(long)
+    rig.loop.jobs.add(short)
     rig.turn()
     rig.loop.suspend(rig.new_kv())
     rig.sizes = (6, 0)
@@ -177,7 +177,7 @@ def test_a_job_too_long_for_the_fresh_ranks_fails_alone() -> None:
     assert "28 tokens" in long.sink.end.error
     assert "holds 24" in long.sink.end.error
     late = client_job(2, 20, 5)  # admitted by what the ranks held before
-    rig.loop.add(late)
+    rig.loop.jobs.add(late)
     assert late.sink.end.finish_reason is FinishReason.ERROR
     rig.run()
     assert len(short.sink.token_ids) == 8

@@ -9,7 +9,7 @@ from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.mlfq import MLFQ
-from fastserve_backend.scheduler.registry import make_policy
+from fastserve_backend.scheduler.policy_context import make_policy
 from fastserve_backend.scheduler.sarathi_edf import SarathiEDF
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.speculative import Speculative

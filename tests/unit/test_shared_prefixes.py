@@ -8,6 +8,8 @@ from array import array
 import pytest
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
+from fastserve_backend.kv_cache.round import StepVerdict
+from fastserve_backend.offers import Answer
 from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.scheduler.base import BatchLimits, fill_batch
 from jobs import make_job
@@ -38,7 +40,7 @@ def kept_in_part(desk: Desk) -> None:
 
 
 def copied(desk: Desk) -> tuple[list[int], list[int]]:
-    return list(desk.manager.copies.from_blocks), list(desk.manager.copies.to_blocks)
+    return list(desk.copies.from_blocks), list(desk.copies.to_blocks)
 
 
 def test_a_job_waits_for_its_beginning_and_copies_it() -> None:
@@ -62,7 +64,7 @@ def test_the_copy_of_a_job_is_a_source_too() -> None:
     desk.manager.release(first)
     desk.tiers.device.grow(9, 16 * desk.tiers.device.num_free)  # nothing is kept
     desk.tiers.device.release(9)
-    desk.manager.arrived(third, desk.now)
+    desk.manager.on_arrival(third, desk.now)
     assert (third.num_computed, third.num_shared) == (0, 64)
     assert desk.offer(third) == [third]
     assert copied(desk)[0] == list(desk.tiers.device.table(1)[:4])
@@ -73,8 +75,8 @@ def test_what_a_job_that_goes_first_has_recalled_is_not_computed_by_the_next() -
     earlier, first, second = make_job(0, 65), make_job(1, 65), make_job(2, 65)
     desk.run(earlier)
     desk.manager.release(earlier)
-    desk.manager.arrived(first, desk.now)
-    desk.manager.arrived(second, desk.now)
+    desk.manager.on_arrival(first, desk.now)
+    desk.manager.on_arrival(second, desk.now)
     assert (first.num_ready, second.num_ready) == (64, 64)
     assert desk.held(first, second) == [0, 0]  # nobody has it before he runs
     desk.run_first(first, second)
@@ -86,7 +88,7 @@ def test_a_beginning_that_is_kept_in_part_is_copied_from_there() -> None:
     desk = desk_of(20)
     kept_in_part(desk)
     second = make_job(2, 65)
-    desk.manager.arrived(second, desk.now)
+    desk.manager.on_arrival(second, desk.now)
     assert (second.num_ready, second.num_uncomputed) == (64, 1)
     assert desk.offer(second) == [second]
     assert (second.num_computed, second.num_shared, second.num_uncomputed) == (32, 32, 1)
@@ -145,7 +147,7 @@ def test_of_a_step_that_is_not_sent_nothing_is_copied_or_counted() -> None:
         assert (second.num_shared, len(copied(desk)[0])) == (48, 3)
     assert desk.counters.prefix_cached_tokens == 0
     desk.manager.release(first)
-    desk.manager.begin(9.0, set())
+    desk.manager.start_round(9.0, set())
     assert second.num_ready == 0
     assert desk.tiers.device.num_held(first.number) == 0
 
@@ -158,10 +160,10 @@ def test_a_source_keeps_its_blocks_until_they_are_copied(strategy: str) -> None:
     assert desk.offer(second, urgent) == [second]  # which takes from nobody
     assert desk.begun == []
     desk.send(second)
-    copies = desk.manager.copies
+    copies = desk.copies
     assert desk.offer(urgent, in_flight=[second]) == []
     assert (desk.begun, source.num_computed) == ([], 64)
-    desk.manager.copied(copies)
+    desk.manager.on_step_finished(copies)
     desk.offer(urgent, in_flight=[second])
     assert desk.begun or source.num_computed == 0
 
@@ -178,12 +180,12 @@ def test_nobody_leaves_for_what_a_source_that_ended_will_free(
     desk.run(idle)
     assert desk.offer(second) == [second]
     desk.send(second)
-    copies = desk.manager.copies
+    copies = desk.copies
     desk.manager.release(source)
     going_on = [second] if is_ahead else None
     assert desk.offer(urgent, in_flight=[second], going_on=going_on) == []
     assert (desk.held(source, idle), desk.begun) == ([4, 4], [])
-    desk.manager.copied(copies)
+    desk.manager.on_step_finished(copies)
     assert desk.offer(urgent) == [urgent]
     assert desk.held(source, idle) == [0, 4]
 
@@ -196,7 +198,7 @@ def test_a_running_job_is_not_made_to_leave_by_the_step_that_copies_from_it() ->
     desk.run(source)
     offered = [second, urgent]
     assert desk.offer(*offered, in_flight=[source], going_on=[source]) == offered
-    assert not desk.manager.is_too_early
+    assert desk.verdict is not StepVerdict.TOO_EARLY
     assert desk.held(source, idle) == [4, 0]
 
 
@@ -208,7 +210,7 @@ def test_a_source_that_ends_frees_its_blocks_when_they_are_copied(with_write_bac
     copies = []
     for job in (second, third):
         assert desk.offer(job) == [job]
-        copies.append(desk.manager.copies)
+        copies.append(desk.copies)
         desk.send(job)
     assert [one.sources for one in copies] == [{0}, {0}]
     if with_write_back:
@@ -216,15 +218,15 @@ def test_a_source_that_ends_frees_its_blocks_when_they_are_copied(with_write_bac
     desk.manager.release(source)
     for one in copies:
         assert desk.held(source) == [4]
-        desk.manager.copied(one)
+        desk.manager.on_step_finished(one)
     if with_write_back:
         assert desk.held(source) == [4]
         desk.end_copies()
     assert desk.held(source) == [0]
     later = make_job(3, 64)
-    desk.manager.arrived(later, desk.now)
+    desk.manager.on_arrival(later, desk.now)
     assert (later.num_computed, later.num_shared) == (0, 48)
-    desk.manager.recall(later)
+    desk.round.find_prefix(later)
     # Kept, but for what was still being copied to the host.
     assert (later.num_computed, later.num_shared) == ((0, 48) if with_write_back else (48, 0))
 
@@ -236,16 +238,16 @@ def test_a_job_is_a_source_when_it_is_back_if_its_kv_is_as_it_was(host_dtype: st
     desk.run(source)
     desk.offer(urgent)
     assert desk.kinds() == [(1, "swap_out")]
-    desk.manager.arrived(second, desk.now)
+    desk.manager.on_arrival(second, desk.now)
     assert second.num_shared == 0
     desk.end_copies()
     desk.manager.release(urgent)
     desk.offer(source)
     assert desk.kinds() == [(1, "swap_in")]
-    desk.manager.arrived(second, desk.now)
+    desk.manager.on_arrival(second, desk.now)
     assert second.num_shared == 0
     desk.end_copies()
-    desk.manager.arrived(second, desk.now)
+    desk.manager.on_arrival(second, desk.now)
     assert second.num_shared == (32 if host_dtype == "same" else 0)
 
 
@@ -256,8 +258,10 @@ def test_what_a_job_was_to_copy_before_it_was_swapped_out_it_computes(strategy: 
     first, job, urgent = make_job(1, 65), make_job(5, 64), other_job(0, 80)
     assert desk.offer(job) == [job]
     assert (job.num_computed, job.num_shared) == (32, 16)
-    desk.manager.begin(8.0, set())  # the step was not sent, and the next one has no tokens for it
-    desk.manager.recall(job)
+    kv_round = desk.manager.start_round(
+        8.0, set()
+    )  # the step was not sent, and the next one has no tokens for it
+    kv_round.find_prefix(job)
     assert desk.offer(urgent) == []
     assert desk.kinds() == [(5, "swap_out")]
     desk.end_copies()
@@ -276,7 +280,7 @@ def test_a_job_that_lost_its_kv_is_no_source() -> None:
     desk.starving.add(0)
     assert desk.offer(urgent) == [urgent]
     assert source.num_computed == 0
-    desk.manager.arrived(second, desk.now)
+    desk.manager.on_arrival(second, desk.now)
     assert second.num_ready == 16  # kept, and nobody has the rest
 
 
@@ -328,9 +332,9 @@ def test_a_waiting_job_keeps_its_tokens_of_the_iteration() -> None:
     desk = desk_of(100)
     decode, first, second = other_job(3, 8), make_job(0, 40), make_job(1, 40)
     desk.run(decode)
-    desk.manager.begin(9.0, set())
+    kv_round = desk.manager.start_round(9.0, set())
     jobs = [first, second, other_job(2, 40), decode]
-    batch = fill_batch(Listed(jobs), BatchLimits(8, 100), set(), desk.manager)
+    batch = fill_batch(Listed(jobs), BatchLimits(8, 100), set(), kv_round)
     assert batch == [(first, 40), (decode, 1)]
 
 
@@ -339,16 +343,16 @@ def test_of_those_who_wait_for_one_as_many_are_looked_at_as_have_tokens(
 ) -> None:
     desk = desk_of(1000)
     offered: list[int] = []
-    take = desk.manager.take
+    kv_round = desk.manager.start_round(1.0, set())
+    offer = kv_round.offer
 
-    def note(job: Job, num_tokens: int) -> bool:
+    def note(job: Job, num_tokens: int) -> Answer:
         offered.append(job.number)
-        return take(job, num_tokens)
+        return offer(job, num_tokens)
 
-    monkeypatch.setattr(desk.manager, "take", note)
-    desk.manager.begin(1.0, set())
+    monkeypatch.setattr(kv_round, "offer", note)
     jobs = [make_job(number, 64) for number in range(1000)]
-    batch = fill_batch(Listed(jobs), BatchLimits(8, 640), set(), desk.manager)
+    batch = fill_batch(Listed(jobs), BatchLimits(8, 640), set(), kv_round)
     assert [job for job, _ in batch] == jobs[:1]
     assert offered == list(range(10))
 
@@ -358,7 +362,7 @@ def test_nothing_is_shared_where_it_is_not_wanted(keys: dict[str, object]) -> No
     desk = desk_of(400, **keys)
     first, second, third = (make_job(number, 64, max_tokens=8) for number in range(3))
     desk.run(first, second)
-    desk.manager.arrived(third, desk.now)
+    desk.manager.on_arrival(third, desk.now)
     assert desk.offer(third) == [third]
     assert (third.num_shared, copied(desk)) == (0, ([], []))
 
@@ -400,9 +404,9 @@ def test_a_job_queues_for_what_it_does_not_copy() -> None:
     policy = skip_join(BatchLimits(1, 100))
     rig = Rig(policy, kv_cache=KVCacheSection(prefix_caching=True))
     first, second = (make_job(n, 8 * BLOCK_SIZE + 1, max_tokens=3) for n in range(2))
-    rig.loop.add(first)
+    rig.loop.jobs.add(first)
     rig.turn()
-    rig.loop.add(second)
+    rig.loop.jobs.add(second)
     assert (first.queue_level, second.queue_level) == (6, 0)
     rig.run()
     assert second.num_cached_tokens == 8 * BLOCK_SIZE

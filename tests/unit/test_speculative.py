@@ -211,7 +211,7 @@ def test_estimated_wait_times_by_hand() -> None:
         policy.add(job, 0.0)
 
     def waits(now: float) -> list[float]:
-        ewt = policy.urgency(now)
+        ewt = policy.next_run_estimate(now)
         return [ewt(job)[0] for job in jobs]
 
     # Those before a job run their remaining times, two at once; the queued one runs 4 + 8 s until
@@ -289,7 +289,7 @@ def test_a_promoted_job_comes_before_those_with_a_prediction() -> None:
     policy.add(known, 29.0)
     assert iterate(policy, 29.0) == [known]
     select(policy, 30.0)
-    assert policy.urgency(30.0)(unknown)[0] == 0.0
+    assert policy.next_run_estimate(30.0)(unknown)[0] == 0.0
     assert iterate(policy, 30.0) == [unknown]
     assert iterate(policy, 31.0) == [known]
     assert policy.num_promotions == 1
@@ -314,7 +314,7 @@ def test_without_predictions_the_schedule_is_that_of_skip_join(seed: int) -> Non
         assert ours.level_sizes() == reference.level_sizes()
         assert ours.num_demotions == reference.num_demotions
         assert ours.num_promotions == reference.num_promotions
-        our_key, key = ours.urgency(now), reference.urgency(now)
+        our_key, key = ours.next_run_estimate(now), reference.next_run_estimate(now)
         for (job, _), (twin, _) in zip(*batches, strict=True):
             assert our_key(job) == key(twin)
 

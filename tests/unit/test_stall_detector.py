@@ -10,7 +10,7 @@ SIGHTINGS = 60  # 15 s at four a second
 def first_stall(calls: list[int | None]) -> int | None:
     """How often one was asked before it saw a stall."""
     detector = StallDetector()
-    return next((number for number, call in enumerate(calls) if detector.sees(call)), None)
+    return next((number for number, call in enumerate(calls) if detector.is_stalled(call)), None)
 
 
 def test_one_call_seen_for_long_is_a_stall() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 from fastserve_backend.engine.step_builder import build_step, in_step_order, uniform
+from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
-from fastserve_backend.kv_cache.shared_prefixes import PrefixCopies
+from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.rank_protocol.messages import Step, encoder, to_rank_decoder
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_backend.structured_output import StructuredOutput
 from jobs import make_job
 
 NO_COPIES = PrefixCopies()
@@ -110,7 +110,7 @@ def test_a_pending_token_is_named_by_its_row_in_the_step_before() -> None:
     known, pending, ending = make_job(0, 3, computed=True), make_job(1, 5), make_job(2, 2)
     pending.params = SamplingParams(min_tokens=2, max_tokens=9)
     pending.seed = 5
-    pending.sent(5)
+    pending.on_sent(5)
     assert (pending.num_tokens, pending.num_outputs, pending.num_uncomputed) == (6, 1, 1)
     scheduled = held(pool, known, pending, ending)
     step = build_step(0, in_step_order(scheduled), pool, NO_COPIES, {1: 3, 7: 0})
@@ -121,7 +121,7 @@ def test_a_pending_token_is_named_by_its_row_in_the_step_before() -> None:
     # Of its second token: one of at least two is there, or will be.
     assert np.frombuffer(step.sampling.uniform, "f8")[1] == uniform(5, 1)
     assert np.frombuffer(step.sampling.no_eos, "?").tolist() == [False, True, False]
-    pending.sent(1)
+    pending.on_sent(1)
     assert (pending.num_pending, pending.num_computed, pending.num_uncomputed) == (2, 6, 1)
     pending.output_ids.append(8)
     pending.num_pending -= 1

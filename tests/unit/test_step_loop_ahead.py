@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fastserve_backend.engine.flights import Flight
-from fastserve_backend.engine.step_loop import _LEAD_S, _LEAD_SHARE
+from fastserve_backend.engine.steps_ahead import LEAD_S, LEAD_SHARE
 from fastserve_backend.job import FinishReason, JobState
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.rank_protocol.link import Link
@@ -22,12 +21,17 @@ from loop_driver import Rig, WatchedExecutor
 from policies import TIMES, make, one_job, quanta, skip_join
 
 # An iteration of 1 s decides the next one so long before its end.
-LEAD_S = _LEAD_S + _LEAD_SHARE
+LEAD = LEAD_S + LEAD_SHARE
 
 
 def fcfs(rig_limits: BatchLimits | None = None, *, num_blocks: int = 100, **options: object) -> Rig:
     policy = make("fcfs", rig_limits or BatchLimits(4, 100))
     return Rig(policy, num_blocks=num_blocks, ahead=True, **options)  # type: ignore[arg-type]
+
+
+def send_ahead(rig: Rig) -> None:
+    """The next step at once, however long the running one may still take."""
+    rig.loop._run_next(behind=rig.loop._end_early())
 
 
 def turn_until(rig: Rig, time_s: float) -> None:
@@ -38,13 +42,13 @@ def turn_until(rig: Rig, time_s: float) -> None:
 def test_a_job_is_sent_its_next_step_before_its_token_is_known() -> None:
     rig = fcfs()
     job = make_job(0, 3, max_tokens=4)
-    rig.loop.add(job)
-    assert rig.turn() == pytest.approx(3 - _LEAD_S - 3 * _LEAD_SHARE)  # time to choose
+    rig.loop.jobs.add(job)
+    assert rig.turn() == pytest.approx(3 - LEAD_S - 3 * LEAD_SHARE)  # time to choose
     assert (job.num_pending, job.num_computed, len(job.output_ids)) == (1, 3, 0)
     assert rig.turn() == 3.0
     assert (job.num_pending, job.num_computed, len(job.output_ids)) == (1, 4, 1)
     assert len(rig.executor.blocks_in_use) == 1
-    assert rig.turn() == pytest.approx(4 - LEAD_S)
+    assert rig.turn() == pytest.approx(4 - LEAD)
     assert rig.turn() == 4.0
     rig.run()
     assert rig.clock.now() == 6.0
@@ -61,7 +65,7 @@ def test_the_place_of_a_job_that_is_to_end_goes_to_the_next_at_once() -> None:
     ending, waiting = make_job(0, 2, max_tokens=2), make_job(1, 2, max_tokens=1)
     rig.run([ending, waiting])
     assert (ending.last_token_s, waiting.last_token_s) == (3.0, 5.0)
-    assert waiting.first_scheduled_s == pytest.approx(3.0 - LEAD_S)
+    assert waiting.first_scheduled_s == pytest.approx(3.0 - LEAD)
     assert (rig.counters.iterations, rig.executor.num_ahead) == (3, 2)
 
 
@@ -69,14 +73,14 @@ def test_the_place_of_a_job_that_is_to_end_goes_to_the_next_at_once() -> None:
 def test_a_job_that_ends_by_itself_runs_one_token_too_many_that_nobody_sees(name: str) -> None:
     rig = Rig(make(name, BatchLimits(4, 100)), ahead=True, eos_token_ids=(0,))
     job = make_job(0, 4, max_tokens=9)
-    rig.loop.add(job)
+    rig.loop.jobs.add(job)
     turn_until(rig, 4.0)
     assert job.finish_reason is FinishReason.STOP
     assert (len(job.output_ids), rig.pool.num_held(0)) == (1, 2)  # a step still writes there
-    assert rig.loop.num_running == 0
+    assert rig.loop.jobs.num_running == 0
     rig.run()
     assert rig.ends == [(0, FinishReason.STOP)]
-    assert rig.loop.num_running == 0
+    assert rig.loop.jobs.num_running == 0
     assert (rig.clock.now(), rig.counters.generation_tokens) == (5.0, 1)
     assert rig.delivery.num_tokens == {0: 1}
     assert rig.pool.num_used == 0
@@ -86,7 +90,7 @@ def test_a_job_that_ends_by_itself_runs_one_token_too_many_that_nobody_sees(name
 def test_who_arrives_before_the_choice_is_in_the_next_step_who_comes_later_in_the_one_after() -> (
     None
 ):
-    for arrival_s, first_s in ((8 - _LEAD_S - 0.9, 8.0), (8 - _LEAD_S - 0.7, 9.0)):
+    for arrival_s, first_s in ((8 - LEAD_S - 0.9, 8.0), (8 - LEAD_S - 0.7, 9.0)):
         rig = Rig(skip_join(BatchLimits(1, 100)), ahead=True)
         long, short = make_job(0, 8, max_tokens=3), make_job(1, 1, max_tokens=2)
         short.arrival_s = arrival_s
@@ -98,9 +102,9 @@ def test_who_arrives_before_the_choice_is_in_the_next_step_who_comes_later_in_th
 def test_a_preempted_job_waits_though_its_last_step_has_not_ended() -> None:
     rig = Rig(skip_join(BatchLimits(1, 100)), ahead=True)
     long, short = make_job(0, 8, max_tokens=3), make_job(1, 1, max_tokens=3)
-    rig.loop.add(long)
+    rig.loop.jobs.add(long)
     rig.turn()
-    rig.loop.add(short)
+    rig.loop.jobs.add(short)
     rig.turn()  # chooses
     assert rig.clock.now() == 8.0
     assert (long.state, short.state) == (JobState.PREEMPTED, JobState.RUNNING)
@@ -131,7 +135,7 @@ def test_steps_with_penalties_are_sent_ahead_too() -> None:
 
 def test_a_step_that_ends_before_it_was_expected_to_is_followed_as_ever() -> None:
     rig = fcfs()
-    rig.loop._predict_s = lambda step: 100.0
+    rig.predict_s = lambda step: 100.0
     rig.run([make_job(0, 3, max_tokens=4)])
     assert (rig.clock.now(), rig.executor.num_ahead) == (6.0, 0)
     assert rig.delivery.num_tokens == {0: 4}
@@ -154,21 +158,21 @@ class Charged(SkipJoinMLFQ):
 def test_each_job_is_charged_once_for_all_its_tokens(num_blocks: int, share: float) -> None:
     policy = Charged(BatchLimits(3, 100), quanta(), TIMES)
     rig = Rig(policy, num_blocks=num_blocks, ahead=True)
-    predict_s = rig.loop._predict_s
-    rig.loop._predict_s = lambda step: share * predict_s(step)
+    predict_s = rig.predict_s
+    rig.predict_s = lambda step: share * predict_s(step)
     jobs = [make_job(number, 1 + 5 * (number % 3), max_tokens=12) for number in range(12)]
     for job in jobs:
         job.arrival_s = 2.5 * job.number
     ran: Counter[int] = Counter()
     last: dict[int, int] = {}  # of the step that ends the job: it sinks to no queue any more
-    send = rig.loop._send
+    send_step = rig.loop._work.send_step
 
-    def noting(batch: list[Scheduled], behind: Flight | None) -> None:
+    def noting(batch: list[Scheduled], *arguments: Any, **options: Any) -> None:
         ran.update({job.number: num_tokens for job, num_tokens in batch})
         last.update({job.number: num_tokens for job, num_tokens in batch})
-        send(batch, behind)
+        send_step(batch, *arguments, **options)
 
-    rig.loop._send = noting
+    rig.loop._work.send_step = noting
     rig.run(jobs)
     assert rig.counters.preemptions > 0
     num_alone = rig.counters.iterations - rig.executor.num_ahead
@@ -180,10 +184,10 @@ def test_each_job_is_charged_once_for_all_its_tokens(num_blocks: int, share: flo
 def test_levels_are_those_of_steps_that_are_not_sent_ahead() -> None:
     def levels(ahead: bool, slower: float) -> list[int]:
         rig = Rig(skip_join(), ahead=ahead)
-        predict_s = rig.loop._predict_s
-        rig.loop._predict_s = lambda step: predict_s(step) / slower
+        predict_s = rig.predict_s
+        rig.predict_s = lambda step: predict_s(step) / slower
         job = make_job(0, 1, max_tokens=30)
-        rig.loop.add(job)
+        rig.loop.jobs.add(job)
         seen = []
         while len(job.output_ids) < 29:
             rig.turn()
@@ -209,13 +213,13 @@ def test_a_job_that_had_ended_was_not_preempted() -> None:
 def test_the_jobs_of_the_latest_step_are_said_to_run() -> None:
     rig = fcfs(BatchLimits(2, 100))
     for number in range(6):
-        rig.loop.add(make_job(number, 1, max_tokens=1 + number % 2))
+        rig.loop.jobs.add(make_job(number, 1, max_tokens=1 + number % 2))
     while not rig.loop.is_idle:
         rig.turn()
-        assert rig.loop.num_running <= 2
+        assert rig.loop.jobs.num_running <= 2
         if len(rig.loop.jobs) > 1:
-            assert rig.loop.num_running == 2
-    assert rig.loop.num_running == 0
+            assert rig.loop.jobs.num_running == 2
+    assert rig.loop.jobs.num_running == 0
 
 
 # --- Memory -----------------------------------------------------------------------------------
@@ -224,9 +228,9 @@ def test_the_jobs_of_the_latest_step_are_said_to_run() -> None:
 def test_a_running_job_makes_room_for_a_more_urgent_one_when_its_step_has_ended() -> None:
     rig = Rig(skip_join(), num_blocks=3, ahead=True)
     long, short = make_job(0, 8, max_tokens=3), make_job(1, 5, max_tokens=1)
-    rig.loop.add(long)
+    rig.loop.jobs.add(long)
     rig.turn()
-    rig.loop.add(short)
+    rig.loop.jobs.add(short)
     assert rig.turn() == 8.0
     assert rig.executor.num_ahead == 0
     rig.turn()
@@ -234,7 +238,7 @@ def test_a_running_job_makes_room_for_a_more_urgent_one_when_its_step_has_ended(
     rig.run()
     assert (short.last_token_s, long.last_token_s) == (13.0, 23.0)
     assert rig.counters.recomputed_jobs == 1
-    assert rig.loop.num_running == 0
+    assert rig.loop.jobs.num_running == 0
 
 
 def test_the_blocks_of_a_job_that_is_to_end_are_waited_for() -> None:
@@ -267,10 +271,10 @@ def test_a_running_job_waits_for_the_blocks_of_an_ending_one_before_others_go_on
 def test_a_job_cancelled_with_two_steps_under_way_keeps_its_blocks_until_both_end() -> None:
     rig = fcfs()
     job = make_job(0, 4, max_tokens=9)
-    rig.loop.add(job)
+    rig.loop.jobs.add(job)
     rig.turn()
-    rig.loop._schedule_ahead()
-    rig.loop.cancel(0)
+    send_ahead(rig)
+    rig.loop.jobs.cancel(0)
     assert rig.ends == [(0, FinishReason.CANCELLED)]
     assert rig.turn() == 4.0
     assert rig.pool.num_held(0) == 2
@@ -312,12 +316,12 @@ def test_when_the_ranks_are_lost_both_steps_are() -> None:
     rig = fcfs()
     jobs = [make_job(n, 4, max_tokens=3) for n in range(2)]
     for job in jobs:
-        rig.loop.add(job)
+        rig.loop.jobs.add(job)
     rig.turn()
     assert [job.num_pending for job in jobs] == [1, 1]
-    rig.loop._schedule_ahead()
+    send_ahead(rig)
     assert [job.num_pending for job in jobs] == [2, 2]
-    rig.loop.cancel(1)
+    rig.loop.jobs.cancel(1)
     rig.loop.suspend(Rig(make("fcfs", one_job())).loop.kv)
     assert (jobs[0].num_pending, jobs[0].num_computed, jobs[0].state) == (0, 0, JobState.PREEMPTED)
     assert sum(rig.loop.policy.level_sizes()) == 1

@@ -6,11 +6,11 @@ import random
 
 import pytest
 from delayed_masks import DelayedMasks
-from fastserve_backend.grammars.messages import Mask, Masks
+from fastserve_backend.grammars.messages import Mask, NewMasks
+from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits
-from fastserve_backend.structured_output import StructuredOutput
 from jobs import make_job
 from loop_driver import Rig
 from policies import make
@@ -32,8 +32,8 @@ def bound_job(number: int, max_tokens: int = 5) -> Job:
 def test_without_its_mask_a_job_is_in_no_step_and_others_are() -> None:
     rig = rig_of()
     free, bound = make_job(0, 3, max_tokens=9), bound_job(1)
-    rig.loop.add(free)
-    rig.loop.add(bound)
+    rig.loop.jobs.add(free)
+    rig.loop.jobs.add(bound)
     rig.turn(2)
     assert (len(free.output_ids), len(bound.output_ids)) == (2, 0)
     rig.masks.deliver()
@@ -47,7 +47,7 @@ def test_without_its_mask_a_job_is_in_no_step_and_others_are() -> None:
 def test_alone_it_leaves_the_loop_idle_until_its_mask_comes() -> None:
     rig = rig_of()
     bound = bound_job(0)
-    rig.loop.add(bound)
+    rig.loop.jobs.add(bound)
     assert rig.loop.is_idle
     assert rig.loop.mask_wait_s == 0  # nobody knows how long it takes to compile
     rig.masks.deliver()
@@ -57,7 +57,7 @@ def test_alone_it_leaves_the_loop_idle_until_its_mask_comes() -> None:
     assert 0 < rig.loop.mask_wait_s < 0.01
     rig.masks.deliver()
     assert rig.loop.mask_wait_s == 0
-    rig.loop.cancel(0)
+    rig.loop.jobs.cancel(0)
     rig.turn()
     assert rig.loop.is_idle
 
@@ -77,8 +77,8 @@ def test_a_step_that_decides_on_a_mask_is_not_followed_ahead() -> None:
 def test_a_job_whose_mask_there_is_not_ends_alone(is_refused: bool, num_tokens: int) -> None:
     rig = rig_of()
     free, bound = make_job(0, 3, max_tokens=9), bound_job(1)
-    rig.loop.add(free)
-    rig.loop.add(bound)
+    rig.loop.jobs.add(free)
+    rig.loop.jobs.add(bound)
     while len(bound.output_ids) < num_tokens:
         rig.masks.deliver()
         rig.turn()
@@ -103,10 +103,10 @@ def test_with_stages_masks_come_while_other_batches_run() -> None:
 def test_a_mask_for_fewer_tokens_than_there_are_is_ignored() -> None:
     rig = rig_of()
     bound = bound_job(0)
-    rig.loop.add(bound)
+    rig.loop.jobs.add(bound)
     rig.masks.deliver()
     rig.turn()
-    rig.loop.masked(Masks([Mask(0, 0, b"late")]))  # told again, by a fresh process
+    rig.loop.jobs.on_mask_answer(NewMasks([Mask(0, 0, b"late")]))  # told again, by a fresh process
     assert bound.mask is None
     assert rig.loop.is_idle == rig.delivery.is_empty
     rig.run()

@@ -47,11 +47,11 @@ PARAMS = SamplingParams(max_tokens=600, temperature=0.8, seed=5, ignore_eos=True
 
 def test_a_few_restarts_are_allowed_in_any_window() -> None:
     limiter = RestartLimiter()
-    assert [limiter.restart(now) for now in (5.0, 100.0, 604.0)] == [1, 2, 3]
-    assert limiter.restart(604.5) is None
-    assert limiter.restart(605.0) == 3  # the first is out of the window
-    assert limiter.restart(699.0) is None  # a refusal is no restart
-    assert limiter.restart(5000.0) == 1
+    assert [limiter.take_restart(now) for now in (5.0, 100.0, 604.0)] == [1, 2, 3]
+    assert limiter.take_restart(604.5) is None
+    assert limiter.take_restart(605.0) == 3  # the first is out of the window
+    assert limiter.take_restart(699.0) is None  # a refusal is no restart
+    assert limiter.take_restart(5000.0) == 1
     assert limiter.describe() == "3 restarts in 10 minutes"
 
 
@@ -59,10 +59,10 @@ def test_the_time_of_starts_does_not_count() -> None:
     limiter = RestartLimiter()
     # Each start takes 600 s, and what it started dies 10 s later.
     for number, now in enumerate((0.0, 610.0, 1220.0), start=1):
-        assert limiter.restart(now) == number
+        assert limiter.take_restart(now) == number
         limiter.leave_out(600.0)
-    assert limiter.restart(1830.0) is None
-    assert limiter.restart(2400.0) == 3  # without the starts 600 s have passed since the first
+    assert limiter.take_restart(1830.0) is None
+    assert limiter.take_restart(2400.0) == 3  # without the starts 600 s have passed since the first
 
 
 @given(st.lists(st.floats(0, 1000), max_size=40))
@@ -72,7 +72,7 @@ def test_no_window_has_more_restarts_than_allowed(pauses: list[float]) -> None:
     for pause in pauses:
         now += pause
         in_window = sum(now - time_s < 600.0 for time_s in allowed)
-        assert (limiter.restart(now) is not None) == (in_window < 3)
+        assert (limiter.take_restart(now) is not None) == (in_window < 3)
         if in_window < 3:
             allowed.append(now)
 
@@ -153,7 +153,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         hardware.append(ranks.identity.hardware)
         return replace(known_profile(), identity=ranks.identity)
 
-    monkeypatch.setattr("fastserve_backend.engine.engine.load_or_measure", measure)
+    monkeypatch.setattr("fastserve_backend.engine.supervision.load_or_measure", measure)
     return hardware
 
 
@@ -169,7 +169,6 @@ def serve(measured: list[str]) -> Iterator[Serve]:
         config = EngineConfig().with_keys(model="opt-125m", load_format="dummy")
         fresh = iter(ranks)
         engine = Engine(config, make_executor=lambda: next(fresh), check_integrity=True)
-        engine.start()
         engines.append(engine)
         return engine
 
@@ -333,7 +332,7 @@ def test_a_drift_is_not_logged_each_time(
     interval_s: float,
     each_time: bool,
 ) -> None:
-    monkeypatch.setattr("fastserve_backend.engine.engine._DRIFT_LOG_INTERVAL_S", interval_s)
+    monkeypatch.setattr("fastserve_backend.profile.correction._DRIFT_LOG_INTERVAL_S", interval_s)
     caplog.set_level("INFO")
     # These ranks take no time, so the ratio falls far, by a notable step at a time.
     (client,) = submit(serve(FakeRanks()), [5, 6, 7])

@@ -45,7 +45,7 @@ _Config = Annotated[Path | None, typer.Option(help="An engine.yaml; flags overri
 
 *_GPUS, _LAST_GPU = HARDWARE
 
-# What each command needs beside the command line's own packages.
+# Extras that each command needs in addition to the command line's own packages.
 _EXTRAS = {
     "generate": "'.[client]'",
     "chat": "'.[client]'",
@@ -58,7 +58,7 @@ _EXTRAS = {
 
 
 class _Commands(TyperGroup):
-    """Where a command's packages are missing, it says which to install."""
+    """If a command's packages are missing, the error says which extra to install."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -83,7 +83,7 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one line on stderr and exit code 1."""
+    """Entry point. A user's mistake gives one line on stderr and exit code 1."""
     open_closed_streams()
     try:
         app()
@@ -260,14 +260,14 @@ def _print_endpoints(endpoints: Endpoints) -> None:
     url = f"grpc://{endpoints.grpc_url}"
     there = "" if url == DEFAULT_URL else f" --url {url}"
     console.print("[bold green]ready[/]")
-    # No markup, which IPv6 addresses look like.
+    # Without markup, because IPv6 addresses look like it.
     console.print(f'  gRPC     {url}   (fastserve generate "Hello"{there})', markup=False)
     http_url = f"{endpoints.http_url}/v2/models/fastserve/generate_stream"
     console.print(f"  HTTP     {http_url}", markup=False)
     console.print(f"  metrics  {endpoints.metrics_url}", markup=False)
 
 
-# Without those keys of which a simulation takes no notice, and the policy, of which it has several.
+# Without the keys that a simulation ignores, and without the policy, since it has several.
 @app.command()
 @with_config_flags(
     without=(
@@ -363,7 +363,7 @@ def profile(
 
 
 def _engine_config(model: str | None, config: Path | None, keys: dict[str, Any]) -> EngineConfig:
-    """The file's, or without one that of the embedded model, with the flags that were given."""
+    """The file's configuration, or that of the embedded model, changed by the given flags."""
     base = EngineConfig() if config is None else EngineConfig.from_yaml(config)
     if model is None and config is None:
         model = EMBEDDED_MODEL

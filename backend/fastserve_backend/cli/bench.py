@@ -1,18 +1,18 @@
-"""``fastserve bench`` on the command line: its flags, and what they make."""
+"""``fastserve bench`` on the command line: turns its flags into a plan and servers."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 from fastserve_client.endpoint import DEFAULT_URL
 
 from fastserve_backend.cli import workload_flags
 from fastserve_backend.cli.workload_flags import listed, parse_rates
-from fastserve_backend.config import PolicyName
 from fastserve_backend.errors import ConfigError
+from fastserve_backend.scheduler.registry import known_policies
 
 
 def bench(
@@ -75,7 +75,7 @@ def bench(
     max_output_tokens: workload_flags.MaxOutputTokens = None,
     scale: workload_flags.Scale = 1.0,
     length_ratio: workload_flags.LengthRatio = None,
-    # Every model has as many tokens, and which ones a prompt holds costs it nothing.
+    # Every model has so many tokens, and their ids do not change the time that a prompt takes.
     vocab_size: Annotated[
         int, typer.Option(help="Prompts have random token ids below this.")
     ] = 1000,
@@ -154,8 +154,9 @@ def bench(
 
 
 def _policies(text: str | None) -> list[str]:
-    """Refused here: a server refuses only when those of the policies before it are measured."""
-    policies, known = listed(text), get_args(PolicyName)
+    """The policies of ``--compare``. Unknown ones are refused here: a server would refuse one only
+    after those before it were measured."""
+    policies, known = listed(text), known_policies()
     for policy in policies:
         if policy not in known:
             raise ConfigError(f"compare: got {policy!r}; policies are {', '.join(known)}")

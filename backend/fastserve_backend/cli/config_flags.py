@@ -1,4 +1,4 @@
-"""Command-line flags made from the configuration: names, help and choices come from its fields."""
+"""Command-line flags from the configuration: its fields give names, help and choices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def with_config_flags(
 ) -> Callable[[_Command], _Command]:
     """Decorates a command: its ``**keys`` become a flag for each configuration key, or for some.
 
-    What is not given on the command line arrives as None.
+    Flags that are not given on the command line are None.
     """
 
     def decorate(command: Any) -> Any:
@@ -37,7 +37,7 @@ def with_config_flags(
 
 
 def _fields() -> Iterator[tuple[str, str, FieldInfo]]:
-    """Section, key and field of all that is a flag."""
+    """Section, key and field of each flag."""
     for section, section_field in EngineConfig.model_fields.items():
         for key, field in section_field.annotation.model_fields.items():  # type: ignore[union-attr]
             if key != "model":  # which is positional
@@ -48,7 +48,7 @@ def _flag(section: str, key: str, field: FieldInfo) -> inspect.Parameter:
     default = field.get_default()
     option = typer.Option(
         help=f"{field.description}{'' if default is None else f' Default: {default}.'}",
-        metavar=_choices(field.annotation),
+        metavar="|".join(field.examples) if field.examples else _choices(field.annotation),
         rich_help_panel=f"engine.yaml: {section}",
         show_default=False,
     )
@@ -61,7 +61,7 @@ def _flag(section: str, key: str, field: FieldInfo) -> inspect.Parameter:
 
 
 def _flag_type(annotation: Any) -> Any:
-    """The type that the command line parses; ``auto`` beside a number is parsed as text."""
+    """The type that the command line parses. A number or ``auto`` is parsed as text."""
     kinds = _members(annotation)
     for kind in (str, float, int):
         if all(isinstance(member, kind) or member is kind for member in kinds):

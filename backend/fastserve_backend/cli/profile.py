@@ -1,4 +1,4 @@
-"""``fastserve profile``: measure as well as a minute allows, and say how well that predicts."""
+"""``fastserve profile``: measures iterations for a minute, then predicts others to compare."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from fastserve_backend.profile.measure import (
 from fastserve_backend.rank_protocol.messages import Setup
 from fastserve_backend.system.clock import MonotonicClock
 
-# Of the held-out iterations, from the smallest to the largest.
+# Rows of the table of held-out iterations, from the smallest to the largest.
 _SHOWN_ROWS = 10
 
 
 def profile_command(config: EngineConfig, output: Path | None) -> None:
-    """Measure on real ranks, print the result, write it to ``output``; from the main thread.
+    """Measure on real ranks, print and write the result. Only for the main thread.
 
-    Default of ``output``: the cache, where the engine finds it at its next start. SIGTERM ends the
-    process from now on as ``sys.exit`` does, so that nothing is left of the ranks.
+    The default of ``output`` is the cache, where the engine finds it at its next start. From now on
+    SIGTERM ends the process like ``sys.exit``, so that no rank is left.
 
     Raises:
         ConfigError, ModelError: the configuration, the model or the cache cannot be used.
@@ -66,7 +66,7 @@ def _check_cache() -> None:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         with TemporaryFile(dir=directory):
-            pass  # it can hold files
+            pass  # files can be written there
     except OSError as error:
         raise _unwritable(directory, error) from None
 
@@ -75,7 +75,7 @@ def _keep(profile: LatencyProfile) -> None:
     path = cache_path(profile.identity)
     try:
         profile.save(path)
-    except OSError as error:  # such as a disk that is full by now
+    except OSError as error:  # for example, the disk is full now
         raise _unwritable(path, error) from None
 
 

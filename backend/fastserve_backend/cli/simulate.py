@@ -22,26 +22,27 @@ from rich.progress import Progress
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.model_config import DType, ModelConfig
 from fastserve_backend.config import EngineConfig, KVCacheSection, SchedulerSection
+from fastserve_backend.engine.loop_setup import KVMemory
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.profile.hardware import find_hardware
 from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.roofline import Roofline
-from fastserve_backend.simulation.memory import KVMemory, memory_of_profile, memory_of_roofline
+from fastserve_backend.simulation.memory import memory_of_profile, memory_of_roofline
 from fastserve_backend.simulation.predictions import make_predictions
 from fastserve_backend.simulation.simulator import simulate
 
-# Of --prediction-error: a prediction off by a factor of e¹⁰ is none.
+# The largest --prediction-error: a prediction that is off by a factor of e¹⁰ says nothing.
 _MOST_ERROR = 10.0
 
 
 @dataclass(frozen=True)
 class ModelledHardware:
-    """Where the model runs: a measured profile, or GPUs that are not here."""
+    """The hardware that is simulated: a measured profile, or GPUs by their data sheets."""
 
     profile: Path | None
     gpu: str
-    """As of ``find_hardware``; without a profile."""
+    """A name that ``find_hardware`` knows; used without a profile."""
 
 
 def simulate_command(
@@ -54,7 +55,7 @@ def simulate_command(
     rates: Sequence[float],
     prediction_error: float | None,
 ) -> ExitCode:
-    """Simulate every policy at every rate; write JSON and plot where asked to, print a table.
+    """Simulate every policy at every rate, write JSON and a plot if asked to, and print a table.
 
     Args:
         rates: jobs per second; empty for a data set with timestamps of its own.
@@ -66,8 +67,8 @@ def simulate_command(
 
     Raises:
         ConfigError, ModelError: the configuration, the model or the hardware cannot be used.
-        WorkloadError: the workload cannot be used, or has a job too long for the model; a file
-            cannot be written.
+        WorkloadError: the workload cannot be used or has a job that is too long for the model, or
+            a file cannot be written.
     """
     output.check()
     if prediction_error is not None and not 0 <= prediction_error <= _MOST_ERROR:
@@ -95,14 +96,14 @@ def simulate_command(
             write_json(output.json, sweep_to_json(points, settings))
         if output.plot is not None:
             plot_sweep(points, output.plot, slo_s=config.scheduler.slo_ms / 1e3, title=model.name)
-    finally:  # after the files, which a reader of stdout that goes away shall not take along
+    finally:  # after the files, which are then written even if the reader of stdout goes away
         code = print_tables([sweep_table(points)])
     return code
 
 
 @dataclass(frozen=True)
 class _Modelled:
-    """The model on that hardware."""
+    """The model on the simulated hardware."""
 
     model: ModelConfig
     latency: LatencyModel
@@ -134,7 +135,7 @@ class _Modelled:
 
 
 def _measured_dtype(profile: LatencyProfile, config: EngineConfig) -> DType:
-    """Raises ConfigError: another is asked for."""
+    """The profile's dtype. Raises ConfigError: the configuration asks for another."""
     measured = profile.identity.dtype
     if config.model.dtype not in ("auto", measured):
         raise ConfigError(
@@ -169,7 +170,7 @@ def _sweep(
     loads: Sequence[_Load],
     console: Console,
 ) -> list[SweepPoint]:
-    """Simulates every policy under every load, and shows how far it is."""
+    """Simulate every policy under every load, and show the progress."""
     points = []
     num_iterations = 0
     started_s = time.monotonic()

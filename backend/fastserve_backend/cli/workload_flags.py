@@ -45,7 +45,7 @@ Plot = Annotated[Path | None, typer.Option(help="Draw the sweep: PNG, SVG.")]
 
 
 def parse_rates(text: str | None) -> list[float]:
-    """``--rates``; empty where it is not given. Raises ConfigError: not numbers."""
+    """The numbers of ``--rates``, none if it is not given. Raises ConfigError: not numbers."""
     try:
         return [float(rate) for rate in listed(text)]
     except ValueError:
@@ -53,5 +53,5 @@ def parse_rates(text: str | None) -> list[float]:
 
 
 def listed(text: str | None) -> list[str]:
-    """What commas part."""
+    """The parts of a text between commas."""
     return [] if text is None else [part.strip() for part in text.split(",")]

@@ -1,10 +1,11 @@
-"""Turn new tokens into outputs for the clients: the host work that overlaps the next iteration."""
+"""Turn new tokens into outputs for the clients: host work that overlaps the running step."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from fastserve_backend.job import FinishReason, Job, JobOutput, TokenLogprob
 from fastserve_backend.rank_protocol.messages import StepResult
 
 _log = logging.getLogger(__name__)
-OnEnd = Callable[[Job, FinishReason], None]
+OnJobEnd = Callable[[Job, FinishReason], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +24,13 @@ class NewToken:
 
     token_id: int
     logprob: float
-    """0 where the job asked for none."""
+    """0 if the job did not ask for it."""
     top: tuple[tuple[int, float], ...]
+    """The most likely (token id, log-probability) pairs; empty if the job did not ask for them."""
 
     @classmethod
     def from_result(cls, result: StepResult) -> list[NewToken]:
+        """The tokens of a step, in the order of its jobs."""
         token_ids = np.frombuffer(result.token_ids, dtype=np.int32).tolist()
         if not result.logprobs:
             return [cls(token_id, 0.0, ()) for token_id in token_ids]
@@ -43,8 +46,42 @@ class NewToken:
         ]
 
 
-class Delivery:
-    """Owns the text of every unfinished job. Used by the engine's thread alone."""
+class Delivery(Protocol):
+    """Takes the tokens of all unfinished jobs, and tells each job's client of its end."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no token waits for ``flush_tokens``."""
+        ...
+
+    def open_stream(self, job: Job) -> None:
+        """A new job, before its first token."""
+        ...
+
+    def add_token(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
+        """The newest token of ``job.output_ids``; ``reason`` if the job ends with it."""
+        ...
+
+    def flush_tokens(self, on_job_end: OnJobEnd) -> None:
+        """Send all added tokens.
+
+        Args:
+            on_job_end: called just before a job's last token is sent, with the reason for its end:
+                the one given to ``add_token``, or STOP if a stop word ends it.
+        """
+        ...
+
+    def end_stream(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
+        """End the job at once, without its tokens that wait. Its end must not have been sent."""
+        ...
+
+    def end_all_streams(self, reason: FinishReason, error: str) -> list[Job]:
+        """The same for all jobs; returns them."""
+        ...
+
+
+class TextDelivery:
+    """Sends each job's text to its sink. Used by the engine's thread alone."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -53,64 +90,56 @@ class Delivery:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no token waits for ``flush``."""
         return not self._pending
 
-    def open(self, job: Job) -> None:
+    def open_stream(self, job: Job) -> None:
         self._texts[job] = TextStream(self._tokenizer, job.params.stop)
 
-    def add(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
-        """A new token, already among the job's; ``reason`` if the job ends with it."""
+    def add_token(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
         self._pending.append((job, token, reason))
 
-    def flush(self, on_end: OnEnd) -> None:
-        """Send all added tokens.
-
-        Args:
-            on_end: called before the last token of a job is sent, with why it ended: as ``add`` was
-                told, or by a stop word.
-        """
+    def flush_tokens(self, on_job_end: OnJobEnd) -> None:
         pending, self._pending = self._pending, []
         for job, token, reason in pending:
-            text, stop = self._text(job, token, reason)
-            if stop:
+            text, is_stopped = self._text_of(job, token, reason)
+            if is_stopped:
                 reason = FinishReason.STOP
             if reason is not None:
                 del self._texts[job]
-                on_end(job, reason)
-            self._send(job, text, token, reason)
+                on_job_end(job, reason)
+            _send_token(job, text, token, reason)
 
-    def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
-        """End the job, whose end was not sent, without a further token."""
+    def end_stream(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
         del self._texts[job]
         self._pending = [item for item in self._pending if item[0] is not job]
-        _emit(job, JobOutput("", (), (), reason, error, job.refusal, job.stats()))
+        _send_output(job, JobOutput("", (), (), reason, error, job.refusal, job.stats()))
 
-    def close_all(self, reason: FinishReason, error: str) -> list[Job]:
-        """End all jobs whose end was not sent; returns them."""
+    def end_all_streams(self, reason: FinishReason, error: str) -> list[Job]:
         jobs = list(self._texts)
         for job in jobs:
-            self.close(job, reason, error)
+            self.end_stream(job, reason, error)
         return jobs
 
-    def _text(self, job: Job, token: NewToken, reason: FinishReason | None) -> tuple[str, bool]:
+    def _text_of(self, job: Job, token: NewToken, reason: FinishReason | None) -> tuple[str, bool]:
+        """The text that the token releases, and whether it completes a stop word."""
         stream = self._texts[job]
         may_stop = len(job.output_ids) >= job.params.min_tokens
         is_end = reason is FinishReason.STOP
-        text, stop = stream.push(token.token_id, may_stop=may_stop, is_end=is_end)
-        if reason is not None and not stop:
+        text, is_stopped = stream.push(token.token_id, may_stop=may_stop, is_end=is_end)
+        if reason is not None and not is_stopped:
             text += stream.finish()
-        return text, stop
-
-    def _send(self, job: Job, text: str, token: NewToken, reason: FinishReason | None) -> None:
-        logprobs: Sequence[TokenLogprob] = ()
-        if job.params.logprobs is not None:
-            logprobs = (TokenLogprob(token.token_id, token.logprob, token.top),)
-        stats = job.stats() if reason is not None else None
-        _emit(job, JobOutput(text, (token.token_id,), logprobs, reason, stats=stats))
+        return text, is_stopped
 
 
-def _emit(job: Job, output: JobOutput) -> None:
+def _send_token(job: Job, text: str, token: NewToken, reason: FinishReason | None) -> None:
+    logprobs: Sequence[TokenLogprob] = ()
+    if job.params.logprobs is not None:
+        logprobs = (TokenLogprob(token.token_id, token.logprob, token.top),)
+    stats = job.stats() if reason is not None else None
+    _send_output(job, JobOutput(text, (token.token_id,), logprobs, reason, stats=stats))
+
+
+def _send_output(job: Job, output: JobOutput) -> None:
     if job.sink is None:
         return
     try:

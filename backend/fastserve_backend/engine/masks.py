@@ -1,31 +1,27 @@
-"""Jobs with structured output: which of them wait for what their next token may be.
+"""Jobs with structured output: which of them wait for the mask of their next token.
 
-Such a job is in a step only with the mask of its next token, and that depends on the token before.
-It is asked for when that has come, and computed by another process (``grammars``), so that neither
-a slow grammar nor a broken one holds up other jobs: a job whose mask is late misses a step.
+Such a job is in a step only with the mask of its next token. The mask depends on the token before,
+so the loop requests it when that token has come. Another process computes it (``grammars``): there,
+neither a slow grammar nor a broken one holds up other jobs. A job whose mask is late misses a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from fastserve_backend.errors import InvalidRequestError
-from fastserve_backend.grammars.messages import FromGrammars, Refused
-from fastserve_backend.grammars.messages import Masks as NewMasks
+from fastserve_backend.grammars.messages import FromGrammars, GrammarRefused, NewMasks
+from fastserve_backend.grammars.structured_output import FIELD, StructuredOutput
 from fastserve_backend.job import Job
-from fastserve_backend.structured_output import FIELD, StructuredOutput
 
-MaskAnswer = FromGrammars
-
-# Most masks take hundredths of a millisecond, and two or three tenths to be asked for and to come.
-# Waiting for them costs the jobs of the next step this at most, and missing a step costs the job
-# more.
+# A mask takes 0.2 to 0.3 ms from request to answer, nearly all of it the way there and back. The
+# next step waits for it at most this long. The job would lose more if it missed that step.
 _WORTH_WAITING_S = 0.002
 
 
-class Masks(Protocol):
-    """Who computes masks: ``grammars.client.GrammarClient`` describes the effects."""
+class MaskSource(Protocol):
+    """Computes masks; ``grammars.client.GrammarClient`` describes the effects."""
 
     def begin(self, number: int, wanted: StructuredOutput) -> None: ...
 
@@ -34,58 +30,64 @@ class Masks(Protocol):
     def end(self, number: int) -> None: ...
 
 
+class FailedGrammar(NamedTuple):
+    """A job that has to end, because nobody can say what its next token may be."""
+
+    job: Job
+    error: str
+
+
 class MaskedJobs:
-    """The unfinished jobs with structured output, by number. Jobs of other kinds are passed over.
+    """The unfinished jobs with structured output. Other jobs may be passed to it, and are ignored.
+
     Used by the step loop's thread alone.
 
     Args:
-        masks: None: there are no such jobs.
+        source: None if no job has structured output.
     """
 
-    def __init__(self, masks: Masks | None) -> None:
-        self._masks = masks
+    def __init__(self, source: MaskSource | None) -> None:
+        self._source = source
         self._jobs: dict[int, Job] = {}
         self._waiting: set[int] = set()
-        self._tokens: list[tuple[int, int]] = []  # not asked about yet
-        self._awaited: set[int] = set()  # by the next step
+        self._new_tokens: list[tuple[int, int]] = []  # (job, token); masks not requested yet
+        self._awaited: set[int] = set()  # jobs that the next step waits for, until _wait_until_s
         self._wait_until_s = 0.0
 
     @property
     def waiting(self) -> Set[int]:
-        """Numbers of those without a mask."""
+        """Numbers of the jobs that wait for a mask."""
         return self._waiting
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
     def worth_waiting_s(self, now: float) -> float:
+        """Seconds for which the next step should wait for masks."""
         return max(0.0, self._wait_until_s - now) if self._awaited else 0.0
 
     def add(self, job: Job) -> None:
+        """A new job: request the mask of its first token."""
         if job.params.structured_output is not None:
-            assert self._masks is not None
+            assert self._source is not None
             self._jobs[job.number] = job
             self._waiting.add(job.number)
-            self._masks.begin(job.number, job.params.structured_output)
+            self._source.begin(job.number, job.params.structured_output)
 
-    def has_token(self, job: Job) -> None:
-        """One more, the last of its output; ``ask`` follows."""
+    def on_token(self, job: Job) -> None:
+        """The job has a new token, and needs another mask: ``request_masks`` follows."""
         if job.number in self._jobs:
             job.mask = None
             self._waiting.add(job.number)
-            self._tokens.append((job.number, job.output_ids[-1]))
+            self._new_tokens.append((job.number, job.output_ids[-1]))
 
-    def ask(self, now: float) -> None:
-        """What follows the new tokens?"""
-        if self._masks is not None and self._tokens:
-            self._masks.accept(self._tokens)
-            self._awaited |= {number for number, _ in self._tokens}
+    def request_masks(self, now: float) -> None:
+        """Request the masks that follow all new tokens, in one message."""
+        if self._source is not None and self._new_tokens:
+            self._source.accept(self._new_tokens)
+            self._awaited |= {number for number, _ in self._new_tokens}
             self._wait_until_s = now + _WORTH_WAITING_S
-            self._tokens = []
+            self._new_tokens = []
 
-    def answered(self, answer: MaskAnswer) -> tuple[Job, str] | None:
-        """Jobs have their masks; or one is to end instead, for the reason that is returned."""
+    def on_answer(self, answer: FromGrammars) -> FailedGrammar | None:
+        """Give jobs their masks, or return the job that cannot have one."""
         if isinstance(answer, NewMasks):
             for mask in answer.masks:
                 job = self._jobs.get(mask.number)
@@ -100,14 +102,14 @@ class MaskedJobs:
         wanted = job.params.structured_output
         assert wanted is not None
         name = f"{FIELD}.{wanted.kind}"
-        if isinstance(answer, Refused):
+        if isinstance(answer, GrammarRefused):
             job.refusal = InvalidRequestError(name, wanted.text, answer.reason)
-        return job, f"{name}: {answer.reason}"
+        return FailedGrammar(job, f"{name}: {answer.reason}")
 
     def remove(self, job: Job) -> None:
-        """It has ended, for whatever reason."""
-        if self._masks is not None and self._jobs.pop(job.number, None) is not None:
+        """The job has ended, for whatever reason."""
+        if self._source is not None and self._jobs.pop(job.number, None) is not None:
             self._waiting.discard(job.number)
             self._awaited.discard(job.number)
-            self._tokens = [one for one in self._tokens if one[0] != job.number]
-            self._masks.end(job.number)
+            self._new_tokens = [one for one in self._new_tokens if one[0] != job.number]
+            self._source.end(job.number)

@@ -1,4 +1,4 @@
-"""A picture of the engine for those who watch it: immutable, and of bounded size."""
+"""The engine's state at one moment: a picture for watchers, a snapshot for metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastserve_client.engine_state import (
 from fastserve_backend.engine.step_loop import StepLoop
 from fastserve_backend.job import Job, JobState
 from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
-from fastserve_backend.metrics.counters import EngineCounters
+from fastserve_backend.metrics.counters import EngineCounters, EngineSnapshot
 from fastserve_backend.scheduler.base import Policy
 
 _RUNNING = JobState.RUNNING
@@ -26,12 +26,12 @@ _RUNNING = JobState.RUNNING
 def take_picture(
     now: float, policy_name: str, loop: StepLoop, counters: EngineCounters
 ) -> EngineState:
-    """The engine between two turns; only for the thread that calls ``loop.turn``.
+    """The engine between two turns; only for the thread that takes them. Immutable.
 
-    Costs O(unfinished jobs) to find those that run, and the details of ``MAX_LISTED_JOBS``.
+    Lists ``MAX_LISTED_JOBS`` jobs at most, running ones first. Costs O(unfinished jobs).
 
     Args:
-        now: of the engine's clock, seconds.
+        now: seconds of the engine's clock.
     """
     policy, tiers = loop.policy, loop.kv.tiers
     running = [job for job in loop.jobs if job.state is _RUNNING]
@@ -60,6 +60,28 @@ def take_picture(
             swap_in_bytes=counters.swap_in_bytes,
             worker_restarts=counters.worker_restarts,
         ),
+    )
+
+
+def take_snapshot(loop: StepLoop, num_unfinished: int) -> EngineSnapshot:
+    """The engine at any moment, from any thread; numbers may be of different steps.
+
+    Args:
+        num_unfinished: accepted jobs that have not ended, also those not in the loop yet.
+    """
+    policy, kv, num_running = loop.policy, loop.kv, loop.jobs.num_running
+    device, host = kv.tiers.device, kv.tiers.host
+    return EngineSnapshot(
+        running=num_running,
+        waiting=max(0, num_unfinished - num_running),
+        level_sizes=tuple(policy.level_sizes()),
+        num_demotions=policy.num_demotions,
+        num_promotions=policy.num_promotions,
+        swapped=kv.num_swapped_out,
+        num_blocks=device.num_blocks,
+        free_blocks=device.num_free,
+        num_host_blocks=host.num_blocks,
+        free_host_blocks=host.num_free,
     )
 
 

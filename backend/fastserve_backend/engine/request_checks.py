@@ -1,4 +1,4 @@
-"""From a request's prompt to token ids, and whether the model can ever serve such a job."""
+"""Tokenize prompts, and refuse requests that the model can never serve."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.checkpoints.tokenizer import TokenizationError, Tokenizer
 from fastserve_backend.errors import ContextLengthError, InvalidRequestError
+from fastserve_backend.grammars.structured_output import FIELD
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_backend.structured_output import FIELD
 
 _CHARS_A_TOKEN = 8
-# A word that is cut may have more tokens than the whole word.
+# Cutting a text in the middle of a word may give more tokens than the whole word has.
 _CUT_TOKENS = 64
 
 
 class RequestChecks:
-    """Refuses what cannot be served before it becomes a job. May be called from any thread.
+    """Checks requests before they become jobs. May be called from any thread.
 
     Args:
-        kv_capacity: tokens whose KV the device holds now; fresh ranks may hold another number.
+        kv_capacity: returns the number of tokens whose KV fits on the device. It may change when
+            the ranks are replaced.
     """
 
     def __init__(
@@ -40,9 +41,9 @@ class RequestChecks:
         """Token ids of a prompt.
 
         Raises:
-            InvalidRequestError: nothing to continue.
-            ContextLengthError: too long (a text that is hopelessly long is refused before it costs
-                the time to tokenize it).
+            InvalidRequestError: the text has no token.
+            ContextLengthError: it is too long. A hopelessly long text is refused before it costs
+                the time to tokenize it.
         """
         self._check_length("text_input", len(text))
         try:
@@ -57,20 +58,21 @@ class RequestChecks:
         """The messages as ``check_messages`` returns them.
 
         Raises:
-            InvalidRequestError: one of them is none.
-            ContextLengthError: too many, which is said before each is looked at: hundreds of
-                thousands would take seconds, in which no other request is accepted.
+            InvalidRequestError: one of them is not a valid message.
+            ContextLengthError: there are too many. Their number is checked first: looking at
+                hundreds of thousands takes seconds, in which no other request is accepted.
         """
-        if len(messages) > self._max_prompt_tokens:  # each takes a token at least
+        if len(messages) > self._max_prompt_tokens:  # each has at least one token
             raise self._too_long("messages", f"{len(messages)} messages")
         return check_messages(messages)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the prompt that the model's chat template makes of a conversation.
+        """Token ids of a conversation, by the model's chat template.
 
         Raises:
-            InvalidRequestError: messages that are none, no template, or messages that it refuses.
-            ContextLengthError: too long.
+            InvalidRequestError: a message is not valid, the model has no template, or the template
+                refuses the messages.
+            ContextLengthError: it is too long.
         """
         messages = self.check_conversation(messages)
         given = f"{len(messages)} messages"
@@ -83,11 +85,11 @@ class RequestChecks:
             raise InvalidRequestError("messages", given, str(error)) from None
 
     def accept_ids(self, ids: NDArray[np.integer[Any]]) -> list[int]:
-        """A prompt that comes as token ids, [n] with n > 0.
+        """Check a prompt given as token ids, [n] with n > 0; returns them as a list.
 
         Raises:
-            InvalidRequestError: one that the vocabulary lacks.
-            ContextLengthError: too many.
+            InvalidRequestError: the vocabulary lacks one of them.
+            ContextLengthError: there are too many.
         """
         if len(ids) > self._max_prompt_tokens:
             raise self._too_long("input_ids", f"{len(ids)} tokens")
@@ -96,22 +98,23 @@ class RequestChecks:
         return accepted
 
     def clip_max_tokens(self, prompt_ids: Sequence[int], params: SamplingParams) -> SamplingParams:
-        """``params`` with max_tokens lowered to what the model and its KV cache leave room for.
+        """``params`` with ``max_tokens`` lowered so that prompt and output fit the context.
 
-        At least 1 stays, so that ``validate`` refuses a prompt that leaves none.
+        It stays at least 1: ``validate`` refuses a prompt that leaves no room.
 
-        Raises InvalidRequestError: min_tokens do not fit.
+        Raises:
+            InvalidRequestError: ``min_tokens`` do not fit.
         """
         room = max(1, self._context_len - len(prompt_ids))
         return replace(params, max_tokens=min(params.max_tokens, room))
 
     def validate(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Whether this model and cache can ever serve such a job.
+        """Refuse a job that this model and its KV cache can never serve.
 
         Raises:
-            InvalidRequestError: no tokens, or one that the vocabulary lacks; a structured output
-                that could not end.
-            ContextLengthError: prompt and output are too long together.
+            InvalidRequestError: the prompt is empty, the vocabulary lacks a token, or a structured
+                output could not end.
+            ContextLengthError: prompt and output together are too long.
         """
         if len(prompt_ids) == 0:
             raise InvalidRequestError("input_ids", "no tokens", "must have at least one token")
@@ -135,8 +138,8 @@ class RequestChecks:
             raise self._overflow("max_tokens", params.max_tokens, remedy)
 
     def _tokenize(self, field: str, text: str, *, special_tokens: bool) -> list[int]:
-        # Hopelessly long ones take seconds, in which no other request is accepted. Their beginning
-        # tells: most texts have a token for every four characters or so.
+        # Tokenizing a hopelessly long text takes seconds, in which no other request is accepted. So
+        # first its beginning is tokenized: most texts have a token for every four characters or so.
         most = self._max_prompt_tokens
         if len(text) > _CHARS_A_TOKEN * most:
             beginning = self._tokenizer.encode(text[: _CHARS_A_TOKEN * most], special_tokens=False)

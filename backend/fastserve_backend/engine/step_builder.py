@@ -1,4 +1,4 @@
-"""Encode what the step loop decided as messages for the ranks."""
+"""Encode steps and copies as messages for the ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
-from fastserve_backend.kv_cache.shared_prefixes import PrefixCopies
+from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.kv_cache.tiers import Transfer
 from fastserve_backend.rank_protocol.messages import (
     CopyBlocks,
@@ -22,11 +22,11 @@ from fastserve_backend.rank_protocol.messages import (
 from fastserve_backend.scheduler.base import Scheduled
 
 _MASK = 2**64 - 1
-_UNKNOWN = array("i", [0])  # a pending token
+_PENDING = array("i", [0])  # in place of a token whose value only the ranks know yet
 
 
 def in_step_order(scheduled: Iterable[Scheduled]) -> list[Scheduled]:
-    """Decodes, then prefills that end in this step, then those that go on in a later one."""
+    """Decodes first, then prefills that end in this step, then prefills that go on later."""
     decodes, last_chunks, partial = [], [], []
     for item in scheduled:
         job, num_tokens = item
@@ -49,10 +49,11 @@ def build_step(
     """A step that runs these jobs.
 
     Args:
-        scheduled: in the step's order, jobs and how many of their uncomputed tokens to run.
-        copies: for jobs that begin with it.
-        previous_rows: where each job with a pending token, by its number, is among the tokens of
-            the step before.
+        scheduled: jobs and numbers of uncomputed tokens to run, in the step's order.
+        pool: has the jobs' block tables.
+        copies: blocks to copy between jobs before the step.
+        previous_rows: for a step sent behind a running one: the row of each job, by its number, in
+            the running step's result. Pending tokens are taken from there.
     """
     num_decodes = num_partial = 0
     token_ids, query_lens, starts = array("i"), array("i"), array("i")
@@ -61,7 +62,7 @@ def build_step(
     for job, num_tokens in scheduled:
         if job.num_pending:
             assert previous_rows is not None
-            ids, row = _UNKNOWN, previous_rows[job.number]
+            ids, row = _PENDING, previous_rows[job.number]
         else:
             ids, row = job.uncomputed_ids(), -1
         if len(ids) == 1:
@@ -102,7 +103,7 @@ def build_copy(transfer: Transfer, block_size: int) -> CopyBlocks:
 
 
 def _sampling(jobs: Sequence[Job]) -> Sampling | None:
-    """None if every job takes its most likely token and asks for nothing more."""
+    """None if each job takes its most likely token and needs nothing else from the sampler."""
     if all(_is_plain_greedy(job) for job in jobs):
         return None
     params = [job.params for job in jobs]
@@ -160,21 +161,21 @@ def _must_not_end(job: Job) -> bool:
 
 
 def _biases(job: Job) -> Mapping[int, float]:
-    """What is added to the logits of which tokens."""
+    """Biases to add to the job's logits, by token id."""
     params = job.params
     biases = params.logit_bias or {}
     if not params.stop_token_ids or job.num_outputs >= params.min_tokens:
-        return biases  # asked of each job in each step: no copy
+        return biases  # called for each job in each step, so without a copy
     return {**biases, **dict.fromkeys(params.stop_token_ids, -math.inf)}
 
 
 def uniform(seed: int, index: int) -> float:
     """A number in [0, 1) for token ``index`` of a job: SplitMix64 (Steele et al. 2014) of both.
 
-    A function of seed and index alone, so that a job's tokens do not depend on its company, and a
-    job that is recomputed or moved draws the same numbers again.
+    It depends on seed and index alone. So a job's tokens do not depend on the other jobs of its
+    batch, and a job that is recomputed draws the same numbers again.
     """
-    # The seed is scrambled first, or neighbouring seeds would draw shifted copies of one sequence.
+    # The seed is scrambled first. Otherwise neighbouring seeds draw shifted copies of one sequence.
     return (_mix(_mix(seed) + index * 0x9E3779B97F4A7C15) >> 11) / 2**53
 
 

@@ -1,4 +1,4 @@
-"""From one job's tokens to the text its client may see: incremental, with stop words."""
+"""Turn one job's tokens into text, token by token, and find stop words in it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from fastserve_backend.checkpoints.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Text that could still become a stop word is held back until it is clear that it does not.
+    """The text of one job. Text that may be the beginning of a stop word is held back.
 
-    Stop words are found across token boundaries and are not part of the text. A special token has
-    no text, but a stop word may name it: so stop words are also looked for in the text in which the
-    special tokens that they name are spelled out.
+    Stop words are found across token boundaries, and are not part of the text. A special token has
+    no text, but a stop word may name it. So there are two searches: one in the plain text, and one
+    in the text with the named special tokens spelled out.
 
     Args:
         stop_words: none of them empty.
@@ -25,17 +25,18 @@ class TextStream:
         self._plain = _Search(stop_words) if stop_words else None
         specials = set(tokenizer.specials.values()) if stop_words else set()
         self._named = {one for one in specials if any(one in word for word in stop_words)}
-        # Other words would be found inside a special token, such as ">" in "</s>".
+        # Only stop words that name a special token are searched for in the spelled-out text. Others
+        # would be found inside one, such as ">" in "</s>".
         spelled = [word for word in stop_words if any(one in word for one in self._named)]
         self._spelled = _Search(spelled) if spelled else None
 
     def push(self, token_id: int, *, may_stop: bool, is_end: bool = False) -> tuple[str, bool]:
-        """The text that this token releases, and whether a stop word is complete.
+        """The text that this token releases, and whether it completes a stop word.
 
         Args:
-            may_stop: False (below ``min_tokens``) lets a stop word through as ordinary text.
-            is_end: the job ends with this token, which then has no text, but may complete a stop
-                word.
+            may_stop: False treats stop words as ordinary text (below ``min_tokens``).
+            is_end: whether the job ends with this token. Then it has no text, but may complete a
+                stop word.
         """
         piece = "" if is_end else self._tokens.step(token_id)
         if self._plain is None:
@@ -56,25 +57,28 @@ class TextStream:
         return released, stops
 
     def finish(self) -> str:
-        """What is left when the job ends for another reason than a stop word."""
+        """The text held back so far, if the job ends for another reason than a stop word."""
         text = self._held + self._tokens.flush()
         self._held = ""
         return text
 
 
 class _Search:
-    """The end of a growing text, from where a stop word may have begun."""
+    """Searches a growing text for stop words. Keeps its end, from where one may begin."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = words
         self._longest = max(map(len, words))
         self._text = ""
         self._seen = ""
-        """For each character of the text "1" if the client sees it, else "0"."""
+        """For each character of ``_text``: "1" if the client would see it, else "0"."""
 
     def add(self, text: str, *, is_seen: bool, may_stop: bool) -> tuple[bool, int]:
-        """Whether a stop word is complete, and how many characters that the client sees the text
-        has from its beginning on, or from where one may begin."""
+        """Append text.
+
+        Returns whether a stop word is complete, and the number of visible characters since its
+        beginning. If none is complete: since the earliest place where one may have begun.
+        """
         self._text += text
         self._seen += ("1" if is_seen else "0") * len(text)
         found: list[int] = []
@@ -85,7 +89,7 @@ class _Search:
         return bool(found), self._seen.count("1")
 
     def _possible_start(self) -> int:
-        """Length of the longest end of the text that begins a stop word."""
+        """Length of the longest end of the text that a stop word begins with."""
         for length in range(min(self._longest - 1, len(self._text)), 0, -1):
             end = self._text[-length:]
             if any(word.startswith(end) for word in self._words):

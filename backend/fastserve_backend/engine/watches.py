@@ -1,4 +1,4 @@
-"""Who watches the engine, and when each is due for the next picture."""
+"""Watchers of the engine: each gets a picture of it at its own interval."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from fastserve_client.engine_state import EngineState
 from fastserve_backend.errors import DrainingError, OverloadedError
 
 MAX_WATCHES = 8
-"""Each costs server and clients work with every picture, and one gateway's viewers share one."""
+"""Every picture costs server and client work. All viewers of a gateway share one watch."""
 
 StateSink = Callable[[EngineState | None], None]
-"""Gets the pictures, and None when there will be no more. Must return at once and not raise."""
+"""Called with each picture, and with None when there will be no more. Must return at once and not
+raise."""
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class _Watch:
 
 
 class Watches:
-    """Thread-safe. ``due_in_s`` is one comparison for an engine that nobody watches."""
+    """All watchers. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards the next two
@@ -37,11 +38,11 @@ class Watches:
         self._next_due_s = math.inf
 
     def add(self, interval_s: float, sink: StateSink) -> int:
-        """A watcher, due at once. Returns a number for ``remove``.
+        """A new watcher, whose first picture is due at once. Returns a number for ``remove``.
 
         Raises:
-            OverloadedError: there are ``MAX_WATCHES``.
-            DrainingError: closed.
+            OverloadedError: there are ``MAX_WATCHES`` already.
+            DrainingError: ``close`` was called.
         """
         with self._lock:
             if self._closed:
@@ -50,36 +51,36 @@ class Watches:
                 raise OverloadedError(f"{MAX_WATCHES} others watch already; try again later")
             number = next(self._numbers)
             self._watches[number] = _Watch(interval_s, sink)
-            self._plan()
+            self._update_next_due()
             return number
 
     def remove(self, number: int) -> None:
-        """The watcher went away, if it was there."""
+        """The watcher is gone; unknown numbers are ignored."""
         with self._lock:
             self._watches.pop(number, None)
-            self._plan()
+            self._update_next_due()
 
     def due_in_s(self, now: float) -> float:
-        """Seconds until a picture is wanted: 0 for now, infinity for never."""
+        """Seconds until the next picture is due; infinity if nobody watches."""
         return max(0.0, self._next_due_s - now)
 
     def show(self, now: float, state: EngineState) -> None:
-        """Hands the picture to those who are due."""
+        """Give the picture to every watcher that is due."""
         with self._lock:
             for watch in self._watches.values():
                 if watch.due_s <= now:
                     watch.sink(state)
                     watch.due_s = now + watch.interval_s
-            self._plan()
+            self._update_next_due()
 
     def close(self) -> None:
-        """Ends all watches and refuses new ones; idempotent."""
+        """End all watches and refuse new ones; idempotent."""
         with self._lock:
             self._closed = True
             for watch in self._watches.values():
                 watch.sink(None)
             self._watches.clear()
-            self._plan()
+            self._update_next_due()
 
-    def _plan(self) -> None:
+    def _update_next_due(self) -> None:
         self._next_due_s = min((watch.due_s for watch in self._watches.values()), default=math.inf)

@@ -1,4 +1,4 @@
-"""What the engine asks of the ranks, however they are reached."""
+"""The interface between the engine and the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastserve_backend.rank_protocol.messages import (
 
 
 class Executor(Protocol):
-    """All methods are called by one thread at a time."""
+    """Runs steps and copies on ranks. All methods are called by one thread at a time."""
 
     @property
     def can_submit(self) -> bool:
@@ -24,39 +24,39 @@ class Executor(Protocol):
 
     @property
     def can_submit_ahead(self) -> bool:
-        """Whether the ranks run a single step and take one more, which begins when that one has
-        ended and may run its tokens (``Step.previous_rows``)."""
+        """Whether one step runs, and the ranks take another that begins when it ends. The second
+        may run tokens of the first (``Step.previous_rows``)."""
         ...
 
     def submit(self, step: Step) -> None:
-        """Begin a step; only if ``can_submit`` or ``can_submit_ahead``."""
+        """Send a step; only if ``can_submit`` or ``can_submit_ahead``."""
         ...
 
     def copy(self, blocks: CopyBlocks) -> None:
-        """Begin a copy of KV blocks, at any time; it goes on while steps run. Ranks on a CPU may
-        begin it only when they have done the steps that were submitted before it."""
+        """Send a copy of KV blocks, at any time; it goes on while steps run. Ranks on a CPU may
+        begin it only after the steps that were submitted before it."""
         ...
 
     def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
         """Wait until the oldest unfinished step ends, any copy ends, the first stage is free, or
         ``timeout_s`` have passed.
 
-        There must be an unfinished step or copy. None: nothing ended, and it may be worth
-        submitting another step.
+        There must be an unfinished step or copy. None: neither has ended, and the caller may want
+        to submit another step.
 
         Raises:
-            EngineError: a rank died or stopped answering, or a step or a copy does not end; the
-                executor is of no further use.
+            EngineError: a rank died or stopped answering, or a step or a copy does not end. The
+                executor cannot be used any more.
         """
         ...
 
     def check(self) -> None:
-        """Raises EngineError if a rank died or stopped answering while nothing was running."""
+        """Check the ranks while nothing runs. Raises EngineError: one died or stopped answering."""
         ...
 
 
 class OwnedExecutor(Executor, Protocol):
-    """Ranks that whoever holds this has to start and to stop."""
+    """Ranks that the owner starts and stops."""
 
     def start(self, setup: Setup, timeout_s: float) -> Ready:
         """Start all ranks and wait until each has loaded its part.
@@ -68,10 +68,10 @@ class OwnedExecutor(Executor, Protocol):
         ...
 
     def kill(self) -> None:
-        """End all ranks at once, also stopped ones and those that load. From any thread, at any
-        time before ``close`` returns: a ``start`` under way then raises EngineError."""
+        """End all ranks at once, also while they load or hang. May be called by any thread until
+        ``close`` returns. A ``start`` under way then raises EngineError."""
         ...
 
     def close(self) -> None:
-        """Stop all ranks and free what they hold; idempotent."""
+        """Stop all ranks and free their resources; idempotent."""
         ...

@@ -1,4 +1,4 @@
-"""Several hosts: where their ranks meet, and who may join."""
+"""Ranks on several hosts: the address where they meet, and the keys that let them in."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from fastserve_backend.executor.rank_processes import rank_environment
 from fastserve_backend.rank_protocol.cluster_keys import ClusterKeys
 from fastserve_backend.system.interpreter import python_executable
 
-# A rank whose connection closed is found by the next message to it, and there is one so often, s.
+# Seconds between two messages to a rank of another host. Such a message fails if the rank is gone.
 PROBE_S = 1.0
-# What the last messages to the ranks of other hosts may take, ms.
+# Time that the last messages to the ranks of other hosts may take, in milliseconds.
 _LINGER_MS = 1000
 
 
 class Cluster:
-    """The first host's side, for the life of an engine; ranks may be restarted meanwhile.
+    """The first host's part of a cluster. It lives as long as the engine, and outlives its ranks.
 
     Owns the address where torch's agents and ranks meet (``master_port``), the agent that answers
-    there, and the keys of the engine's own socket (the port after it).
+    there, and the keys of the engine's own socket, which is at the next port.
     """
 
     def __init__(self, parallel: ParallelSection) -> None:
         """
         Raises:
-            ConfigError: no usable secret, or the addresses cannot be listened on.
+            ConfigError: there is no usable secret, or an address cannot be listened on.
         """
         self.parallel = parallel
         self.num_local_ranks = parallel.num_ranks // parallel.nnodes
         self._keys = ClusterKeys.from_environment()
         try:
             self._address = socket.gethostbyname(parallel.master_addr)
-            # Held here, not by the agent, so that a taken port shows at once.
+            # Opened here, not by the agent, so that a port in use is reported at once.
             self._listener = socket.create_server((self._address, parallel.master_port))
         except OSError as error:
             raise _unusable(parallel, parallel.master_port, error) from None
@@ -48,7 +48,7 @@ class Cluster:
 
     @classmethod
     def of(cls, parallel: ParallelSection) -> Cluster | None:
-        """None where one host is all there is. Raises what the constructor does."""
+        """None if there is only one host. Raises: as the constructor."""
         return cls(parallel) if parallel.nnodes > 1 else None
 
     @property
@@ -57,7 +57,7 @@ class Cluster:
 
     @property
     def rank_variables(self) -> dict[str, str]:
-        """Of torchrun's environment, for the ranks of this host."""
+        """Environment variables for the ranks of this host, as torchrun sets them."""
         return {
             "MASTER_ADDR": self.parallel.master_addr,
             "MASTER_PORT": str(self.parallel.master_port),
@@ -67,8 +67,8 @@ class Cluster:
     def bind(self, engine_socket: zmq.Socket[bytes]) -> ThreadAuthenticator:
         """Open the engine's socket to ranks that have the secret, and to nobody else.
 
-        Sending to a rank whose connection has closed then raises EHOSTUNREACH. The caller has to
-        stop what is returned, before the socket's context ends.
+        From then on, sending to a rank whose connection has closed raises EHOSTUNREACH. The caller
+        must stop the returned authenticator before it ends the socket's context.
         """
         authenticator = ThreadAuthenticator(engine_socket.context)
         authenticator.start()
@@ -84,7 +84,7 @@ class Cluster:
         return authenticator
 
     def start_agent(self) -> None:
-        """Unless it runs."""
+        """Start torch's agent, unless it runs."""
         if self._agent is not None and self._agent.poll() is None:
             return
         self._stop_agent()
@@ -106,7 +106,7 @@ class Cluster:
         )
 
     def describe_missing(self, ranks: list[int]) -> str:
-        """What to do about ranks that did not come."""
+        """The commands that start missing ranks on other hosts, for an error message."""
         nodes = sorted({rank // self.num_local_ranks for rank in ranks} - {0})
         if not nodes:
             return ""
@@ -115,7 +115,7 @@ class Cluster:
         )
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the agent and free the addresses; idempotent."""
         self._stop_agent()
         self._listener.close()
 
@@ -129,8 +129,11 @@ class Cluster:
 
 
 class LostRanks:
-    """Finds ranks of other hosts whose connection has closed. No descriptor tells of a process
-    there, but ZeroMQ refuses a message to one that is gone."""
+    """Finds ranks of other hosts whose connection has closed.
+
+    A process on another host has no descriptor here to watch. But ZeroMQ refuses a message to one
+    that is gone.
+    """
 
     def __init__(
         self,
@@ -138,15 +141,23 @@ class LostRanks:
         identities: Mapping[int, bytes],
         num_local_ranks: int,
     ) -> None:
-        """``identities`` are those of the ranks that have come, by their numbers; the first
-        ``num_local_ranks`` are of this host."""
+        """
+        Args:
+            identities: socket identities of connected ranks, by rank; the caller goes on adding to
+                it.
+            num_local_ranks: ranks below this number run on this host, and are not probed.
+        """
         self._socket = engine_socket
         self._identities = identities
         self._num_local_ranks = num_local_ranks
         self._next_probe_s = 0.0
 
     def check(self, *, at_once: bool) -> None:
-        """Raises EngineError if one is lost; looks each ``PROBE_S``, or ``at_once``."""
+        """Probe the ranks if ``PROBE_S`` have passed, or ``at_once``.
+
+        Raises:
+            EngineError: one is lost.
+        """
         now = time.monotonic()
         if now < self._next_probe_s and not at_once:
             return
@@ -156,7 +167,7 @@ class LostRanks:
             raise EngineError(lost)
 
     def find(self) -> str | None:
-        """Says which rank is lost, if one is."""
+        """Describes the first lost rank; None if there is none."""
         for rank, identity in self._identities.items():
             if rank < self._num_local_ranks:
                 continue
@@ -174,7 +185,7 @@ def connection_closed(rank: int) -> str:
 
 
 class _OnlyRanks:
-    """Decides for ZeroMQ's authenticator who may connect."""
+    """Tells ZeroMQ's authenticator which keys may connect."""
 
     def __init__(self, rank_public: bytes) -> None:
         self._rank_public = rank_public

@@ -1,4 +1,4 @@
-"""Real ranks: ``torch.distributed`` subprocesses, one message a step each way."""
+"""Real ranks: ``torch.distributed`` processes, one message a step each way."""
 
 from __future__ import annotations
 
@@ -37,48 +37,50 @@ from fastserve_backend.rank_protocol.messages import (
 )
 from fastserve_backend.system.temporary_directory import short_temporary_directory
 
-# Copies take milliseconds. One that takes so long, from the end of the steps that were sent before
-# it, has lost its device or its thread, and its blocks with it.
+# Copies take milliseconds. One that takes this long after the steps before it have ended has lost
+# its device or its thread.
 COPY_TIMEOUT_S = 60.0
-# A step that takes so long hangs on its device, while the rank's heartbeats go on.
+# A step that takes this long hangs on its device, although the rank's heartbeats go on.
 STEP_TIMEOUT_S = 600.0
-# While the first stage is free, how often collect() lets its caller look for arrivals.
+# While the first stage is free, collect() returns this often: its caller looks for arrivals.
 ARRIVAL_POLL_S = 0.01
 _log = logging.getLogger(__name__)
-# Of the directory that the engine's socket gets one in.
+# Longest path of the directory for temporary files. The address of a Unix socket is short, and the
+# socket's own name needs the rest of it.
 _MOST_PARENT_BYTES = 70
 
 
 class DistributedExecutor:
     """Owns the rank processes of this host, the socket to all ranks and their private directory.
 
-    Every rank gets the same messages in the same order. The first rank of each stage says when it
-    has done its part of a step, that of the last stage with the tokens; a copy has ended when every
-    rank has made its part of it.
+    Every rank gets the same messages in the same order. The first rank of each pipeline stage
+    reports when it has done its part of a step; in the last stage, with the tokens. A copy has
+    ended when every rank has made its part of it.
     """
 
     def __init__(self, cluster: Cluster | None = None) -> None:
         """
         Args:
-            cluster: where some of the ranks are on other hosts; stays the caller's.
+            cluster: needed if ranks run on other hosts; the caller closes it.
 
         Raises:
             ConfigError: the cluster's address cannot be listened on.
         """
         self.busy_s: list[float] = []
-        """What each stage has computed so far, without waiting for other stages."""
+        """Seconds that each stage has computed so far, without waits for other stages."""
         self._cluster = cluster
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        # By default, what is sent to a rank that is a thousand messages behind is dropped without a
-        # word. Memory bounds the queue: each copy has blocks of its own, and steps are few.
+        # By default ZeroMQ silently drops messages to a rank that is a thousand messages behind.
+        # Without that limit the queue stays short all the same: each copy needs blocks of its own,
+        # and few steps are unfinished at a time.
         self._socket.set_hwm(0)
         self._identities: dict[int, bytes] = {}  # rank → of its main socket
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._authenticator: ThreadAuthenticator | None = None
         self._lost: LostRanks | None = None
         if cluster is None:
-            # Of mode 0700; goes at the program's end at the latest.
+            # Its mode is 0700. It is removed at the program's end at the latest.
             self._directory = tempfile.TemporaryDirectory(
                 prefix="fastserve-ranks-",
                 dir=short_temporary_directory(_MOST_PARENT_BYTES),
@@ -100,10 +102,10 @@ class DistributedExecutor:
         self._ranks = RankProcesses(self._poller)
         self._tensor_size = 1
         self._flights: dict[int, _Batch] = {}  # of the unfinished steps
-        self._left_s: list[float] = []  # when a batch left each stage last
-        # Since when the oldest of them is the next to end, by RankProcesses.listened_s.
+        self._left_s: list[float] = []  # when the latest batch left each stage
+        # When the oldest of ``_flights`` became the oldest, in RankProcesses.listened_s.
         self._oldest_since_s = 0.0
-        self._in_first_stage: int | None = None  # step
+        self._in_first_stage: int | None = None  # the step that the first stage runs
         self._copies: dict[int, _Copy] = {}  # unfinished, the oldest first
         self._is_broken = False
         self._closed = False
@@ -129,7 +131,7 @@ class DistributedExecutor:
         return self._of_all([ready[rank] for rank in sorted(ready)])
 
     def _start_processes(self, setup: Setup) -> Setup:
-        """Start the ranks of this host; returns what to send to all."""
+        """Start the ranks of this host; returns the setup to send to all ranks."""
         num_ranks = setup.tensor_parallel_size * setup.pipeline_parallel_size
         arguments = ["--engine", self._address]
         if self._directory is not None:
@@ -155,9 +157,9 @@ class DistributedExecutor:
         return reason
 
     def _of_all(self, ready: Sequence[Ready]) -> Ready:
-        """What the ranks can do together: each has its part of every block."""
+        """The ranks as a whole: each has its part of every block."""
         hardware = ready[0].hardware
-        if self._cluster is not None:  # a network between ranks changes what an iteration takes
+        if self._cluster is not None:  # a network between ranks changes iteration times
             hardware += f", {self._cluster.parallel.nnodes} hosts"
         return Ready(
             num_blocks=min(one.num_blocks for one in ready),
@@ -175,7 +177,7 @@ class DistributedExecutor:
 
     @property
     def can_submit_ahead(self) -> bool:
-        # With several stages the last one has the tokens, and the first runs another batch.
+        # With several stages, the last one has the tokens while the first runs another batch.
         return len(self.busy_s) == 1 and len(self._flights) == 1
 
     def submit(self, step: Step) -> None:
@@ -222,7 +224,7 @@ class DistributedExecutor:
             return
         self._closed = True
         if self._is_broken:
-            # They may wait for one that is no more; those of other hosts end with the connection.
+            # Ranks may wait for one that is gone. Those of other hosts end with the connection.
             self._ranks.let_go() if self._cluster is None else self._ranks.kill()
         else:
             with suppress(zmq.ZMQError, EngineError):
@@ -236,9 +238,9 @@ class DistributedExecutor:
             self._directory.cleanup()
 
     def _end_stage(self, rank: int, done: StageDone) -> bool:
-        """Whether that makes room for another step."""
+        """A stage has done its part. Returns whether there is room for another step now."""
         batch = self._flights.get(done.step_id)
-        # None: its result has come first, by a socket of its own.
+        # None if the step's result came first: that has a socket of its own.
         self._left(rank // self._tensor_size, batch, done.busy_s)
         if done.step_id != self._in_first_stage or rank != 0:
             return False
@@ -251,7 +253,7 @@ class DistributedExecutor:
         now_s = time.monotonic()
         if batch is not None:
             batch.compute_s += busy_s
-            if stage > 0:  # the first is free when a batch is sent
+            if stage > 0:  # the first stage was free when the batch was sent
                 batch.waited_s += max(0.0, self._left_s[stage] - batch.left_s)
             batch.left_s = now_s
         self._left_s[stage] = now_s
@@ -266,7 +268,7 @@ class DistributedExecutor:
         return result
 
     def _end_copy(self, rank: int, part: CopyResult) -> CopyResult | None:
-        """The result for all ranks, if this was the last one's."""
+        """One rank has made its part. Returns the result of the whole copy after the last one."""
         copy = self._copies[part.transfer_id]
         copy.num_waiting -= 1
         copy.seconds = max(copy.seconds, part.seconds)
@@ -280,7 +282,7 @@ class DistributedExecutor:
     def _send(
         self, message: Setup | Step | CopyBlocks | Stop, ranks: Sequence[int] | None = None
     ) -> None:
-        """To ``ranks``, or to all."""
+        """Send to ``ranks``, or to all."""
         data = encoder.encode(message)
         for rank in self._identities if ranks is None else ranks:
             try:
@@ -291,8 +293,7 @@ class DistributedExecutor:
                 self._break(self._find_lost() or connection_closed(rank))
 
     def _receive(self, deadline: float | None) -> tuple[int, FromRank] | None:
-        """The next message and the rank it is from; None once ``deadline`` (monotonic seconds) has
-        passed."""
+        """The next message and its rank; None if ``deadline`` (monotonic seconds) passes first."""
         while True:
             now = time.monotonic()
             wait_s = LISTEN_S if deadline is None else min(LISTEN_S, max(0.0, deadline - now))
@@ -305,7 +306,7 @@ class DistributedExecutor:
                     self._ranks.heard_from(rank)
                     if isinstance(message, Failed):
                         self._fail(message)
-                self._watch(())  # the heartbeats of some must not hide the silence of others
+                self._watch(())  # also while messages of other ranks keep coming
                 if rank is not None:
                     return rank, message
             else:
@@ -314,20 +315,21 @@ class DistributedExecutor:
                 return None
 
     def _rank_of(self, identity: bytes, message: FromRank) -> int | None:
-        """The number of the rank that sent ``message``; None if it is none of these ranks.
+        """The rank that sent ``message``; None if the sender is not one of this engine's ranks.
 
         Raises:
-            EngineError: a rank began anew.
+            EngineError: a rank has been started a second time.
         """
         _, number, token = identity.rsplit(b"-", 2)
         rank = int(number)
         if isinstance(message, Hello) and rank < len(self._ranks):
             if rank in self._identities:
-                # Where it ended a moment before, that says more.
+                # If it ended a moment ago, that is the better error.
                 self._break(self._find_lost() or f"rank {rank} began anew, on {message.host}")
             self._identities[rank] = identity
         elif not self._identities.get(rank, b"").endswith(token):
-            # On another host one of a former start may be about to end, or started by mistake.
+            # On another host, a rank of an earlier start may be about to end, or one was started by
+            # mistake.
             _log.debug("ignored a message of a rank %d that is not of this engine", rank)
             return None
         return rank
@@ -335,7 +337,7 @@ class DistributedExecutor:
     def _watch(self, readable: Collection[object]) -> None:
         try:
             if self._lost is not None:
-                # First: a rank of this host may have ended because one of another is lost.
+                # Checked first: a rank of this host may have ended because another host's is lost.
                 self._lost.check(at_once=bool(readable))
             self._ranks.check_alive(readable)
             self._ranks.check_heard()
@@ -359,7 +361,7 @@ class DistributedExecutor:
         self._break(self._ranks.find_killed() or self._find_lost() or failed.reason)
 
     def _find_lost(self) -> str | None:
-        """Says which rank of another host is lost, if one is."""
+        """Describes a lost rank of another host; None if there is none."""
         return None if self._lost is None else self._lost.find()
 
     def _break(self, reason: str) -> NoReturn:
@@ -369,32 +371,33 @@ class DistributedExecutor:
 
 @dataclass(slots=True)
 class _Batch:
-    """A step that the ranks have not ended."""
+    """A step that the ranks have not finished."""
 
     left_s: float
-    """When it left the latest of its stages; before that, when it was sent."""
+    """When it left its latest stage; before the first, when it was sent."""
     compute_s: float = 0.0
-    """Of the stages that it has left."""
+    """Seconds that the stages it has left computed."""
     waited_s: float = 0.0
-    """Between stages, for those that still ran the step before."""
+    """Seconds between stages, while the next stage still ran the step before."""
     ended_s: float = math.inf
-    """By ``RankProcesses.listened_s``."""
+    """In ``RankProcesses.listened_s``."""
 
 
 @dataclass(slots=True)
 class _Copy:
-    """A copy that not every rank has made."""
+    """A copy that the ranks have not finished."""
 
     sent_s: float
-    """By ``RankProcesses.listened_s``."""
+    """In ``RankProcesses.listened_s``."""
     behind: _Batch | None
-    """What was sent last before it, if that ran: a rank on a CPU takes it only after that."""
+    """The latest unfinished step when it was sent: a rank on a CPU makes the copy after that."""
     num_waiting: int
+    """Ranks that have not made their part."""
     seconds: float = 0.0
-    """The slowest rank's so far."""
+    """Duration on the slowest rank so far."""
     error: str | None = None
 
     @property
     def since_s(self) -> float:
-        """When every rank could begin it; infinite while one may not have."""
+        """When every rank could begin; infinite as long as one may be unable to."""
         return self.sent_s if self.behind is None else self.behind.ended_s

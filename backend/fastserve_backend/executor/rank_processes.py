@@ -15,42 +15,42 @@ import zmq
 from fastserve_backend.errors import EngineError
 from fastserve_backend.system.interpreter import child_environment, python_executable
 
-# A rank's heartbeat comes every second; after this long it is stopped or its machine is.
+# A rank sends a heartbeat every second. After this long without one, it or its machine has stopped.
 HEARTBEAT_TIMEOUT_S = 8.0
-# The same before all are ready: while CUDA begins, with every GPU of a host, no other thread of the
-# rank runs.
+# The same before all ranks are ready: while CUDA initializes all GPUs of a host, no other thread of
+# a rank runs.
 START_HEARTBEAT_TIMEOUT_S = 60.0
-# Messages of ranks are waited for at most so long at a time.
+# Longest single wait for messages of ranks.
 LISTEN_S = 1.0
-# How long the ranks may take to end by themselves before they are killed.
+# How long ranks may take to end by themselves before they are killed.
 STOP_TIMEOUT_S = 5.0
-# How long the end of a killed one may take, which a driver or a file system can hold up.
+# How long a killed rank may take to end, which a driver or a file system can delay.
 KILL_TIMEOUT_S = 10.0
-# A rank may report that its connection to another broke before the death of that other shows.
+# A rank may report a broken connection to another rank before the death of the other is visible.
 DEATH_SHOWS_S = 0.5
-# Between two parallel regions a thread of the rank spins for so many loops before it sleeps. With
-# libgomp's far longer default it keeps the server and the clients from cores that they share.
+# How many loops a rank's thread spins between two parallel regions before it sleeps. libgomp's
+# default is far longer, and keeps server and clients from cores that they share with the ranks.
 OPENMP_SPIN_COUNT = "2000"
 _log = logging.getLogger(__name__)
 
 
 class RankProcesses:
-    """One process a rank, with torchrun's environment. Of other hosts' ranks, when they were heard.
+    """One process for each rank of this host, and the heartbeats of all ranks.
 
-    A dead rank is noticed at once (its process descriptor becomes readable), a stopped one by
-    missing heartbeats. The ranks end when this process does: each watches its standard input,
-    whose other end is held here, or, among several hosts, its connection.
+    A dead rank is noticed at once: its process descriptor becomes readable. A stopped one is
+    noticed by missing heartbeats. The ranks end when this process does: each watches its standard
+    input, whose other end is held here, or with several hosts its connection.
     """
 
     def __init__(self, poller: zmq.Poller) -> None:
-        """``poller`` then also wakes when a rank dies."""
+        """``poller`` also wakes when a rank dies."""
         self._poller = poller
         self._started: list[tuple[subprocess.Popen[bytes], int]] = []  # with a pidfd each
-        # Since the last message. None until the first one: importing torch may take long and no
-        # thread of the rank runs yet. The time for that is bounded by whoever waits for the ranks.
+        # Seconds since each rank's last message. None until the first: importing torch may take
+        # long, and no thread sends heartbeats yet. Whoever waits for the ranks bounds that time.
         self._silent_s: list[float | None] = []
         self.listened_s = 0.0
-        """How long ranks were listened to, without pauses of this process."""
+        """Seconds for which ranks were listened to, without pauses of this process."""
         self._checked_s = time.monotonic()
         self._heartbeat_timeout_s = START_HEARTBEAT_TIMEOUT_S
 
@@ -66,11 +66,11 @@ class RankProcesses:
         Args:
             num_ranks: of all hosts.
             arguments: those of ``python -m fastserve_backend.worker``.
-            num_local: the first so many ranks are started here; default: all.
-            variables: more of torchrun's environment.
+            num_local: number of ranks to start on this host, the first ones; default: all.
+            variables: more environment variables.
 
         Raises:
-            EngineError: the system does not let one start; ``stop`` ends those before it.
+            EngineError: a process cannot be started; ``stop`` ends those before it.
         """
         num_local = num_ranks if num_local is None else num_local
         command = [python_executable(), "-m", "fastserve_backend.worker", *arguments]
@@ -87,15 +87,15 @@ class RankProcesses:
             self._poller.register(pidfd, zmq.POLLIN)
 
     def __len__(self) -> int:
-        """The ranks of all hosts."""
+        """Number of ranks on all hosts."""
         return len(self._silent_s)
 
     def heard_from(self, rank: int) -> None:
-        """A message came from it, be it a heartbeat."""
+        """A message came from the rank; heartbeats count too."""
         self._silent_s[rank] = 0.0
 
     def all_ready(self) -> None:
-        """From now on they are watched more closely."""
+        """All ranks have loaded: from now on ``HEARTBEAT_TIMEOUT_S`` applies."""
         self._heartbeat_timeout_s = HEARTBEAT_TIMEOUT_S
 
     def check_alive(self, readable: Collection[object]) -> None:
@@ -105,10 +105,10 @@ class RankProcesses:
                 raise EngineError(_death(rank, process.wait()))
 
     def check_heard(self) -> None:
-        """Raises EngineError if a rank has been silent for too long, as far as it was listened to.
+        """Raises EngineError if a rank has been silent for too long.
 
-        To be called every ``LISTEN_S`` at least. More than that between two calls was a pause of
-        this process, whose unread messages may be the rank's.
+        Must be called every ``LISTEN_S`` at least. A longer time between two calls counts as
+        ``LISTEN_S``: this process was paused then, and messages of the rank may lie unread.
         """
         now, limit_s = time.monotonic(), self._heartbeat_timeout_s
         passed_s = min(now - self._checked_s, LISTEN_S)
@@ -122,7 +122,10 @@ class RankProcesses:
                 raise EngineError(f"rank {rank} has not answered for {limit_s:.0f} s")
 
     def find_killed(self) -> str | None:
-        """Says which rank a signal has ended, if that shows soon; others fail because of it."""
+        """Describes the rank that a signal has ended; None if none shows within ``DEATH_SHOWS_S``.
+
+        Other ranks fail because of it, and their errors say less.
+        """
         deadline = time.monotonic() + DEATH_SHOWS_S
         while True:
             alive = select.poll()
@@ -138,18 +141,18 @@ class RankProcesses:
             alive.poll(left_s * 1000)
 
     def let_go(self) -> None:
-        """The ranks end at once, whatever they wait for, if they can run at all."""
+        """Let the ranks end: at once, whatever they wait for, unless they are stopped."""
         for process, _ in self._started:
             assert process.stdin is not None
             process.stdin.close()
 
     def kill(self) -> None:
-        """At once, without a wait; any thread may call it, and as often as it likes."""
+        """Kill the ranks of this host and return. Any thread may call it, any number of times."""
         for process, _ in list(self._started):
             process.kill()
 
     def stop(self) -> None:
-        """Wait for all to end, and kill those that do not within ``STOP_TIMEOUT_S``."""
+        """Wait for all ranks to end; kill those that do not end within ``STOP_TIMEOUT_S``."""
         processes = [process for process, _ in self._started]
         for process in _unended(processes, STOP_TIMEOUT_S):
             process.kill()
@@ -167,7 +170,7 @@ class RankProcesses:
 def _start(
     command: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """A process and a pidfd of it, or an OSError and neither."""
+    """Start a process and open its pidfd. If that raises OSError, no process is left."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
     try:
         return process, os.pidfd_open(process.pid)
@@ -180,7 +183,7 @@ def _start(
 def _unended(
     processes: Sequence[subprocess.Popen[bytes]], timeout_s: float
 ) -> list[subprocess.Popen[bytes]]:
-    """Those that have not ended after ``timeout_s``."""
+    """The processes that have not ended after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     unended = []
     for process in processes:
@@ -192,7 +195,7 @@ def _unended(
 
 
 def rank_environment() -> dict[str, str]:
-    """What a rank inherits; whoever set the spin count himself keeps it."""
+    """Environment of a rank. A spin count that the user has set is kept."""
     return {"GOMP_SPINCOUNT": OPENMP_SPIN_COUNT} | child_environment()
 
 

@@ -1,7 +1,7 @@
-"""Whether a grammar can be compiled, found out where it can do no harm.
+"""Tries out, where it can do no harm, whether a grammar can be compiled.
 
-There are grammars of a few bytes over which the compiler runs out of stack, out of memory, or never
-ends. So each is first compiled by a fork of the process, which may not take much of anything.
+With some grammars of a few bytes the compiler runs out of stack or memory, or never ends. So a fork
+of the process, with tight limits, compiles each grammar first.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import signal
 
 from fastserve_backend.grammars.compiler import Compiler, GrammarError
 
-# Most take a millisecond, the largest of practical use a tenth of a second.
+# Most grammars take a millisecond, the largest practical ones a tenth of a second.
 CPU_SECONDS = 1
 _MEMORY_BYTES = 256 << 20
-# A quarter of what threads mostly have, so that what passes here does not run out of it later.
+# A quarter of a usual thread's stack: a grammar that passes here does not overflow it later.
 _STACK_BYTES = 2 << 20
 _TOO_MUCH = (
     f"is too complex: compiling it took more than {CPU_SECONDS} s, {_MEMORY_BYTES >> 20} MiB of "
@@ -25,9 +25,9 @@ _TOO_MUCH = (
 
 
 class Check:
-    """One grammar that is being compiled by a fork.
+    """A fork that compiles one grammar.
 
-    Call this only in a process with a single thread.
+    Only a process with a single thread may use it.
     """
 
     def __init__(self, compiler: Compiler, kind: str, text: str) -> None:
@@ -38,11 +38,11 @@ class Check:
         os.close(write_end)
 
     def fileno(self) -> int:
-        """Readable when ``reason`` does not wait."""
+        """A descriptor that becomes readable when the fork has ended."""
         return self._result
 
     def reason(self) -> str | None:
-        """Why there is no such grammar; None: there is. To be called once."""
+        """Wait for the fork, once. Returns why the grammar cannot be compiled; None: it can."""
         with open(self._result, "rb") as file:
             said = file.read().decode()
         os.waitpid(self._pid, 0)
@@ -50,18 +50,18 @@ class Check:
 
 
 def _data_bytes() -> int:
-    """That the process has already, of what ``RLIMIT_DATA`` counts."""
+    """The memory of this process that ``RLIMIT_DATA`` counts."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[5]) * resource.getpagesize()
 
 
-# So that it is told apart from saying nothing.
+# Marks a verdict, which may be empty, from a fork that died and said nothing.
 _VERDICT = ":"
 
 
 def _run(compiler: Compiler, kind: str, text: str, write_end: int) -> None:
     try:
-        # A death by a signal is no news, and its core file nobody's.
+        # The fork may die by a signal; no core file is needed then.
         for limit, value in (
             (resource.RLIMIT_CPU, CPU_SECONDS),
             (resource.RLIMIT_DATA, _data_bytes() + _MEMORY_BYTES),
@@ -69,7 +69,7 @@ def _run(compiler: Compiler, kind: str, text: str, write_end: int) -> None:
             (resource.RLIMIT_CORE, 0),
         ):
             _, hard = resource.getrlimit(limit)
-            with contextlib.suppress(ValueError):  # lower than that already
+            with contextlib.suppress(ValueError):  # the hard limit is lower
                 resource.setrlimit(limit, (value, hard))
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         said = _VERDICT

@@ -1,6 +1,6 @@
-"""From what a client asks for to a matcher of llguidance.
+"""Compiles what a client asks for to a matcher of llguidance.
 
-https://github.com/guidance-ai/llguidance, which vLLM, SGLang and llama.cpp use too.
+vLLM, SGLang and llama.cpp use https://github.com/guidance-ai/llguidance too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from llguidance import (
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Beyond these a mask takes tens of milliseconds, or a matcher tens of megabytes, and the job fails.
-# Rows have about four items for each optional property of a JSON object.
+# Beyond these limits a mask would take tens of milliseconds, or a matcher tens of megabytes. The
+# job fails instead. Rows have about four items for each optional property of a JSON object.
 _LIMITS = LLParserLimits(
     max_items_in_row=1000,
     step_max_items=20_000,
@@ -31,8 +31,8 @@ _LIMITS = LLParserLimits(
     max_lexer_states=10_000,
     verbose_errors=False,
 )
-# Between the parts of a JSON text: a line break and its indentation. Small models would go on with
-# white space for ever.
+# Allowed between the parts of a JSON text: a line break and its indentation. Without a limit, small
+# models would write white space for ever.
 _WHITE_SPACE = r"[ \n\t]{0,24}"
 _MAX_REASON_CHARS = 300
 _NOTHING_MATCHES = "NoExtension"
@@ -40,32 +40,33 @@ _OWN_STATE = re.compile(r"<(?:backtrace|state|non-verbose/|grammar)>")
 
 
 class GrammarError(Exception):
-    """There is no such grammar, or it is too much; the message says why, in one line."""
+    """The grammar is invalid or exceeds a limit; the message says why, in one line."""
 
 
 class Compiler:
-    """For one vocabulary.
+    """Compiles grammars for one vocabulary.
 
     Args:
-        tokens: the bytes of each, by id; those without any are never allowed, but for the
-            end-of-sequence tokens, which are where an answer may end.
-        eos_token_ids: one at least.
+        tokens: the bytes of each token, by id. Tokens without bytes are never allowed, except the
+            end-of-sequence tokens, which are allowed where an answer may end.
+        eos_token_ids: at least one.
     """
 
     def __init__(self, tokens: Sequence[bytes], eos_token_ids: Sequence[int]) -> None:
-        # Whatever text an end token has, the answer ends there: it is no part of a string.
+        # An end token always ends the answer, so its text must not be part of a string.
         ends = set(eos_token_ids)
         tokens = [b"" if one in ends else token for one, token in enumerate(tokens)]
         wrapper = TokenizerWrapper(_Vocabulary(tokens, eos_token_ids[0]))
         self._tokenizer = LLTokenizer(wrapper, eos_token=list(eos_token_ids))
 
     def compile(self, kind: str, text: str) -> LLMatcher:
-        """A matcher of the whole answer. The first mask is computed, so that some token is allowed.
+        """A matcher of the whole answer. It computes the first mask, to be sure that it can.
 
-        Takes a millisecond mostly, and for some grammars for ever, all memory, or all of the stack.
+        Mostly this takes a millisecond. Some grammars never end, or take all memory or all of the
+        stack: see ``Check``.
 
         Raises:
-            GrammarError: see there.
+            GrammarError: the grammar is invalid or exceeds a limit.
         """
         try:
             grammar = _grammar(kind, text)
@@ -77,10 +78,10 @@ class Compiler:
 
 
 def next_mask(matcher: LLMatcher) -> bytes:
-    """What the next token may be; as in ``Masks``.
+    """Which tokens may come next, as bits: see ``Mask``.
 
     Raises:
-        GrammarError: nothing, or that takes more than the limits.
+        GrammarError: no token may, or computing the mask exceeds a limit.
     """
     mask = matcher.compute_bitmask()
     if matcher.is_error():
@@ -89,30 +90,30 @@ def next_mask(matcher: LLMatcher) -> bytes:
 
 
 def accept(matcher: LLMatcher, token_id: int) -> None:
-    """The answer goes on with this token.
+    """Continue the answer with this token.
 
     Raises:
-        GrammarError: it must not.
+        GrammarError: the grammar does not allow it.
     """
     if not matcher.consume_token(token_id):
         raise GrammarError(_reason(matcher.get_error()))
 
 
 class _Vocabulary:
-    """What llguidance asks of a tokenizer."""
+    """The parts of a tokenizer that llguidance needs."""
 
     bos_token_id = None
 
     def __init__(self, tokens: Sequence[bytes], eos_token_id: int) -> None:
         self.tokens = tokens
         self.eos_token_id = eos_token_id
-        # Of tokens that are alike the first.
+        # Of tokens with the same bytes, the first.
         self._ids = {token: n for n, token in reversed(list(enumerate(tokens))) if token}
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of a text that the grammar forces, the longest first. The model's own tokenizer
-        might split it otherwise, but would also see special tokens in it."""
+        """Splits a text that the grammar forces, always into the longest token. The model's own
+        tokenizer may split it differently, but would also see special tokens in it."""
         found, begin = [], 0
         while begin < len(text):
             for end in range(min(len(text), begin + self._longest), begin, -1):
@@ -137,17 +138,17 @@ def _grammar(kind: str, text: str) -> str:
         options: JsonCompileOptions = {"whitespace_pattern": _WHITE_SPACE}
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if kind == "regex":
-        # Else \d is any of the digits that Unicode has.
+        # Otherwise \d would match any digit of Unicode.
         return f"start: /{regex_to_lark(text, use_ascii='d')}/"
     if kind == "choice":
-        # One lexeme, however many there are: of alternatives of the grammar there is a limit.
+        # All choices are one lexeme, because the number of a grammar's alternatives is limited.
         choices = (json.dumps(one, ensure_ascii=False) for one in json.loads(text))
         return "start: CHOICE\nCHOICE: " + " | ".join(choices)
     return LLMatcher.grammar_from_lark(text)
 
 
 def _reason(message: str) -> str:
-    """On one line, without what llguidance says of its own state."""
+    """The message on one line, without llguidance's internal state."""
     if message.startswith(_NOTHING_MATCHES):
         return "nothing matches it"
     reason = " ".join(_OWN_STATE.split(message)[0].split())

@@ -13,63 +13,62 @@ class Vocabulary(msgspec.Struct, tag="vocabulary", array_like=True):
     eos_token_ids: tuple[int, ...]
 
 
-class Begin(msgspec.Struct, tag="begin", array_like=True):
-    """A job whose output a grammar bounds. It says all that there is to know: a fresh process can
-    go on with it."""
+class BeginJob(msgspec.Struct, tag="begin", array_like=True):
+    """A job whose output must follow a grammar. The message says all about it, so that a fresh
+    process can go on with the job."""
 
     number: int
     kind: str
     text: str
-    output_ids: bytes  # int32: the tokens that it has already
+    output_ids: bytes  # int32: the tokens that the job has already
 
 
-class Accept(msgspec.Struct, tag="accept", array_like=True):
-    """Jobs have one more token each."""
+class AcceptTokens(msgspec.Struct, tag="accept", array_like=True):
+    """Some jobs have one more token each."""
 
     tokens: list[tuple[int, int]]
     """Number of the job, id of the token."""
 
 
-class End(msgspec.Struct, tag="end", array_like=True):
+class EndJob(msgspec.Struct, tag="end", array_like=True):
     """The job is over."""
 
     number: int
 
 
 class Mask(msgspec.Struct, array_like=True):
-    """What a job's next token may be."""
+    """Which tokens may come next in a job."""
 
     number: int
     num_tokens: int
-    """That it follows: it is of no use to a job that has more by now."""
+    """Output tokens before the next one. A job that has more by now cannot use the mask."""
     bits: bytes
-    """One for each token of the vocabulary, the lowest of each byte first, in whole words of 32
-    bits."""
+    """One bit for each token of the vocabulary, the lowest of each byte first, padded to whole
+    words of 32 bits."""
 
 
-class Masks(msgspec.Struct, tag="masks", array_like=True):
-    """The answer to ``Begin``, and to each token."""
+class NewMasks(msgspec.Struct, tag="masks", array_like=True):
+    """The answer to ``BeginJob``, and to each token."""
 
     masks: list[Mask]
 
 
-class Refused(msgspec.Struct, tag="refused", array_like=True):
-    """The answer to ``Begin``, where there is no such grammar or it is too much."""
+class GrammarRefused(msgspec.Struct, tag="refused", array_like=True):
+    """The answer to ``BeginJob``, where the grammar is invalid or exceeds a limit."""
 
     number: int
     reason: str
 
 
-class Failed(msgspec.Struct, tag="failed", array_like=True):
+class JobFailed(msgspec.Struct, tag="failed", array_like=True):
     """The answer to a token, where the grammar cannot say what follows within its limits."""
 
     number: int
     reason: str
 
 
-ToGrammars = Vocabulary | Begin | Accept | End
-FromGrammars = Masks | Refused | Failed
+ToGrammars = Vocabulary | BeginJob | AcceptTokens | EndJob
+FromGrammars = NewMasks | GrammarRefused | JobFailed
 
-encoder = msgspec.msgpack.Encoder()
 to_grammars_decoder = msgspec.msgpack.Decoder(ToGrammars)
 from_grammars_decoder = msgspec.msgpack.Decoder(FromGrammars)

@@ -14,28 +14,27 @@ from llguidance import LLMatcher
 from fastserve_backend.grammars.check import Check
 from fastserve_backend.grammars.compiler import Compiler, GrammarError, accept, next_mask
 from fastserve_backend.grammars.messages import (
-    Accept,
-    Begin,
-    End,
-    Failed,
-    FromGrammars,
+    AcceptTokens,
+    BeginJob,
+    EndJob,
+    GrammarRefused,
+    JobFailed,
     Mask,
-    Masks,
-    Refused,
+    NewMasks,
+    ToGrammars,
     Vocabulary,
-    encoder,
-    to_grammars_decoder,
 )
-from fastserve_backend.grammars.packets import Packets
+from fastserve_backend.system.packets import Packets
 
-# Clients mostly send the same few again and again.
+# Compiled grammars that are kept: clients mostly send the same few again and again.
 _MAX_KNOWN = 64
-# Compiled at once: others that are quick pass one that is not.
+# Grammars that are checked at the same time, so that quick ones pass a slow one.
 _MAX_CHECKS = 2
-# Of processor time, in which others wait, at each token anew. Schemas with hundreds of properties
-# take a tenth of it, very ambiguous grammars ten times as much before they exceed other limits.
+# Processor time for one mask; other jobs wait meanwhile, and at each token again. Schemas with
+# hundreds of properties take a tenth of it. Very ambiguous grammars would take ten times as much
+# before they exceed other limits.
 _MOST_MASK_S = 0.05
-# Masks that are ready wait no longer for others, to be sent together.
+# How long a mask that is ready waits for others, to be sent with them.
 _MASKS_TOGETHER_S = 0.001
 
 
@@ -60,7 +59,7 @@ class _Job:
         return Mask(self.number, self.num_tokens, next_mask(self.matcher))
 
     def mask_after(self, token_id: int) -> Mask:
-        """Raises GrammarError, also where it takes too long."""
+        """Raises GrammarError: also where computing the mask takes too long."""
         started_s = time.thread_time()
         self.accept(token_id)
         mask = self.mask()
@@ -73,20 +72,20 @@ class _Job:
 
 
 class GrammarLoop:
-    """Serves one engine. It has a single thread, because it forks.
+    """Serves one engine. The process has a single thread, because it forks.
 
     Args:
-        engine: the engine's socket; the loop ends when its other end closes.
+        engine: the connection to the engine; the loop ends when the engine closes it.
     """
 
-    def __init__(self, engine: Packets) -> None:
+    def __init__(self, engine: Packets[ToGrammars]) -> None:
         self._engine = engine
         self._compiler: Compiler
         self._jobs: dict[int, _Job] = {}
         self._known: OrderedDict[_Grammar, LLMatcher | str] = OrderedDict()
-        """Those used last: one to copy, or why there is none."""
-        self._waiting: dict[_Grammar, list[Begin]] = {}
-        """Jobs of each grammar that is not known yet."""
+        """Grammars used last: the matcher to copy, or the reason why there is none."""
+        self._waiting: dict[_Grammar, list[BeginJob]] = {}
+        """Jobs that wait for a grammar to be checked."""
         self._unchecked: deque[_Grammar] = deque()
         self._checks: dict[int, tuple[_Grammar, Check]] = {}
 
@@ -100,18 +99,17 @@ class GrammarLoop:
             ready = {fileno for fileno, _ in poller.poll()}
             if self._engine.fileno() in ready:
                 self._engine.flush()
-                for data in self._engine.receive():
-                    self._take(data)
+                for message in self._engine.receive():
+                    self._take(message)
             for fileno in ready & self._checks.keys():
                 self._end_check(fileno)
 
-    def _take(self, data: bytes) -> None:
-        message = to_grammars_decoder.decode(data)
-        if isinstance(message, Accept):
+    def _take(self, message: ToGrammars) -> None:
+        if isinstance(message, AcceptTokens):
             self._accept(message)
-        elif isinstance(message, Begin):
+        elif isinstance(message, BeginJob):
             self._begin(message)
-        elif isinstance(message, End):
+        elif isinstance(message, EndJob):
             self._jobs.pop(message.number, None)
             for begins in self._waiting.values():
                 begins[:] = [begin for begin in begins if begin.number != message.number]
@@ -119,12 +117,9 @@ class GrammarLoop:
             assert isinstance(message, Vocabulary)
             self._compiler = Compiler(message.tokens, message.eos_token_ids)
 
-    def _send(self, message: FromGrammars) -> None:
-        self._engine.send(encoder.encode(message))
-
     # --- Jobs that begin ----------------------------------------------------------------------
 
-    def _begin(self, begin: Begin) -> None:
+    def _begin(self, begin: BeginJob) -> None:
         grammar = _Grammar(begin.kind, begin.text)
         if grammar in self._known:
             self._known.move_to_end(grammar)
@@ -159,9 +154,9 @@ class GrammarLoop:
             self._start(begin, known)
         self._check_next()
 
-    def _start(self, begin: Begin, known: LLMatcher | str) -> None:
+    def _start(self, begin: BeginJob, known: LLMatcher | str) -> None:
         if isinstance(known, str):
-            self._send(Refused(begin.number, known))
+            self._engine.send(GrammarRefused(begin.number, known))
             return
         job = _Job(begin.number, known.deep_copy())
         try:
@@ -169,14 +164,14 @@ class GrammarLoop:
                 job.accept(token_id)
             mask = job.mask()
         except GrammarError as error:
-            self._send(Failed(job.number, str(error)))
+            self._engine.send(JobFailed(job.number, str(error)))
             return
         self._jobs[job.number] = job
-        self._send(Masks([mask]))
+        self._engine.send(NewMasks([mask]))
 
     # --- Jobs that go on ----------------------------------------------------------------------
 
-    def _accept(self, message: Accept) -> None:
+    def _accept(self, message: AcceptTokens) -> None:
         masks: list[Mask] = []
         oldest_s = 0.0
         for number, token_id in message.tokens:
@@ -187,14 +182,14 @@ class GrammarLoop:
                 mask = job.mask_after(token_id)
             except GrammarError as error:
                 del self._jobs[number]
-                self._send(Failed(number, str(error)))
+                self._engine.send(JobFailed(number, str(error)))
                 continue
             now = time.monotonic()
             if masks and now - oldest_s > _MASKS_TOGETHER_S:
-                self._send(Masks(masks))
+                self._engine.send(NewMasks(masks))
                 masks = []
             if not masks:
                 oldest_s = now
             masks.append(mask)
         if masks:
-            self._send(Masks(masks))
+            self._engine.send(NewMasks(masks))

@@ -1,25 +1,72 @@
-"""The KV blocks of one tier: one owner of the free list and of every job's block table.
+"""The KV blocks of one tier: the free ones, and every job's block table.
 
-Pure bookkeeping of block numbers; the blocks themselves live in the ranks. Paged KV as in vLLM's
-PagedAttention (Kwon et al. 2023, §4): a job's position ``p`` lies in ``table[p // block_size]``.
+Only block numbers are kept here; the ranks hold the blocks themselves. Paged KV as in vLLM's
+PagedAttention (Kwon et al. 2023, §4): position ``p`` of a job is in ``table[p // block_size]``.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
-
-from fastserve_backend.kv_cache.kept_blocks import KeptBlocks
 
 
 class OutOfBlocksError(Exception):
     """An allocation asked for more blocks than are free; nothing was allocated."""
 
 
+class KeptBlocks:
+    """Free blocks whose content may still be useful, each under a key that identifies the content.
+
+    Several blocks may have the same key. ``take_oldest`` costs O(blocks of one key), all other
+    operations O(1).
+    """
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[int, bytes] = OrderedDict()  # by block, the oldest first
+        self._blocks: dict[bytes, list[int]] = {}  # by key, the oldest first
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._keys)
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a block has this key."""
+        return key in self._blocks
+
+    def add(self, block: int, key: bytes) -> None:
+        """Keep a block. ``key`` identifies its content."""
+        self._keys[block] = key
+        self._blocks.setdefault(key, []).append(block)
+
+    def take(self, key: bytes) -> int | None:
+        """Remove and return the youngest block with this key; None: there is none."""
+        if key not in self._blocks:
+            return None
+        block = self._blocks[key].pop()
+        del self._keys[block]
+        self._forget_if_last(key)
+        return block
+
+    def take_oldest(self) -> int:
+        """Remove and return the oldest block, whose content is lost. There must be one."""
+        block, key = self._keys.popitem(last=False)
+        self._blocks[key].pop(0)
+        self._forget_if_last(key)
+        return block
+
+    def _forget_if_last(self, key: bytes) -> None:
+        if not self._blocks[key]:
+            del self._blocks[key]
+
+
 class BlockPool:
-    """``num_blocks`` blocks of ``block_size`` tokens, each free or in one job's table. Some of the
-    free ones keep what they hold, and are used when no other is left.
+    """``num_blocks`` blocks of ``block_size`` tokens. Each is free or in one job's table.
+
+    Some free blocks keep their content. They are used only when no other block is free.
 
     Jobs are known by their number. All operations on one job cost O(blocks of the job).
     """
@@ -57,7 +104,7 @@ class BlockPool:
 
     def missing(self, job_number: int, num_tokens: int) -> int:
         """Blocks to add to the job's table before it can hold ``num_tokens`` tokens."""
-        # Asked of each job of an iteration, so without the methods that it is made of.
+        # Each job of an iteration asks this, so it calls no other method.
         table = self._tables.get(job_number)
         num_held = len(table) if table is not None else 0
         missing = -(-num_tokens // self.block_size) - num_held
@@ -84,17 +131,19 @@ class BlockPool:
         """Free all blocks of the job. A job without blocks is fine.
 
         Args:
-            keys: of what the first of its blocks hold, to be kept while they are not needed.
+            keys: identify the contents of the job's first blocks. Each of these blocks keeps its
+                content until it is used again.
         """
         table = self._tables.pop(job_number, array("i"))
         self._free.extend(reversed(table[len(keys) :]))
-        # The last first: it is of use only to whom all those before it are.
+        # The last block first, so that it is the first to be lost: a block is reusable only
+        # together with all preceding blocks.
         for block, key in zip(reversed(table[: len(keys)]), reversed(keys), strict=True):
             self._kept.add(block, key)
 
-    def recall(self, job_number: int, keys: Iterable[bytes]) -> int:
-        """Give a job without blocks those that were kept under the first of these keys, up to the
-        first that is missing; returns how many."""
+    def reuse_kept(self, job_number: int, keys: Iterable[bytes]) -> int:
+        """Give a job without blocks the kept blocks with these keys, in this order, up to the first
+        key that no block has. Returns how many."""
         assert job_number not in self._tables, f"job {job_number} has blocks"
         table = array("i")
         for key in keys:
@@ -107,7 +156,7 @@ class BlockPool:
         return len(table)
 
     def num_kept(self, keys: Iterable[bytes]) -> int:
-        """Of these keys, those before the first under which no block is kept."""
+        """How many of these keys, up to the first that is missing, have a kept block."""
         return sum(1 for _ in takewhile(self._kept.__contains__, keys))
 
     def table(self, job_number: int) -> array[int]:

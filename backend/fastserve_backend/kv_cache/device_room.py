@@ -1,122 +1,177 @@
-"""Who gets the device's free blocks, and who leaves when they are short."""
+"""Who gets the device's blocks in one round, and who leaves when they are short."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from dataclasses import dataclass
 
-from fastserve_backend.job import Job, Place
-from fastserve_backend.kv_cache.holders import Holders
-from fastserve_backend.kv_cache.prefix_cache import PrefixCache
-from fastserve_backend.kv_cache.round import Round
+from fastserve_backend.config import SwapStrategy
+from fastserve_backend.job import Job
+from fastserve_backend.kv_cache.holders import Holders, RoundState, RunningOrder
+from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.swapping import Swapping
 from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.metrics.counters import EngineCounters
+from fastserve_backend.offers import TAKEN, Outcome
+
+# Where no job can be swapped, a new job starts only if each job on the device can still grow by so
+# many blocks. Otherwise those would soon take each other's KV and compute it again.
+_GROWTH_BLOCKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RoomParts:
+    """The parts of the KV cache with which every round's room works."""
+
+    strategy: SwapStrategy
+    tiers: TwoTierKV
+    prefixes: Prefixes
+    holders: Holders
+    swapping: Swapping
+    order: RunningOrder
+    counters: EngineCounters
 
 
 class DeviceRoom:
-    """Owns what is promised in a round to jobs that wait for blocks: those that are offered later
-    do not get it."""
+    """Gives blocks to jobs, and promises blocks to jobs that wait for them. A job that is offered
+    later gets no promised block.
 
-    def __init__(
-        self, tiers: TwoTierKV, holders: Holders, prefix_cache: PrefixCache, swapping: Swapping
-    ) -> None:
-        self._tiers = tiers
-        self._holders = holders
-        self._prefix_cache = prefix_cache
-        self._swapping = swapping
+    Args:
+        ending: jobs that end with the running step.
+    """
 
-    def begin(self, this: Round, ending: Collection[int]) -> None:
-        """A round.
-
-        Args:
-            ending: jobs that end with the running step.
-        """
-        self._round = this
-        # Nobody need leave for what these blocks are enough for.
-        self._ending_blocks = self._tiers.num_ended + sum(map(self._tiers.device.num_held, ending))
-        self._has_no_victims = False
-        self._last: Iterator[Job] | None = None  # on the device, from the first shortage on
-        self._candidates: list[Job] = []  # the first of those that may leave
+    def __init__(self, parts: RoomParts, state: RoundState, ending: Collection[int]) -> None:
         self.num_promised = 0
-        """Blocks that more urgent jobs wait for."""
         self.is_too_early = False
-        """Whether one that runs would have to leave, or waits for blocks of one that ends."""
+        """A running job would have to leave, or a job waits for blocks of one that ends."""
+        self._parts = parts
+        self._state = state
+        self._device = parts.tiers.device
+        # Blocks that are free when the running steps end. If they are enough for a job, nobody has
+        # to leave for it.
+        self._num_ending = parts.tiers.num_of_ended_not_leaving
+        self._num_ending += sum(map(self._device.num_held, ending))
+        self._has_no_victims = False
+        self._candidates: list[Job] = []  # the first jobs that may leave
 
     @property
     def num_spare(self) -> int:
-        """Blocks beside what was promised that are free when the swap-outs under way have ended;
-        less than 0: so many more were promised."""
-        return self._tiers.device.num_free + self._tiers.num_leaving - self.num_promised
+        """Blocks that are free once the unfinished swap-outs end, without promised ones. Negative:
+        more blocks are promised than will be free."""
+        return self._device.num_free + self._parts.tiers.num_leaving - self.num_promised
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether nobody gets another block in this round."""
+        """Nobody gets another block in this round."""
         return self._has_no_victims and self.num_spare < 0
 
-    def has(self, num_blocks: int) -> bool:
-        """Whether so many blocks are free beside what was promised."""
-        return num_blocks + self.num_promised <= self._tiers.device.num_free
+    def has_free(self, num_blocks: int) -> bool:
+        """Whether ``num_blocks`` blocks are free now, without promised ones."""
+        return num_blocks + self.num_promised <= self._device.num_free
 
     def fits(self, job: Job) -> bool:
-        """Whether all tokens of the job do."""
-        return self.has(self._missing(job))
+        """Whether the free blocks hold all tokens of the job."""
+        return self.has_free(self._device.missing(job.number, job.num_tokens))
 
-    def promise_all(self, job: Job) -> None:
-        """The blocks that the job needs for all its tokens stay free."""
-        self.num_promised += self._missing(job)
+    def promise_if_it_fits(self, job: Job) -> bool:
+        """Promise the job blocks for all its tokens, if they are free. Returns whether they are."""
+        missing = self._device.missing(job.number, job.num_tokens)
+        if not self.has_free(missing):
+            return False
+        self.num_promised += missing
+        return True
 
-    def make(self, job: Job, num_blocks: int, *, keeps_work: bool = False) -> bool:
-        """Whether the job can have ``num_blocks`` blocks now; begins to free them if not, and
-        promises them to it.
+    def give(self, job: Job, num_tokens: int, *, is_new: bool) -> Outcome:
+        """Give a new job, or one on the device, blocks for its first ``num_tokens`` tokens."""
+        missing = self._device.missing(job.number, num_tokens)
+        if missing:
+            outcome = self._give_missing(job, num_tokens, missing, is_new=is_new)
+            if outcome is not TAKEN.outcome:
+                return outcome
+        if is_new or missing:
+            counters = self._parts.counters
+            counters.peak_blocks = max(counters.peak_blocks, self._device.num_used)
+        return TAKEN.outcome
+
+    def bring_back(self, job: Job, num_tokens: int) -> Outcome:
+        """A job whose KV is on the host or moves needs it for its next ``num_tokens`` tokens. Start
+        to bring it back, if there is room."""
+        tiers = self._parts.tiers
+        if tiers.is_swapped_out(job.number):
+            room_for = job.num_computed + num_tokens
+            if self._reserve(job, self._device.blocks_for(room_for), keeps_work=False):
+                self._parts.swapping.swap_in(job, room_for, self._state)
+        is_moving = tiers.transfer(job.number) is not None
+        return Outcome.WAITS_FOR_COPIES if is_moving or self._is_coming() else Outcome.NO_ROOM
+
+    def _give_missing(self, job: Job, num_tokens: int, missing: int, *, is_new: bool) -> Outcome:
+        parts = self._parts
+        # With this strategy nobody computes again for a new job, unless that starves.
+        keeps_work = is_new and parts.strategy == "proactive" and not parts.order.has_turn(job)
+        if keeps_work and not self._leaves_room_to_grow(missing):
+            parts.prefixes.give_back_of(job)  # jobs that have begun may need these blocks
+            return Outcome.NO_ROOM
+        if self._reserve(job, missing, keeps_work=keeps_work):
+            self._device.grow(job.number, num_tokens)
+            return Outcome.TAKEN
+        if keeps_work:
+            parts.prefixes.give_back_of(job)
+        return Outcome.WAITS_FOR_COPIES if self._is_coming() else Outcome.NO_ROOM
+
+    def _leaves_room_to_grow(self, num_blocks: int) -> bool:
+        """Whether the jobs on the device can still grow if a new job takes ``num_blocks``."""
+        parts = self._parts
+        growth = parts.holders.num_on_device * _GROWTH_BLOCKS - parts.tiers.host.num_free
+        return growth <= 0 or self.has_free(num_blocks + growth)
+
+    def _reserve(self, job: Job, num_blocks: int, *, keeps_work: bool) -> bool:
+        """Whether ``num_blocks`` blocks are free for the job now. If not, start to free them and
+        promise them to the job.
 
         Args:
-            keeps_work: nobody computes KV again for it. Where that is not possible the job is
-                promised nothing, so that those that have begun go on.
+            keeps_work: nobody may compute KV again for the job. If somebody would have to, nothing
+                is promised, so that jobs that have begun go on.
         """
-        shortage = num_blocks - self.num_spare - self._ending_blocks
-        shortage -= self._prefix_cache.give_back(shortage, self._round.offered)
+        state, parts = self._state, self._parts
+        shortage = num_blocks - self.num_spare - self._num_ending
+        shortage -= parts.prefixes.give_back(shortage, state.offered)
         if shortage > 0 and not self._has_no_victims:
             victims = self._victims(shortage)
-            if keeps_work and victims and not self._swapping.can_swap_out(victims):
+            if keeps_work and victims and not parts.swapping.can_swap_out(victims, state):
                 return False
-            if not self._round.running.isdisjoint(victim.number for victim in victims):
+            if not state.running.isdisjoint(victim.number for victim in victims):
                 self.is_too_early = True
                 return False
             # Later in the round more is promised and fewer jobs are idle.
             self._has_no_victims = not victims
             for victim in victims:
-                if not self._swapping.swap_out(victim):
-                    self._holders.drop(victim)
-        if self.has(num_blocks):
+                if not parts.swapping.swap_out(victim, state):
+                    parts.holders.drop(victim)
+        if self.has_free(num_blocks):
             return True
         self.num_promised += num_blocks
-        ending = self._ending_blocks
-        if ending and job.number in self._round.running and not self.is_coming():
-            # It would be set aside for less urgent ones.
-            self.is_too_early |= self.num_spare + ending >= 0
+        if self._num_ending and job.number in state.running and not self._is_coming():
+            # The job would be set aside for less urgent jobs.
+            self.is_too_early |= self.num_spare + self._num_ending >= 0
         return False
 
-    def is_coming(self) -> bool:
-        """Whether what was promised up to now is free when the swap-outs under way have ended."""
-        return self._tiers.num_leaving > 0 and self.num_spare >= 0
-
-    def _missing(self, job: Job) -> int:
-        return self._tiers.device.missing(job.number, job.num_tokens)
+    def _is_coming(self) -> bool:
+        """Whether the unfinished swap-outs free all blocks that are promised by now."""
+        return self._parts.tiers.num_leaving > 0 and self.num_spare >= 0
 
     def _victims(self, num_blocks: int) -> list[Job]:
-        """Jobs that have to go for ``num_blocks`` blocks, the last to run first; none if even all
-        have fewer."""
-        this, num_held = self._round, self._tiers.device.num_held
-        if self._last is None:
-            self._last = this.by_urgency(Place.DEVICE, last_first=True)
+        """Jobs that hold ``num_blocks`` blocks and may leave, the last to run first. None if even
+        all such jobs hold fewer."""
+        state, num_held = self._state, self._device.num_held
         candidates = self._candidates
-        candidates[:] = [job for job in candidates if self._holders.may_leave(job, this)]
+        candidates[:] = [job for job in candidates if state.may_leave(job)]
         count = 0
         while num_blocks > 0:
             if count == len(candidates):
-                job = next(self._last, None)
+                job = next(state.last_on_device, None)
                 if job is None:
                     return []
-                if not self._holders.may_leave(job, this):
+                if not state.may_leave(job):
                     continue
                 candidates.append(job)
             num_blocks -= num_held(candidates[count].number)

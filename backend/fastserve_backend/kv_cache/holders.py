@@ -1,36 +1,51 @@
-"""The jobs that have KV, and how they come to have none."""
+"""The jobs that have KV: how they get it and lose it, and what a round knows about them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import cached_property
+from typing import Protocol
 
 from fastserve_backend.job import Job, Place
-from fastserve_backend.kv_cache.prefix_cache import PrefixCache
-from fastserve_backend.kv_cache.round import Round, RunningOrder
-from fastserve_backend.kv_cache.shared_prefixes import SharedPrefixes
-from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.kv_cache.prefixes import Prefixes
+from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
+from fastserve_backend.offers import NextRunEstimate
+
+
+class RunningOrder(Protocol):
+    """What the KV cache asks the scheduling policy; ``scheduler.base.Policy`` says more."""
+
+    def next_run_estimate(self, now: float) -> NextRunEstimate: ...
+
+    def by_next_run(
+        self, place: Place, estimate: NextRunEstimate, *, last_first: bool
+    ) -> Iterator[Job]:
+        """Jobs whose KV was at ``place`` when the round started, in order of ``estimate``."""
+        ...
+
+    def placed(self, job: Job) -> None:
+        """The job's ``place`` has changed."""
+        ...
+
+    def has_turn(self, job: Job) -> bool: ...
 
 
 class Holders:
-    """Jobs with KV of their own in either tier. Changes ``num_computed`` of those that lose it."""
+    """Jobs with KV in either tier. Resets ``num_computed`` of a job that loses its KV."""
 
-    def __init__(
-        self,
-        tiers: TwoTierKV,
-        prefix_cache: PrefixCache,
-        shared: SharedPrefixes,
-        counters: EngineCounters,
-    ) -> None:
+    def __init__(self, tiers: TwoTierKV, prefixes: Prefixes, counters: EngineCounters) -> None:
         self._tiers = tiers
-        self._prefix_cache = prefix_cache
-        self._shared = shared
+        self._prefixes = prefixes
         self._counters = counters
         self._jobs: dict[int, Job] = {}
-        self._moved: dict[int, Job] = {}  # whose place may be another than when the round began
-        self._without_step: set[int] = set()  # of the jobs, those that have computed nothing
+        self._moved: dict[int, Job] = {}  # whose ``place`` may be out of date
+        self._without_step: set[int] = set()  # holders that have computed nothing yet
+        self._admitted: dict[int, int] = {}  # strategy defer: job → the most blocks it can need
+        self._num_admitted_blocks = 0
         self.numbers = self._jobs.keys()
-        """Of them all, a view. Thousands of waiting jobs an iteration may be looked for in it."""
+        """Numbers of all holders. A view, since each iteration looks up thousands of waiting jobs
+        in it."""
 
     def __iter__(self) -> Iterator[Job]:
         return iter(self._jobs.values())
@@ -38,51 +53,43 @@ class Holders:
     def get(self, job_number: int) -> Job | None:
         return self._jobs.get(job_number)
 
-    def of(self, job_numbers: Iterable[int]) -> list[Job]:
-        """Those among the jobs with these numbers."""
+    def with_numbers(self, job_numbers: Iterable[int]) -> list[Job]:
+        """The holders among the jobs with these numbers."""
         return [self._jobs[number] for number in job_numbers if number in self._jobs]
-
-    def may_leave(self, job: Job, this: Round) -> bool:
-        """Whether the job has blocks on the device that no step, no copy and no job offered uses;
-        those of the running step count as if it had ended."""
-        number = job.number
-        if number in this.offered or number in self._shared.copies.sources:
-            return False
-        if number in this.running:
-            return True
-        return (
-            number not in this.busy
-            and not self._tiers.is_read(number)
-            and self._tiers.transfer(number) is None
-            and self._tiers.device.num_held(number) > 0
-        )
-
-    def is_idle(self, job: Job, this: Round) -> bool:
-        """Whether the job may leave, and is not in the running step."""
-        return job.number not in this.running and self.may_leave(job, this)
 
     @property
     def num_on_device(self) -> int:
-        """Jobs that have computed something that is on the device, or on its way from or to it."""
+        """Jobs that have computed KV which is not only on the host."""
         return len(self._jobs) - self._tiers.num_swapped_out - len(self._without_step)
 
+    def admit(self, job: Job) -> bool:
+        """Strategy ``defer``: reserve the most blocks that the job can need, if they are free."""
+        device = self._tiers.device
+        needed = device.blocks_for(len(job.prompt_ids) + job.params.max_tokens)
+        if self._num_admitted_blocks + needed > device.num_blocks:
+            return False
+        self._admitted[job.number] = needed
+        self._num_admitted_blocks += needed
+        return True
+
     def add(self, job: Job) -> None:
-        """What the job has is its own from now on."""
+        """The job has blocks of its own from now on."""
         self._jobs[job.number] = job
         self._moved[job.number] = job
         if job.num_computed == 0:
             self._without_step.add(job.number)
 
-    def computes(self, job: Job) -> None:
-        """A step of the job was sent."""
+    def mark_computed(self, job: Job) -> None:
+        """A step of the job was sent, so it has computed something."""
         self._without_step.discard(job.number)
 
-    def moved(self, job: Job) -> None:
-        """The job's KV has left for the host, or has come from there."""
+    def on_moved(self, job: Job) -> None:
+        """The job's KV leaves for the host, or has come from there."""
         self._moved[job.number] = job
 
-    def place_moved(self, order: RunningOrder) -> None:
-        """At the beginning of a round: ``Job.place`` is what it is by now."""
+    def update_places(self, order: RunningOrder) -> None:
+        """Set ``place`` of all jobs whose KV has moved. Called when a round starts, so that the
+        policy's order stays the same during the round."""
         for number, job in self._moved.items():
             place = Place.DEVICE if number in self._jobs else Place.NOWHERE
             if self._tiers.is_swapped_out(number):
@@ -93,25 +100,99 @@ class Holders:
         self._moved.clear()
 
     def drop(self, job: Job) -> None:
-        """The job is to compute its KV again."""
-        self._tiers.release(job.number, self._prefix_cache.kept(job))
-        self.lost(job)
+        """Free the job's blocks. The job computes its KV again."""
+        self._tiers.release(job.number, self._prefixes.keys_to_keep(job))
+        self.on_lost(job)
 
-    def lost(self, job: Job) -> None:
+    def on_lost(self, job: Job) -> None:
         """The job's blocks are gone."""
         del self._jobs[job.number]
         self._moved[job.number] = job
         self._without_step.discard(job.number)
-        self._shared.remove(job)
+        self._prefixes.withdraw(job)
         if job.num_computed:
             job.num_computed = 0
             self._counters.recomputed_jobs += 1
 
     def release(self, job: Job) -> None:
         """The job, which may have no KV, ended."""
+        self._num_admitted_blocks -= self._admitted.pop(job.number, 0)
         self._jobs.pop(job.number, None)
         self._moved.pop(job.number, None)
         self._without_step.discard(job.number)
-        self._prefix_cache.forget(job)
-        self._shared.remove(job)
-        self._tiers.release(job.number, self._prefix_cache.kept(job))
+        self._tiers.release(job.number, self._prefixes.keys_to_keep(job))
+        self._prefixes.forget(job)
+
+
+class RoundState:
+    """What is known about the jobs in one round. The parts of a round share and change it.
+
+    Args:
+        in_flight: jobs of unfinished steps, which keep what they have.
+        going_on: as for ``KVManager.start_round``.
+        copy_sources: jobs from which this round's step copies blocks; grows during the round.
+    """
+
+    def __init__(
+        self,
+        tiers: TwoTierKV,
+        order: RunningOrder,
+        now: float,
+        in_flight: Collection[int],
+        going_on: Collection[int] | None,
+        copy_sources: Collection[int],
+    ) -> None:
+        self.now = now
+        self.is_ahead = going_on is not None
+        """The running step counts as ended, although it has not."""
+        self.running = set(going_on or ())
+        """Jobs of the running step that may be offered for the step after it."""
+        self.busy = set(in_flight)
+        """Jobs in flight, and jobs taken in this round."""
+        self.offered: set[int] = set()
+        """Jobs that lose no blocks to jobs offered later."""
+        self.transfers: list[Transfer] = []
+        """Transfers that this round starts, in order."""
+        self._tiers = tiers
+        self._order = order
+        self._copy_sources = copy_sources
+
+    @cached_property
+    def next_run_estimate(self) -> NextRunEstimate:
+        """The policy's estimate of when a job runs next."""
+        return self._order.next_run_estimate(self.now)
+
+    def by_next_run(self, place: Place, *, last_first: bool = False) -> Iterator[Job]:
+        """Jobs whose KV was at ``place`` when the round started, those that run next first, or
+        those that run last."""
+        return self._order.by_next_run(place, self.next_run_estimate, last_first=last_first)
+
+    @cached_property
+    def last_on_device(self) -> Iterator[Job]:
+        """Jobs on the device, those that run last first. An iterator: it yields each job once in
+        the round."""
+        return self.by_next_run(Place.DEVICE, last_first=True)
+
+    @cached_property
+    def first_on_device(self) -> Iterator[Job]:
+        """Jobs on the device, those that run next first; once in the round, too."""
+        return self.by_next_run(Place.DEVICE)
+
+    def may_leave(self, job: Job) -> bool:
+        """Whether the job has device blocks that no step, no copy and no offered job uses. The
+        running step counts as ended if the round is ahead of it."""
+        number = job.number
+        if number in self.offered or number in self._copy_sources:
+            return False
+        if number in self.running:
+            return True
+        return (
+            number not in self.busy
+            and not self._tiers.is_read(number)
+            and self._tiers.transfer(number) is None
+            and self._tiers.device.num_held(number) > 0
+        )
+
+    def is_idle(self, job: Job) -> bool:
+        """Whether the job may leave now, since it is not in the running step either."""
+        return job.number not in self.running and self.may_leave(job)

@@ -1,62 +1,192 @@
-"""One round of giving out KV blocks: a scheduling turn."""
+"""One round: the policy's jobs are offered, and each gets KV blocks, waits, or is passed over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
+import enum
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from fastserve_backend.job import Job, Place
+from fastserve_backend.kv_cache.costs import SwapCosts
+from fastserve_backend.kv_cache.device_room import DeviceRoom, RoomParts
+from fastserve_backend.kv_cache.holders import RoundState
+from fastserve_backend.kv_cache.look_ahead import LookAhead
+from fastserve_backend.kv_cache.prefixes import PrefixCopies
+from fastserve_backend.kv_cache.tiers import Transfer
+from fastserve_backend.offers import EVERYWHERE, TAKEN, Answer, Outcome
 
-Urgency = Callable[[Job], tuple[float, float]]
-"""A key by which jobs sort by when they will run next, the soonest first."""
-
-
-class RunningOrder(Protocol):
-    """What is asked of the scheduling policy."""
-
-    def urgency(self, now: float) -> Urgency: ...
-
-    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
-        """Jobs whose KV was there when the round began, those first that run next, or last, by
-        what ``urgency`` returned."""
-        ...
-
-    def placed(self, job: Job) -> None:
-        """The job's ``place`` has changed."""
-        ...
-
-    def has_turn(self, job: Job) -> bool: ...
+# What is closed, as a sum: the index of ``_answers``. Nothing is 0.
+_NEW, _HOST, _ALL = 1, 2, 4
 
 
-@dataclass(slots=True)
+def _answers(outcome: Outcome) -> tuple[Answer, ...]:
+    """The answers of one outcome, by what is closed. They are made once, since a round may pass
+    over thousands of jobs."""
+    new, host = Place.NOWHERE, Place.HOST
+    some = (frozenset[Place](), frozenset({new}), frozenset({host}), frozenset({new, host}))
+    return tuple(Answer(outcome, closed) for closed in (*some, EVERYWHERE))
+
+
+_NO_ROOM = _answers(Outcome.NO_ROOM)
+_WAITS_FOR_COPIES = _answers(Outcome.WAITS_FOR_COPIES)
+_WAITS_FOR_PREFIX = _answers(Outcome.WAITS_FOR_PREFIX)
+
+
+class StepVerdict(enum.Enum):
+    """Whether the step of the jobs taken in a round may be sent."""
+
+    SEND = enum.auto()
+    HOLD = enum.auto()
+    """Not before all transfers have ended."""
+    TOO_EARLY = enum.auto()
+    """Not before the running step has ended. A job in it would have to leave for a more urgent job,
+    or a more urgent job waits for blocks that are free when it ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """What a round sends."""
+
+    verdict: StepVerdict
+    transfers: Sequence[Transfer]
+    """To start now, in this order, whatever the verdict."""
+    prefix_copies: PrefixCopies
+    """To make with the step, before it runs."""
+
+
 class Round:
-    """What it begins with, and what has become of the jobs so far. Only the KV manager changes it,
-    all others read."""
+    """Gives out device blocks for one scheduling turn: offer jobs by priority, then ``commit``.
 
-    now: float
-    order: RunningOrder
-    busy: set[int] = field(default_factory=set)
-    """Jobs in flight or taken."""
-    running: set[int] = field(default_factory=set)
-    """In flight, and may be offered for the step after."""
-    is_ahead: bool = False
-    """Of the end of a step."""
-    num_settled: int = 0
-    """Holders that the policy will not offer any more."""
-    offered: set[int] = field(default_factory=set)
-    taken: list[Job] = field(default_factory=list)
-    stalled: list[Job] = field(default_factory=list)
-    """Would run, but for a copy."""
-    is_waiting: bool = False
-    """The job offered last, for what others are about to compute."""
-    refuses_new: bool = False
-    _urgency: Urgency | None = None
+    A job takes blocks only from jobs that were not offered before it and are not in flight, and
+    only if they are enough for it. Blocks for which it waits are promised to it: no job offered
+    later gets them. So the job that is offered first always runs in the end, because admission
+    refuses a job that does not fit on the device alone.
 
-    def by_urgency(self, place: Place, *, last_first: bool = False) -> Iterator[Job]:
-        return self.order.by_urgency(place, self.urgency(), last_first=last_first)
+    Args:
+        in_flight, going_on: as for ``KVManager.start_round``.
+        holds_steps: whether the last round holds steps until its transfers end.
+    """
 
-    def urgency(self) -> Urgency:
-        if self._urgency is None:
-            self._urgency = self.order.urgency(self.now)
-        return self._urgency
+    def __init__(
+        self,
+        parts: RoomParts,
+        look_ahead: LookAhead,
+        costs: SwapCosts,
+        now: float,
+        in_flight: Collection[int],
+        going_on: Collection[int] | None,
+        *,
+        holds_steps: bool,
+    ) -> None:
+        self.now = now
+        self.taken: list[Job] = []
+        self.stalled: list[Job] = []
+        """Jobs that would run, but for a transfer."""
+        self.holds_steps = holds_steps
+        """No step may be sent until all transfers have ended. ``commit`` decides it anew, unless
+        the round is too early."""
+        self._strategy = parts.strategy
+        self._tiers = parts.tiers
+        self._away = parts.tiers.away
+        self._uses_prefixes = parts.prefixes.is_on
+        self._published = parts.prefixes.published
+        self._counters = parts.counters
+        self._look_ahead = look_ahead
+        self._costs = costs
+        self._holders = parts.holders
+        self._have_kv = parts.holders.numbers
+        staying = set(in_flight).difference(going_on or ())  # the policy does not offer these
+        self.prefixes = parts.prefixes.for_round(parts.holders.with_numbers(staying))
+        self._state = RoundState(
+            parts.tiers, parts.order, now, in_flight, going_on, self.prefixes.copies.sources
+        )
+        self._busy, self._offered = self._state.busy, self._state.offered
+        self._room = DeviceRoom(parts, self._state, ending=() if going_on is None else staying)
+        self._num_settled = len(staying)  # holders that the policy does not offer any more
+        self._is_closed_to_new = False
+
+    def find_prefix(self, job: Job) -> None:
+        """Let a job that has computed nothing use what others have computed of its first tokens.
+
+        It takes over kept blocks, unless more urgent jobs wait for those. It plans to copy what
+        running jobs have, if its own blocks are free: the blocks of jobs that would leave for it
+        may be the ones to copy.
+        """
+        if not self._uses_prefixes or job.number in self._away or job.number in self._published:
+            return
+        is_new = job.number not in self._have_kv
+        if is_new and self._is_closed_to_new:
+            return
+        fits = self._room.fits(job)
+        may_take_over = is_new and (fits or not self._room.num_promised)
+        self.prefixes.find(job, may_take_over=may_take_over, may_copy=fits)
+
+    def offer(self, job: Job, num_tokens: int) -> Answer:
+        """Give the job blocks for its next ``num_tokens`` tokens, if need be from less urgent jobs.
+
+        A job that the policy does not offer, for want of tokens, may lose its blocks.
+        """
+        is_new = job.number not in self._have_kv
+        begins = self._uses_prefixes and job.number not in self._published
+        if not is_new:
+            self._num_settled += 1
+        elif self._is_closed_to_new:
+            return self._pass_over(_NO_ROOM)
+        elif self._strategy == "defer" and not self._holders.admit(job):
+            self._is_closed_to_new = True
+            return self._pass_over(_NO_ROOM)
+        self._offered.add(job.number)
+        if job.number in self._away:
+            outcome = self._room.bring_back(job, num_tokens)
+        # A job that does not fit would copy nothing, so it does not wait for a prefix.
+        elif begins and self.prefixes.is_coming(job) and self._room.promise_if_it_fits(job):
+            return self._pass_over(_WAITS_FOR_PREFIX)
+        else:
+            outcome = self._room.give(job, job.num_ready + num_tokens, is_new=is_new)
+            if outcome is TAKEN.outcome:
+                if begins or (self._uses_prefixes and num_tokens > 1):
+                    self._counters.prefix_cached_tokens += self.prefixes.on_taken(job, num_tokens)
+                if is_new:
+                    self._holders.add(job)
+                    self._num_settled += 1
+                self._busy.add(job.number)
+                self.taken.append(job)
+                return TAKEN
+        self._is_closed_to_new |= is_new
+        if outcome is Outcome.NO_ROOM:
+            return self._pass_over(_NO_ROOM)
+        self.stalled.append(job)
+        return self._pass_over(_WAITS_FOR_COPIES)
+
+    def commit(self) -> RoundResult:
+        """End the round, and look ahead. Called once, after the last offer."""
+        verdict = StepVerdict.SEND
+        if self._room.is_too_early:
+            verdict = StepVerdict.TOO_EARLY
+        else:
+            self.holds_steps = self._strategy == "reactive" or self._is_worth_waiting()
+            if self.holds_steps and self._tiers.num_transfers:
+                verdict = StepVerdict.HOLD
+                self.stalled += self.taken  # they wait with the others
+            elif self._strategy == "proactive":
+                self._look_ahead.on_round_end(self._state, self._room)
+        return RoundResult(verdict, self._state.transfers, self.prefixes.copies)
+
+    def _pass_over(self, answers: tuple[Answer, ...]) -> Answer:
+        """The one of these answers, see ``_answers``, that says what is closed by now."""
+        is_settled = self._is_closed_to_new and self._num_settled >= len(self._have_kv)
+        if is_settled or self._room.is_too_early:
+            return answers[_ALL]
+        # If nobody gets another block, no job returns from the host.
+        return answers[_NEW * self._is_closed_to_new + _HOST * self._room.is_exhausted]
+
+    def _is_worth_waiting(self) -> bool:
+        """Whether holding the step for pending copies costs the runnable jobs less than another
+        iteration's delay costs the stalled ones. So it is with small models, whose copies are
+        short."""
+        state, costs = self._state, self._costs
+        num_runnable = len(self.taken) if state.is_ahead else len(state.busy)
+        if not state.transfers or not num_runnable:
+            return False
+        copies_s = costs.longest_s(self._tiers.num_in_transfer)
+        return copies_s * num_runnable <= costs.least_iteration_s * len(self.stalled)

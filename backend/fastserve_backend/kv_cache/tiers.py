@@ -1,8 +1,8 @@
-"""KV in two tiers: which blocks of a job are on the device, which on the host, which on their way.
+"""KV in two tiers: which blocks of a job are on the device, on the host, or in a transfer.
 
-Pure bookkeeping; ranks copy. The host holds a prefix of a job's KV: blocks that are full never
-change, so what was copied once stays good while the job runs on, and only what came after has to be
-copied when the job is swapped out again.
+Only block numbers are kept here; the ranks copy. The host holds a prefix of a job's KV. A full
+block never changes, so its copy stays valid while the job runs on. When the job is swapped out
+again, only later blocks are copied.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fastserve_backend.kv_cache.blocks import BlockPool
 
 class TransferKind(enum.Enum):
     SWAP_OUT = "swap_out"
-    """Device to host; the device's blocks are free when it ends."""
+    """Device to host. The device blocks are free when it ends."""
     WRITE_BACK = "write_back"
-    """Device to host, full blocks ahead of a swap-out; the job may run meanwhile."""
+    """Device to host, full blocks ahead of a swap-out. The job may run meanwhile."""
     SWAP_IN = "swap_in"
-    """Host to device; the job may run when it ends."""
+    """Host to device. The job may run when it ends."""
 
     @property
     def is_out(self) -> bool:
@@ -31,7 +31,7 @@ class TransferKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copies of blocks, ``device_blocks[i]`` to or from ``host_blocks[i]``."""
+    """One job's copies of blocks: ``device_blocks[i]`` to or from ``host_blocks[i]``."""
 
     id: int
     job_number: int
@@ -39,24 +39,24 @@ class Transfer:
     device_blocks: array[int]
     host_blocks: array[int]
     num_tokens: int
-    """Tokens of the job, from its first, that both tiers have when it ends."""
+    """How many of the job's first tokens both tiers have when it ends."""
 
 
 class TwoTierKV:
-    """Owns the block tables of both tiers and the unfinished transfers, at most one a job.
+    """Owns the block tables of both tiers and the unfinished transfers, at most one for each job.
 
-    A job is in one of these states; only in the first two may it run:
+    A job is in one of three states, and may run in the first two:
 
     * without KV;
-    * on the device, perhaps with a prefix on the host, perhaps with a write-back under way;
-    * swapped out, or being swapped out or in.
+    * on the device, perhaps with a prefix on the host, perhaps with an unfinished write-back;
+    * away: swapped out, or in a swap in either direction.
 
-    The blocks of an unfinished transfer stay in the tables of their job until it ends, also if the
-    job ends before: nobody else can get them (invariant 1 of docs/architecture.md). So do those of
-    a job that is read from for others.
+    The blocks of an unfinished transfer stay in the job's tables until the transfer ends, even if
+    the job ends earlier. So nobody else can get them (invariant 1 of docs/architecture.md). The
+    same holds for the blocks that a step copies for another job.
 
     Args:
-        incremental: keep what is on the host when the job returns to the device.
+        incremental: keep the host's blocks when the job returns to the device.
     """
 
     def __init__(
@@ -66,46 +66,47 @@ class TwoTierKV:
         self.host = BlockPool(num_host_blocks, block_size)
         self._block_size = block_size
         self._incremental = incremental
-        self._saved: dict[int, int] = {}  # job → tokens of its KV that are good on the host
+        self._saved: dict[int, int] = {}  # job → its first tokens whose KV is valid on the host
         self._transfers: dict[int, Transfer] = {}  # job → its unfinished transfer
         self._readers: dict[int, int] = {}  # job → steps that copy from its device blocks
-        # Jobs that ended meanwhile → what their device blocks are to keep.
+        # Jobs that ended during a transfer or a step that copies from them → keys for ``release``.
         self._ended: dict[int, Sequence[bytes]] = {}
         self._ids = itertools.count()
-        # What is asked of all jobs in each decision, kept up to date with each change of a job.
+        # Every decision needs these facts about all jobs, so each change of a job updates them.
         self._swapped_out: set[int] = set()
+        self.away: set[int] = set()
+        """Jobs that may not run: swapped out, or in a swap."""
         self._copies: dict[int, int] = {}  # job → its host blocks
         self._num_of_kind = dict.fromkeys(TransferKind, 0)
         self.num_copies = 0
         """Host blocks of all jobs of ``has_copy``."""
         self.num_leaving = 0
-        """Device blocks that are free when the swap-outs under way have ended."""
+        """Device blocks that the unfinished swap-outs will free."""
         self.num_in_transfer = 0
         """Blocks that the unfinished transfers copy."""
 
     @property
     def num_transfers(self) -> int:
-        """Unfinished ones."""
+        """Unfinished transfers."""
         return len(self._transfers)
 
     @property
     def num_swapped_out(self) -> int:
-        """Jobs whose KV is on the host alone."""
+        """Jobs whose KV is only on the host."""
         return len(self._swapped_out)
 
     def num_unfinished(self, kind: TransferKind) -> int:
-        """Transfers of this kind."""
+        """Unfinished transfers of this kind."""
         return self._num_of_kind[kind]
 
     @property
     def num_of_ended(self) -> int:
-        """Device blocks of jobs that have ended."""
+        """Device blocks that ended jobs still hold."""
         return sum(map(self.device.num_held, self._ended))
 
     @property
-    def num_ended(self) -> int:
-        """Device blocks of jobs that have ended, which are free when what still copies them has
-        too; without ``num_leaving``."""
+    def num_of_ended_not_leaving(self) -> int:
+        """Device blocks that ended jobs still hold, without those in ``num_leaving``."""
         return sum(
             self.device.num_held(number)
             for number in self._ended
@@ -114,7 +115,7 @@ class TwoTierKV:
         )
 
     def transfers(self) -> Iterable[Transfer]:
-        """The unfinished ones."""
+        """The unfinished transfers."""
         return self._transfers.values()
 
     def transfer(self, job_number: int) -> Transfer | None:
@@ -122,30 +123,27 @@ class TwoTierKV:
         return self._transfers.get(job_number)
 
     def num_saved(self, job_number: int) -> int:
-        """Tokens of the job, from its first, whose KV is good on the host."""
+        """How many of the job's first tokens have valid KV on the host."""
         return self._saved.get(job_number, 0)
 
     def has_copy(self, job_number: int) -> bool:
-        """Whether the job's KV is on the device, some of it on the host too, and none moves."""
+        """Whether all the job's KV is on the device, a part also on the host, and none moves."""
         return job_number in self._copies
 
     def is_read(self, job_number: int) -> bool:
-        """Whether others copy the job's device blocks."""
+        """Whether an unfinished step copies the job's device blocks for another job."""
         return job_number in self._readers
 
     def is_swapped_out(self, job_number: int) -> bool:
-        """Whether the job's KV is on the host alone; it has no transfer then."""
+        """Whether the job's KV is only on the host, without a transfer."""
         return job_number in self._swapped_out
 
     def may_run(self, job_number: int) -> bool:
         """Whether all the job's KV, if it has any, is on the device and stays there."""
-        transfer = self._transfers.get(job_number)
-        if transfer is not None:
-            return transfer.kind is TransferKind.WRITE_BACK
-        return not self.is_swapped_out(job_number)
+        return job_number not in self.away
 
     def num_to_copy(self, job_number: int, num_tokens: int) -> int:
-        """Blocks that a swap-out of the job's ``num_tokens`` tokens would copy."""
+        """Blocks that a swap-out of the job with ``num_tokens`` tokens would copy."""
         saved = self.num_saved(job_number)
         if saved == num_tokens:
             return 0
@@ -154,8 +152,8 @@ class TwoTierKV:
     def swap_out(self, job_number: int, num_tokens: int) -> Transfer | None:
         """Move the job's KV of ``num_tokens`` tokens to the host.
 
-        The job must be on the device, without a transfer. None: the host has it all, and the
-        device's blocks are free already.
+        The job must be on the device, without a transfer. None: the host already has all of it, so
+        the device blocks are free at once.
 
         Raises:
             OutOfBlocksError: the host has no room; nothing has changed.
@@ -168,10 +166,10 @@ class TwoTierKV:
             self._count(job_number)
             return None
         self.num_leaving += self.device.num_held(job_number)
-        return self._begin(TransferKind.SWAP_OUT, job_number, num_tokens, first, num_blocks)
+        return self._start(TransferKind.SWAP_OUT, job_number, num_tokens, first, num_blocks)
 
     def write_back(self, job_number: int, num_tokens: int, max_blocks: int) -> Transfer | None:
-        """Copy the first of the job's full blocks that the host has not. None: nothing to copy.
+        """Copy the job's first full blocks that the host lacks. None: there is nothing to copy.
 
         The job must be on the device, without a transfer.
 
@@ -184,7 +182,7 @@ class TwoTierKV:
             return None
         num_saved = (first + num_blocks) * self._block_size
         self.host.grow(job_number, num_saved)
-        return self._begin(TransferKind.WRITE_BACK, job_number, num_saved, first, num_blocks)
+        return self._start(TransferKind.WRITE_BACK, job_number, num_saved, first, num_blocks)
 
     def swap_in(self, job_number: int, room_for: int) -> Transfer:
         """Move the swapped-out job to the device, with blocks for ``room_for`` tokens.
@@ -195,11 +193,11 @@ class TwoTierKV:
         num_tokens = self._saved[job_number]
         self.device.grow(job_number, max(room_for, num_tokens))
         num_blocks = self.device.blocks_for(num_tokens)
-        return self._begin(TransferKind.SWAP_IN, job_number, num_tokens, 0, num_blocks)
+        return self._start(TransferKind.SWAP_IN, job_number, num_tokens, 0, num_blocks)
 
     def finish(self, job_number: int, *, succeeded: bool) -> None:
-        """The job's transfer has ended. A failed swap costs the job its KV in both tiers, a failed
-        write-back what the host had of it."""
+        """The job's transfer has ended. If a swap failed, the job loses its KV in both tiers; if a
+        write-back failed, only the host's part."""
         transfer = self._transfers.pop(job_number)
         self._num_of_kind[transfer.kind] -= 1
         self.num_in_transfer -= len(transfer.device_blocks)
@@ -220,12 +218,12 @@ class TwoTierKV:
                 self.device.release(job_number)
         self._count(job_number)
 
-    def begin_read(self, job_number: int) -> None:
-        """A step copies device blocks of the job, which has no swap under way, for another."""
+    def start_read(self, job_number: int) -> None:
+        """A step copies device blocks of the job for another job. The job must not be in a swap."""
         self._readers[job_number] = self._readers.get(job_number, 0) + 1
 
     def end_read(self, job_number: int) -> None:
-        """That step has ended."""
+        """A step that copied the job's blocks has ended."""
         self._readers[job_number] -= 1
         if self._readers[job_number] == 0:
             del self._readers[job_number]
@@ -238,12 +236,13 @@ class TwoTierKV:
         self._count(job_number)
 
     def release(self, job_number: int, keys: Sequence[bytes] = ()) -> None:
-        """The job ended, or its KV is given up: free all its blocks, or as soon as its transfer
-        and what others read of it have ended.
+        """The job ended, or gives up its KV: free all its blocks.
+
+        Blocks that a transfer or a step still copies are freed when that has ended.
 
         Args:
-            keys: as for ``BlockPool.release``, of the device's blocks, if it has any; they are not
-                kept if there is a transfer.
+            keys: for ``BlockPool.release`` of the device blocks. After a transfer no content is
+                kept.
         """
         if job_number in self._transfers or job_number in self._readers:
             self._ended[job_number] = () if job_number in self._transfers else keys
@@ -253,8 +252,8 @@ class TwoTierKV:
         self.forget_host(job_number)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each block of each tier is in exactly one place, and jobs
-        hold the blocks of what they are said to have."""
+        """Raise AssertionError unless each block of each tier is in exactly one place, and the
+        tables agree with the states of the jobs."""
         self.device.check_integrity()
         self.host.check_integrity()
         for number, saved in self._saved.items():
@@ -282,18 +281,27 @@ class TwoTierKV:
             assert count == sum(one.kind is kind for one in unfinished), f"transfers: {kind}"
         away = {number for number in self._saved if not self.device.num_held(number)}
         assert self._swapped_out == away, "swapped-out jobs"
+        moving = {one.job_number for one in unfinished if one.kind is not TransferKind.WRITE_BACK}
+        assert self.away == away | moving, "jobs that are away"
         copies = self._saved.keys() - away - self._transfers.keys() - self._ended.keys()
         assert self.num_copies == sum(map(self.host.num_held, copies)), "copies on the host"
 
     def _count(self, job_number: int) -> None:
-        """The job's KV has moved."""
+        """The job's KV has moved: update the facts about all jobs."""
         num_copies = 0
+        transfer = self._transfers.get(job_number)
+        is_away = transfer is not None and transfer.kind is not TransferKind.WRITE_BACK
         self._swapped_out.discard(job_number)
         if job_number in self._saved:
             if not self.device.num_held(job_number):
                 self._swapped_out.add(job_number)
+                is_away = True
             elif not (job_number in self._transfers or job_number in self._ended):
                 num_copies = self.host.num_held(job_number)
+        if is_away:
+            self.away.add(job_number)
+        else:
+            self.away.discard(job_number)
         self.num_copies += num_copies - self._copies.pop(job_number, 0)
         if num_copies:
             self._copies[job_number] = num_copies
@@ -303,7 +311,7 @@ class TwoTierKV:
         if job_number in self._ended and not is_used:
             self.release(job_number, self._ended.pop(job_number))
 
-    def _begin(
+    def _start(
         self, kind: TransferKind, job_number: int, num_tokens: int, first: int, num_blocks: int
     ) -> Transfer:
         part = slice(first, first + num_blocks)

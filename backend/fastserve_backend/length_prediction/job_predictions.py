@@ -1,4 +1,4 @@
-"""What the engine does with the predictor: asks for each job, teaches it, counts how it did."""
+"""The engine's use of the predictor: it asks about each job, teaches it, and counts its errors."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from fastserve_backend.metrics.latency_histograms import Histogram
 
 _log = logging.getLogger(__name__)
 
-# A prediction takes milliseconds, and longer where the ranks use all cores.
+# A prediction takes milliseconds, but longer when the ranks use all cores.
 _LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
-# Of the real length: 1 is "twice as long, or of no length at all".
+# Errors relative to the real length: 1 is "predicted twice as long, or no token at all".
 _ERROR_BOUNDS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 2, 5, 10, 50)
 
 
 @dataclass(slots=True)
 class PredictionCounters:
-    """Totals since the start; the engine's thread alone writes them. docs/metrics.md defines
-    each."""
+    """Totals since the start. Only the engine's thread writes them. See docs/metrics.md."""
 
     predictions: Counter[str] = field(default_factory=Counter)
     """Jobs by the source of their prediction."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Jobs that ended without a prediction, by reason."""
     predicted_tokens: int = 0
-    """Of the jobs that ended by themselves: what was predicted, and what it was."""
+    """Predicted output tokens of predicted jobs that the model ended."""
     real_tokens: int = 0
+    """Real output tokens of the same jobs."""
     latency: Histogram = field(default_factory=lambda: Histogram(_LATENCY_BOUNDS_S))
     """Seconds from a job's arrival until the policy has its prediction."""
     relative_error: Histogram = field(default_factory=lambda: Histogram(_ERROR_BOUNDS))
-    """|predicted - real| / real of the jobs that ended by themselves."""
+    """|predicted - real| / real of predicted jobs that the model ended."""
 
 
 @dataclass(slots=True)
@@ -49,12 +49,13 @@ class _Asked:
 class JobPredictions:
     """The predictor of one engine.
 
-    ``ask`` may be called by any thread, before ``ended`` of the same job; ``answered`` and
-    ``ended`` are the engine's thread's.
+    Any thread may call ``ask``, before ``on_job_ended`` for the same job. Only the engine's thread
+    calls ``on_predicted`` and ``on_job_ended``.
 
     Args:
-        decode: token ids to text, for prompts that came as ids.
-        on_answer: called by any thread with what ``answered`` is to get on the engine's.
+        decode: token ids to text, for prompts that arrived as ids.
+        on_answer: called by any thread with each answer. The engine's thread must then pass the
+            answer to ``on_predicted``.
     """
 
     def __init__(
@@ -75,18 +76,18 @@ class JobPredictions:
         return self._client.num_entries
 
     def text_of(self, prompt_ids: Sequence[int], prompt_text: str | None) -> str:
-        """What ``ask`` is to get; ``prompt_text`` is None where the tokens say all."""
+        """The text for ``ask``; ``prompt_text`` is None where there are only tokens."""
         if prompt_text is None:
             prompt_text = self._decode(cut_tokens(prompt_ids))
         return cut(prompt_text)
 
     def ask(self, job: Job, text: str) -> None:
-        """A new job; returns at once."""
+        """Ask about a new job; returns at once."""
         self._unfinished[job.number] = _Asked(job.arrival_s)
         self._client.ask(job.number, text)
 
-    def answered(self, answer: Predicted, now: float) -> None:
-        """A prediction must have come before its job had ended."""
+    def on_predicted(self, answer: Predicted, now: float) -> None:
+        """The answer for a job. Answers for jobs that have ended are ignored."""
         asked = self._unfinished.get(answer.number)
         if asked is None:
             return
@@ -95,11 +96,11 @@ class JobPredictions:
             self.counters.predictions[answer.source] += 1
             self.counters.latency.observe(now - asked.arrival_s)
 
-    def ended(self, job: Job) -> None:
-        """For whatever reason; what the predictor can learn from, it learns."""
+    def on_job_ended(self, job: Job) -> None:
+        """The job has ended, for any reason. The predictor learns from it if the model ended it."""
         asked = self._unfinished.pop(job.number)
         real = len(job.output_ids) if job.ended_by_itself else None
-        self._client.ended(job.number, real)
+        self._client.tell_end(job.number, real)
         predicted = job.predicted_tokens
         if predicted is None:
             self.counters.fallbacks[self._reason(asked)] += 1

@@ -1,7 +1,4 @@
-"""Typed messages between the engine and the predictor's process, as MessagePack.
-
-They go over a pair of Unix sockets that keep message boundaries: one message a packet, in order.
-"""
+"""Typed messages between the engine and the length predictor, as MessagePack."""
 
 from __future__ import annotations
 
@@ -9,36 +6,34 @@ from typing import Literal
 
 import msgspec
 
-MAX_MESSAGE_BYTES = 65536
-"""Of one packet; the engine cuts texts far below that."""
-
 PredictionSource = Literal["neighbours", "regressor"]
 FallbackReason = Literal["cold", "down", "slow"]
 
 
 class Predict(msgspec.Struct, tag="predict", array_like=True):
-    """A job has come: how long will its answer be?"""
+    """A job has arrived: how long will its answer be?"""
 
     number: int
     text: str
 
 
-class Ended(msgspec.Struct, tag="ended", array_like=True):
+class JobEnded(msgspec.Struct, tag="ended", array_like=True):
     """The job is over; its embedding is not needed after this."""
 
     number: int
     num_tokens: int | None
-    """Its output tokens, where they are what such a prompt makes; None: nothing to learn."""
+    """Output tokens, where the model ended the answer; None: there is nothing to learn."""
 
 
 class Loaded(msgspec.Struct, tag="loaded", array_like=True):
     """The process answers from now on."""
 
     num_entries: int
+    """Entries of its index."""
 
 
 class Predicted(msgspec.Struct, tag="predicted", array_like=True):
-    """One to each ``Predict``; where the process cannot, the engine's side answers itself."""
+    """The answer to one ``Predict``. Where the process cannot answer, the engine's side does."""
 
     number: int
     num_tokens: int | None
@@ -47,15 +42,14 @@ class Predicted(msgspec.Struct, tag="predicted", array_like=True):
 
 
 class Learned(msgspec.Struct, tag="learned", array_like=True):
-    """A job's real length is known to the predictor."""
+    """The predictor has learned a job's real length."""
 
     num_entries: int
-    """In its index."""
+    """Entries of its index."""
 
 
-ToPredictor = Predict | Ended
+ToPredictor = Predict | JobEnded
 FromPredictor = Loaded | Predicted | Learned
 
-encoder = msgspec.msgpack.Encoder()
 to_predictor_decoder = msgspec.msgpack.Decoder(ToPredictor)
 from_predictor_decoder = msgspec.msgpack.Decoder(FromPredictor)

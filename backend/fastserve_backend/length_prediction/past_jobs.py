@@ -1,4 +1,4 @@
-"""What past jobs teach: the embeddings of their prompts with the lengths of their outputs."""
+"""Past jobs: the embeddings of their prompts, and the lengths of their outputs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 from fastserve_backend.length_prediction.encoder import Embedding
 from fastserve_backend.length_prediction.vector_index import VectorIndex
 
-# Prompts as near as this are one entry, or a template that thousands of jobs share would drive all
-# others out.
+# Prompts that are more similar share one entry. Otherwise a template that thousands of jobs use
+# would drive out all other entries.
 SAME_PROMPT_SIMILARITY = 0.995
-# The length of a shared entry follows the last so many jobs.
+# The length of a shared entry is about the mean over the last so many jobs.
 MAX_WEIGHT = 8
 
 Lengths = NDArray[np.float32]
@@ -28,20 +28,20 @@ class Neighbours(NamedTuple):
 
 
 class SavedJobs(NamedTuple):
-    """All that `PastJobs` knows."""
+    """The whole state of `PastJobs`."""
 
     vectors: bytes
-    """Of `VectorIndex.to_bytes`; its keys are the slots."""
+    """From `VectorIndex.to_bytes`; its keys are the slots."""
     lengths: Lengths
-    """Shape [slots], in tokens: means over the jobs of each."""
+    """Shape [slots], in tokens: the mean over each slot's jobs."""
     weights: NDArray[np.int32]
-    """Shape [slots]: the jobs of each, at most MAX_WEIGHT."""
+    """Shape [slots]: the number of each slot's jobs, at most MAX_WEIGHT."""
     order: NDArray[np.int32]
-    """Shape [slots]: a permutation of the slots, those seen last at the end."""
+    """Shape [slots]: the slots from the least to the most recently seen."""
 
 
 class PastJobs:
-    """At most ``capacity`` prompts, a slot each; those not seen for longest are forgotten."""
+    """At most ``capacity`` prompts, each in a slot. The least recently seen is forgotten first."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -52,7 +52,7 @@ class PastJobs:
 
     @classmethod
     def restored(cls, saved: SavedJobs, capacity: int) -> PastJobs:
-        """As it was, less the oldest where ``capacity`` is smaller now."""
+        """The saved state, without its oldest jobs where ``capacity`` is smaller now."""
         jobs = cls(capacity)
         index = VectorIndex(saved.vectors)
         if len(index) > capacity:

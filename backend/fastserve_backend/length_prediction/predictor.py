@@ -1,8 +1,8 @@
-"""How long a job's output will be, from its prompt's words and the jobs before it.
+"""Predicts a job's output length from its prompt and from past jobs.
 
-ALISE (arXiv 2410.23537): the lengths of the most similar past prompts, weighted by similarity;
-where none is similar, a regressor over the embedding. Here it is their weighted median instead of
-the mean, which a few long answers among them would move.
+As in ALISE (arXiv 2410.23537), the lengths of the most similar past prompts, weighted by
+similarity, give the prediction. If none is similar, a regressor over the embedding does. ALISE
+takes the weighted mean, this the weighted median: a few long answers move a mean far.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fastserve_backend.length_prediction.saved_state import (
     write_state,
 )
 
-# Chosen on a validation part; docs/length_prediction.md has the measurements.
+# Chosen on validation data; docs/length_prediction.md has the measurements.
 NUM_NEIGHBOURS = 20
 MIN_SIMILARITY = 0.84
-# Similarities are raised to this power before they weigh lengths: they are all near each other.
+# Weights are similarities to this power, because similarities are all near each other.
 _SHARPNESS = 8
-# Fewer jobs say too little of those unlike them.
+# Fewer jobs teach the regressor too little about prompts that are unlike theirs.
 _MIN_JOBS = 32
-# Past jobs that the regressor is trained on when one ends.
+# Past jobs in the regressor's training step after each job.
 _BATCH = 32
 
 _log = logging.getLogger(__name__)
@@ -39,12 +39,12 @@ _log = logging.getLogger(__name__)
 
 class Prediction(NamedTuple):
     num_tokens: int | None
-    """None: too little is known yet."""
+    """Output tokens; None: too little is known yet."""
     source: Literal["neighbours", "regressor", "cold"]
 
 
 class LengthPredictor:
-    """Not for several threads at once.
+    """Only one thread may use it.
 
     Args:
         capacity: most past prompts that are remembered.
@@ -58,7 +58,8 @@ class LengthPredictor:
 
     @classmethod
     def open(cls, directory: Path | None, encoder: Encoder, capacity: int) -> LengthPredictor:
-        """What was saved in ``directory``, or, with the reason logged, an empty one."""
+        """The predictor saved in ``directory``; if it cannot be used, the log says why, and the new
+        one is empty."""
         predictor = cls(encoder, capacity)
         if directory is None:
             return predictor
@@ -76,11 +77,11 @@ class LengthPredictor:
             self.jobs = PastJobs.restored(state.jobs, capacity)
             self.regressor.load(state.regressor)
         except (RuntimeError, ValueError, KeyError) as error:
-            # Intact, but of another release of the index's library, for example.
+            # Intact, but for example from another release of the index's library.
             raise SavedStateError(f"cannot be used ({error})") from error
 
     def save(self, directory: Path) -> None:
-        """Replaces what is there, at once: no reader and no crash sees half of it.
+        """Replace the saved state atomically: no reader and no crash sees half of it.
 
         Raises OSError.
         """
@@ -88,7 +89,7 @@ class LengthPredictor:
         write_state(directory, state, self._encoder.identity)
 
     def __len__(self) -> int:
-        """Prompts that are remembered."""
+        """Number of prompts that are remembered."""
         return len(self.jobs)
 
     def embed(self, text: str) -> Embedding:
@@ -103,13 +104,13 @@ class LengthPredictor:
         return Prediction(None, "cold")
 
     def learn(self, embedding: Embedding, num_tokens: int) -> None:
-        """A job with this prompt ended by itself with this many output tokens, at least 1."""
+        """Learn that the model ended a job with this prompt after ``num_tokens`` ≥ 1 tokens."""
         self.jobs.add(embedding, num_tokens)
         self.regressor.train(*self.jobs.sample(_BATCH, self._random))
 
 
 def median_length(neighbours: Neighbours) -> float:
-    """The length at which those of half the weight are shorter; one of the neighbours' own."""
+    """The weighted median, which is the length of one of the neighbours."""
     weights = np.maximum(neighbours.similarities, 0.0) ** _SHARPNESS
     order = np.argsort(neighbours.lengths)
     cumulative = np.cumsum(weights[order])

@@ -1,4 +1,4 @@
-"""An MLP from an embedding to a length, trained a little with every job that ends."""
+"""An MLP that maps an embedding to a length. Each job that ends trains it a little."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 from fastserve_backend.length_prediction.encoder import EMBEDDING_SIZE, Embedding
 
 _HIDDEN = 128
-# Elements of a unit vector are about 1/√384; this makes them about as large as layers expect.
+# Elements of a unit vector are about 1/√384; scaled, they are about as large as layers expect.
 _INPUT_SCALE = 8.0
-# Slow: there is a step for each job, and jobs are seen many times.
+# Small, because there is a step for each job, and each job is seen many times.
 _LEARNING_RATE = 3e-4
 _WEIGHT_DECAY = 1e-2
 _FIRST_GUESS_TOKENS = 64.0
-_MAX_LOG_LENGTH = math.log(1e6)  # longer than any output; what exp can hold ends soon after
+_MAX_LOG_LENGTH = math.log(1e6)  # above any output; beyond e^709 exp overflows
 
 
 class Regressor:
@@ -26,7 +26,7 @@ class Regressor:
 
     def __init__(self) -> None:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # the same jobs teach the same
+            torch.manual_seed(0)  # the same jobs always give the same weights
             output = nn.Linear(_HIDDEN, 1)
             self._net = nn.Sequential(nn.Linear(EMBEDDING_SIZE, _HIDDEN), nn.ReLU(), output)
         nn.init.constant_(output.bias, math.log(_FIRST_GUESS_TOKENS))
@@ -41,7 +41,7 @@ class Regressor:
         return math.exp(min(max(log_length, 0.0), _MAX_LOG_LENGTH))
 
     def train(self, embeddings: NDArray[np.float32], lengths: NDArray[np.float32]) -> None:
-        """One step. Shapes [batch, 384] and [batch], in tokens, at least 1."""
+        """One training step. Shapes [batch, 384] and [batch]; lengths are in tokens, ≥ 1."""
         predicted = self._net(torch.from_numpy(embeddings) * _INPUT_SCALE).squeeze(1)
         loss = (predicted - torch.from_numpy(lengths).log()).abs().mean()
         self._optimizer.zero_grad()
@@ -49,7 +49,7 @@ class Regressor:
         self._optimizer.step()
 
     def weights(self) -> dict[str, NDArray[np.float32]]:
-        """By name."""
+        """Tensors by name."""
         return {name: value.numpy().copy() for name, value in self._net.state_dict().items()}
 
     def load(self, weights: dict[str, NDArray[np.float32]]) -> None:

@@ -1,7 +1,7 @@
-"""What the predictor has learned, as one safetensors file.
+"""The predictor's state in one safetensors file.
 
-The vector index's own file is a tensor of bytes in it, so that one rename replaces everything.
-There is no text in it, and nothing that could be executed.
+The vector index's own format is stored as a tensor of bytes, so one rename replaces everything.
+The file contains no prompt, and nothing that could be executed.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Tensors = dict[str, NDArray[Any]]
 
 
 class SavedStateError(FastServeError):
-    """A file is there, but cannot be used; the message says why."""
+    """The file exists but cannot be used; the message says why."""
 
 
 class SavedState(NamedTuple):
     jobs: SavedJobs
     regressor: dict[str, NDArray[np.float32]]
-    """Its weights by name."""
+    """Weights by name."""
 
 
 def write_state(directory: Path, state: SavedState, encoder: str) -> None:
-    """Replaces what is there, at once and durably. ``encoder``: its identity. Raises OSError."""
+    """Replace the file atomically and durably. ``encoder`` is its identity. Raises OSError."""
     tensors: Tensors = {
         "index": np.frombuffer(state.jobs.vectors, dtype=np.uint8),
         "lengths": state.jobs.lengths,
@@ -53,10 +53,10 @@ def write_state(directory: Path, state: SavedState, encoder: str) -> None:
 
 
 def read_state(directory: Path, encoder: str) -> SavedState | None:
-    """None if nothing was saved there.
+    """The state in ``directory``; None: nothing was saved there.
 
     Raises:
-        SavedStateError: it is damaged, or from another version or encoder.
+        SavedStateError: the file is damaged, or from another version or encoder.
     """
     try:
         with safe_open(directory / FILE_NAME, framework="numpy") as file:

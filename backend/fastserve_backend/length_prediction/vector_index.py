@@ -1,6 +1,6 @@
-"""The nearest of many embeddings: an HNSW graph (Malkov and Yashunin 2018), USearch's.
+"""Finds the nearest of many embeddings, with USearch's HNSW graph (Malkov and Yashunin 2018).
 
-docs/length_prediction.md says why this library, beside faiss and hnswlib.
+docs/length_prediction.md compares it with faiss and hnswlib.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class VectorIndex:
     """Embeddings by key, kept in float16. Similarity is the cosine."""
 
     def __init__(self, saved: bytes | None = None) -> None:
-        """Empty, or what `to_bytes` gave: the bytes must be trusted, the library checks little."""
+        """An empty index, or the one that `to_bytes` saved. The library checks little, so the bytes
+        must be trusted."""
         self._index = Index(ndim=EMBEDDING_SIZE, metric="cos", dtype="f16")
         if saved is not None:
             self._index.load(saved)
@@ -29,7 +30,7 @@ class VectorIndex:
         return len(self._index)
 
     def add(self, key: int, embedding: Embedding) -> None:
-        """The key must not be there."""
+        """Add an embedding under a new key."""
         self._index.add(key, embedding, threads=_ONE_THREAD)
 
     def remove(self, key: int) -> None:
@@ -38,7 +39,7 @@ class VectorIndex:
     def nearest(
         self, embedding: Embedding, count: int
     ) -> tuple[NDArray[np.uint64], NDArray[np.float32]]:
-        """Keys of at most ``count`` neighbours and their similarities, the best first."""
+        """Keys and similarities of at most ``count`` neighbours, the best first."""
         matches = self._index.search(embedding, count, threads=_ONE_THREAD)
         return matches.keys, 1.0 - matches.distances
 

@@ -1,4 +1,4 @@
-"""What the engine counts, and its state at one moment."""
+"""The engine's totals since its start, and its state at one moment."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from fastserve_backend.metrics.latency_histograms import LatencyHistograms
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Totals since the start, which only the step loop's thread writes."""
+    """Totals since the start. Only the step loop's thread writes them."""
 
     latencies: LatencyHistograms = field(compare=False)
     prompt_tokens: int = 0
     prefix_cached_tokens: int = 0
-    """Tokens that jobs went on from without computing them, because their KV was kept."""
+    """Prompt tokens that were not computed, because their KV was kept."""
     generation_tokens: int = 0
     iterations: int = 0
     compute_s: float = 0.0
     """Seconds that the ranks computed."""
     iteration_s: float = 0.0
-    """Seconds to having a step's tokens, from sending it, or from the end of the one that it was
-    sent behind, without waiting between stages; what exceeds ``compute_s`` is messages and the
-    making of inputs."""
+    """Seconds from sending a step, or from the end of the step before it if that is later, to its
+    tokens, without waits between stages. The excess over ``compute_s`` is messages and making
+    inputs."""
     between_s: float = 0.0
-    """Seconds from having a step's tokens to sending the next step: the ranks were idle."""
+    """Seconds from a step's tokens to sending the next step, in which the ranks were idle."""
     preemptions: int = 0
     recomputed_jobs: int = 0
-    """Jobs whose KV was dropped for want of blocks, and had to be computed again."""
+    """Jobs whose KV was dropped because blocks were short, and was computed again."""
     peak_blocks: int = 0
     """Most KV blocks of the device in use at once."""
     swap_out_bytes: int = 0
@@ -37,13 +37,13 @@ class EngineCounters:
     swap_avoided_bytes: int = 0
     """KV that swap-outs did not copy, because the host had it already."""
     swap_stall_s: float = 0.0
-    """Seconds in which no step ran because all that could have run waited for copies."""
+    """Seconds in which no step ran because all runnable jobs waited for copies."""
     finished: Counter[str] = field(default_factory=Counter)
-    """Jobs by finish reason, but for those that were refused."""
+    """Jobs by finish reason, without refused jobs."""
     refused: int = 0
-    """Jobs that turned out to ask for what cannot be: a grammar that is none."""
+    """Jobs rejected after admission, such as those with an invalid grammar."""
     worker_restarts: int = 0
-    """How often all ranks were started anew because one died or hung."""
+    """How often all ranks were restarted because one died or hung."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,11 @@ class EngineSnapshot:
     level_sizes: tuple[int, ...]
     """Jobs in each queue of the policy, highest first."""
     num_demotions: int
-    """Since the start, as the next; see ``Policy``."""
+    """Since the start; see ``Policy``."""
     num_promotions: int
+    """Since the start; see ``Policy``."""
     swapped: int
-    """Of the waiting, those whose KV is on the host or on its way from or to it."""
+    """Waiting jobs whose KV is on the host, or on its way from or to it."""
     num_blocks: int
     free_blocks: int
     num_host_blocks: int

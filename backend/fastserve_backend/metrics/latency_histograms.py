@@ -1,8 +1,8 @@
-"""Distributions of what clients wait for, counted by the step loop as it happens.
+"""Distributions of the times that clients wait; the step loop adds each value as it occurs.
 
-An observation is a few list operations under a lock that nobody else wants: well below a
-microsecond, so that every token can be observed. Whoever publishes them takes what has come since
-it last did. docs/metrics.md defines each distribution and says why its bounds are these.
+An observation is a few list operations under a lock that is nearly always free. It takes well below
+a microsecond, so every token can be observed. A publisher takes all values since it last did.
+docs/metrics.md defines each distribution and explains its bounds.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 from fastserve_backend.job import Job
 
-# Steps of at most 2.5: a quantile interpolated within a bucket is off by no more than that.
+# Each bound is at most 2.5 times the one before, and so is the error of an interpolated quantile.
 _FIRST_TOKEN_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120)
 _INTER_TOKEN_BOUNDS_S = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 25, 60)
 _WHOLE_JOB_BOUNDS_S = (0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300, 600)
-# In units of the SLO, which is a bound itself: the share of jobs that keep it is exact.
+# In units of the SLO. The SLO is a bound itself, so the share of jobs that keep it is exact.
 _NORMALIZED_BOUNDS_SLO = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 25)
 
 
 @dataclass(frozen=True, slots=True)
 class Observations:
-    """Values by bucket: one for each upper bound, and one for what is above the last."""
+    """Number and sum of the values in each bucket. The last bucket is above the last bound."""
 
     counts: tuple[int, ...]
     sums: tuple[float, ...]
@@ -49,7 +49,7 @@ class Histogram:
             self._sums[bucket] += value
 
     def take(self) -> Observations:
-        """What was observed since the last call."""
+        """The observations since the last call."""
         with self._lock:
             taken = Observations(tuple(self._counts), tuple(self._sums))
             self._clear()
@@ -72,19 +72,19 @@ class LatencyHistograms:
         self.inter_token = Histogram(_INTER_TOKEN_BOUNDS_S)
         self.e2e = Histogram(_WHOLE_JOB_BOUNDS_S)
         self.queue = Histogram(_WHOLE_JOB_BOUNDS_S)
-        # Rounded, because the bounds become labels: 0.35 times 0.3 is not quite 0.105.
+        # Rounded, because the bounds become labels, and 0.35 times 0.3 is not quite 0.105.
         self.normalized_latency = Histogram(
             [round(share * slo_s, 9) for share in _NORMALIZED_BOUNDS_SLO]
         )
 
-    def new_token(self, job: Job, now: float) -> None:
-        """The job has a new token; its times are still those of the token before."""
+    def on_token(self, job: Job, now: float) -> None:
+        """The job has a new token; ``last_token_s`` is still that of the token before."""
         if job.last_token_s is None:
             self.time_to_first_token.observe(now - job.arrival_s)
         else:
             self.inter_token.observe(now - job.last_token_s)
 
-    def completed(self, job: Job) -> None:
+    def on_job_completed(self, job: Job) -> None:
         """The job has all its tokens, at least one."""
         assert job.last_token_s is not None
         latency_s = job.last_token_s - job.arrival_s

@@ -1,55 +1,61 @@
-"""Correct predicted iteration times while serving: the machine is not always as it was measured."""
+"""Correct predicted iteration times while serving, because a machine's speed changes."""
 
 from __future__ import annotations
 
+import logging
 import math
 
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 
 # Share of each observation in the running mean: 50 iterations at a new speed leave 8% of the error.
 _WEIGHT = 0.05
-# An iteration whose process was descheduled says nothing; it counts as e times too slow, no more,
-# and so moves the predictions by 5%.
+# A process that the system paused makes one iteration look very slow. No observation counts as more
+# than e times too slow, so each moves the predictions by 5% at most.
 _MAX_LOG_ERROR = 1.0
-# Beyond this factor it is not the machine that is slow: its clock jumped, or it was suspended.
+# Beyond this factor the machine is not slow: its clock jumped, or it was suspended.
 _MAX_LOG_RATIO = math.log(30.0)
-# What is derived from predictions, such as quanta, need not follow each small change.
+# Smaller changes are not worth a new derivation of quanta and other values from the predictions.
 _WORTH_REPORTING = math.log(1.15)
+# A small model's iteration times drift several times a second when the machine has other work.
+_DRIFT_LOG_INTERVAL_S = 60.0
+_log = logging.getLogger(__name__)
 
 
 class CorrectedLatency(LatencyModel):
-    """Predictions of ``model`` times what iterations really take of them, lately.
+    """Predictions of ``model``, times the recent ratio of real to predicted times.
 
-    Decode-only iterations are bound by memory, those with prefills by arithmetic, so the two have
-    ratios of their own.
+    Iterations with and without prefill have ratios of their own: the first are bound by arithmetic,
+    the others by memory.
     """
 
     def __init__(self, model: LatencyModel) -> None:
-        self.replace(model)
+        self.model = model
+        self.num_stages = model.num_stages
+        self._decode, self._prefill = _Ratio(), _Ratio()
 
     def replace(self, model: LatencyModel) -> None:
-        """Predict by another model, of another machine: what was learned of the old one goes."""
+        """Predict by another machine's model, and forget the corrections of the old one."""
         self.model = model
         self.num_stages = model.num_stages
         self._decode, self._prefill = _Ratio(), _Ratio()
 
     @property
     def decode_ratio(self) -> float:
-        """What iterations without prefill take, over what ``model`` predicts."""
+        """Real over predicted time of iterations without prefill."""
         return self._decode.value
 
     @property
     def prefill_ratio(self) -> float:
-        """The same of iterations with prefill."""
+        """Real over predicted time of iterations with prefill."""
         return self._prefill.value
 
     def iteration_s(self, load: IterationLoad) -> float:
         return self._ratio(load).value * self.model.iteration_s(load)
 
     def observe(self, load: IterationLoad, elapsed_s: float) -> bool:
-        """An iteration took ``elapsed_s``. Whether predictions have moved notably since last True.
+        """Learn that an iteration took ``elapsed_s``.
 
-        Averages logarithms, so that twice as fast weighs as much as twice as slow.
+        Returns whether predictions have moved notably since this last returned True.
         """
         return self._ratio(load).observe(elapsed_s / self.model.iteration_s(load))
 
@@ -57,8 +63,30 @@ class CorrectedLatency(LatencyModel):
         return self._decode if load.num_decodes == load.num_tokens else self._prefill
 
 
+class DriftLog:
+    """Logs how far the predictions of ``latency`` have moved, once a minute at most."""
+
+    def __init__(self, latency: CorrectedLatency) -> None:
+        self._latency = latency
+        self._next_log_s = -math.inf
+
+    def on_drift(self, now: float) -> None:
+        """Predictions have moved notably."""
+        if now < self._next_log_s:
+            return
+        self._next_log_s = now + _DRIFT_LOG_INTERVAL_S
+        _log.info(
+            "iterations take %.2f (decode) and %.2f (with prefill) times the profile's prediction",
+            self._latency.decode_ratio,
+            self._latency.prefill_ratio,
+        )
+
+
 class _Ratio:
-    """A running geometric mean of which single values move little."""
+    """A running geometric mean, in which single values have little weight.
+
+    It averages logarithms, so that twice as fast weighs as much as twice as slow.
+    """
 
     __slots__ = ("_log", "_reported_log", "value")
 

@@ -1,4 +1,4 @@
-"""Take the machine's slow spells out of repeated timings."""
+"""Correct repeated timings for spells in which the machine was slow."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-# A spell is told from a single disturbance by so many timings before and after.
+# A spell spans more than this many timings; anything shorter is a disturbance of single timings.
 _WINDOW = 10
-# Speed and times are estimated in turns; the estimates settle in a few.
+# The machine's speed and the times are estimated alternately; a few turns suffice.
 _TURNS = 6
 
 Floats = npt.NDArray[np.float64]
 
 
 def typical_seconds(timings: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """Median seconds of each thing timed, at the typical speed of the machine meanwhile.
+    """Median seconds of each thing timed, at the typical speed of the machine.
 
-    ``timings`` are (number of the thing, seconds) in the order in which they were taken. A machine
-    that others use, or that gets hot, changes its speed for seconds at a time: then all that is
-    timed in such a spell differs from its other repeats by the same factor, and is divided by it.
-    What is timed once says nothing about spells, but is divided like its neighbours.
+    A machine that others use, or that gets hot, changes its speed for seconds at a time. All
+    timings in such a spell differ from other timings of the same things by one factor, and are
+    divided by it. A thing that was timed once does not help to find that factor, but is divided by
+    it too.
+
+    Args:
+        timings: (number of the thing, seconds), in the order in which they were taken.
     """
     if not timings:
         return {}
@@ -43,7 +46,7 @@ def typical_seconds(timings: Sequence[tuple[int, float]]) -> dict[int, float]:
 
 
 def _running_median(values: Floats, counts: npt.NDArray[np.bool_]) -> Floats:
-    """Over those that count among the neighbours of each; around 0 as a whole."""
+    """For each value, the median of its neighbours that count. The medians' own median is 0."""
     medians = np.zeros(len(values))
     for index in range(len(values)):
         near = slice(max(0, index - _WINDOW), index + _WINDOW + 1)

@@ -13,15 +13,13 @@ from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.profile.latency import Curve, Identity, LatencyProfile
 from fastserve_backend.rank_protocol.link import Link
 
-# Where the curves may bend. Powers of two, because costs bend where a matrix gets as many rows as
-# weights are worth reading for: anywhere between one and a few hundred.
+# Where the curves may bend: from this many rows on, multiplying takes longer than reading the
+# weights. On real machines that is somewhere between one row and a few hundred.
 _TOKEN_KNOTS = (1, 4, 16, 64, 256)
 _SAMPLED_KNOTS = (1, 8, 64)
-# How much a bend must explain before it is believed: it costs as much as this relative error in one
-# sample.
+# Penalty for a bend, so that noise does not make one: as much as this relative error in one sample.
 _BEND_COST = 0.05
-# Residuals beyond this are taken for disturbances of the machine and count by their size, not their
-# square.
+# Larger relative residuals count as disturbances: they have linear, not quadratic, weight.
 _OUTLIER = 0.05
 _REWEIGHTINGS = 5
 _TOLERANCE = 1e-10
@@ -41,10 +39,10 @@ class Sample:
 def fit(
     identity: Identity, num_blocks: int, link: Link, samples: Sequence[Sample]
 ) -> LatencyProfile:
-    """Least squares on relative errors, no coefficient below zero.
+    """Fit a profile by least squares on relative errors, with no coefficient below zero.
 
     Raises:
-        ValueError: no sample.
+        ValueError: there is no sample.
     """
     if not samples:
         raise ValueError("need at least one sample")
@@ -53,9 +51,9 @@ def fit(
     sampled = np.array([sample.load.num_sampled for sample in samples])
     token_knots = _knots(_TOKEN_KNOTS, tokens)
     sampled_knots = _knots(_SAMPLED_KNOTS, sampled)
-    # A single query, which shares what it reads with none, costs more a pair than a prefill's. So
-    # the coefficients are nested: all pairs cost something, those of a single query more. A few
-    # long prefills, easily disturbed, would not hold the first one down by themselves.
+    # A pair costs more in a decode than in a prefill, whose queries share what they read. So the
+    # coefficients are nested: one for all pairs, and an extra one for those of decodes. A separate
+    # coefficient for prefills would depend on a few long ones alone, which are easily disturbed.
     decode, prefill = np.array(
         [(s.load.decode_context, s.load.prefill_pairs) for s in samples], dtype=np.float64
     ).T
@@ -94,12 +92,12 @@ def mean_error(model: LatencyModel, samples: Sequence[Sample]) -> float:
 
 
 def _knots(candidates: Sequence[int], values: npt.NDArray[np.int64]) -> tuple[int, ...]:
-    """0 and the candidates with measured values on both sides."""
+    """0, and the candidates that have measured values on both sides."""
     return (0, *(knot for knot in candidates if values.min() <= knot < values.max()))
 
 
 def _ramps(knots: tuple[int, ...], values: npt.NDArray[np.int64]) -> Floats:
-    """How far each value goes into the segment behind each knot, ``[values, knots]``."""
+    """How far each value reaches into the segment after each knot, ``[values, knots]``."""
     ends = np.array([*knots[1:], np.inf])
     starts = np.array(knots)
     ramps: Floats = np.clip(values[:, None], starts, ends) - starts
@@ -107,10 +105,10 @@ def _ramps(knots: tuple[int, ...], values: npt.NDArray[np.int64]) -> Floats:
 
 
 def _bends(features: Floats, first: int, count: int) -> Floats:
-    """A row for each pair of neighbouring slopes that is zero when they are equal."""
+    """One row for each pair of neighbouring slopes; it is zero if the slopes are equal."""
     rows = np.zeros((count - 1, features.shape[1]))
     for index in range(count - 1):
-        # In units of the largest share of an iteration that either segment has.
+        # Scaled by the largest share of an iteration that both segments reach.
         left, right = first + index, first + index + 1
         weight = _BEND_COST * min(features[:, left].max(), features[:, right].max())
         rows[index, left], rows[index, right] = -weight, weight
@@ -118,7 +116,7 @@ def _bends(features: Floats, first: int, count: int) -> Floats:
 
 
 def _robust_nonnegative(features: Floats, bends: Floats) -> list[float]:
-    """Coefficients >= 0 for which ``features`` come close to 1 and ``bends`` to 0."""
+    """Coefficients c >= 0 such that ``features @ c`` is near 1 and ``bends @ c`` near 0."""
     weights = np.ones(len(features))
     solution = np.zeros(features.shape[1])
     for _ in range(_REWEIGHTINGS):
@@ -138,7 +136,7 @@ def _nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
     count = matrix.shape[1]
     x = np.zeros(count)
     free = np.zeros(count, dtype=bool)
-    # A turn frees one coefficient and may bind others again; rounding could go on for ever.
+    # Each turn frees one coefficient and may bind others. Rounding errors could make that endless.
     for _ in range(3 * count):
         gradient = np.where(free, -np.inf, matrix.T @ (target - matrix @ x))
         if gradient.max() <= _TOLERANCE:
@@ -151,7 +149,7 @@ def _nonnegative_least_squares(matrix: Floats, target: Floats) -> Floats:
             if not below.any():
                 x = wanted
                 break
-            # As far towards it as none falls below zero.
+            # Move towards it, until the first coefficient reaches zero.
             x += (x[below] / (x[below] - wanted[below] + _TINY)).min() * (wanted - x)
             free &= x > _TOLERANCE
             x[~free] = 0

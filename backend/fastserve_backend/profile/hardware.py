@@ -1,4 +1,4 @@
-"""What the GPUs can do at most, by name: the roofs of the roofline model."""
+"""Peak rates of GPUs, by name: the roofs of the roofline model."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import MappingProxyType
 from fastserve_backend.errors import ConfigError
 
 GPUS_PER_NODE = 8
-"""GPUs that reach each other over NVLink: a DGX or HGX board of any of the types below."""
+"""GPUs that NVLink connects: a DGX or HGX board with any of the types below."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Peak rates of one GPU. Datasheets add up both directions of a link, here it is one."""
+    """Peak rates of one GPU. Rates of links are for one direction; datasheets add up both."""
 
     name: str
     tensor_flops: float
@@ -22,7 +22,7 @@ class Hardware:
     hbm_bytes_s: float
     """Bytes/s that the GPU reads from its memory."""
     hbm_bytes: int
-    """Size of that memory; the GB of datasheets are GiB."""
+    """Size of that memory. What datasheets call GB are GiB."""
     pcie_bytes_s: float
     """Bytes/s to the host, and as many back at the same time."""
     nvlink_bytes_s: float

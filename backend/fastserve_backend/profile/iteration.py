@@ -1,4 +1,4 @@
-"""What the time of one iteration depends on, and who predicts it."""
+"""The work in one iteration, and the interface for predicting how long it takes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from fastserve_backend.rank_protocol.messages import Step
 
 @dataclass(frozen=True, slots=True)
 class IterationLoad:
-    """The work of one iteration, whatever mix of prefills, chunks and decodes it is made of."""
+    """The work in one iteration: any mix of decodes, prefills and chunks of prefills."""
 
     num_tokens: int
     """Tokens of all jobs: rows through the linear layers."""
     num_sampled: int
     """Jobs that get a new token: rows through the LM head."""
     num_decodes: int
-    """Jobs that run one token, all earlier ones in the cache."""
+    """Jobs that run one token."""
     decode_context: int
-    """Positions that those tokens attend to, themselves included, summed."""
+    """Sum of the positions that those tokens attend to, including their own."""
     prefill_pairs: int
-    """Pairs of token and position attended to by prefills, n·start + n(n+1)/2 each."""
+    """Pairs of a prefill's token and a position that it attends to. A prefill of n tokens after
+    ``start`` cached ones has n·start + n(n+1)/2."""
 
     @classmethod
     def of(cls, slices: Iterable[tuple[int, int, bool]]) -> IterationLoad:
-        """From (tokens in the cache, tokens to run, whether a token is sampled) of each job."""
+        """From each job's (tokens in the cache, tokens to run, whether it gets a token)."""
         num_tokens = num_sampled = num_decodes = decode_context = prefill_pairs = 0
         for start, count, samples in slices:
             num_tokens += count
@@ -57,17 +58,17 @@ class LatencyModel(ABC):
 
     @abstractmethod
     def iteration_s(self, load: IterationLoad) -> float:
-        """Seconds, > 0, from sending a batch to the first stage to having its tokens."""
+        """Seconds from sending a batch to the first stage until its tokens are known; > 0."""
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Time of an iteration that runs one whole prompt of ``num_tokens`` tokens alone."""
+        """Seconds of an iteration that runs one whole prompt of ``num_tokens`` tokens alone."""
         return self.iteration_s(IterationLoad.of([(0, num_tokens, True)]))
 
     def decode_s(self, context_tokens: int) -> float:
-        """Time of an iteration that decodes one job alone, attending to ``context_tokens``."""
+        """Seconds of an iteration that decodes one job alone, attending to ``context_tokens``."""
         return self.iteration_s(IterationLoad.of([(context_tokens - 1, 1, True)]))
 
     def decodes_s(self, num_jobs: int, context_tokens: int) -> float:
-        """Time of an iteration that decodes ``num_jobs`` jobs, each attending to
+        """Seconds of an iteration that decodes ``num_jobs`` jobs, each attending to
         ``context_tokens``."""
         return self.iteration_s(IterationLoad.of([(context_tokens - 1, 1, True)] * num_jobs))

@@ -1,4 +1,4 @@
-"""The latency profile: a fitted model of iteration times, what it was measured on, and its file."""
+"""The latency profile: a fitted model of iteration times, and its file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.system.atomic_file import write_atomically
 
-# Times of a real machine are positive; a fit through noise may not be, and a zero quantum breaks
-# the queues.
+# A fit through noise may predict zero or less, and a zero quantum would break the queues.
 MIN_ITERATION_S = 1e-6
 _FORMAT = 5
 
-# What a model's configuration says that its iteration times do not depend on, or that a profile
-# states by itself.
+# Fields of a model's configuration that iteration times do not depend on, or that a profile has as
+# fields of its own.
 _NOT_SHAPE = frozenset(
     (
         "name",
@@ -42,19 +41,19 @@ _NOT_SHAPE = frozenset(
 
 @dataclass(frozen=True)
 class Identity:
-    """What iteration times depend on."""
+    """Everything that iteration times depend on: model, hardware, and how they are set up."""
 
     model: str
-    """Its name when it was measured; two names of one shape take the same time."""
+    """The model's name when it was measured. Models of the same shape take the same time."""
     shape: Mapping[str, Any]
-    """Layers, widths and whatever else the architecture is made of."""
+    """Number of layers, widths, and all else that describes the architecture."""
     hardware: str
     dtype: DType
     tensor_parallel_size: int
     pipeline_parallel_size: int
     block_size: int
     max_model_len: int
-    """No longer job was measured."""
+    """The longest job that was measured."""
 
     @classmethod
     def of(
@@ -80,34 +79,34 @@ class Identity:
 
     @property
     def key(self) -> str:
-        """The same for identities of the same iteration times."""
+        """A hash that is equal for identities with equal iteration times."""
         values = asdict(self)
         del values["model"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def shape_of(model: ModelConfig) -> dict[str, Any]:
-    """The part of the configuration that iteration times depend on."""
+    """The part of a model's configuration that iteration times depend on."""
     shape = {key: value for key, value in asdict(model).items() if key not in _NOT_SHAPE}
     if model.quantization is None:
         del shape["quantization"]
     if model.kv_dtype == "same":
         del shape["kv_dtype"]
-    plain: dict[str, Any] = json.loads(json.dumps(shape))  # compares equal to what a file gives
+    plain: dict[str, Any] = json.loads(json.dumps(shape))  # to compare equal to a shape from a file
     return plain
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A piecewise linear function that is 0 at 0 and never falls: the last slope goes on."""
+    """A piecewise linear function that is 0 at 0 and never falls. The last slope has no end."""
 
     knots: tuple[int, ...]
     """Where each slope begins, ascending; the first is 0."""
     slopes_s: tuple[float, ...]
-    """Seconds for each one more, >= 0."""
+    """Slopes in seconds a unit, >= 0; one for each knot."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if the function would not be as described."""
+        """Raises ValueError: knots or slopes are not as described."""
         ascending = all(a < b for a, b in zip(self.knots, self.knots[1:], strict=False))
         if not self.knots or self.knots[0] != 0 or not ascending:
             raise ValueError(f"knots must ascend from 0: {self.knots}")
@@ -129,9 +128,8 @@ class Curve:
 class LatencyProfile(LatencyModel):
     """``base + tokens(T) + sampled(R) + c1·Σ context + c2·Σ prefill pairs``.
 
-    The curves bend where a machine turns from reading weights to multiplying by them; the pairs of
-    a prompt of n tokens are its n². Nothing in it falls, so it cannot misbehave beyond what was
-    measured.
+    The curves bend where multiplying begins to take longer than reading the weights. A prompt of n
+    tokens has about n²/2 pairs. No term falls, so predictions beyond the measured range stay sane.
     """
 
     identity: Identity
@@ -140,26 +138,26 @@ class LatencyProfile(LatencyModel):
     link: Link
     """To the host, in the same measurement."""
     num_samples: int
-    """Iterations that the fit is made from."""
+    """Number of iterations that the fit is made from."""
     held_out_error: float | None
-    """Mean of |predicted - measured| / measured over iterations that the fit has not seen; None if
-    there were none."""
+    """Mean of |predicted - measured| / measured over iterations that were not used for the fit;
+    None if there were none."""
     base_s: float
     tokens: Curve
-    """Over the tokens of all jobs: the linear layers."""
+    """Time of the linear layers, by the number of tokens of all jobs."""
     sampled: Curve
-    """Over the jobs that get a token: the LM head."""
+    """Time of the LM head, by the number of jobs that get a token."""
     decode_context_s: float
-    """For each position that a decoded token attends to."""
+    """Seconds for each position that a decoded token attends to."""
     prefill_pair_s: float
-    """For each pair of a prompt's token and a position that it attends to."""
+    """Seconds for each pair of a prompt's token and a position that it attends to."""
     max_seqs: int = 0
-    """No batch of more jobs was measured; beyond, the curves go on as they end."""
+    """Most jobs in a measured batch."""
     max_prefill_tokens: int = 0
-    """No longer prefill was measured; the same."""
+    """Tokens of the longest measured prefill."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for coefficients that no fit gives."""
+        """Raises ValueError: a coefficient is negative or not finite."""
         _check_coefficients(self.base_s, self.decode_context_s, self.prefill_pair_s)
         object.__setattr__(self, "num_stages", self.identity.pipeline_parallel_size)
 
@@ -174,8 +172,7 @@ class LatencyProfile(LatencyModel):
         return value if value > MIN_ITERATION_S else MIN_ITERATION_S
 
     def require(self, model: ModelConfig, parallel: ParallelSection, block_size: int) -> None:
-        """Raises ConfigError if this was measured for a model of another shape, divided otherwise
-        than ``parallel`` says, or with other KV blocks."""
+        """Raises ConfigError: this was measured with another shape, ``parallel`` or block size."""
         wanted, measured = shape_of(model), self.identity.shape
         differing = sorted(
             key for key in {*wanted, *measured} if wanted.get(key) != measured.get(key)
@@ -212,17 +209,21 @@ class LatencyProfile(LatencyModel):
             )
 
     def to_json(self) -> str:
-        """What ``load`` reads."""
+        """The content of a file for ``load``."""
         return f"{json.dumps({'format': _FORMAT} | asdict(self), indent=2)}\n"
 
     def save(self, path: Path) -> None:
-        """Atomically, so that a reader never sees half a file. Raises OSError."""
+        """Write a file for ``load``, atomically: a reader never sees half of it. Raises OSError."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(path, self.to_json().encode())
 
     @classmethod
     def load(cls, path: Path) -> LatencyProfile:
-        """Raises ConfigError: the file cannot be read, is damaged, or of another format."""
+        """Read a profile.
+
+        Raises:
+            ConfigError: the file cannot be read, is damaged, or has another format.
+        """
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Which iterations are measured: a grid for the fit, random mixes for the fit and to test it."""
+"""The iterations to measure: a grid for the fit, and random mixes for the fit and its test."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from fastserve_backend.config import EngineConfig
 Mix = tuple[tuple[int, int, bool], ...]
 """(tokens in the cache, tokens to run, whether a token is sampled) of each job of an iteration."""
 
-# The shape of the curves, in a few seconds.
+# Brief grid: the shape of the curves, measured in a few seconds.
 _BRIEF_PROMPTS = (2, 8, 32, 64, 128, 256, 512, 1024)
 _BRIEF_BATCHES = (1, 4, 16, 64)
 _BRIEF_CONTEXTS = (16, 512)
 _BRIEF_CHUNKS = ((256, 128), (512, 16))
-# The same more densely, up to the limits.
+# Full grid: denser, and up to the limits.
 _FULL_PROMPTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 _FULL_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _FULL_CONTEXTS = (16, 256, 1024)
 _FULL_CHUNKS = ((64, 8), (1024, 8), (512, 32), (1024, 64), (256, 128), (1536, 128))
-# Prompts up to so many tokens are also measured several at once: as many tokens, more new ones.
+# Short prompts are also measured several at once: more jobs get a token from as many tokens.
 _PROMPTS_AT_ONCE = 4
 _LONGEST_PROMPT_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """No iteration exceeds them."""
+    """Bounds of all iterations."""
 
     max_seqs: int
     max_batched_tokens: int
@@ -39,7 +39,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: EngineConfig, max_model_len: int, num_blocks: int) -> Limits:
-        """Those of an engine whose rank has ``num_blocks`` blocks."""
+        """The limits of an engine whose ranks have ``num_blocks`` blocks."""
         return cls(
             max_seqs=config.scheduler.most_seqs,
             max_batched_tokens=config.scheduler.max_num_batched_tokens,
@@ -50,7 +50,7 @@ class Limits:
 
     @property
     def max_job_tokens(self) -> int:
-        """Context and new tokens of one job."""
+        """Most tokens of one job, cached and new ones together."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
     @property
@@ -69,17 +69,17 @@ class Limits:
 
 
 def brief_grid(limits: Limits) -> list[Mix]:
-    """A few prefills, decodes and chunks."""
+    """A few prefills, decodes and chunks of prefills."""
     return _grid(limits, _BRIEF_PROMPTS, _BRIEF_BATCHES, _BRIEF_CONTEXTS, _BRIEF_CHUNKS)
 
 
 def full_grid(limits: Limits) -> list[Mix]:
-    """Many of each, up to the limits."""
+    """Many prefills, decodes and chunks of prefills, up to the limits."""
     return _grid(limits, _FULL_PROMPTS, _FULL_BATCHES, _FULL_CONTEXTS, _FULL_CHUNKS)
 
 
 def random_mixes(limits: Limits, count: int, rng: random.Random) -> list[Mix]:
-    """Iterations of any number of decodes, prefills and chunks, as a busy engine may have them."""
+    """Random mixes of decodes, prefills and chunks, such as a busy engine may have."""
     return [_random_mix(limits, rng) for _ in range(count)]
 
 
@@ -108,7 +108,7 @@ def _grid(
 
 
 def _random_mix(limits: Limits, rng: random.Random) -> Mix:
-    """All sizes are even over their orders of magnitude: short ones are what serving is made of."""
+    """All sizes are distributed evenly over their orders of magnitude: most real ones are short."""
     budget = _log_uniform(rng, 1, limits.max_batched_tokens)
     mix: list[tuple[int, int, bool]] = []
     num_decodes = min(rng.randint(0, limits.max_seqs), budget)

@@ -1,4 +1,4 @@
-"""Measure the latency profile on the real ranks, or read it from the cache of an earlier start."""
+"""Measure the latency profile on real ranks, or read it from the cache of an earlier start."""
 
 from __future__ import annotations
 
@@ -22,41 +22,41 @@ from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.rank_protocol.messages import Ready, Step
 from fastserve_backend.system.cache_directory import cache_directory
 
-# A start must stay short; a slow machine measures shorter prompts and fewer repeats in this time.
+# Keeps the start short. A slow machine measures shorter prompts and fewer repeats in this time.
 BRIEF_BUDGET_S = 5.0
-# What a user who asked for a profile waits for it.
+# For a user who asked for a profile, and waits for it.
 FULL_BUDGET_S = 80.0
-# After so many repeats the medians move no more.
+# After this many repeats the medians hardly move.
 _MAX_ROUNDS = 7
-# Iterations of more than so many times the typical length average out disturbances by themselves:
-# only each third round has them.
+# Iterations longer than this many times the typical one average out disturbances by themselves.
+# Only every third round has them.
 _LONG = 4.0
 _LONG_PERIOD = 3
-# Of the time, for a first round that warms everything up and drops what is too long.
+# Share of the time for a first round, which warms everything up and drops the longest iterations.
 _WARM_UP_SHARE = 0.3
 _BRIEF_MIXES = 4
 _FULL_MIXES = 16
 _HELD_OUT_MIXES = 24
-# So much KV does not fit in a processor's caches, as in serving, and is written in a few seconds.
+# As in serving, this much KV does not fit in a processor's caches. It is written in a few seconds.
 _KV_TOKENS = 8192
 _SEED = 17
 _ANEW = "the latency profile is measured anew at each start: %s"
 _log = logging.getLogger(__name__)
 
 Progress = Callable[[float], None]
-"""Called with the share of the measurement's time that has passed."""
+"""Called with the share of the time budget that has passed."""
 
 
 @dataclass(frozen=True)
 class ReadyRanks:
-    """Ranks that have loaded a model, with what a measurement must know of them."""
+    """Ranks that have loaded a model, and what a measurement needs to know about them."""
 
     identity: Identity
     limits: Limits
     link: Link
     executor: Executor
     now: Callable[[], float]
-    """Seconds of the clock by which steps are timed."""
+    """The clock that times steps, in seconds."""
 
     @classmethod
     def of(
@@ -82,24 +82,29 @@ class ReadyRanks:
 class Measurement:
     profile: LatencyProfile
     held_out: list[Sample]
-    """Iterations that the fit has not seen."""
+    """Iterations that were not used for the fit."""
 
 
 def profiles_directory() -> Path:
-    """In the user's cache; it need not exist. Raises ConfigError: there is no cache."""
+    """Directory of profiles in the user's cache; it need not exist.
+
+    Raises:
+        ConfigError: there is no cache.
+    """
     return cache_directory("profiles")
 
 
 def cache_path(identity: Identity) -> Path:
-    """Where the engine looks for the profile at its start.
+    """File that the engine reads at its start, if it exists.
 
-    Raises ConfigError: there is no cache.
+    Raises:
+        ConfigError: there is no cache.
     """
     return profiles_directory() / f"{identity.key}.json"
 
 
 def cache_path_if_any(identity: Identity) -> Path | None:
-    """The same; None, with a warning, where there is no cache."""
+    """As ``cache_path``, but warns and returns None if there is no cache."""
     try:
         return cache_path(identity)
     except ConfigError as error:
@@ -108,16 +113,15 @@ def cache_path_if_any(identity: Identity) -> Path | None:
 
 
 def link_of(ready: Ready) -> Link:
-    """What the rank measured of its link to the host, in its own time."""
+    """The link to the host, as the ranks measured it."""
     return Link(ready.block_out_s, ready.block_in_s)
 
 
 def load_or_measure(path: Path | None, ranks: ReadyRanks) -> LatencyProfile:
-    """The profile in ``path``, or a brief measurement that is kept there, if anywhere, for the
-    next start.
+    """The profile in ``path``, or a brief measurement, which is saved there for the next start.
 
-    One that was measured with smaller batches or shorter prefills than the ranks' limits allow is
-    measured again.
+    A profile in ``path`` is not used if its batches or prefills were smaller than the ranks' limits
+    allow. None: measure, and save nothing.
     """
     identity, limits = ranks.identity, ranks.limits
     if path is not None and path.exists():
@@ -143,7 +147,7 @@ def load_or_measure(path: Path | None, ranks: ReadyRanks) -> LatencyProfile:
 
 
 def _with_link(profile: LatencyProfile, link: Link, path: Path) -> LatencyProfile:
-    """The profile of an earlier start, which may have had no host memory to measure the link."""
+    """Add the link to a profile of an earlier start that had no host memory to measure it."""
     if profile.link.block_out_s or not link.block_out_s:
         return profile
     profile = replace(profile, link=link)
@@ -155,7 +159,7 @@ def _with_link(profile: LatencyProfile, link: Link, path: Path) -> LatencyProfil
 
 
 def measure_briefly(ranks: ReadyRanks) -> LatencyProfile:
-    """Good enough to begin with, in about ``BRIEF_BUDGET_S``."""
+    """A rough profile, in about ``BRIEF_BUDGET_S``. The engine corrects it while serving."""
     limits = ranks.limits
     mixes = brief_grid(limits) + random_mixes(limits, _BRIEF_MIXES, random.Random(_SEED))
     times = _StepTimer(ranks).times(mixes, BRIEF_BUDGET_S, lambda share: None)
@@ -163,7 +167,7 @@ def measure_briefly(ranks: ReadyRanks) -> LatencyProfile:
 
 
 def measure_fully(ranks: ReadyRanks, progress: Progress) -> Measurement:
-    """As well as ``FULL_BUDGET_S`` allow, and tested on iterations that the fit does not see."""
+    """A good profile, in about ``FULL_BUDGET_S``, tested on iterations not used for the fit."""
     limits, rng = ranks.limits, random.Random(_SEED)
     held_out = random_mixes(limits, _HELD_OUT_MIXES, rng)
     training = full_grid(limits) + random_mixes(limits, _FULL_MIXES, rng)
@@ -185,7 +189,7 @@ def _fit(ranks: ReadyRanks, samples: Sequence[Sample]) -> LatencyProfile:
 
 
 def _samples(mixes: Sequence[Mix], times: Sequence[float | None]) -> list[Sample]:
-    """Of those that were measured; ``times`` may go on with those of other mixes."""
+    """Samples of the mixes that were measured. ``times`` may be longer than ``mixes``."""
     return [
         Sample(IterationLoad.of(mix), seconds)
         for mix, seconds in zip(mixes, times, strict=False)
@@ -194,7 +198,7 @@ def _samples(mixes: Sequence[Mix], times: Sequence[float | None]) -> list[Sample
 
 
 class _StepTimer:
-    """Times single steps of tokens that nobody asked for."""
+    """Times single steps with made-up tokens."""
 
     def __init__(self, ranks: ReadyRanks) -> None:
         limits = ranks.limits
@@ -208,10 +212,10 @@ class _StepTimer:
     def times(
         self, mixes: Sequence[Mix], budget_s: float, progress: Progress
     ) -> list[float | None]:
-        """Typical seconds of each mix; None for those that there was no time for.
+        """Typical seconds of each mix; None if there was no time for it.
 
-        Repeats of one mix are far apart and the order is new in each round, so that a slow spell of
-        the machine hits all mixes and few repeats of each.
+        Each round times all mixes once, in an order of its own. So a slow spell of the machine hits
+        many mixes, but few repeats of each.
         """
         started_s = self._now()
 
@@ -236,7 +240,7 @@ class _StepTimer:
         return [seconds.get(index) for index in range(len(mixes))]
 
     def _rounds(self, first: Mapping[int, float]) -> Iterator[int]:
-        """Which mix to time next; ``first`` has the seconds of each from its warm-up."""
+        """Yields the mix to time next; ``first`` has the seconds of each in the warm-up."""
         rng = random.Random(_SEED)
         longest_s = _LONG * statistics.median(first.values())
         for number in range(_MAX_ROUNDS):
@@ -267,10 +271,10 @@ class _StepTimer:
         )
 
     def _table(self, start: int, count: int) -> list[int]:
-        """The next blocks in turn: those written before if the job reads any, else of all.
+        """A block table that takes blocks in turn. A job that reads KV gets only written blocks.
 
-        Reading memory that was never written is faster than serving is. Jobs may share blocks: the
-        values do not matter.
+        Reading memory that was never written is faster than reading real KV. Jobs may share blocks,
+        because values do not matter.
         """
         needed = -(-(start + count) // self._block_size)
         if start == 0:

@@ -1,8 +1,8 @@
-"""Iteration times of GPUs that are not here, from what they must compute and move at least.
+"""Iteration times of GPUs that are not here, from the least that they must compute and move.
 
 Every part of an iteration takes the time of its multiplications or of its memory traffic, whichever
-is longer, at a share of the peak rate that good kernels reach in whole models. The shares below
-give, for OPT-13B in 16 bits (``tests/unit/test_roofline.py`` pins these numbers):
+is longer. Both run at the share of the peak rate that good kernels reach in whole models. With the
+shares below, OPT-13B in 16 bits takes (``tests/unit/test_roofline.py`` pins these numbers):
 
 ==========================================  ========  ========  ====  ====
 milliseconds                                a100-40g  a100-80g  h100  h200
@@ -13,8 +13,8 @@ prefill, one prompt of 512 tokens           86.5      86.4      29.0  28.9
 ==========================================  ========  ========  ====  ====
 
 FastServe sets its SLO of 0.3 s a token as ten decode iterations of OPT-13B on an A100, so 30 ms
-each: what a full batch takes here on the 40 GB type. On an A100 the second row is 1.6 times what
-reading weights and KV takes at the full memory rate; on an H200 it is 1.8 times, because the
+each. That is the second row's time on the 40 GB type. On an A100 the second row is 1.6 times the
+time of reading weights and KV at the full memory rate. On an H200 it is 1.8 times, because
 overheads do not shrink with faster memory.
 """
 
@@ -26,27 +26,27 @@ from fastserve_backend.errors import ConfigError
 from fastserve_backend.profile.hardware import GPUS_PER_NODE, Hardware
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 
-# A large GEMM alone reaches 65 to 85% of the peak; layer norms, activations, odd shapes and the
-# gaps between kernels leave about half of it to a whole prefill.
+# A large GEMM alone reaches 65 to 85% of the peak. A whole prefill reaches about half, because of
+# layer norms, activations, odd shapes and gaps between kernels.
 LINEAR_COMPUTE_SHARE = 0.5
-# Softmax and the causal mask keep the tensor cores waiting, at prompts of 1 to 2 thousand tokens.
+# Softmax and the causal mask keep the tensor cores waiting. For prompts of 1000 to 2000 tokens.
 ATTENTION_COMPUTE_SHARE = 0.35
-# A copy reaches 90%; the thin matrix products and paged reads of a decode start and drain dozens of
-# times a layer.
+# A copy reaches 90%. A decode reaches less: its thin matrix products and paged reads start and
+# drain dozens of times a layer.
 HBM_SHARE = 0.7
 # Bus bandwidth of large NCCL all-reduces among 8 GPUs, over the rate of NVLink.
 NVLINK_SHARE = 0.75
-# What DMA between pinned host memory and the device reaches: 25 of 32, 50 of 64 GB/s.
+# DMA between pinned host memory and the device reaches 25 of 32 or 50 of 64 GB/s.
 PCIE_SHARE = 0.8
 # A collective or a send too small for bandwidth to matter.
 NCCL_LATENCY_S = 10e-6
 # About ten kernels a layer, each with a start that a CUDA graph leaves at 1 µs.
 LAYER_OVERHEAD_S = 10e-6
-# Scheduling, input tensors, sampling and the way back of the tokens, on the host.
+# The host's part: scheduling, making input tensors, sampling, returning the tokens.
 ITERATION_OVERHEAD_S = 2e-3
 
 _FLOPS_PER_WEIGHT = 2  # multiply and add
-_FLOPS_PER_PAIR = 4  # the same, once for the score and once for the value, per channel
+_FLOPS_PER_PAIR = 4  # per channel: multiply and add, for the score and for the value
 _ALL_REDUCES_PER_LAYER = 2  # after attention and after the feed-forward block (Megatron)
 
 
@@ -57,14 +57,14 @@ class Roofline(LatencyModel):
     stages, as the engine's ranks do (``models.partition``). GPUs fill nodes stage by stage; between
     nodes each GPU has a network card as fast as its PCIe link.
 
-    Weights are counted from ``num_parameters``: the LM head is vocabulary × hidden, all else lies
-    in the layers. That is exact for tied embeddings but for the table of positions (0.1% of
-    OPT-13B); an untied table of inputs counts as part of the layers. With INT8 a table in 16 bits
-    is beside them, tied or not; products are of 16 bits as ever.
+    Weights are counted from ``num_parameters``: the LM head has vocabulary × hidden, the layers
+    have the rest. With tied embeddings that is exact except for the table of positions (0.1% of
+    OPT-13B). An untied input table counts as part of the layers. With INT8 weights, an input table
+    in 16 bits is counted in addition, tied or not; matrix products still run in 16 bits.
 
     Raises:
-        ConfigError: a size that does not divide the model, a type that is not 16 bits wide, or
-            weights that exceed the memory of a GPU.
+        ConfigError: a size does not divide the model, its type is not 16 bits wide, or the weights
+            exceed the memory of a GPU.
     """
 
     def __init__(
@@ -78,11 +78,12 @@ class Roofline(LatencyModel):
         self.num_stages = pipeline_parallel
         self._model = model
         self._hardware = hardware
-        # Of a job's KV, on one GPU. The fullest stage decides what fits and how long swaps take.
+        # Share of a job's KV on one GPU of the fullest stage, which decides what fits and how long
+        # swaps take.
         self.share_of_kv = share_of_kv(model, tensor_parallel, pipeline_parallel)
         element_bytes = model.linear_element_bytes
         head = model.vocab_size * model.hidden_size
-        # A table that is rounded nowhere is no part of the layers.
+        # With INT8 weights, the input table stays in 16 bits, and is not part of the layers.
         table = 0 if model.quantization is None else head
         layers = model.num_parameters - head - (0 if model.tie_word_embeddings else table)
         stages = [len(stage) for stage in layers_of_stages(model, pipeline_parallel)]
@@ -119,9 +120,10 @@ class Roofline(LatencyModel):
         )
 
     def iteration_s(self, load: IterationLoad) -> float:
-        """As in the base class. A simulation asks millions of times: all factors are made before.
+        """As in the base class. Called millions of times in a simulation, so all factors are
+        computed beforehand.
 
-        Reading the context of a chunk is left out: from about 100 tokens a chunk its
+        The time of reading a chunk's context is left out: from about 100 tokens a chunk, its
         multiplications take longer.
         """
         tokens = load.num_tokens
@@ -145,7 +147,7 @@ class Roofline(LatencyModel):
     def swap_s(self, num_bytes: int) -> float:
         """Seconds to move ``num_bytes`` of KV between devices and host, in one direction.
 
-        Every GPU moves its own shard over its own PCIe link at the same time (FastServe §4.2).
+        All GPUs move their shards at the same time, each over its own PCIe link (FastServe §4.2).
         """
         return num_bytes * self.share_of_kv / (self._hardware.pcie_bytes_s * PCIE_SHARE)
 
@@ -153,7 +155,7 @@ class Roofline(LatencyModel):
         """KV blocks of ``block_size`` tokens that fit beside the weights.
 
         Raises:
-            ConfigError: not one job of the model's ``max_model_len`` fits.
+            ConfigError: one job of the model's ``max_model_len`` does not fit.
         """
         left = self._hardware.hbm_bytes * device_memory_utilization - self._weight_bytes
         num_blocks = int(left // (self._model.kv_bytes_per_block(block_size) * self.share_of_kv))
@@ -186,11 +188,11 @@ def _check_sharding(model: ModelConfig, tensor_parallel: int, pipeline_parallel:
 def _all_reduces(
     model: ModelConfig, hardware: Hardware, tensor_parallel: int
 ) -> tuple[float, float]:
-    """Seconds a token and seconds an iteration, of all layers."""
+    """Time of all all-reduces: (seconds a token, constant seconds)."""
     if tensor_parallel == 1:
         return 0.0, 0.0
     count = _ALL_REDUCES_PER_LAYER * model.num_layers
-    # Reduce-scatter, then all-gather: a GPU sends all parts but one in each.
+    # Reduce-scatter, then all-gather: in each of them a GPU sends all parts but one.
     sent = 2 * (tensor_parallel - 1) / tensor_parallel * _activation_bytes(model)
     return count * sent / (hardware.nvlink_bytes_s * NVLINK_SHARE), count * NCCL_LATENCY_S
 
@@ -198,7 +200,7 @@ def _all_reduces(
 def _hand_overs(
     model: ModelConfig, hardware: Hardware, tensor_parallel: int, pipeline_parallel: int
 ) -> tuple[float, float]:
-    """Seconds a token and seconds an iteration, of all hand-overs from one stage to the next."""
+    """Time of all hand-overs between stages: (seconds a token, constant seconds)."""
     stages_per_node = GPUS_PER_NODE // tensor_parallel
     between_nodes = (pipeline_parallel - 1) // stages_per_node
     inside_nodes = pipeline_parallel - 1 - between_nodes

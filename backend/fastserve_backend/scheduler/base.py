@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from fastserve_backend.job import Job, Place
+from fastserve_backend.offers import EVERYWHERE, TAKEN, NextRunEstimate, Outcome
+from fastserve_backend.scheduler.memory import Memory
 from fastserve_backend.scheduler.walk import Walk
 
-# Of a waiting prompt beside a decode. With 1 chunks stay so small under overload that tokens/s fall
-# by 8% (chat on the systems of benchmarks/scheduling_race.py).
+# How much a waiting prompt counts, in decodes. With 1, chunks stay so small under overload that
+# tokens/s fall by 8% (chat on the systems of benchmarks/scheduling_race.py).
 _PROMPT_WEIGHT = 20
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizes:
-    """Chunks of prefill to choose from, by how many jobs wait for what.
+    """The sizes of prefill chunks that an iteration may choose from, and which one is best.
 
-    With chunks of c tokens, an iteration that takes t(c), a prefill token takes t(c) / c. Each
-    waiting prompt is delayed by that. So is each decode, but it gets 1 / c of a token meanwhile,
-    for which it needs t(1) anyhow. The best chunk makes the sum of all delays the least::
+    An iteration with a chunk of c tokens takes t(c). So a prefill token takes t(c) / c, and delays
+    each waiting prompt by that. It delays each decode too, but meanwhile the decode gets 1 / c of a
+    token, for which it would need t(1) anyway. The best chunk minimizes the sum of all delays::
 
         ((w · prompts + decodes) · t(c) − decodes · t(1)) / c
 
-    The weight w of a prompt is for those that come while it waits, and that it delays too.
+    A prompt has a weight w, because it also delays prompts that arrive while it waits.
 
-    Up to the knee of the profile an iteration takes as long as without prefill, so with many
-    decodes the best chunk is there. With many prompts it is the largest.
+    Up to the knee of the profile, an iteration takes as long as without prefill. So with many
+    decodes the best chunk is at the knee. With many prompts it is the largest.
     """
 
     seconds: Mapping[int, float]
-    """By size in tokens: how long an iteration with such a chunk alone takes."""
+    """By size in tokens: seconds of an iteration with such a chunk alone."""
     decode_s: float
-    """How long an iteration with one decode takes."""
+    """Seconds of an iteration with one decode."""
 
     def best(self, num_prompts: int, num_decodes: int) -> int:
-        """Tokens.
+        """The best chunk, in tokens.
 
         Args:
             num_prompts: jobs that wait for their first token.
@@ -51,20 +53,20 @@ class ChunkSizes:
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """Bounds of one iteration."""
+    """The bounds of one iteration."""
 
     max_seqs: int
     max_tokens: int
     """Prefill and decode tokens together; at least ``max_seqs``."""
     prefill_chunk_tokens: int | None = None
-    """Most prefill tokens, all jobs together: a longer prefill runs in chunks, over several
-    iterations (Sarathi-Serve, Agrawal et al. 2024). None: a prefill runs in one iteration if it
+    """Most prefill tokens of all jobs together. A longer prefill runs in chunks, over several
+    iterations (Sarathi-Serve, Agrawal et al. 2024). None: a prefill runs in one iteration, if it
     fits beside a batch of decodes."""
     chunk_sizes: ChunkSizes | None = None
-    """From which each iteration takes its ``prefill_chunk_tokens``. None: they stay as they are."""
+    """Each iteration takes its ``prefill_chunk_tokens`` from these. None: they never change."""
 
     def for_load(self, num_prompts: int, num_decodes: int) -> BatchLimits:
-        """The limits of one iteration; arguments as of ``ChunkSizes.best``."""
+        """The limits of one iteration. The arguments are those of ``ChunkSizes.best``."""
         if self.chunk_sizes is None:
             return self
         chunk_tokens = self.chunk_sizes.best(num_prompts, num_decodes)
@@ -73,18 +75,18 @@ class BatchLimits:
     def tokens_of(
         self, needed: int, tokens_left: int, chunk_left: int | None, seats_left: int
     ) -> int:
-        """Tokens that a job gets in this iteration, of those that it needs; 0 or less: none.
+        """How many of its ``needed`` tokens a job gets in this iteration; 0 or less: none.
 
         Args:
-            seats_left: of the batch, behind this job.
+            seats_left: jobs that the batch can still take after this job.
         """
         if chunk_left is not None and needed > 1:
             needed = min(needed, chunk_left, tokens_left)
         if needed <= tokens_left:
             return needed
         if needed > self.max_tokens - (self.max_seqs - 1):
-            # Jobs that decode might never leave room for the whole of it: it takes what those leave
-            # that may follow.
+            # Decodes might never leave room for the whole prefill. So it takes what is left when
+            # each later seat keeps one token.
             return tokens_left - seats_left
         return 0
 
@@ -97,7 +99,7 @@ class BatchLimits:
 
 
 class Scheduled(NamedTuple):
-    """A job's part of an iteration: its next ``num_tokens`` tokens without K and V."""
+    """A job's part of an iteration: it computes K and V of its next ``num_tokens`` tokens."""
 
     job: Job
     num_tokens: int
@@ -111,15 +113,15 @@ class IterationTimes(Protocol):
     def decode_s(self, context_tokens: int) -> float: ...
 
     def decodes_s(self, num_jobs: int, context_tokens: int) -> float:
-        """Of one iteration that decodes so many jobs, each with such a context."""
+        """Seconds of an iteration that decodes ``num_jobs`` jobs with this context each."""
         ...
 
 
 def own_time_s(job: Job, num_tokens: int, times: IterationTimes) -> float:
-    """Seconds that the ``num_tokens`` tokens that a job ran last would have taken alone.
+    """Seconds that the last ``num_tokens`` tokens of a job would have taken alone.
 
-    What other jobs of the same iteration ran does not count. A prefill in chunks costs as much in
-    all as the whole prefill.
+    Other jobs of the same iteration do not count. All chunks of a prefill together cost as much as
+    the whole prefill.
     """
     if num_tokens == 1:
         return times.decode_s(job.num_computed)
@@ -129,21 +131,22 @@ def own_time_s(job: Job, num_tokens: int, times: IterationTimes) -> float:
 
 
 def time_to_next_token(job: Job, times: IterationTimes) -> float:
-    """Seconds that the job has to run before it has its next token."""
+    """Seconds that the job must run to get its next token."""
     if job.num_uncomputed == 1:
         return times.decode_s(job.num_tokens)
     return times.prefill_s(job.num_uncomputed)
 
 
-# Of the time that a job's decodes are predicted to take.
+# A prefill is minor up to this share of the predicted time of the job's decodes.
 _MINOR_SHARE = 0.1
 
 
 def is_owed_first_token(job: Job, times: IterationTimes) -> bool:
-    """Whether no prediction is to delay the job's first token.
+    """Whether no prediction may delay the job's first token.
 
-    So it is while the prefill is a minor part of the job: early, it delays other jobs little. Where
-    prompts are most of the work, their order by predictions is worth more.
+    That holds while the prefill is a minor part of the job, since an early prefill then delays
+    other jobs little. Where prompts are most of the work, ordering them by predictions is worth
+    more.
     """
     if job.num_outputs or job.predicted_tokens is None:
         return False
@@ -151,93 +154,42 @@ def is_owed_first_token(job: Job, times: IterationTimes) -> bool:
     return time_to_next_token(job, times) <= _MINOR_SHARE * decodes_s
 
 
-class Memory(Protocol):
-    """What a batch needs beside the limits: KV blocks (``kv_cache.manager.KVManager``)."""
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Nothing that is offered from now on in this round would be taken."""
-        ...
-
-    @property
-    def refuses_new(self) -> bool:
-        """No job without KV would be taken from now on in this round."""
-        ...
-
-    @property
-    def refuses_host(self) -> bool:
-        """No job whose KV is on the host would get it back from now on in this round."""
-        ...
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether the job that was offered last was not taken because others are about to compute
-        what it would."""
-        ...
-
-    def recall(self, job: Job) -> None:
-        """The job may be offered next: what others have computed of its tokens it need not."""
-        ...
-
-    def take(self, job: Job, num_tokens: int) -> bool:
-        """Whether the job has the memory for its next ``num_tokens`` tokens now. Jobs are offered
-        in order of priority."""
-        ...
-
-
-class Unlimited:
-    """Memory for everyone."""
-
-    is_exhausted = refuses_new = refuses_host = is_waiting = False
-
-    def recall(self, job: Job) -> None:
-        pass
-
-    def take(self, job: Job, num_tokens: int) -> bool:
-        return True
-
-
-UNLIMITED = Unlimited()
-
-Urgency = Callable[[Job], tuple[float, float]]
-"""A key by which jobs sort by when they will run next, the soonest first."""
-
-
 class Policy(Protocol):
-    """Owns the order of all unfinished jobs. Called by one thread, with the time passed in."""
+    """Owns the order of all unfinished jobs. One thread calls it, with the time in seconds."""
 
     limits: BatchLimits
 
     @property
     def num_demotions(self) -> int:
-        """How often a job sank to a lower queue or outlived its prediction, since the start."""
+        """How often jobs sank to a lower queue or outlived their predictions, since the start."""
         ...
 
     @property
     def num_promotions(self) -> int:
-        """How often a starving job came before all others, since the start."""
+        """How often a starving job got a turn, since the start."""
         ...
 
     @property
     def quanta_s(self) -> Sequence[float | None]:
-        """Of each queue, highest first: its quantum in seconds; None: it has none."""
+        """The quantum of each queue in seconds, highest queue first; None: it has none."""
         ...
 
     def has_turn(self, job: Job) -> bool:
-        """Whether the job starved, and comes before all others for a while."""
+        """Whether the job has a turn: it starved, so it comes before all others for a while."""
         ...
 
     def add(self, job: Job, now: float) -> None:
-        """A new job; it must not be known yet."""
+        """A new job arrived. It must not be known yet."""
         ...
 
     def remove(self, job: Job) -> None:
-        """The job ended, for whatever reason; it must be known."""
+        """The job ended, for whatever reason. It must be known."""
         ...
 
     def walk(self, now: float, in_flight: Collection[int]) -> Walk:
-        """All jobs, most urgent first, for ``fill_batch``: of use until anything else is called.
-        Promotes who starves.
+        """All jobs for ``fill_batch``, the most urgent first. Gives turns to starving jobs.
+
+        The walk is valid until another method is called.
 
         Args:
             in_flight: numbers of the jobs in unfinished iterations, which do not starve.
@@ -245,33 +197,41 @@ class Policy(Protocol):
         ...
 
     def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
-        """An iteration has ended, or counts as ended: these jobs ran these tokens in it. Their new
-        tokens may still be pending. Jobs that are known to end with it are left out."""
+        """An iteration has ended, or counts as ended, in which these jobs ran these tokens.
+
+        The jobs' new tokens may still be pending. Jobs that certainly end with the iteration are
+        left out.
+        """
         ...
 
     def predicted(self, job: Job) -> None:
-        """The job's ``predicted_tokens`` were set or changed; it is known, and may be in flight."""
+        """The job's ``predicted_tokens`` changed. The job must be known, and may be in flight."""
         ...
 
     def recalibrate(self) -> None:
-        """The iteration times have drifted: derive from them again what was derived before."""
+        """The iteration times have drifted: compute again what was derived from them."""
         ...
 
-    def urgency(self, now: float) -> Urgency:
-        """When jobs will run next, estimated: what KV blocks are swapped by. Of use until jobs are
-        added, removed or run."""
+    def next_run_estimate(self, now: float) -> NextRunEstimate:
+        """Estimates when jobs run next. KV blocks are swapped in this order.
+
+        The estimate is valid until a job is added, removed or run.
+        """
         ...
 
     def placed(self, job: Job) -> None:
-        """The job's ``place`` has changed; it is known."""
+        """The job's ``place`` has changed. The job must be known."""
         ...
 
-    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
-        """Jobs whose KV is there, those first that run next, or last: in order of ``urgency``, as
-        far as that can be had without looking at all of them.
+    def by_next_run(
+        self, place: Place, estimate: NextRunEstimate, *, last_first: bool
+    ) -> Iterator[Job]:
+        """Jobs whose KV is at ``place``, those that run next first, or those that run last.
+
+        The order is that of the estimate, unless that would need a look at all jobs.
 
         Args:
-            urgency: what ``urgency`` returned; the iterator is of use as long as that.
+            estimate: from ``next_run_estimate``. The iterator is valid as long as the estimate.
         """
         ...
 
@@ -280,24 +240,25 @@ class Policy(Protocol):
         ...
 
     def describe(self) -> str:
-        """Name and derived parameters, one line for the log."""
+        """Name and derived parameters, as one line for the log."""
         ...
 
 
 def fill_batch(
     jobs: Walk, limits: BatchLimits, in_flight: Collection[int], memory: Memory
 ) -> list[Scheduled]:
-    """Take jobs in order while they fit, but for those in flight: with pipeline stages the next
-    batch is chosen from the waiting jobs while others run (FastServe §4.3). Empty only if all are
-    in flight, wait for those, or have no memory.
+    """Take jobs in order while they fit, without those in flight: with pipeline stages the next
+    batch is chosen while others run (FastServe §4.3). The batch is empty only if all jobs are in
+    flight, wait for jobs in flight, or have no memory.
 
-    A prompt that exceeds the token limit waits, and so do all prompts behind it, but decodes (one
-    token) behind it still run; in the next iteration, behind decodes alone, it fits. Jobs without
-    memory are passed over, until no other can have any. A job that waits for what others compute
-    keeps the tokens that it was to have: no prompt behind it makes it wait longer. Once no job
-    without KV can run, such jobs are not looked at. Nor are those whose KV is on the host once it
-    does not return, or as many wait for theirs as an iteration has seats. Costs O(batch + jobs in
-    flight + jobs with KV on the device that are passed over).
+    A prompt that exceeds the token limit waits, and so do all prompts behind it. Decodes (one
+    token) behind it still run. In the next iteration, the prompt fits behind decodes alone.
+
+    Jobs without memory are passed over. A job that waits for a prefix keeps its tokens of the
+    iteration, so that no prompt behind it makes it wait longer. Jobs on the host are no longer
+    looked at once as many wait for their KV as an iteration has seats, nor are the jobs that the
+    memory closes the round to. Costs O(batch + jobs in flight + jobs with KV on the device that are
+    passed over).
     """
     batch: list[Scheduled] = []
     tokens_left = limits.max_tokens
@@ -309,7 +270,7 @@ def fill_batch(
             break
         if (prompts_wait and job.num_uncomputed > 1) or job.number in in_flight:
             continue
-        memory.recall(job)
+        memory.find_prefix(job)
         needed = job.num_uncomputed
         is_prefill = needed > 1
         if is_prefill:
@@ -319,18 +280,20 @@ def fill_batch(
             prompts_wait = True
             jobs.skip(Place.NOWHERE)
             continue
-        if memory.take(job, needed):
+        answer = memory.offer(job, needed)
+        if answer is TAKEN:
             batch.append(Scheduled(job, needed))
-        elif memory.is_exhausted:
-            break
         else:
+            outcome, closed = answer
+            if closed == EVERYWHERE:
+                break
             num_from_host += job.place is Place.HOST
-            if memory.refuses_host or num_from_host == limits.max_seqs:
+            if num_from_host == limits.max_seqs:
                 jobs.skip(Place.HOST)
-            if memory.refuses_new:
-                jobs.skip(Place.NOWHERE)
-                continue
-            if not memory.is_waiting:
+            for place in closed:
+                jobs.skip(place)
+            # Once new jobs are closed, no prompt behind can take the tokens.
+            if outcome is not Outcome.WAITS_FOR_PREFIX or Place.NOWHERE in closed:
                 continue
         tokens_left -= needed
         if is_prefill and chunk_left is not None:

@@ -7,7 +7,7 @@ from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
 
 
 class FCFS(KeyedPolicy):
-    """A running job is never preempted for a later one."""
+    """No job is preempted for a job that arrived later."""
 
     name = "fcfs"
 

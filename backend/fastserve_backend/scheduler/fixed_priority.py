@@ -7,8 +7,8 @@ from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
 
 
 class FixedPriority(KeyedPolicy):
-    """The shortest prompts run first, whatever their outputs turn out to be. Nothing promotes a
-    job: under overload long prompts starve."""
+    """Jobs with the shortest prompts run first, however long their outputs are. No job is promoted,
+    so long prompts starve under overload."""
 
     name = "fixed_priority"
 

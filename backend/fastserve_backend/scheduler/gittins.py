@@ -1,8 +1,8 @@
-"""The Gittins policy: nobody knows how long a job is, but how long jobs are is learned.
+"""The Gittins policy: no job's length is known, but the distribution of lengths is learned.
 
-MLFQ takes it for granted that a job which ran long will run for long still. How true that is, the
-jobs that ended say: see ``GittinsIndex`` for the order, and ``LengthDistribution`` for what is
-learned. Where lengths are predicted, it learns what a prediction is worth.
+MLFQ assumes that a job which has run long will run for a long time yet. This policy learns from the
+jobs that end how true that is. ``GittinsIndex`` gives the order, ``LengthDistribution`` is what is
+learned. Where lengths are predicted, the policy learns how good predictions are.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from fastserve_backend.config import Objective
 from fastserve_backend.job import Job
@@ -27,23 +28,23 @@ from fastserve_backend.scheduler.length_distribution import (
     DistributionOfPredicted,
     LengthDistribution,
 )
-from fastserve_backend.scheduler.promotion import Promotion
+from fastserve_backend.scheduler.policy_context import PolicyContext
+from fastserve_backend.scheduler.promotion import Promotion, configured_starvation_s
 from fastserve_backend.scheduler.walk import Walk
 
-# The index is computed anew when this share of what was learned is new; however much was learned,
-# when so many jobs have ended.
+# The index is computed anew when this share of the ended jobs is new to it, or this many jobs.
 _NEWS = 0.1
 _MOST_NEWS = 200
-# Jobs that are put in order by a new index at each selection. All at once would hold up a step by
-# tens of milliseconds with 10,000 of them.
+# Each selection sorts this many jobs by a new index. With 10,000 jobs, sorting all at once would
+# delay a step by tens of milliseconds.
 _PLACED_AT_ONCE = 8
-# Jobs with a turn, in the order in which those began. The others have their indices, up to some
-# hundreds, with a minus.
+# Key of the first job with a turn; later turns follow. All other keys are far larger: they are
+# negative indices, down to some negative hundreds.
 _FIRST_TURN_KEY = -1e12
 
 
 class _Learned:
-    """Lengths of all jobs, or of those of a class, and the index that follows from them."""
+    """The lengths of all jobs, or of one class of jobs, and the index that follows from them."""
 
     def __init__(
         self, lengths: LengthDistribution, objective: Objective, capacity: Capacity
@@ -62,16 +63,16 @@ class _Entry:
     """What the policy knows of a job beside its key."""
 
     job: Job
-    learned: tuple[_Learned, ...]  # where it counts; by the last of these it is ordered
-    bin: int = 0  # of its length, if it ended now
-    key_holds_to: int = -1  # output tokens, while the job decodes
+    learned: tuple[_Learned, ...]  # learn from the job; the last one gives its order
+    bin: int = 0  # of the job's length, if it ended now
+    key_holds_to: int = -1  # while the job decodes, its key is valid up to so many output tokens
 
 
 class Gittins(KeyedPolicy):
-    """The job of the largest index runs first, at every token; of equal ones the first to arrive.
+    """At every token, the job with the largest index runs first; of equal ones, the oldest.
 
-    Jobs that starve come before all others, see ``Promotion``. A prediction delays no first token
-    that is cheap, see ``is_owed_first_token``.
+    Starving jobs come before all others, see ``Promotion``. A prediction never delays a cheap first
+    token, see ``is_owed_first_token``.
     """
 
     name = "gittins"
@@ -88,7 +89,7 @@ class Gittins(KeyedPolicy):
     ) -> None:
         """
         Args:
-            kv_tokens: tokens whose K and V the device holds.
+            kv_tokens: tokens whose K and V the device can hold.
         """
         super().__init__(limits)
         self._times = times
@@ -100,9 +101,20 @@ class Gittins(KeyedPolicy):
         self._of_class: dict[int, _Learned] = {}
         self._ended_of_index = 0
         self._outdated: list[_Learned] = []
-        self._num_to_place = 0  # jobs, from the first of the entries on, with keys of old indices
+        self._num_to_place = 0  # so many of the first entries have keys of an old index
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._promotion = Promotion(starvation_s, lambda job: time_to_next_token(job, times))
+
+    @classmethod
+    def from_config(cls, context: PolicyContext) -> Self:
+        return cls(
+            context.limits,
+            context.times,
+            max_model_len=context.max_model_len,
+            kv_tokens=context.kv_tokens,
+            objective=context.config.objective,
+            starvation_s=configured_starvation_s(context.config),
+        )
 
     @property
     def num_promotions(self) -> int:
@@ -110,7 +122,7 @@ class Gittins(KeyedPolicy):
 
     @property
     def num_learned(self) -> int:
-        """Jobs whose whole length is known."""
+        """Jobs whose full length is known."""
         return self._of_all.lengths.num_ended
 
     def has_turn(self, job: Job) -> bool:
@@ -121,12 +133,12 @@ class Gittins(KeyedPolicy):
             return _FIRST_TURN_KEY + self._promotion.turn_number(job)
         extra = 0.0
         if job.num_uncomputed > 1:
-            # A prefill takes an iteration from all jobs, a decode hardly.
+            # A prefill makes the iteration of all jobs longer; a decode hardly does.
             prefill_s = self._times.prefill_s(job.num_uncomputed)
             decode_s = self._times.decode_s(job.num_tokens)
             extra = max(0.0, prefill_s - decode_s) / decode_s
         learned = self._entries[job.number].learned
-        # The last of these knows the prediction.
+        # Only the last of these depends on the prediction.
         which = learned if is_owed_first_token(job, self._times) else learned[-1:]
         prompt, most = len(job.prompt_ids), self._most_tokens(job)
         return -max(one.index.of(extra, prompt, job.num_outputs, most) for one in which)
@@ -179,17 +191,18 @@ class Gittins(KeyedPolicy):
         )
 
     def _place(self, entry: _Entry) -> None:
-        """Give the job the place that it has by now."""
+        """Sort the job by its current key."""
         job = entry.job
         self._jobs.move(job, self.key(job))
-        # A decode's index stays as it is up to the next edge.
+        # The index of a decode changes only at the next edge.
         edges = self._of_all.lengths.edges
         is_decode = job.num_uncomputed <= 1 and job.num_outputs > 0
         index = bisect_right(edges, job.num_outputs)
         entry.key_holds_to = edges[index] - 1 if is_decode and index < len(edges) else -1
 
     def _learned_of(self, job: Job) -> tuple[_Learned, ...]:
-        """Jobs whose predictions are from one power of two up to the next are a class."""
+        """What learns from the job. A class holds the jobs whose predictions lie between two powers
+        of two."""
         if job.predicted_tokens is None:
             return (self._of_all,)
         name = max(1, job.predicted_tokens).bit_length()
@@ -200,13 +213,13 @@ class Gittins(KeyedPolicy):
         return self._of_all, self._of_class[name]
 
     def _most_tokens(self, job: Job) -> int:
-        """Jobs whose length is forced stand for jobs whose length nobody knows: with them
-        ``max_tokens`` would be more than a bound."""
+        """The most tokens that the policy may expect. A job with a forced length stands for one
+        whose length is unknown, and its ``max_tokens`` would tell that length."""
         return self._max_model_len if job.params.ignore_eos else job.params.max_tokens
 
     def _pass(self, entry: _Entry, job: Job) -> None:
-        """The job's length is at least what it has now, pending tokens left out: it may turn out to
-        have ended before those."""
+        """Learn that the job is at least as long as it is now. Pending tokens do not count: the job
+        may turn out to have ended before them."""
         reached = self._of_all.lengths.bin_of(len(job.output_ids))
         for learned in entry.learned:
             learned.lengths.passed(entry.bin, reached)
@@ -219,7 +232,7 @@ class Gittins(KeyedPolicy):
             self._outdated = [*self._of_class.values(), self._of_all]
 
     def _place_some(self) -> None:
-        """Go on computing the indices anew, one at a time, and giving the jobs their places."""
+        """Do a bit of the pending work: compute one outdated index, or sort a few jobs."""
         if self._outdated:
             self._outdated.pop().update()
             self._num_to_place = len(self._entries)

@@ -1,4 +1,4 @@
-"""The Gittins index of a job of whose output length only the distribution is known."""
+"""The Gittins index of a job, from the distribution of output lengths."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import numpy as np
 from fastserve_backend.config import Objective
 from fastserve_backend.scheduler.length_distribution import Array, LengthDistribution
 
-# How much longer than a decode a job's next token takes, in decodes: bins of the index.
+# Bins of the extra time: how many decodes longer than a decode the job's next token takes.
 _EXTRA_RATIO = 2 ** (1 / 6)
 _LEAST_EXTRA, _MOST_EXTRA = 0.05, 10_000.0
-# Bins of prompt lengths. They only decide what a token's KV costs, so they may be wide.
+# Bins of prompt lengths grow by this factor. They may be wide, since the prompt only affects what a
+# token's KV costs.
 _PROMPT_RATIO = 1.25
-# What the end of a job with N tokens is worth: N to the power of minus this.
+# Finishing a job with N tokens is worth N to the power of minus this.
 _WORTH_EXPONENT: dict[Objective, float] = {
     "normalized_latency": 1.0,
     "balanced": 0.5,
@@ -27,37 +28,37 @@ _WORTH_EXPONENT: dict[Objective, float] = {
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What the jobs of one iteration share."""
+    """What all jobs of an iteration share."""
 
     max_seqs: int
     kv_tokens: int
-    """Tokens whose K and V the device holds."""
+    """Tokens whose K and V the device can hold."""
 
     def share(self, prompt_tokens: int, num_tokens: Array) -> Array:
-        """Iterations' worth of the scarcer of seats and KV memory that a job's first
-        ``num_tokens`` output tokens take, shape of ``num_tokens``."""
+        """How many whole iterations' seats or KV memory, whichever is scarcer, a job's first
+        ``num_tokens`` output tokens take. The shape is that of ``num_tokens``."""
         seats = num_tokens / self.max_seqs
         memory = (prompt_tokens * num_tokens + num_tokens**2 / 2) / self.kv_tokens
         return np.maximum(seats, memory)
 
 
 class GittinsIndex:
-    """Looks indices up by extra time, prompt length, age and most tokens, each in bins. A row of
-    all extra times is computed when it is first asked for; after that a look-up costs O(1).
+    """Looks up indices by extra time, prompt length, age and most tokens, each in bins. A row of
+    all extra times is computed on first use; later look-ups in it cost O(1).
 
-    For a job that has ``a`` tokens and whose next one takes ``x`` iterations of prefill, with N the
-    tokens that it will have, r(N) = N^-p the worth of its end, and c(n) the iterations' worth of
-    seats or KV memory that its tokens up to the n-th take::
+    Take a job that has ``a`` tokens and will have N, and whose next token takes ``x`` iterations
+    longer than a decode. Finishing it is worth r(N) = N^-p. Its first n tokens take c(n) iterations
+    of all seats or KV memory. Its index is::
 
                         E[ r(N) ; N ≤ b | N > a ]
         G(a) = max    ─────────────────────────────────
                b > a   x + E[ c(min(N, b)) − c(a) | N > a ]
 
-    the worth that is to be had for each unit of time spent on the job, if it is given up at ``b``
-    tokens, for the best ``b``. On one server that always runs the job of the largest index, the
-    mean of r(N) · JCT is the least that is possible without knowing N (Gittins 1979; for jobs
-    of unknown size Aalto, Ayesta and Righter 2009, Scully and Harchol-Balter 2018). p is 0 for the
-    mean JCT, 1 for the mean normalized latency, and ½ for a balance of both.
+    That is the worth per unit of time spent on the job, if it is given up at ``b`` tokens, for the
+    best ``b``. A single server that always runs the job with the largest index minimizes the mean
+    of r(N) · JCT among all policies that do not know N (Gittins 1979; for jobs of unknown size
+    Aalto, Ayesta and Righter 2009, Scully and Harchol-Balter 2018). p is 0 for the mean JCT, 1 for
+    the mean normalized latency, and ½ for a balance of both.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class GittinsIndex:
         self._capacity = capacity
         self._edges = lengths.edges
         self._edges_array = np.asarray(lengths.edges, dtype=np.float64)
-        # Of the lengths in each bin.
+        # The mean length in each bin.
         self._middles = (self._edges_array[:-1] + 1 + self._edges_array[1:]) / 2
         self._worths = self._middles**-self._exponent
         self._survival = lengths.survival()
@@ -75,13 +76,18 @@ class GittinsIndex:
         while self._extras[-1] < _MOST_EXTRA:
             self._extras.append(self._extras[-1] * _EXTRA_RATIO)
         self._extras_column = np.asarray(self._extras)[:, None]
-        # By bins of prompt, age and most tokens. Lists: reading one number of an array takes ten
-        # times as long.
+        # By bins of prompt, age and most tokens. Lists, because reading one number from an array
+        # takes ten times as long.
         self._rows: dict[tuple[int, int, int], list[float]] = {}
 
     def of(self, extra: float, prompt_tokens: int, num_tokens: int, max_tokens: int) -> float:
-        """Of a job with ``num_tokens`` that ends at ``max_tokens`` at the latest, whose next token
-        takes ``extra`` iterations longer than a decode. Larger is to run sooner."""
+        """The index of a job. A job with a larger index should run sooner.
+
+        Args:
+            extra: how many decodes longer than a decode its next token takes.
+            num_tokens: its output tokens so far.
+            max_tokens: its output tokens at its end, at most.
+        """
         prompt = round(math.log(max(1, prompt_tokens), _PROMPT_RATIO))
         age = bisect_right(self._edges, num_tokens) - 1
         most = max(age + 1, min(bisect_left(self._edges, max_tokens), len(self._edges) - 1))
@@ -92,14 +98,14 @@ class GittinsIndex:
         return row[max(0, bisect_right(self._extras, extra) - 1)]
 
     def _row(self, prompt_tokens: int, age: int, most: int) -> list[float]:
-        """Of all extra times; the age must be below the most tokens. Ages and most tokens are
-        numbers of edges."""
+        """The indices of all extra times. ``age`` and ``most`` are numbers of edges, ``age`` the
+        smaller one."""
         at_middles, at_edges = _shares(self._capacity, prompt_tokens, tuple(self._edges))
         survival = self._survival[age, age : most + 1]
         ended = survival[:-1] - survival[1:]
-        # For each bin as the last that the job may use: worth, and what it takes until there.
+        # For each bin that may be the job's last: the worth, and the time until there.
         worth = np.cumsum(ended * self._worths[age:most])
-        # Those that reach the most tokens end there.
+        # Jobs that reach the most tokens end there.
         worth[-1] += survival[-1] * self._edges_array[most] ** -self._exponent
         until_end = at_middles[age:most] - at_edges[age]
         until_edge = at_edges[age + 1 : most + 1] - at_edges[age]
@@ -111,8 +117,8 @@ class GittinsIndex:
 
 @lru_cache(maxsize=256)
 def _shares(capacity: Capacity, prompt_tokens: int, edges: tuple[int, ...]) -> tuple[Array, Array]:
-    """``capacity.share`` up to the middles of all bins and up to their edges. Indices are computed
-    anew all the time, and it is the same for all of them."""
+    """``capacity.share`` up to the middles of all bins, and up to their edges. Cached, since every
+    new index needs the same values."""
     ends = np.asarray(edges, dtype=np.float64)
     middles = (ends[:-1] + 1 + ends[1:]) / 2
     return capacity.share(prompt_tokens, middles), capacity.share(prompt_tokens, ends)

@@ -1,20 +1,23 @@
-"""A policy that is a key of jobs: what those that are one sorted list have in common."""
+"""The base of all policies that keep their jobs in one list, sorted by a key."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from typing import Self
 
 from fastserve_backend.job import Job, Place
-from fastserve_backend.scheduler.base import BatchLimits, Scheduled, Urgency
+from fastserve_backend.offers import NextRunEstimate
+from fastserve_backend.scheduler.base import BatchLimits, Scheduled
 from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder
+from fastserve_backend.scheduler.policy_context import PolicyContext
 from fastserve_backend.scheduler.walk import MergedWalk, Walk
 
 
 class KeyedPolicy:
-    """The job of the smallest key runs first, at every token; of equal ones the first to arrive.
+    """At every token, the job with the smallest key runs first; of equal ones, the oldest.
 
-    A job keeps the key that it came with, unless a subclass moves it. Walking costs O(jobs walked),
-    adding and removing what ``OrderedJobs`` costs.
+    A job keeps its first key, unless a subclass moves it. Walking costs O(jobs walked). Adding and
+    removing cost what they cost in ``OrderedJobs``.
     """
 
     name: str
@@ -25,12 +28,16 @@ class KeyedPolicy:
         self.limits = limits
         self._jobs = SplitOrder(OrderedJobs)
 
+    @classmethod
+    def from_config(cls, context: PolicyContext) -> Self:
+        return cls(context.limits)
+
     @property
     def num_promotions(self) -> int:
         return 0
 
     def key(self, job: Job) -> float:
-        """By what the job is to be sorted now."""
+        """The job's current sort key."""
         raise NotImplementedError
 
     def has_turn(self, job: Job) -> bool:
@@ -55,13 +62,15 @@ class KeyedPolicy:
     def recalibrate(self) -> None:
         pass
 
-    def urgency(self, now: float) -> Urgency:
+    def next_run_estimate(self, now: float) -> NextRunEstimate:
         return lambda job: (self._jobs.key(job), job.number)
 
     def placed(self, job: Job) -> None:
         self._jobs.placed(job)
 
-    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
+    def by_next_run(
+        self, place: Place, estimate: NextRunEstimate, *, last_first: bool
+    ) -> Iterator[Job]:
         return self._jobs.part(place).jobs(last_first=last_first)
 
     def level_sizes(self) -> Sequence[int]:

@@ -1,4 +1,4 @@
-"""How long outputs are: a distribution learned online, from jobs that end and those that go on."""
+"""The distribution of output lengths, learned online from jobs that end and jobs that go on."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-# Bins grow by this factor. Narrower ones would hold too few jobs each to tell their hazard.
+# Bins grow by this factor. Narrower bins would hold too few jobs to tell their hazard rates.
 _BIN_RATIO = 2**0.5
-# Jobs that the prior counts for: after some dozens of real ones it no longer shows.
+# The prior counts like this many jobs. After some dozens of real jobs it no longer shows.
 _PRIOR_JOBS = 10.0
-# Of jobs that were predicted to have such a length: for how many the prediction counts, and for how
-# many in each bin what is known of all jobs.
+# Among jobs with a prediction, the prediction counts like this many jobs, and in each bin the
+# distribution of all jobs like this many.
 _PRIOR_PREDICTED = 3.0
 _PRIOR_OF_ALL = 1.0
-# A length is predicted up to this factor too high or too low, it is assumed at first.
+# At first a prediction is assumed to be wrong by up to this factor, in both directions.
 _ASSUMED_ERROR = 2.0
-# A job's weight in a bin halves with each 2,000 later ones, so that changing traffic is followed.
+# A job's weight in a bin halves with every 2,000 later jobs, to follow changing traffic.
 _FADING = 0.5 ** (1 / 2000)
 
 
 class LengthDistribution:
-    """Hazard rates over bins of output lengths: of the jobs that came to a bin, the share that
-    ended in it (Kaplan and Meier 1958).
+    """Hazard rates over bins of output lengths. The hazard rate of a bin is the share of jobs that
+    end in it, of all jobs that reach it (Kaplan and Meier 1958).
 
-    So jobs that have not ended count too, in the bins that they have passed. Those that ended are
-    not enough: under a policy that sets long jobs aside they are mostly short.
+    So unfinished jobs count too, in the bins that they have passed. Ended jobs alone would mislead:
+    under a policy that sets long jobs aside, they are mostly short.
 
-    Begins with lengths uniform from 1 to ``max_tokens``. Bins that few jobs came to follow what is
-    known of the others: if jobs end three times as fast there as if lengths were uniform, they are
-    taken to do so everywhere. Else a policy that has seen short jobs only would believe that
-    longer ones are endless, never run them, and never learn that they are not.
+    The prior is a uniform distribution from 1 to ``max_tokens``. It is sped up to match the bins
+    that many jobs reached: if jobs end three times as fast there as under the uniform distribution,
+    they are assumed to do so in all bins. Otherwise a policy that has only seen short jobs would
+    assume that longer jobs are endless, never run them, and never learn better.
 
-    ``DistributionOfPredicted`` begins otherwise.
+    ``DistributionOfPredicted`` has another prior.
 
     ``edges`` ascend from 0 to ``max_tokens``; bin k holds the lengths
     ``edges[k] < n ≤ edges[k + 1]``.
@@ -56,27 +56,30 @@ class LengthDistribution:
         return len(self.edges) - 1
 
     def bin_of(self, num_tokens: int) -> int:
-        """The bin of a length of 1 to ``max_tokens``."""
+        """The bin of a length from 1 to ``max_tokens``."""
         return bisect_left(self.edges, num_tokens) - 1
 
     def passed(self, first: int, last: int) -> None:
-        """A job is longer than the lengths of the bins from ``first`` to before ``last``."""
+        """A job is longer than all lengths in the bins from ``first`` up to, not including,
+        ``last``."""
         for index in range(first, last):
             self._fade(index)
             self._passed[index] += 1.0
 
     def ended(self, index: int) -> None:
-        """A job ended, by itself, with a length of this bin."""
+        """A job ended by itself with a length in this bin."""
         self._fade(index)
         self._ended[index] += 1.0
         self.num_ended += 1
 
     def survival(self) -> Array:
-        """Shape [edges, edges]: of the lengths above one edge, the share that is above another; 1
-        where that is not behind it.
+        """Of the jobs longer than edge i, the share that is longer than edge j; 1 for j ≤ i.
 
-        Not to be had from the shares of all lengths: those differ by less than rounding where
-        nearly all jobs have ended before.
+        The quotient of two shares of all jobs would not do: where nearly all jobs have ended, these
+        shares differ by less than the rounding error.
+
+        Returns:
+            shape [edges, edges].
         """
         goes_on = np.concatenate(([1.0], self.goes_on()))
         shape = (len(goes_on), len(goes_on))
@@ -86,7 +89,7 @@ class LengthDistribution:
         return survival
 
     def goes_on(self) -> Array:
-        """Shape [bins]: of the jobs that come to a bin, the share that does not end in it."""
+        """Of the jobs that reach a bin, the share that does not end in it; shape [bins]."""
         ended, passed = np.array(self._ended), np.array(self._passed)
         prior_passed, prior = self._prior(ended, passed)
         goes_on: Array = (passed + prior_passed) / (passed + ended + prior)
@@ -94,7 +97,8 @@ class LengthDistribution:
         return goes_on
 
     def _prior(self, ended: Array, passed: Array) -> tuple[Array, Array]:
-        """Jobs that the prior adds to those that passed each bin, and to those that came to it."""
+        """How many jobs the prior adds to those that passed each bin, and to those that reached
+        it."""
         left = 1 - np.array(self.edges) / self.edges[-1]
         uniform = left[1:] / left[:-1]
         as_uniform = (ended + passed) @ (1 - uniform)
@@ -108,10 +112,10 @@ class LengthDistribution:
 
 
 class DistributionOfPredicted(LengthDistribution):
-    """The same of those jobs whose predictions are from ``shortest`` to ``longest``.
+    """The lengths of the jobs whose predictions are from ``shortest`` to ``longest``.
 
-    Begins with lengths that are spread evenly, on a logarithmic scale, from half of ``shortest`` to
-    twice ``longest``, and a little of ``of_all``.
+    The prior spreads lengths evenly, on a logarithmic scale, from half of ``shortest`` to twice
+    ``longest``, and adds a little of ``of_all``.
     """
 
     def __init__(self, of_all: LengthDistribution, shortest: int, longest: int) -> None:

@@ -1,13 +1,13 @@
-"""Multi-level feedback queue: what the naive baseline and skip-join MLFQ have in common.
+"""Multi-level feedback queue: the naive baseline, and the base of skip-join MLFQ.
 
-Queues Q1 (level 0) to Qn with quanta ``base · ratio^level``. A job sinks as it uses up quanta, so
-that short jobs overtake long ones at every token although nobody knows which are short. A job that
-has waited too long is promoted to Q1 (FastServe §4.1, Algorithm 1), where it has its turn before
-all others, see ``Promotion``.
+Queues Q1 (level 0) to Qn have the quanta ``base · ratio^level``. A job that has used up its quantum
+sinks to a lower queue. So short jobs overtake long ones at every token, although nobody knows which
+jobs are short. A job that has waited too long is promoted to Q1 (FastServe §4.1, Algorithm 1) and
+has a turn before all others, see ``Promotion``.
 
-A job uses up its quantum by the time that its own tokens take (``own_time_s``). The paper charges
-it for the whole iteration. With prefill in chunks a decode would then pay for others' prompts, and
-sink although it ran little.
+A job is charged the time of its own tokens (``own_time_s``). The paper charges it the whole
+iteration. With prefill in chunks, a decode would then pay for others' prompts, and sink although it
+ran little.
 """
 
 from __future__ import annotations
@@ -16,54 +16,71 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
 from itertools import count
+from typing import Self
 
 from fastserve_backend.job import Job, Place
+from fastserve_backend.offers import NextRunEstimate
 from fastserve_backend.scheduler.base import (
     BatchLimits,
     IterationTimes,
     Scheduled,
-    Urgency,
     own_time_s,
     time_to_next_token,
 )
 from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder
-from fastserve_backend.scheduler.promotion import Promotion
+from fastserve_backend.scheduler.policy_context import PolicyContext
+from fastserve_backend.scheduler.promotion import Promotion, configured_starvation_s
 from fastserve_backend.scheduler.walk import MergedWalk, OrderKey, Walk
 
-# Jobs with a turn stand before all others in Q1.
+# Ticket of the first job with a turn, so that jobs with turns come before all others in Q1.
 _FIRST_TICKET = -(2**62)
 
 
 @dataclass(frozen=True, slots=True)
 class Quanta:
-    """How quanta are set."""
+    """What the quanta of the queues follow from."""
 
     base_s: Callable[[], float]
-    """Quantum of Q1, > 0: the minimum iteration time, or what the operator set. Asked again when
+    """Quantum of Q1, > 0: the minimum iteration time, or what the operator set. Called again when
     the iteration times drift."""
     ratio: float
     """Quantum of a queue over that of the queue above; > 1."""
     longest_job_s: float
-    """The last queue's quantum covers it: the longest prefill, so that every job has a queue to
-    join, and all the decodes after it, because jobs in the last queue run to completion."""
+    """Seconds that the last queue's quantum must cover. They cover the longest prefill, so that
+    every job has a queue to join, and the most decodes, because jobs in the last queue run to
+    completion."""
     starvation_s: float
-    """A job that has not run for this long (since its arrival, if it never ran) starves: the bound
-    on waiting that the operator trades for mean latency."""
+    """A job starves if it has not run for so long; if it never ran, since its arrival. The operator
+    trades this bound on waiting against mean latency."""
+
+    @classmethod
+    def from_config(cls, context: PolicyContext) -> Self:
+        config, times, max_model_len = context.config, context.times, context.max_model_len
+        base_ms = config.base_quantum_ms
+        return cls(
+            base_s=lambda: times.decode_s(1) if base_ms == "auto" else base_ms / 1e3,
+            ratio=config.quantum_ratio,
+            longest_job_s=max(
+                times.prefill_s(max_model_len), max_model_len * times.decode_s(max_model_len)
+            ),
+            starvation_s=configured_starvation_s(config),
+        )
 
 
 @dataclass(slots=True)
 class _Entry:
-    """What the policy knows of a job beside its level."""
+    """What the policy knows about a job, beside its level."""
 
-    num_tokens: int  # of the job when it entered this level
+    num_tokens: int  # the job's tokens when it entered this level
     ticket: int  # ascends along each queue
     used_s: float = 0.0  # time of the job's own tokens at this level
 
 
 class MLFQ:
-    """The naive baseline: every job joins Q1 and is demoted one queue at a time. FIFO in a queue.
+    """The naive baseline: every job joins Q1 and sinks one queue at a time. Each queue is FIFO.
 
-    Every operation costs what it costs in ``SplitOrder``; ``walk`` O(levels + jobs walked).
+    ``walk`` costs O(levels + jobs walked). Each other operation costs what it costs in
+    ``SplitOrder``.
     """
 
     name = "mlfq"
@@ -76,7 +93,7 @@ class MLFQ:
         while quantum_s < quanta.longest_job_s:
             quantum_s *= quanta.ratio
             num_queues += 1
-        self._queues = [SplitOrder(OrderedJobs) for _ in range(num_queues)]  # by tickets
+        self._queues = [SplitOrder(OrderedJobs) for _ in range(num_queues)]  # keys are tickets
         self._entries: dict[int, _Entry] = {}
         self._promotion = Promotion(quanta.starvation_s, lambda job: time_to_next_token(job, times))
         self._tickets = count()
@@ -84,12 +101,16 @@ class MLFQ:
         self.quanta_s: tuple[float, ...] = ()
         self.recalibrate()
 
+    @classmethod
+    def from_config(cls, context: PolicyContext) -> Self:
+        return cls(context.limits, Quanta.from_config(context), context.times)
+
     @property
     def num_promotions(self) -> int:
         return self._promotion.num_promotions
 
     def has_turn(self, job: Job) -> bool:
-        """Whether the job is promoted, and so comes before all others."""
+        """Whether the job is promoted, so that it comes before all others."""
         return self._promotion.has_turn(job)
 
     def join_level(self, job: Job) -> int:
@@ -97,7 +118,7 @@ class MLFQ:
         return 0
 
     def demotion_level(self, job: Job) -> int:
-        """The queue below its own that a job sinks to when it has used its quantum."""
+        """The queue to which a job sinks when it has used up its quantum."""
         return job.queue_level + 1
 
     def add(self, job: Job, now: float) -> None:
@@ -134,23 +155,23 @@ class MLFQ:
             if self.has_turn(job):
                 continue
             used_up = entry.used_s >= self.quanta_s[job.queue_level]
-            # Never within a prefill in chunks: when KV memory is short, jobs that sink before they
-            # have a token could take each other's KV for ever.
+            # A job never sinks within a prefill in chunks. When KV memory is short, jobs that sink
+            # before they have a token could take each other's KV for ever.
             has_token = job.num_tokens > entry.num_tokens
             if used_up and has_token:
                 self._demote(job, entry)
 
     def predicted(self, job: Job) -> None:
-        pass  # its order knows nothing of output lengths
+        pass  # the order does not depend on output lengths
 
     def recalibrate(self) -> None:
-        """Jobs keep their queues; only how long they may stay there changes."""
+        """Compute the quanta again. Jobs keep their queues; only how long they stay changes."""
         base_s = self._quanta.base_s()
         self.quanta_s = tuple(
             base_s * self._quanta.ratio**level for level in range(len(self._queues))
         )
 
-    def urgency(self, now: float) -> Urgency:
+    def next_run_estimate(self, now: float) -> NextRunEstimate:
         """ENST, the estimated next scheduled time (FastServe §4.2)."""
         execute_s = self.execute_s()
         return lambda job: self.enst(job, execute_s[job.queue_level], now)
@@ -158,21 +179,23 @@ class MLFQ:
     def placed(self, job: Job) -> None:
         self._queues[job.queue_level].placed(job)
 
-    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
+    def by_next_run(
+        self, place: Place, estimate: NextRunEstimate, *, last_first: bool
+    ) -> Iterator[Job]:
         queues = reversed(self._queues) if last_first else self._queues
         jobs = (job for queue in queues for job in queue.part(place).jobs(last_first=last_first))
         early = self._promotion.next_promoted()
         if early is None or early.place is not place:
             return jobs
-        # It alone may run before its place in the queues.
+        # Only this job may run before its place in the queues.
         others = (job for job in jobs if job is not early)
-        return merge([early], others, key=urgency, reverse=last_first)
+        return merge([early], others, key=estimate, reverse=last_first)
 
     def execute_s(self) -> list[float]:
-        """T_execute of a job in each queue: seconds until all above it have sunk to its queue.
+        """T_execute of each queue, in seconds: until all jobs above have sunk to this queue.
 
-        A job j in a queue above runs the quanta of the queues from its own down to, not including,
-        the job's; shared among the jobs of a batch. So T_execute depends on the queue alone.
+        Each job above runs the quanta of its own queue and of all queues between, and the jobs of a
+        batch run at the same time. So all jobs of a queue have the same T_execute.
         """
         execute_s = []
         jobs_above, total_s = 0, 0.0
@@ -183,8 +206,11 @@ class MLFQ:
         return execute_s
 
     def enst(self, job: Job, execute_s: float, now: float) -> tuple[float, float]:
-        """``min(T_promote, T_execute)``, seconds: until the job's turn, if it is the next to be
-        promoted, or until those before it have run; then FIFO in a queue."""
+        """``min(T_promote, T_execute)`` in seconds, then the job's ticket.
+
+        T_promote is the time until the job's turn. It counts only for the job that is promoted
+        next.
+        """
         turn_in_s = self._promotion.turn_in(job, now)
         if turn_in_s is not None:
             execute_s = min(execute_s, turn_in_s)
@@ -209,7 +235,7 @@ class MLFQ:
 
     def _demote(self, job: Job, entry: _Entry) -> None:
         if job.queue_level == len(self._queues) - 1:
-            entry.used_s = 0.0  # nothing below: it keeps its place, FIFO
+            entry.used_s = 0.0  # there is no lower queue: it keeps its place
             return
         self._move(job, entry, self.demotion_level(job))
         self.num_demotions += 1

@@ -1,4 +1,4 @@
-"""Jobs kept in order of a key that may change, apart by where their KV is."""
+"""Jobs sorted by a key that may change, in a part for each place of their KV."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fastserve_backend.job import Job, Place
 
 
 class OrderedJobs:
-    """Jobs by ascending key; equal keys in order of arrival.
+    """Jobs by ascending key, and by arrival where keys are equal.
 
-    A sorted array: an insertion costs O(log n) comparisons and moves 8 bytes for each job behind it
-    (80 kB with 10,000 jobs, microseconds), and a walk is a plain iteration.
+    A sorted list. An insertion costs O(log n) comparisons and moves 8 bytes for each job behind the
+    new one: at most 80 kB with 10,000 jobs, which takes microseconds. A walk is a plain iteration.
     """
 
     def __init__(self) -> None:
@@ -40,16 +40,16 @@ class OrderedJobs:
         return self._jobs[job.number][0]
 
     def num_before(self, key: float, number: int) -> int:
-        """How many jobs come before one of this key and number, which may be here or not."""
+        """How many jobs come before a job with this key and number, which need not be here."""
         return bisect_left(self._order, (key, number))
 
     def items(self) -> Iterator[tuple[tuple[float, float], Job]]:
-        """((key, job's number), job), in order."""
+        """((key, job's number), job) of all jobs, in order."""
         jobs = self._jobs
         return ((place, jobs[place[1]][1]) for place in self._order)
 
     def jobs(self, *, last_first: bool) -> Iterator[Job]:
-        """In order, or the other way round."""
+        """All jobs, in order or in reverse order."""
         order = reversed(self._order) if last_first else self._order
         return (self._jobs[number][1] for _, number in order)
 
@@ -69,25 +69,25 @@ class OrderedJobs:
             self.add(job, key)
 
     def reorder(self, key: Callable[[Job], float]) -> None:
-        """Give every job its key anew; much cheaper than moving them one by one."""
+        """Give every job a new key. This is much cheaper than moving each job."""
         self._jobs = {number: (key(job), job) for number, (_, job) in self._jobs.items()}
         self._order = sorted((new, number) for number, (new, _) in self._jobs.items())
 
 
 class WeighedJobs(OrderedJobs):
-    """The same, with the sums of their weights.
+    """``OrderedJobs`` with a weight for each job, and sums of weights.
 
     Args:
-        weight: of a job, asked for when it is added, moved or reordered.
+        weight: gives a job's weight. Called when the job is added, moved or reordered.
     """
 
     def __init__(self, weight: Callable[[Job], float]) -> None:
         super().__init__()
         self._weight = weight
-        self._weights = array("d")  # as the jobs are ordered
+        self._weights = array("d")  # in the order of the jobs
 
     def sums(self) -> NDArray[np.float64]:
-        """Shape [jobs + 1]: of the weights of the first 0, 1, … jobs."""
+        """The sums of the weights of the first 0, 1, … jobs; shape [jobs + 1]."""
         sums = np.zeros(len(self._weights) + 1)
         np.cumsum(self._weights, out=sums[1:])
         return sums
@@ -101,7 +101,7 @@ class WeighedJobs(OrderedJobs):
         super().remove(job)
 
     def move(self, job: Job, key: float) -> None:
-        """Give the job another key, or only its weight of now."""
+        """Give the job another key, which may be the same, and its current weight."""
         self.remove(job)
         self.add(job, key)
 
@@ -114,14 +114,14 @@ Part = TypeVar("Part", bound=OrderedJobs)
 
 
 class SplitOrder(Generic[Part]):
-    """The same, in a part for each ``Place``.
+    """Sorted jobs, in one part for each ``Place``.
 
-    Thousands of jobs may wait that cannot run now, because they are new or their KV is on the host.
-    A selection passes over them at once, see ``Walk.skip``. The KV manager finds the jobs of one
-    place in their order.
+    Thousands of waiting jobs may be unable to run now, because they are new or their KV is on the
+    host. With parts, a selection skips them all at once, see ``Walk.skip``. And the KV manager
+    finds the jobs of one place in order.
 
     Args:
-        make_part: ``OrderedJobs``, or another kind of it.
+        make_part: ``OrderedJobs`` or a subclass.
     """
 
     def __init__(self, make_part: Callable[[], Part]) -> None:
@@ -132,7 +132,7 @@ class SplitOrder(Generic[Part]):
         return len(self._part_of)
 
     def __iter__(self) -> Iterator[Job]:
-        """In order."""
+        """All jobs, in order."""
         items = merge(*(part.items() for part in self._parts), key=itemgetter(0))
         return (job for _, job in items)
 
@@ -144,7 +144,7 @@ class SplitOrder(Generic[Part]):
         return self._part_of[job.number].key(job)
 
     def part(self, place: Place) -> Part:
-        """Those whose KV is there."""
+        """The jobs whose KV is at ``place``."""
         return self._parts[place]
 
     def add(self, job: Job, key: float) -> None:
@@ -156,7 +156,7 @@ class SplitOrder(Generic[Part]):
         self._part_of.pop(job.number).remove(job)
 
     def move(self, job: Job, key: float) -> None:
-        """Give the job another key, and the part of its place."""
+        """Give the job another key, and put it in the part of its place."""
         part = self._part_of[job.number]
         if part is self._parts[job.place]:
             part.move(job, key)
@@ -169,6 +169,6 @@ class SplitOrder(Generic[Part]):
         self.move(job, self.key(job))
 
     def reorder(self, key: Callable[[Job], float]) -> None:
-        """Give every job its key anew."""
+        """Give every job a new key."""
         for part in self._parts:
             part.reorder(key)

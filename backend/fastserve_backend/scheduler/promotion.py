@@ -1,4 +1,4 @@
-"""Starving jobs run before all others, a few at a time: the bound on waiting."""
+"""The bound on waiting: starving jobs run before all others, a few at a time."""
 
 from __future__ import annotations
 
@@ -7,22 +7,28 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fastserve_backend.config import SchedulerSection
 from fastserve_backend.job import Job
 
-# Time of the machine that turns may take until their jobs have a token. More would make overload
-# first come, first served where prompts are most of the work (docs/scheduling.md).
+# Most of the machine's time that turns may take until their jobs have a token. With more, overload
+# would be first come, first served where prompts are most of the work (docs/scheduling.md).
 _TIME_SHARE = 0.1
-# Jobs that have a turn at once, of those of an iteration. If all had, overload would make the queue
-# round-robin; if one had, the wait of the last starving job would grow with their number.
+# Share of an iteration's jobs that may have turns at the same time. If all had turns, overload
+# would make the queue round-robin. If only one had, starving jobs would wait for one another.
 _BATCH_SHARE = 0.25
+# starvation_ms: auto, in units of slo_ms. With half as much, jobs with long prompts starve near
+# capacity although they would soon run anyway, and their turns delay all others
+# (docs/scheduling.md). Ten times as much makes the tail worse (docs/paper_results.md).
+_STARVATION_TOKENS = 200
 
 
 class TurnChanges(NamedTuple):
-    """What a selection changes."""
+    """The turns that begin and end before a selection."""
 
     begun: list[Job]
-    """In the order in which they starved."""
+    """Jobs whose turns begin, those that have starved longest first."""
     over: list[Job]
+    """Jobs whose turns are over."""
 
 
 @dataclass(slots=True)
@@ -31,45 +37,49 @@ class _Turn:
     number: int  # ascends
     waited_since_s: float
     ends_s: float
-    num_tokens: int  # outputs of the job when its turn began
+    num_tokens: int  # the job's output tokens when its turn began
 
 
 class Promotion:
     """Knows since when each job waits, and which jobs have a turn.
 
-    A job that has not run for ``starvation_s`` (since its arrival, if it never ran) starves. The
-    job that has starved longest gets the next free turn: it comes before all others until it has a
-    token, and if it had one before, for ``starvation_s``. There are ``num_turns`` turns, a quarter
-    of the jobs of the latest iteration. A turn begins when a tenth of the time since the turn
-    before it is enough for that one's token. So of S starving jobs none waits longer than::
+    A job starves if it has not run for ``starvation_s``; if it never ran, since its arrival. The
+    job that has starved longest gets the next free turn. In its turn it comes before all others: a
+    new job until it has its first token, any other job for ``starvation_s``, and until it has a
+    token.
+
+    There are ``num_turns`` turns, a quarter of the jobs of the latest iteration. Computing the
+    token of a turn may take a tenth of the time until the next turn begins. So none of S starving
+    jobs waits longer than::
 
         (1 + ceil(S / num_turns)) · starvation_s + 11 · (S + num_turns) · token_s
 
-    A turn that cost a job's way back to the device is worth it only if the job then runs for long:
-    most end in it. New jobs need no more than their first token, after which the policy knows as
-    much of them as of others.
+    where ``token_s`` is the longest time in which one job gets its KV back and computes a token.
 
-    ``token_s`` is the longest time in which one job gets its KV back and computes a token.
+    A job may have to be swapped in for its turn. That pays only if the job then runs for long; most
+    jobs end in their turn. A new job needs only its first token. After that the policy knows as
+    much about it as about others.
 
-    FastServe promotes all starving jobs at once, each for a quantum (§4.1, Algorithm 1). Where
-    their KV exceeds the memory, each of them is swapped in for one token, and the server does less
-    the longer the queue is.
+    FastServe promotes all starving jobs at once, each for a quantum (§4.1, Algorithm 1). If their
+    KV exceeds the memory, each of them is swapped in for one token, and the longer the queue, the
+    less the server does.
 
-    Every operation costs O(1), ``update`` O(turns + jobs in flight).
+    ``update`` costs O(turns + jobs in flight), every other operation O(1).
     """
 
     def __init__(self, starvation_s: float, token_s: Callable[[Job], float]) -> None:
         """
         Args:
-            token_s: seconds that a job has to run before it has its next token.
+            token_s: seconds that a job must run to get its next token.
         """
         self.starvation_s = starvation_s
         self._token_s = token_s
-        self._next_turn_s = 0.0  # no turn begins before
+        self._next_turn_s = 0.0  # when the next turn may begin
         self.num_turns = 1
         self.num_promotions = 0
-        # A job is appended again when it ran, so the first has waited longest. A job that arrives
-        # during an iteration stands behind those that ran in it: it is found that iteration late.
+        # A job that has run moves to the end, so the first job has waited longest. A job that
+        # arrives during an iteration ends up behind the jobs that run in it. So it is found one
+        # iteration late.
         self._waiting: OrderedDict[int, tuple[float, Job]] = OrderedDict()
         self._turns: dict[int, _Turn] = {}  # by job number, in order of their beginning
 
@@ -80,16 +90,16 @@ class Promotion:
             self._waiting[job.number] = (now, job)
 
     def iteration_done(self, jobs: Sequence[Job], now: float) -> None:
-        """They ran in it, and wait from now on."""
+        """These jobs ran in an iteration. They wait from now on."""
         self.num_turns = max(1, int(len(jobs) * _BATCH_SHARE))
         waiting, turns = self._waiting, self._turns
-        for job in jobs:  # hundreds, so without a call for each
+        for job in jobs:  # hundreds, so this loop calls no ``start_waiting``
             if job.number not in turns:
                 waiting[job.number] = (now, job)
                 waiting.move_to_end(job.number)
 
     def remove(self, job: Job) -> None:
-        """The job ended, or another policy orders it from now on."""
+        """The job ended, or another policy sorts it from now on."""
         self._waiting.pop(job.number, None)
         self._turns.pop(job.number, None)
 
@@ -97,23 +107,23 @@ class Promotion:
         return job.number in self._turns
 
     def turn_number(self, job: Job) -> int:
-        """Ascends in the order in which turns began; the job has one."""
+        """The number of the job's turn. Later turns have higher numbers. The job must have one."""
         return self._turns[job.number].number
 
     def jobs_with_turns(self) -> Iterable[Job]:
-        """The first to have begun its turn comes first."""
+        """The jobs that have turns, the earliest turn first."""
         return (turn.job for turn in self._turns.values())
 
     def update(self, now: float, in_flight: Collection[int]) -> TurnChanges:
-        """End turns and begin others.
+        """End turns and begin new ones.
 
         Args:
-            in_flight: jobs of unfinished iterations. They do not starve, and keep their turns.
+            in_flight: jobs of unfinished iterations. These do not starve, and keep their turns.
         """
         over = [turn for turn in self._turns.values() if self._is_over(turn, now, in_flight)]
         for turn in over:
             del self._turns[turn.job.number]
-            if turn.job.waits_for_mask:  # it could not use its turn, and starves still
+            if turn.job.waits_for_mask:  # it could not use its turn, so it still starves
                 self._waiting[turn.job.number] = (turn.waited_since_s, turn.job)
                 self._waiting.move_to_end(turn.job.number, last=False)
             else:
@@ -121,11 +131,11 @@ class Promotion:
         return TurnChanges(self._begin_turns(now, in_flight), [turn.job for turn in over])
 
     def next_promoted(self) -> Job | None:
-        """The job that has waited longest, and has no turn."""
+        """The job that has waited longest among those without a turn."""
         return next((job for _, job in self._waiting.values()), None)
 
     def turn_in(self, job: Job, now: float) -> float | None:
-        """Seconds until the job's turn, at least 0. None: another job has the next turn."""
+        """Seconds until the job's turn, at least 0. None: another job gets the next turn."""
         first = next(iter(self._waiting), None)
         if job.number != first:
             return None
@@ -138,8 +148,8 @@ class Promotion:
         job = turn.job
         if job.waits_for_mask:
             return True
-        # Never without a token: when KV memory is short, jobs whose turns end within their prefills
-        # could take each other's KV for ever.
+        # A turn never ends without a token. When KV memory is short, jobs whose turns end within
+        # their prefills could take each other's KV for ever.
         has_token = job.num_outputs > turn.num_tokens
         return now >= turn.ends_s and has_token and job.number not in in_flight
 
@@ -160,3 +170,11 @@ class Promotion:
         for job in begun:
             del self._waiting[job.number]
         return begun
+
+
+def configured_starvation_s(config: SchedulerSection) -> float:
+    """The wait in seconds after which a job starves, as ``starvation_ms`` sets it."""
+    starvation_ms = config.starvation_ms
+    if starvation_ms == "auto":
+        starvation_ms = config.slo_ms * _STARVATION_TOKENS
+    return starvation_ms / 1e3

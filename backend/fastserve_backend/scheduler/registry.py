@@ -1,87 +1,120 @@
-"""Policies by name, built from the configuration and the latency profile."""
+"""Policies by name: those that come with FastServe, and those that installed packages register.
+
+A policy is a class with ``from_config`` (see ``PolicyClass``) in a file of its own, and a line in
+``BUILT_IN_POLICIES``. A package registers one as an entry point of the group
+``fastserve.policies``; docs/adding_a_policy.md shows how.
+
+Nothing here imports a policy before somebody asks for it, so the configuration may read the names.
+"""
 
 from __future__ import annotations
 
-from fastserve_backend.config import SchedulerSection
-from fastserve_backend.scheduler.base import IterationTimes, Policy
-from fastserve_backend.scheduler.batch_limits import batch_limits
-from fastserve_backend.scheduler.fcfs import FCFS
-from fastserve_backend.scheduler.fixed_priority import FixedPriority
-from fastserve_backend.scheduler.gittins import Gittins
-from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
-from fastserve_backend.scheduler.sarathi_edf import SarathiEDF
-from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
-from fastserve_backend.scheduler.speculative import Speculative
-from fastserve_backend.scheduler.srpt import SRPT
-from fastserve_backend.scheduler.uniboost import UniBoost
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-# Tokens of KV memory that is never short.
-UNLIMITED_KV = 2**40
-# starvation_ms: auto, in units of slo_ms. Half as much makes jobs with long prompts starve near
-# capacity, where they would soon have run anyhow, and their turns delay all others
-# (docs/scheduling.md). Ten times as much costs the tail (docs/paper_results.md).
-STARVATION_TOKENS = 200
-# Of ``sarathi_edf``: when a first token is due, in units of slo_ms.
-FIRST_TOKEN_SLOS = 10
-# Of ``speculative``: seconds of remaining time that a second since a job's arrival makes up for.
-# Under overload 0.03 costs the tail 5%, 0.3 the mean a quarter to a third (docs/speculative.md).
-AGING = 0.1
+from fastserve_backend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastserve_backend.scheduler.base import Policy
+    from fastserve_backend.scheduler.policy_context import PolicyContext
+
+ENTRY_POINT_GROUP = "fastserve.policies"
 
 
-def make_policy(
-    config: SchedulerSection,
-    times: IterationTimes,
-    max_model_len: int,
-    kv_tokens: int = UNLIMITED_KV,
-) -> Policy:
-    """The policy that ``config.policy`` names; derived values come from ``times`` and the SLO.
+class PolicyClass(Protocol):
+    """What a name stands for."""
 
-    Args:
-        kv_tokens: tokens whose K and V the device holds.
+    def from_config(self, context: PolicyContext) -> Policy:
+        """The class builds a policy. Raises ConfigError: the configuration does not suit it."""
+
+
+class BuiltInPolicy(NamedTuple):
+    """Where a policy of FastServe is, and what it does."""
+
+    location: str
+    """``module:class`` in the package ``scheduler``."""
+    summary: str
+
+
+BUILT_IN_POLICIES = {
+    "gittins": BuiltInPolicy(
+        "gittins:Gittins", "Shortest expected remaining time, by the lengths of jobs that ended."
+    ),
+    "skip_join_mlfq": BuiltInPolicy(
+        "skip_join_mlfq:SkipJoinMLFQ", "FastServe: a job joins the queue that its prefill fits."
+    ),
+    "speculative": BuiltInPolicy(
+        "speculative:Speculative", "ALISE: shortest predicted remaining time, with aging."
+    ),
+    "mlfq": BuiltInPolicy("mlfq:MLFQ", "Multi-level feedback queue that all jobs join at the top."),
+    "fixed_priority": BuiltInPolicy("fixed_priority:FixedPriority", "Shortest prompt first."),
+    "srpt": BuiltInPolicy("srpt:SRPT", "Oracle: shortest remaining time first, by max_tokens."),
+    "sarathi_edf": BuiltInPolicy("sarathi_edf:SarathiEDF", "Earliest deadline of a token first."),
+    "uniboost": BuiltInPolicy("uniboost:UniBoost", "Arrival order; short jobs have a head start."),
+    "fcfs": BuiltInPolicy("fcfs:FCFS", "First come, first served, without preemption."),
+}
+
+
+def known_policies() -> list[str]:
+    """All names that may be chosen, the built-in ones first."""
+    return list(dict.fromkeys([*BUILT_IN_POLICIES, *sorted(_registered())]))
+
+
+def is_known_policy(name: str) -> bool:
+    return name in BUILT_IN_POLICIES or name in _registered()
+
+
+def load_policy(name: str) -> PolicyClass:
+    """The policy's class, imported now.
+
+    Raises:
+        ConfigError: nobody or more than one package registers the name, or the class cannot be
+            imported or has no ``from_config``.
     """
-    limits = batch_limits(config, times, max_model_len=max_model_len, kv_tokens=kv_tokens)
-    if config.policy == "fcfs":
-        return FCFS(limits)
-    if config.policy == "fixed_priority":
-        return FixedPriority(limits)
-    if config.policy == "srpt":
-        return SRPT(limits, times)
-    if config.policy == "sarathi_edf":
-        slo_s = config.slo_ms / 1e3
-        return SarathiEDF(limits, first_token_s=FIRST_TOKEN_SLOS * slo_s, token_s=slo_s)
-    if config.policy == "uniboost":
-        return UniBoost(limits, times)
-    if config.policy == "gittins":
-        return Gittins(
-            limits,
-            times,
-            max_model_len=max_model_len,
-            kv_tokens=kv_tokens,
-            objective=config.objective,
-            starvation_s=_starvation_s(config),
+    registered = _registered().get(name, [])
+    if name in BUILT_IN_POLICIES:
+        if registered:
+            raise ConfigError(
+                f"{_given(name)}; {_described(registered)} registers the name of a built-in "
+                "policy; rename it or uninstall the package"
+            )
+        location = f"{__package__}.{BUILT_IN_POLICIES[name].location}"
+        return cast(PolicyClass, EntryPoint(name, location, ENTRY_POINT_GROUP).load())
+    if not registered:
+        raise ConfigError(f"{_given(name)}; must be one of {', '.join(known_policies())}")
+    if len(registered) > 1:
+        raise ConfigError(
+            f"{_given(name)}; {_described(registered)} all register it; uninstall all but one"
         )
-    quanta = _quanta(config, times, max_model_len)
-    if config.policy == "mlfq":
-        return MLFQ(limits, quanta, times)
-    if config.policy == "speculative":
-        return Speculative(limits, quanta, times, AGING)
-    return SkipJoinMLFQ(limits, quanta, times)
+    try:
+        policy_class = registered[0].load()
+    except Exception as error:  # whatever importing other people's code may raise
+        raise ConfigError(
+            f"{_given(name)}; {_described(registered)} cannot be loaded: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if not callable(getattr(policy_class, "from_config", None)):
+        raise ConfigError(
+            f"{_given(name)}; {_described(registered)} has no classmethod from_config"
+        )
+    return cast(PolicyClass, policy_class)
 
 
-def _quanta(config: SchedulerSection, times: IterationTimes, max_model_len: int) -> Quanta:
-    base_ms = config.base_quantum_ms
-    return Quanta(
-        base_s=lambda: times.decode_s(1) if base_ms == "auto" else base_ms / 1e3,
-        ratio=config.quantum_ratio,
-        longest_job_s=max(
-            times.prefill_s(max_model_len), max_model_len * times.decode_s(max_model_len)
-        ),
-        starvation_s=_starvation_s(config),
+@cache  # reading the metadata of all packages takes some ten milliseconds
+def _registered() -> dict[str, list[EntryPoint]]:
+    by_name: dict[str, list[EntryPoint]] = {}
+    for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+        by_name.setdefault(entry_point.name, []).append(entry_point)
+    return by_name
+
+
+def _given(name: str) -> str:
+    return f"scheduler.policy: got {name!r}"
+
+
+def _described(registered: list[EntryPoint]) -> str:
+    return " and ".join(
+        f"entry point {one.name} = {one.value} of the package {one.dist.name if one.dist else '?'}"
+        for one in registered
     )
-
-
-def _starvation_s(config: SchedulerSection) -> float:
-    starvation_ms = config.starvation_ms
-    if starvation_ms == "auto":
-        starvation_ms = config.slo_ms * STARVATION_TOKENS
-    return starvation_ms / 1e3

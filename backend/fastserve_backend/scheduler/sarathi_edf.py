@@ -1,23 +1,28 @@
-"""Earliest deadline first: the baseline that keeps objectives while it can.
+"""Earliest deadline first: the baseline that meets deadlines up to its capacity.
 
-With chunks of prefill it is the Sarathi-EDF that QoServe (ASPLOS 2026) compares itself with.
+With prefill in chunks it is Sarathi-EDF, with which QoServe (ASPLOS 2026) compares itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled
 from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
+from fastserve_backend.scheduler.policy_context import PolicyContext
+
+# A first token is due after so many times slo_ms.
+_FIRST_TOKEN_SLOS = 10
 
 
 class SarathiEDF(KeyedPolicy):
     """The job whose next token is due first runs first.
 
-    A job's first token is due ``first_token_s`` after its arrival, and each further one
-    ``token_s`` later. A job that is behind its deadlines is so for good, and comes first: beyond
-    capacity this policy serves those that are late already.
+    A job's first token is due ``first_token_s`` after its arrival, and each further token
+    ``token_s`` later. A job that misses its deadlines comes first, and stays late. So beyond
+    capacity this policy serves jobs that are already late.
     """
 
     name = "sarathi_edf"
@@ -27,6 +32,11 @@ class SarathiEDF(KeyedPolicy):
         self._first_token_s = first_token_s
         self._token_s = token_s
         self._arrived_s: dict[int, float] = {}
+
+    @classmethod
+    def from_config(cls, context: PolicyContext) -> Self:
+        slo_s = context.config.slo_ms / 1e3
+        return cls(context.limits, first_token_s=_FIRST_TOKEN_SLOS * slo_s, token_s=slo_s)
 
     def key(self, job: Job) -> float:
         due_s = self._first_token_s + job.num_outputs * self._token_s

@@ -1,7 +1,7 @@
 """Speculative scheduling: shortest predicted remaining time first (ALISE, arXiv 2410.23537, §2).
 
-Somebody predicts output lengths from prompts. A prediction may come at any time, or never: jobs
-without one are scheduled by skip-join MLFQ, in one order with the others.
+A predictor estimates output lengths from prompts. A prediction may come at any time, or never. Jobs
+without one are in the queues of skip-join MLFQ, and both kinds are merged into one order.
 """
 
 from __future__ import annotations
@@ -10,52 +10,58 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import merge
+from typing import Self
 
 from fastserve_backend.job import Job, Place
+from fastserve_backend.offers import NextRunEstimate
 from fastserve_backend.scheduler.base import (
     BatchLimits,
     IterationTimes,
     Scheduled,
-    Urgency,
     is_owed_first_token,
     time_to_next_token,
 )
 from fastserve_backend.scheduler.mlfq import Quanta
 from fastserve_backend.scheduler.ordered_jobs import SplitOrder, WeighedJobs
+from fastserve_backend.scheduler.policy_context import PolicyContext
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from fastserve_backend.scheduler.walk import MergedWalk, Walk
+
+# A second since a job's arrival counts as so many seconds less of remaining time. Under overload,
+# 0.03 makes the tail 5% worse, and 0.3 the mean a quarter to a third (docs/speculative.md).
+_AGING = 0.1
 
 
 @dataclass(slots=True)
 class _Entry:
-    """What the policy knows of a job beside its place."""
+    """What the policy knows about a job, beside its order."""
 
     arrived_s: float
-    num_tokens: int | None = None  # that it has at its end, as is believed now; None: no prediction
-    remaining_s: float = 0.0  # of a job with a prediction
+    num_tokens: int | None = None  # output tokens that are predicted now; None: no prediction
+    remaining_s: float = 0.0  # with a prediction
 
 
 class Speculative:
-    """The job of the least virtual remaining time runs first, at every token.
+    """At every token, the job with the least virtual remaining time runs first.
 
-    That is the time that it has to run still, by its prediction, less ``aging`` times the seconds
-    since its arrival. All jobs age alike, so the order of two changes only when one of them runs:
-    keys are ``remaining + aging · arrival``. **Nobody starves**: no job that arrives more than
-    ``remaining / aging`` seconds after a job comes before it.
+    That is its predicted remaining time, less ``aging`` times the seconds since its arrival. All
+    jobs age at the same rate, so the order of two jobs changes only when one of them runs, and the
+    key is ``remaining + aging · arrival``. **No job starves**: a job that arrives more than
+    ``remaining / aging`` seconds after another never comes before it.
 
-    A job that outlives its prediction is demoted: the prediction is doubled. A job without a
-    prediction is in a queue of skip-join MLFQ. The first job there stands beside those with a
-    prediction as if its queue's quantum were its remaining time; with no prediction at all the
-    schedule is that of skip-join MLFQ.
+    A job that outlives its prediction is demoted: the prediction is doubled. Jobs without a
+    prediction are in the queues of skip-join MLFQ. The first of them is compared with jobs that
+    have a prediction as if its queue's quantum were its remaining time. If no job has a prediction,
+    the schedule is that of skip-join MLFQ.
 
-    **First tokens**: a prediction delays none that is cheap, see ``is_owed_first_token``. Such a
-    job stands where it would without a prediction.
+    **First tokens**: a prediction never delays a cheap first token, see ``is_owed_first_token``.
+    Such a job has the place that it would have without a prediction.
 
     ``job.queue_level`` of a job with a prediction is the queue whose quantum covers its remaining
     time, and ``level_sizes`` counts it there.
 
-    ``walk`` costs what it costs in MLFQ; ``urgency`` an addition for each job, 2 ns; everything
-    else what ``OrderedJobs`` costs a job.
+    ``walk`` costs what it costs in MLFQ. ``next_run_estimate`` adds one number for each job, in
+    2 ns. Everything else costs what it costs in ``OrderedJobs``.
     """
 
     name = "speculative"
@@ -71,6 +77,10 @@ class Speculative:
         self._order = SplitOrder(lambda: WeighedJobs(self._remaining_of))  # jobs with one
         self._ordered_sizes = [0] * len(self._queues.quanta_s)  # by queue level
         self._num_outlived = 0
+
+    @classmethod
+    def from_config(cls, context: PolicyContext) -> Self:
+        return cls(context.limits, Quanta.from_config(context), context.times, _AGING)
 
     @property
     def num_demotions(self) -> int:
@@ -132,13 +142,15 @@ class Speculative:
         self._queues.recalibrate()
         self._order.reorder(self._key_again)
 
-    def urgency(self, now: float) -> Urgency:
-        """EWT, the estimated wait time (ALISE), seconds; then the order of selection.
+    def next_run_estimate(self, now: float) -> NextRunEstimate:
+        """EWT, the estimated wait time (ALISE), in seconds; then the order of selection.
 
-        ``min(T_execute, T_promote)``: until the jobs before it have run their remaining times,
-        shared among the jobs of a batch, or until its age makes up for its own remaining time, so
-        that no job that arrives goes before it. For a job without a prediction both are those of
-        ENST, see ``MLFQ``, and T_execute counts the jobs with one that come before it too.
+        ``min(T_execute, T_promote)``. T_execute: the jobs before it run their remaining times, and
+        the jobs of a batch run at the same time. T_promote: its age makes up for its own remaining
+        time, so that no arrival can come before it.
+
+        For a job without a prediction, both are those of ENST, see ``MLFQ``. Its T_execute also
+        counts the jobs with a prediction that come before it.
         """
         execute_s = self._queues.execute_s()
         parts = [self._order.part(place) for place in Place]
@@ -169,12 +181,14 @@ class Speculative:
         else:
             self._queues.placed(job)
 
-    def by_urgency(self, place: Place, urgency: Urgency, *, last_first: bool) -> Iterator[Job]:
-        """Jobs of one queue stay in its order."""
+    def by_next_run(
+        self, place: Place, estimate: NextRunEstimate, *, last_first: bool
+    ) -> Iterator[Job]:
+        """Jobs of one queue keep the order of the queue, whatever their estimates are."""
         return merge(
-            self._queues.by_urgency(place, urgency, last_first=last_first),
+            self._queues.by_next_run(place, estimate, last_first=last_first),
             self._order.part(place).jobs(last_first=last_first),
-            key=urgency,
+            key=estimate,
             reverse=last_first,
         )
 
@@ -189,18 +203,18 @@ class Speculative:
         )
 
     def _queued_first(self, queued: Job, ordered: Job) -> bool:
-        """Whether a job in a queue comes before one with a prediction."""
+        """Whether a job in a queue comes before a job with a prediction."""
         if self._queues.has_turn(queued):
             return True
         return self._queued_key(queued) < self._order.key(ordered)
 
     def _queued_key(self, job: Job) -> float:
-        """Of a job in a queue, beside jobs with a prediction."""
+        """The key by which a job in a queue is compared with jobs that have a prediction."""
         quantum_s = self._queues.quanta_s[job.queue_level]
         return quantum_s + self._aging * self._entries[job.number].arrived_s
 
     def _level_of(self, remaining_s: float) -> int:
-        """The highest queue whose quantum covers this time, else the last one."""
+        """The highest queue whose quantum covers ``remaining_s``, else the last one."""
         quanta_s = self._queues.quanta_s
         return min(bisect_left(quanta_s, remaining_s), len(quanta_s) - 1)
 
@@ -213,13 +227,13 @@ class Speculative:
         return self._key_if(job, num_tokens)
 
     def _key_if(self, job: Job, num_tokens: int) -> float:
-        """Believe that the job ends with so many tokens, or twice as many, or four times, … if it
-        has more already; returns the key that follows."""
+        """Predict that the job ends with ``num_tokens`` output tokens, and return its new key. The
+        prediction is doubled while the job already has more tokens."""
         entry = self._entries[job.number]
         num_tokens = max(1, num_tokens)
         while num_tokens < job.num_outputs:
             num_tokens *= 2
-        if not job.params.ignore_eos:  # there max_tokens is a length that nobody is to know
+        if not job.params.ignore_eos:  # a forced length: the policy must not use max_tokens
             num_tokens = min(num_tokens, job.params.max_tokens)
         entry.num_tokens = num_tokens
         entry.remaining_s = self._remaining_s(job, num_tokens)
@@ -232,15 +246,15 @@ class Speculative:
         return remaining_s + self._aging * entry.arrived_s
 
     def _remaining_s(self, job: Job, num_tokens: int) -> float:
-        """ALISE's T_pre + T_dec: what is left of the prefill, and the decodes after that, each as
-        long as the middle one of them."""
+        """ALISE's T_pre + T_dec: the rest of the prefill, and all decodes after it, each as long as
+        the middle one."""
         num_decodes = max(0, num_tokens - job.num_outputs - 1)
         decode_s = self._times.decode_s(job.num_tokens + 1 + num_decodes // 2)
         return time_to_next_token(job, self._times) + num_decodes * decode_s
 
 
 class _BothOrders:
-    """Merges jobs in queues with jobs that have a prediction, by a comparison of the next two."""
+    """Merges jobs in queues with jobs that have a prediction: compares the next of each."""
 
     def __init__(
         self, queued: Walk, ordered: Walk, queued_first: Callable[[Job, Job], bool]

@@ -1,32 +1,34 @@
-"""UniBoost: arrival order with a head start for what is short (arXiv 2606.18431, ICML 2026).
+"""UniBoost: arrival order with a head start for short jobs (arXiv 2606.18431, ICML 2026).
 
-No length is predicted. The paper gives each job a soft boost that one parameter, γ, shapes between
-shortest first (γ → 0) and first come, first served (γ → ∞). The form of the boost is that of the
-γ-Boost policy (Yu and Scully, Strongly tail-optimal scheduling in the light-tailed M/G/1, 2024)::
+No length is predicted. The paper gives each job a boost with one parameter γ: near 0 the shortest
+job runs first, and with a large γ the first to arrive. The formula is that of the γ-Boost policy
+(Yu and Scully, Strongly tail-optimal scheduling in the light-tailed M/G/1, 2024)::
 
     b(s) = ln(1 / (1 − e^(−γ·s))) / γ
 
-The size s is what is known of it: the time of the prefill and of the tokens so far. The paper's
-choice of γ by the load, and its preemption by cached prefixes, are not part of this baseline.
+The size s is the known part of it: the time of the prefill and of the tokens so far. This baseline
+leaves out two parts of the paper: the choice of γ by the load, and preemption by cached prefixes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Self
 
 from fastserve_backend.job import Job
 from fastserve_backend.scheduler.base import BatchLimits, IterationTimes, Scheduled
 from fastserve_backend.scheduler.keyed_policy import KeyedPolicy
+from fastserve_backend.scheduler.policy_context import PolicyContext
 
-# Per second. A job of a second then stands as if it had come a minute earlier, and one of a minute
-# as if it had come a second earlier.
+# γ, per second. A job of a second gets a head start of a minute, and a job of a minute one of
+# a second.
 _GAMMA = 0.05
-_LEAST_S = 1e-3  # no job is shorter
+_LEAST_S = 1e-3  # the size of every shorter job
 
 
 class UniBoost(KeyedPolicy):
-    """The job of the earliest boosted arrival runs first."""
+    """The job with the earliest boosted arrival runs first."""
 
     name = "uniboost"
 
@@ -34,6 +36,10 @@ class UniBoost(KeyedPolicy):
         super().__init__(limits)
         self._times = times
         self._arrived_s: dict[int, float] = {}
+
+    @classmethod
+    def from_config(cls, context: PolicyContext) -> Self:
+        return cls(context.limits, context.times)
 
     def key(self, job: Job) -> float:
         prefill_s = self._times.prefill_s(len(job.prompt_ids))

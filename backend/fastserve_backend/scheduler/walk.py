@@ -1,4 +1,4 @@
-"""Jobs in a policy's order, for one selection."""
+"""The jobs of a policy, in its order, for one selection."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Walk(Protocol):
     def __next__(self) -> Job: ...
 
     def skip(self, place: Place) -> None:
-        """Yield no job whose KV is there from now on."""
+        """From now on, yield no job whose KV is at ``place``."""
         ...
 
 
 class MergedWalk:
-    """Of ordered sequences, one for each ``Place``, merged as they are asked for.
+    """Lazily merges sorted sequences of jobs, one for each ``Place``.
 
     Args:
-        part: (key, job) of the jobs of a place, in order of the keys.
+        part: gives (key, job) of all jobs at a place, sorted by key.
     """
 
     def __init__(self, part: Callable[[Place], Iterator[tuple[OrderKey, Job]]]) -> None:
@@ -49,5 +49,5 @@ class MergedWalk:
         return first[1]
 
     def skip(self, place: Place) -> None:
-        """Yield no job whose KV is there from now on."""
+        """From now on, yield no job whose KV is at ``place``."""
         self._next[place] = None

@@ -1,8 +1,8 @@
-"""What a request asks for: tensors, ``sampling_parameters`` and request parameters, all checked.
+"""Reads and checks a request: tensors, ``sampling_parameters`` and request parameters.
 
-Triton checks little: only how many inputs are missing, the type of each tensor and the shape that
-config.pbtxt gives it. NaN, -1, NUL and invalid UTF-8 pass, so everything is checked here. This
-module knows numpy arrays and strings, not Triton's objects.
+Triton checks little: the number of inputs, and the type and shape of each tensor, as config.pbtxt
+gives them. NaN, -1, NUL and invalid UTF-8 pass, so everything is checked here. This module knows
+numpy arrays and strings, not Triton's objects.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 
 from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.sampling_params import MAX_LOGIT_BIASES, SamplingParams
-from fastserve_backend.structured_output import StructuredOutput
 
 GRPC_STATUS_HEADER = "triton_grpc_error"
-"""Header of a gRPC stream that wants errors as the status of the call. The launcher has the server
-forward it as a request parameter, because such a stream must be answered in another way."""
+"""Header of a gRPC stream that wants errors as the status of the call. The server forwards it as a
+request parameter, because such a stream must be answered in another way."""
 
-# Room for all stop words at their longest, and for little else.
+# Enough for all stop words at their longest, and for little else.
 MAX_SAMPLING_PARAMETERS_BYTES = 1 << 20
-# A million tokens of text, escaped. Reading JSON holds up all other requests.
+# Enough for a million tokens of escaped text. All other requests wait while JSON is read.
 MAX_MESSAGES_BYTES = 16 << 20
 
 _MESSAGE_KEYS = ("role", "content", "tool_calls")
@@ -47,10 +47,11 @@ class GenerateRequest:
     input_ids: NDArray[np.int32] | None
     """[n]"""
     messages: list[Any] | None
-    """A conversation, for the model's chat template: a list that is not empty, of anything yet."""
+    """A conversation for the model's chat template: a list of at least one element of any type,
+    which is not checked yet."""
     stream: bool
     include_input: bool
-    """The prompt's text comes first in ``text_output``; never with ``stream`` or ``messages``."""
+    """``text_output`` begins with the prompt's text; never with ``stream`` or ``messages``."""
     params: SamplingParams
     clip_max_tokens: bool
     """``params.max_tokens`` may be lowered to what fits."""
@@ -62,15 +63,15 @@ class GenerateRequest:
     return_logprobs: bool
     return_perf_metrics: bool
     request_id: str
-    """Empty: the request parameters name none."""
+    """From the request parameters; empty: they have none."""
 
 
 def decode_request(tensors: Mapping[str, NDArray[Any]], parameters: str) -> GenerateRequest:
     """Reads a request.
 
     Args:
-        tensors: those that the request has, by name; strings as objects of type ``bytes``.
-        parameters: the request parameters, a JSON object (or empty).
+        tensors: the request's tensors by name; strings are objects of type ``bytes``.
+        parameters: the request parameters: a JSON object, or empty.
 
     Raises:
         InvalidRequestError: names the first field that is wrong.
@@ -111,7 +112,7 @@ def decode_watch(tensors: Mapping[str, NDArray[Any]], parameters: str) -> float 
     """Seconds between two pictures of the engine; None: the request is for tokens.
 
     Raises:
-        InvalidRequestError: the interval, or what is given beside it, is wrong.
+        InvalidRequestError: the interval is wrong, or another field is given beside it.
     """
     name = protocol.WATCH_INTERVAL_MS
     if name not in tensors:
@@ -164,7 +165,7 @@ def _prompt(tensors: Mapping[str, NDArray[Any]]) -> _Prompt:
 
 
 def _messages(text: str) -> list[Any]:
-    """A conversation from JSON; the error quotes nothing that was said."""
+    """A conversation from JSON. The error quotes none of its text."""
     messages = _from_json(text)
     if not isinstance(messages, list) or not messages:
         allowed = "must be a JSON list of at least one message"
@@ -201,7 +202,8 @@ def _sampling_params(values: _Values, needs_logprobs: bool) -> SamplingParams:
 
 
 class _Values:
-    """One value a name: the tensor's, else that in sampling_parameters, else the parameter's."""
+    """One value for each name: from its tensor, else ``sampling_parameters``, else the request
+    parameters."""
 
     def __init__(self, tensors: Mapping[str, NDArray[Any]], parameters: str) -> None:
         unknown = [name for name in tensors if name not in _SPECS]
@@ -219,7 +221,7 @@ class _Values:
             raise InvalidRequestError(unknown[0], value, allowed)
 
     def get(self, name: str, convert: Callable[[str, Any], Any]) -> Any:
-        """The value, converted; None where it is given nowhere, or as JSON's null."""
+        """The converted value; None: no source has one, or only JSON's null."""
         tensor = self._tensors.get(name)
         if tensor is not None:
             return convert(name, _from_tensor(name, tensor))
@@ -229,7 +231,7 @@ class _Values:
         return None
 
     def given(self) -> list[str]:
-        """Names of all that is given, wherever."""
+        """Names of all values, from all sources."""
         keys = [key for source in self._sources for key in source if key != GRPC_STATUS_HEADER]
         return [*self._tensors, *keys]
 
@@ -256,7 +258,7 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
 
 
 def _from_json(text: str) -> Any:
-    """None for what is no JSON. A byte order mark before it is passed over (RFC 8259, 8.1)."""
+    """The value; None for invalid JSON. A leading byte order mark is ignored (RFC 8259, 8.1)."""
     try:
         return json.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError):
@@ -264,7 +266,7 @@ def _from_json(text: str) -> Any:
 
 
 def _single(name: str, tensor: NDArray[Any]) -> Any:
-    # The server has checked the shape, except in releases where an optional input slips through.
+    # The server has checked the shape, but some releases do not check optional inputs.
     if tensor.size != 1:
         raise InvalidRequestError(name, f"{tensor.size} values", "must be one value")
     return tensor.reshape(-1)[0]
@@ -278,7 +280,7 @@ def _from_tensor(name: str, tensor: NDArray[Any]) -> Any:
 
 
 def _to_text(name: str, value: Any) -> str:
-    """Text of a string, which comes as bytes in a tensor and as ``str`` in JSON."""
+    """The text of a string, which is ``bytes`` in a tensor and ``str`` in JSON."""
     try:
         if isinstance(value, bytes):
             return value.decode("utf-8")
@@ -321,14 +323,14 @@ def _to_words(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _to_token_ids(name: str, value: Any) -> tuple[int, ...]:
-    """A list, one token alone, or the JSON text of either: request parameters are no lists."""
+    """From a list, one token, or the JSON text of either: request parameters cannot be lists."""
     found = _from_json(value) if isinstance(value, str) else value
     token_ids = found if isinstance(found, list) else [value if found is None else found]
     return tuple(_to_int(name, token_id) for token_id in token_ids)
 
 
 def _to_object(name: str, value: Any) -> dict[str, Any]:
-    """A JSON object, or its text: request parameters are no objects."""
+    """From a JSON object or its text: request parameters cannot be objects."""
     if isinstance(value, str):
         return _json_object(name, value)
     if isinstance(value, dict):
@@ -342,7 +344,7 @@ def _to_structured_output(name: str, value: Any) -> StructuredOutput:
 
 def _to_logit_bias(name: str, value: Any) -> dict[int, float]:
     biases = _to_object(name, value)
-    if len(biases) > MAX_LOGIT_BIASES:  # before any of them is looked at
+    if len(biases) > MAX_LOGIT_BIASES:  # before any of them is converted
         raise InvalidRequestError(name, f"{len(biases)} tokens", f"at most {MAX_LOGIT_BIASES}")
     converted = {
         _to_int(name, token_id): _to_float(f"{name}[{token_id}]", bias)
@@ -353,7 +355,8 @@ def _to_logit_bias(name: str, value: Any) -> dict[int, float]:
     return converted
 
 
-# Fields of SamplingParams, which has the same names and the defaults, in the order of checking.
+# Fields of SamplingParams, in the order in which they are checked. It has the same names, and the
+# defaults.
 _SAMPLING: dict[str, Callable[[str, Any], Any]] = {
     protocol.MAX_TOKENS: _to_int,
     protocol.MIN_TOKENS: _to_int,

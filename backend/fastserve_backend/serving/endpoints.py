@@ -14,7 +14,7 @@ _WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where a server listens. Ports are TCP ports; 0 stands for any free one until ``claim``."""
+    """Where a server listens. Ports are TCP ports; 0 is any free port until ``claim``."""
 
     host: str
     http_port: int
@@ -23,7 +23,7 @@ class Endpoints:
 
     @property
     def reachable_host(self) -> str:
-        """``host``, or loopback where the server listens on all interfaces."""
+        """``host``, or loopback if the server listens on all interfaces."""
         return _WILDCARD_HOSTS.get(self.host, self.host)
 
     @property
@@ -40,14 +40,16 @@ class Endpoints:
         return f"http://{self._authority(self.metrics_port)}/metrics"
 
     def claim(self) -> Endpoints:
-        """Listens on each port for a moment; returns the endpoints with free ports for zeros, and
-        with an address for the name of a host, which the server's HTTP would not look up.
+        """Listen on each port for a moment, because the server itself would find a busy port only
+        after the model has loaded.
 
-        The server itself would find a busy port only after the model has loaded.
+        Returns:
+            The endpoints with free ports in place of zeros, and with an address in place of a
+            host's name, which the server's HTTP would not look up.
 
         Raises:
             PortInUseError: names the port and the flag that changes it.
-            LaunchError: ``host`` is not an address of this machine, or a port is none.
+            LaunchError: ``host`` is not an address of this machine, or a port is invalid.
         """
         wanted = (
             (self.http_port, "http-port"),
@@ -56,7 +58,7 @@ class Endpoints:
         )
         try:
             host = numeric_address(self.host)
-            # All are held until the last is found: two zeros must not get the same port.
+            # All ports stay open until the last is found, or two zeros could get the same port.
             with ExitStack() as held:
                 listeners = [held.enter_context(listen(host, *one)) for one in wanted]
                 return Endpoints(host, *(one.getsockname()[1] for one in listeners))

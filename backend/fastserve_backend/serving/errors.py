@@ -6,8 +6,8 @@ from fastserve_backend.errors import FastServeError
 
 
 class LaunchError(FastServeError):
-    """The server could not be started, or could not be kept running. The message is one for the
-    operator: it says why and, where there is one, the remedy."""
+    """The server could not be started or kept running. The message is for the operator: it says why
+    and, if there is one, the remedy."""
 
 
 class PortInUseError(LaunchError):
@@ -15,5 +15,4 @@ class PortInUseError(LaunchError):
 
 
 class ModelLoadError(LaunchError):
-    """The server runs, but the model refused to load, or to answer; starting again would change
-    nothing."""
+    """The server runs, but the model failed to load or to answer. Another start would not help."""

@@ -1,4 +1,4 @@
-"""A thread in the stub that ties its life to that of the server and of the launcher."""
+"""A thread in the stub that ends it with the server or the launcher."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fastserve_backend.serving.runtime import (
 
 logger = logging.getLogger(__name__)
 
-# Far above what a library may hold the interpreter's lock while the model loads.
+# Far longer than any library holds the interpreter's lock while the model loads.
 _STUCK_TIMEOUT_S = 30.0
 _REARM_INTERVAL_S = 5.0
-# A server that was killed can leave its stub running; nothing else tells the stub.
+# How often the guard looks. Nothing else tells a stub that its server was killed.
 _INTERVAL_S = 0.25
 # Triton takes a response, or answers a poll, within microseconds; on a starved machine it may need
 # a second.
@@ -31,15 +31,21 @@ _STALL_SIGHTINGS = 60
 
 
 class StallDetector:
-    """Whether one call has been under way for 15 s, of which this process had its part: a pause of
-    all processes, or of the machine, is no stall."""
+    """Finds a call to Triton that has been under way for 15 s.
+
+    It counts sightings, not seconds: a pause of all processes, or of the machine, is no stall.
+    """
 
     def __init__(self) -> None:
         self._call: int | None = None
         self._sightings = 0
 
-    def sees(self, call: int | None) -> bool:
-        """To be asked every quarter of a second, with the number of the call under way."""
+    def is_stalled(self, call: int | None) -> bool:
+        """Whether the call is stalled. To be asked every quarter of a second.
+
+        Args:
+            call: number of the call under way; None: there is none.
+        """
         is_same = call is not None and call == self._call
         self._sightings = self._sightings + 1 if is_same else 0
         self._call = call
@@ -47,23 +53,30 @@ class StallDetector:
 
 
 class ParentGuard:
-    """Polls. When the server is gone, this process ends at once (the ranks follow); when the
-    launcher is gone, the server is asked to end; when the engine broke, the launcher is told, or
-    where there is none the server asked to end, since Triton 24.10 would stay "ready"; when the
-    launcher wants to stop the server, the model is drained and the launcher told; what is not
-    finished in time is ended. When the server takes no responses any more, all clients would wait
-    for ever: this process ends at once, for which the launcher restarts the server.
+    """Polls for events that this process must react to:
 
-    A second guard needs no interpreter: a call to a server that was killed can hold the
-    interpreter's lock for ever, so when this thread has not run for long, the process ends.
+    - The server is gone: this process ends at once, and its ranks follow.
+    - The launcher is gone: the guard asks the server to end.
+    - The engine broke: the guard tells the launcher. Without a launcher it asks the server to end,
+      because Triton 24.10 would stay "ready".
+    - The launcher wants to stop the server: the guard drains the model and tells the launcher. If
+      the launcher then wants the end, unfinished requests end with an error.
+    - The server no longer takes responses, so all clients would wait for ever: this process ends at
+      once, and the launcher restarts the server.
 
-    Triton drains by itself on SIGTERM, but it never finishes when a request that it refused on a
-    gRPC stream has pinned the model, so the launcher asks the model first.
+    A second guard needs no interpreter, because a call to a killed server can hold the
+    interpreter's lock for ever: when this thread has not run for long, the process ends.
+
+    Triton drains by itself on SIGTERM. But it never finishes if it refused a request on a gRPC
+    stream, which pins the model. So the launcher asks the model to drain first.
     """
 
     def __init__(self, runtime: RuntimeDirectory | None, drain: Callable[[], bool]) -> None:
-        """``drain`` refuses new requests and says whether none is left; called while there is an
-        engine."""
+        """
+        Args:
+            drain: refuses new requests and returns whether none is left; called only while there is
+                an engine.
+        """
         self._runtime = runtime
         self._drain = drain
         self._server = os.getppid()
@@ -75,8 +88,12 @@ class ParentGuard:
         self._thread.start()
 
     def watch(self, engine: Engine, calls: Iterable[Callable[[], int | None]]) -> None:
-        """From now on there is an engine. ``calls`` has one function for each thread that calls
-        Triton: the number of that thread's call under way, or None."""
+        """From now on there is an engine.
+
+        Args:
+            calls: one function for each thread that calls Triton. It returns the number of the
+                thread's call under way, or None.
+        """
         self._engine = engine
         self._calls = [(StallDetector(), call) for call in calls]
 
@@ -105,7 +122,7 @@ class ParentGuard:
                     self._runtime.remove_shared_memory()
                     self._runtime.remove()
                 os._exit(1)
-            if any(detector.sees(call()) for detector, call in self._calls):
+            if any(detector.is_stalled(call()) for detector, call in self._calls):
                 logger.error("tritonserver takes no responses any more; ending")
                 if self._launcher is None:
                     self._ask_server_to_end()
@@ -119,7 +136,7 @@ class ParentGuard:
                 self._answer_launcher(self._runtime)
 
     def _ask_server_to_end(self) -> None:
-        with suppress(ProcessLookupError):  # it may have been killed a moment ago
+        with suppress(ProcessLookupError):  # somebody has just killed it
             os.kill(self._server, signal.SIGTERM)
 
     def _reason_to_end(self) -> str | None:
@@ -145,7 +162,7 @@ class ParentGuard:
 
 
 def _open_launcher() -> int | None:
-    """Readable once the launcher has ended; None in a server started otherwise."""
+    """A descriptor that is readable once the launcher has ended; None: there is no launcher."""
     pid = os.environ.get(LAUNCHER_VARIABLE)
     if pid is None:
         return None

@@ -1,4 +1,4 @@
-"""Finds a tritonserver: that on PATH (NVIDIA's container), else the one in nvidia-pytriton."""
+"""Finds a tritonserver: on PATH (NVIDIA's container), else in nvidia-pytriton."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BACKEND_FILES = ("libtriton_python.so", "triton_python_backend_utils.py")
 
 @dataclass(frozen=True)
 class TritonInstallation:
-    """A tritonserver binary and what its python backend needs to run this interpreter's packages.
+    """A tritonserver, and the files with which its python backend runs this interpreter's packages.
 
     ``bundle`` and ``stub`` are None for a server on PATH, which has its own backend directory.
     """
@@ -35,7 +35,7 @@ class TritonInstallation:
 
     @classmethod
     def find(cls) -> TritonInstallation:
-        """Raises LaunchError: no server, or none for the running version of Python."""
+        """Raises LaunchError: there is no server, or none for this version of Python."""
         on_path = shutil.which("tritonserver")
         if on_path is not None:
             return cls(Path(on_path))
@@ -64,10 +64,10 @@ class TritonInstallation:
         return cls(binary, root / "backends" / "python", stub, tuple(libraries))
 
     def prepare_backends(self, directory: Path) -> list[str]:
-        """Fills ``directory`` with the python backend and returns the server's flags for it.
+        """Copy the python backend to ``directory``, and return the server's flags for it.
 
-        The library is copied: the server refuses a backend that is a symbolic link out of its
-        directory. The rest is copied with it, so that the directory stands alone.
+        The server refuses a backend whose library is a symbolic link out of its directory, so the
+        library is copied. All else is copied with it, so that the directory needs no other.
         """
         if self.bundle is None or self.stub is None:
             return []

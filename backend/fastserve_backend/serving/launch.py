@@ -34,14 +34,15 @@ from fastserve_backend.system.restart_limit import RestartLimiter
 
 logger = logging.getLogger(__name__)
 
-# The engine gives up first: it can say what it waits for.
+# Longer than the engine's own limit, because the engine can say what it waits for.
 START_TIMEOUT_S = ENGINE_START_TIMEOUT_S + 60.0
 
-# About one start in eighty aborts inside tritonserver 24.10, before the model is asked anything.
+# About one start in eighty aborts inside tritonserver 24.10, before it calls the model.
 _START_TRIES = 3
-# Time to tidy up for a download or a conversion that is interrupted.
+# How long an interrupted download or conversion may take to clean up.
 _FETCH_END_S = 3.0
-# How soon a broken engine, which its stub reports in a file, is noticed. Deaths wake at once.
+# How often the launcher looks for the file in which a stub reports a broken engine. It notices the
+# death of a process at once.
 _WATCH_INTERVAL_S = 0.5
 
 
@@ -50,20 +51,20 @@ class _Trouble(NamedTuple):
 
     reason: str
     kill: bool = True
-    """At once: with its stub gone, the server would wait in vain for the streams in flight."""
+    """End the server at once: without its stub it would wait in vain for the streams in flight."""
     is_final: bool = False
-    """It is not to be started anew."""
+    """Another start would not help."""
 
 
 class TritonServer:
     """A tritonserver that serves ``config``; a context manager that starts and stops it.
 
-    A dead server or stub, or a broken engine, is answered with a restart of the whole server: only
-    that ends the streams of clients whose stub is gone. After three restarts in ten minutes, or
-    when the engine has restarted its ranks so often, it gives up: the server is ended, so that it
-    does not claim to be ready, and ``wait`` returns 1.
+    When the server or its stub dies, or the engine breaks, the whole server is restarted: only this
+    ends the streams of clients whose stub is gone. After three restarts in ten minutes, or when the
+    engine has used up its own restarts, the server is given up: it is ended, so that it does not
+    claim to be ready, and ``wait`` returns 1.
 
-    Port 0 picks a free one; ``endpoints`` has it after ``start``.
+    Port 0 is any free port; ``endpoints`` has its number after ``start``.
 
     Args:
         log_path: file to which the server's output is appended; None: this process's stderr.
@@ -87,7 +88,7 @@ class TritonServer:
         self._new_server: Callable[[], ServerProcess] | None = None
         self._server: ServerProcess | None = None
         self._supervisor: threading.Thread | None = None
-        # No Event: its lock is not for signal handlers, of which a second may interrupt the first.
+        # Not an Event: a second signal may interrupt the first one's handler, which holds its lock.
         self._stopping = False
         self.is_fetching = False
         """Whether the model's files are being downloaded or converted."""
@@ -96,7 +97,7 @@ class TritonServer:
         self.failure: str | None = None
         """Why the server was given up; None while it runs or after ``stop``."""
         self.restarts = 0
-        """How often the server was started anew, and came up."""
+        """How often the server was restarted and became ready."""
 
     @property
     def endpoints(self) -> Endpoints:
@@ -106,7 +107,7 @@ class TritonServer:
 
     @property
     def pid(self) -> int:
-        """Process id of tritonserver; another one after a restart."""
+        """Process id of tritonserver; a restart changes it."""
         if self._server is None:
             raise LaunchError("the server is not running")
         return self._server.pid
@@ -124,8 +125,8 @@ class TritonServer:
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Returns when the model has generated a token.
 
-        What the model's files need, a download or a conversion, is done here, so that whoever waits
-        sees it; ``timeout_s`` begins after it.
+        It downloads or converts the model's files first, so that the progress is visible here.
+        ``timeout_s`` begins after that.
 
         Raises:
             ModelError: there is no such model, or it cannot be fetched or read.
@@ -140,14 +141,14 @@ class TritonServer:
         installation = TritonInstallation.find()
         self._wanted.claim()  # a busy port shows before a long download
         model = self._config.model
-        self.is_fetching = True  # first: a stop that is asked for from now on interrupts
+        self.is_fetching = True  # set first, so that a request to stop interrupts from now on
         try:
             if self._runtime is not None or self._stopping:
                 raise LaunchError("a TritonServer starts once; make another one")
             described = load_model_config(model.model, load_format=model.load_format)
         finally:
             self.is_fetching = False
-        # What is restarted has the weights that it had, whatever was pushed meanwhile.
+        # A restarted server has the same weights, even if others were pushed to the hub meanwhile.
         commit = at_commit(model.model, described.directory)
         self._config = self._config.with_keys(model=commit)
         self._endpoints = endpoints = self._wanted.claim()
@@ -161,17 +162,17 @@ class TritonServer:
             target=self._supervise, name="fastserve-supervisor", daemon=True
         )
         self._supervisor.start()
-        # A program that forgets to stop the server must end all the same, and cleanly.
+        # A program that forgets to stop the server must still end, and cleanly.
         atexit.register(self.stop)
 
     def request_stop(self) -> None:
-        """Asks for the end and returns at once; for signal handlers. ``wait`` waits for it."""
+        """Ask for the end and return at once; for signal handlers. ``wait`` waits for the end."""
         self._stopping = True
-        with suppress(OSError):  # it has been stopped already
+        with suppress(OSError):  # it is stopped already
             self._wake_sender.send(b"x")
 
     def stop(self) -> None:
-        """Drains, ends everything and removes what was written. Idempotent."""
+        """Drain, end all processes, and remove all files. Idempotent."""
         atexit.unregister(self.stop)
         if self._supervisor is not None:
             self.request_stop()
@@ -180,7 +181,7 @@ class TritonServer:
         self._wake_receiver.close()
 
     def wait(self) -> int:
-        """Waits until the server is stopped or given up; 0 or 1 (``failure`` says why)."""
+        """Wait until the server is stopped (returns 0) or given up (1; ``failure`` says why)."""
         if self._supervisor is not None:
             self._supervisor.join()
         return 0 if self.failure is None else 1
@@ -244,12 +245,13 @@ class TritonServer:
             self._clean_up()
 
     def _keep_running(self) -> None:
-        """Until a stop is asked for; then it has drained. Raises LaunchError: it is given up."""
+        """Returns when a stop was asked for and the server has drained. Raises LaunchError: the
+        server is given up."""
         limiter = RestartLimiter()
         while (trouble := self._watch()) is not None:
             if trouble.is_final:
                 raise LaunchError(trouble.reason)
-            if limiter.restart(time.monotonic()) is None:
+            if limiter.take_restart(time.monotonic()) is None:
                 raise LaunchError(f"{trouble.reason}; given up after {limiter.describe()}")
             logger.error("%s; restarting the server", trouble.reason)
             self._retire(kill=trouble.kill)
@@ -261,7 +263,7 @@ class TritonServer:
         self._server.drain()
 
     def _watch(self) -> _Trouble | None:
-        """Blocks until something ended; None when a stop was asked for."""
+        """Wait until the server is in trouble; None: a stop was asked for."""
         assert self._server is not None
         assert self._runtime is not None
         server, stub = self._server.handle, self._server.stub_handle()
@@ -301,13 +303,13 @@ class TritonServer:
 
 
 def serve(server: TritonServer, on_ready: Callable[[], None] = lambda: None) -> int:
-    """Serves in the foreground until SIGTERM or SIGINT, then drains; call it from the main thread.
+    """Serve in the foreground until SIGTERM or SIGINT, then drain. Only for the main thread.
 
     Args:
         server: not started yet.
 
     Returns:
-        0 after a signal, also one during the start; 1 when the server was given up.
+        0 after a signal, even during the start; 1 when the server was given up.
 
     Raises:
         ModelError, LaunchError: the server did not start.
@@ -317,14 +319,14 @@ def serve(server: TritonServer, on_ready: Callable[[], None] = lambda: None) -> 
         if server.is_fetching:
             os._exit(0)
 
-    # Downloads wait for their connections, whatever is raised; they go on at the next start.
+    # A download waits for its connections even after an exception. The next start resumes it.
     end = threading.Timer(_FETCH_END_S, end_fetching)
     end.daemon = True
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         is_first = not server.stop_requested
         server.request_stop()
-        if is_first and server.is_fetching:  # which looks at no request
+        if is_first and server.is_fetching:  # fetching does not check for requests to stop
             end.start()
             raise KeyboardInterrupt
 

@@ -1,10 +1,10 @@
-"""Histograms on Triton's metrics port: its own kind, or counters of the same names.
+"""Histograms on Triton's metrics port: Triton's own kind, or counters with the same names.
 
-Triton's histogram takes one value a call, and a call costs what any metric's costs. That is right
-for values that come once a request. For the time between tokens it would be a call a token, so
-those are published as counters with the names and labels that a histogram has on the wire,
-``NAME_bucket{le}``, ``NAME_sum`` and ``NAME_count``: so many calls and no more, whatever the load.
-PromQL cannot tell the two apart; the ``# TYPE`` lines can. docs/metrics.md has the figures.
+Triton's histogram takes one value a call, and a call costs as much as for any other metric. That
+suits values that occur once a request. The time between tokens would need a call for each token. So
+it is published as counters with the names and labels that a histogram has on the wire:
+``NAME_bucket{le}``, ``NAME_sum`` and ``NAME_count``. Their number of calls does not depend on the
+load. PromQL treats both alike; only the ``# TYPE`` lines differ. docs/metrics.md has the figures.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Call = Callable[[], object]
 
 class PublishedHistogram(Protocol):
     def changes(self, taken: Observations) -> list[Call]:
-        """What has to be sent for these new observations, in this order."""
+        """The calls that publish these new observations, in their order."""
         ...
 
 
 def publish_histogram(
     name: str, description: str, labels: dict[str, str], histogram: Histogram, *, per_token: bool
 ) -> PublishedHistogram:
-    """Registers ``name`` with the server, all zero.
+    """Register the histogram with the server; all its values are zero.
 
     Args:
         per_token: the histogram has a value for each token, too many for a call each.
@@ -45,8 +45,8 @@ def publish_histogram(
 class _TritonHistogram:
     """A call for each observation.
 
-    Values of one bucket were added up; the mean is sent in place of each of them, which gives the
-    same bucket, count and sum.
+    For each value it sends the mean of the value's bucket, because only the bucket's count and sum
+    are known. The published buckets, count and sum are exact.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class _TritonHistogram:
         calls: list[Call] = []
         for bucket, (count, total) in enumerate(zip(taken.counts, taken.sums, strict=True)):
             if count:
-                # Rounding must not move the mean of values at a bound across it.
+                # Rounding must not move a mean at a bound across the bound.
                 least = math.nextafter(self._edges[bucket], math.inf)
                 mean = max(least, min(self._edges[bucket + 1], total / count))
                 calls += [partial(self._metric.observe, mean)] * count
@@ -70,7 +70,7 @@ class _TritonHistogram:
 
 
 class _CounterHistogram:
-    """A call for each counter that changes, however many the observations."""
+    """A call for each counter that changes, for any number of observations."""
 
     def __init__(
         self, name: str, description: str, labels: dict[str, str], bounds: tuple[float, ...]
@@ -104,7 +104,7 @@ class _CounterHistogram:
             partial(self._count.increment, number),
             partial(self._sum.increment, sum(taken.sums)),
         ]
-        # From the last down: a scrape between two calls still finds buckets that ascend.
+        # The last bucket first, so that a scrape between two calls still finds ascending buckets.
         for metric, count in zip(reversed(self._buckets), reversed(taken.counts), strict=True):
             if number:
                 calls.append(partial(metric.increment, number))

@@ -1,11 +1,11 @@
-"""Custom metrics on Triton's metrics port, published from a thread of their own.
+"""Custom metrics on Triton's metrics port, published by a thread of their own.
 
-Setting a metric is a message to the server and back, typically 70 µs, but milliseconds where all
-cores are busy, and Triton 24.10 holds the interpreter's lock meanwhile. So neither the engine nor
-the emitter does it, and it is done seldom: they keep plain numbers, and this thread publishes those
-that changed, twice a second while there are jobs, and soon after a request came or ended all but
-the histograms, which have the most values. It pauses after each message, or the engine would get
-the lock back only when all are sent.
+Setting a metric is a message to the server and back. It typically takes 70 µs, but milliseconds
+when all cores are busy, and Triton 24.10 holds the interpreter's lock meanwhile. So the engine and
+the emitters only keep numbers, and this thread publishes those that changed: twice a second while
+there are jobs, and soon after a request arrives or ends. Histograms, which have the most values,
+are published twice a second only. The thread pauses after each message, so that the engine gets the
+lock between two messages.
 
 docs/metrics.md defines every metric.
 """
@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.5
 _LEAST_INTERVAL_S = 0.1
-# Without jobs little can change, but ranks may be restarted.
+# Without jobs little changes, but ranks may be restarted.
 _IDLE_INTERVAL_S = 2.0
 # Long enough for a thread that waits for the interpreter's lock to get it.
 _PAUSE_S = 50e-6
 
-# Counters are those whose names end so, by Prometheus's custom; the others are gauges.
+# By Prometheus's convention the names of counters end so; all others are gauges.
 _COUNTER_SUFFIX = "_total"
 
 _DESCRIPTIONS = {
@@ -63,7 +63,7 @@ _DESCRIPTIONS = {
     "fastserve_worker_restarts_total": "Times that all ranks were started anew, one having died",
 }
 
-# name → description, which of the engine's, whether it has a value for each token, not each job
+# name → description, histogram of the engine, whether it has a value for each token (else each job)
 _HISTOGRAMS: dict[str, tuple[str, Callable[[LatencyHistograms], Histogram], bool]] = {
     "fastserve_time_to_first_token_seconds": (
         "Time from a job's arrival to its first token",
@@ -128,12 +128,12 @@ class MetricsPublisher:
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
-    def notice(self) -> None:
-        """A request came or ended. Thread-safe, returns at once."""
+    def on_request_change(self) -> None:
+        """A request has arrived or ended. Thread-safe, returns at once."""
         self._activity.set()
 
     def close(self) -> None:
-        """Publishes a last time and ends the thread."""
+        """Publish a last time and end the thread."""
         self._closed.set()
         self._activity.set()
         self._thread.join()
@@ -147,7 +147,7 @@ class MetricsPublisher:
         self._histograms.append((histogram, published))
 
     def _run(self) -> None:
-        # Not yet while Triton is in the model's initialize: it might answer only after that.
+        # Triton may answer only after the model's initialize has returned.
         self._activity.wait(_IDLE_INTERVAL_S)
         while True:
             last = self._closed.is_set()
@@ -163,7 +163,8 @@ class MetricsPublisher:
             self._activity.clear()
 
     def _publish(self) -> float:
-        """How long it need not be done again, beside the least interval, if nothing is noticed."""
+        """Returns the seconds until the next time, beyond the least interval; requests that arrive
+        or end shorten them."""
         snapshot = self._engine.snapshot()
         samples = list(self._samples(snapshot))
         busy = snapshot.running + snapshot.waiting > 0
@@ -189,7 +190,7 @@ class MetricsPublisher:
             self._published[key] = value
         if busy:
             return _INTERVAL_S
-        # The last steps of jobs that ended while those ran keep their blocks a moment longer.
+        # Jobs that ended while a step ran keep their blocks until the step ends.
         return _IDLE_INTERVAL_S if snapshot.free_blocks == snapshot.num_blocks else 0.0
 
     def _send(self, call: Call) -> None:
@@ -197,7 +198,7 @@ class MetricsPublisher:
         self._closed.wait(_PAUSE_S)
 
     def _samples(self, snapshot: EngineSnapshot) -> Iterator[_Sample]:
-        """The state comes last: a scrape of an idle server counts all that it has done."""
+        """The state comes last: a scrape that finds the server idle finds final counters."""
         counters = self._engine.counters
         yield "fastserve_prompt_tokens_total", {}, counters.prompt_tokens
         yield "fastserve_prefix_cached_tokens_total", {}, counters.prefix_cached_tokens

@@ -47,23 +47,23 @@ from fastserve_backend.system.logs import log_to_stderr
 
 logger = logging.getLogger(__name__)
 
-# Triton calls finalize when no request is left, so this only covers the engine's own last steps.
+# Triton calls finalize when no request is left, so only the engine's last steps take time.
 _DRAIN_TIMEOUT_S = 10.0
-# Each response waits for tritonserver to take it, so two threads send more than one: on two cores
-# a fifth more.
+# Each response waits for tritonserver to take it, so two threads send more responses than one: a
+# fifth more on two cores.
 _EMITTERS = 2
-# Request ids go to logs: they must not break lines, nor fill a disk.
+# Request ids go to logs: they must neither break lines nor fill a disk.
 _MAX_REQUEST_ID_CHARS = 128
 
 
 class TritonPythonModel:
-    """What Triton calls. ``execute`` runs on one thread and never raises."""
+    """The class that Triton calls. ``execute`` runs on one thread and never raises."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Loads the model that ``engine.yaml`` in the model's directory names.
+        """Load the model that ``engine.yaml`` in the model's directory names.
 
         Raises:
-            pb_utils.TritonModelException: it cannot be loaded; the message says why.
+            pb_utils.TritonModelException: the model cannot be loaded; the message says why.
         """
         log_to_stderr()
         runtime = RuntimeDirectory.from_environment()
@@ -74,7 +74,6 @@ class TritonPythonModel:
         try:
             config = EngineConfig.from_yaml(Path(args["model_repository"], ENGINE_FILE))
             self._engine = Engine(config, clock=clock)
-            self._engine.start()
         except Exception as error:
             if not isinstance(error, FastServeError):
                 logger.exception("the model could not be loaded")
@@ -88,12 +87,12 @@ class TritonPythonModel:
         self._metrics = MetricsPublisher(
             self._engine, args["model_name"], args["model_version"], self._count_rejected
         )
-        self._emitters = [Emitter(self._metrics.notice) for _ in range(_EMITTERS)]
+        self._emitters = [Emitter(self._metrics.on_request_change) for _ in range(_EMITTERS)]
         self._next_emitter = cycle(self._emitters)
         self._guard.watch(self._engine, [emitter.current_call for emitter in self._emitters])
 
     def execute(self, requests: list[Any]) -> None:
-        """Accepts or refuses each request; responses follow from the emitters."""
+        """Accept or refuse each request. The emitters send the responses later."""
         for request in requests:
             emitter = next(self._next_emitter)
             parameters = _text(request.parameters)  # a JSON object, or empty
@@ -109,15 +108,15 @@ class TritonPythonModel:
                 else:
                     watch = WatchStream(channel, emitter)
                     number = self._engine.watch(interval_s, watch.push)
-                    watch.accepted(partial(self._engine.unwatch, number))
+                    watch.on_accepted(partial(self._engine.unwatch, number))
             except Exception as error:
                 self._num_rejected += 1
                 emitter.wake(RefusedStream(channel, emitter, _refusal(error)))
-        self._metrics.notice()
+        self._metrics.on_request_change()
 
     def is_ready(self) -> bool:
-        """Asked by releases of Triton later than 24.10, which never asks. While ranks are restarted
-        the model is ready: its jobs wait."""
+        """Only releases of Triton after 24.10 call it. The model stays ready while ranks are
+        restarted: its jobs wait."""
         return self._engine.failure is None
 
     def finalize(self) -> None:
@@ -125,7 +124,7 @@ class TritonPythonModel:
         logger.info("unloading")
         self._guard.release_engine()
         self._engine.drain(_DRAIN_TIMEOUT_S)
-        self._engine.close()  # first: it may deliver the end of a job that counts as ended
+        self._engine.close()  # before the emitters: it may deliver the ends of jobs
         for emitter in self._emitters:
             emitter.close()
         self._metrics.close()
@@ -136,7 +135,7 @@ class TritonPythonModel:
         return self._num_rejected + self._engine.counters.refused
 
     def _drain(self) -> bool:
-        """Refuses new requests; whether all accepted ones have been answered."""
+        """Refuse new requests; returns whether all accepted ones are answered."""
         return self._engine.drain(0.0) and not any(emitter.num_active for emitter in self._emitters)
 
     def _submit(
@@ -169,11 +168,11 @@ class TritonPythonModel:
             params = engine.checks.clip_max_tokens(prompt_ids, params)
         job_id = _job_id(request_id or wanted.request_id)
         number = engine.submit(job_id, prompt_ids, params, stream.push, prompt_text=users_words)
-        stream.accepted(lambda: engine.cancel(number))
+        stream.on_accepted(lambda: engine.cancel(number))
 
 
 def _text(read: Callable[[], str]) -> str:
-    """What ``read`` reads of a request; over HTTP that may be any bytes."""
+    """The text that ``read`` gets from a request. Over HTTP it may be any bytes."""
     try:
         return read()
     except UnicodeDecodeError as error:

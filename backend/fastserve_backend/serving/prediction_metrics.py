@@ -1,4 +1,4 @@
-"""The metrics of length prediction, which exist where lengths are predicted."""
+"""Metrics of length prediction. They exist only if lengths are predicted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DESCRIPTIONS = {
 
 
 def histograms(predictions: JobPredictions) -> Iterator[tuple[str, str, Histogram]]:
-    """Name, description and values of each."""
+    """Name, description and values of each histogram."""
     counters = predictions.counters
     yield (
         "fastserve_prediction_seconds",

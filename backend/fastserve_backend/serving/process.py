@@ -28,37 +28,36 @@ from fastserve_backend.serving.runtime import RuntimeDirectory, wait_readable
 logger = logging.getLogger(__name__)
 
 DRAIN_TIMEOUT_S = 30
-"""What a stopping server may take to finish streams in flight (tritonserver's own default)."""
-# What is unfinished then gets an error; a step that runs ends first.
+"""How long a stopping server may take to finish streams in flight (tritonserver's default)."""
+# Unfinished streams then end with an error, after the running step.
 _END_TIMEOUT_S = 5.0
 
-# A server with nothing in flight needs two seconds. One whose model is pinned would wait in vain:
-# Triton 24.10 leaks a gRPC stream's request that it refuses itself, and now and then one that is
-# cancelled while its last response is on the way.
+# A server without streams in flight needs two seconds. A server with a leaked request would wait in
+# vain: Triton 24.10 leaks requests of gRPC streams that it refuses itself, and sometimes one that
+# is cancelled while its last response is on the way.
 _EXIT_TIMEOUT_S = 5.0
 _DRAIN_POLL_S = 0.05
-# Loading a model takes as long as it takes; this is only for the stub's interpreter to come up.
+# For the start of the stub's interpreter; loading the model does not count.
 _STUB_TIMEOUT_S = 120
 _READY_POLL_S = 0.05
 _PROBE_PROMPT = "Hello"
-# The last lines of a log are where a server says why it ended; tables and notes are no reasons.
+# A server says in the last lines of its log why it ended, but not in tables and notes.
 _LOG_TAIL_BYTES = 16384
 _LOG_TAIL_LINES = 8
 _LOG_NOISE = re.compile(r"[+|]|I\d{4} |\s*$")
 
-# Connections and files, where the system allows so many. A server that has no more of them repeats
-# a line in its log, hundreds of MB in seconds; with far more, what closes all that there could be
-# takes its time.
+# Connections and files, if the system allows so many. A server that runs out of them repeats a line
+# in its log, hundreds of MB in seconds. With far more, code that closes all possible ones is slow.
 _MAX_OPEN_FILES = 65536
 
-# The python backend makes one of these in every server, and leaves it behind when it is killed.
+# The python backend makes such a directory in every server; a killed server leaves it behind.
 _BACKEND_DIRECTORIES = ("/tmp", "python_env_??????")
 
 _RESTRICTED_APIS = "model-repository,shared-memory,trace,logging"
 
 
 class ServerProcess:
-    """A started tritonserver. ``stop`` must be called, also when ``await_ready`` raised."""
+    """A started tritonserver. Call ``stop`` even if ``await_ready`` raised."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class ServerProcess:
                 stderr=subprocess.STDOUT if log is not None else None,
                 env=environment,
                 start_new_session=True,
-                # The death of who reads its output is no reason to die.
+                # SIGPIPE stays ignored: the server must survive the reader of its output.
                 restore_signals=False,
             )
         except OSError as error:
@@ -96,7 +95,7 @@ class ServerProcess:
             if log is not None:
                 log.close()
         self.handle = os.pidfd_open(self._process.pid)
-        """A pidfd: readable once the server ended."""
+        """A pidfd, which is readable once the server has ended."""
         self._raise_limit_of_open_files()
 
     @property
@@ -108,20 +107,21 @@ class ServerProcess:
         return self._process.poll()
 
     def stub_handle(self) -> int:
-        """A pidfd of the stub: readable once it ended. Only of a server that is ready."""
+        """A pidfd of the stub, which is readable once the stub has ended. Only if the server is
+        ready."""
         assert self._stub_handle is not None
         return self._stub_handle
 
     def await_ready(self, deadline: float, cancelled: Callable[[], bool]) -> None:
-        """Returns when the model generated a token.
+        """Returns when the model has generated a token.
 
         Args:
             deadline: of ``time.monotonic()``.
             cancelled: asked while waiting; True ends the wait with a LaunchError.
 
         Raises:
-            ModelLoadError: the model refused to load, or answered with an error; the message is its
-                own.
+            ModelLoadError: the model failed to load, or answered with an error, which is the
+                message.
             LaunchError: the server ended, or was not ready in time.
         """
         for path in ("/v2/health/ready", f"/v2/models/{MODEL_NAME}/ready"):
@@ -139,8 +139,8 @@ class ServerProcess:
         self._probe(deadline, cancelled)
 
     def drain(self) -> None:
-        """Returns when all requests are answered, if need be with an error, or the server or stub
-        ended."""
+        """Returns when all requests are answered, late ones with an error, or when the server or
+        stub has ended."""
         self._runtime.drain_wanted.set()
         if not self._await_drained(DRAIN_TIMEOUT_S):
             logger.warning("requests are unfinished after %d s; ending them", DRAIN_TIMEOUT_S)
@@ -148,10 +148,10 @@ class ServerProcess:
             self._await_drained(_END_TIMEOUT_S)
 
     def stop(self, *, kill: bool) -> None:
-        """Ends server, stub and ranks, and removes what they left. To be called once.
+        """End server, stub and ranks, and remove the files that they left. Call it once.
 
         Args:
-            kill: at once; for a server that hangs anyway because its stub is gone.
+            kill: end them at once, because a server whose stub is gone would hang.
         """
         if not kill and self._process.poll() is None:
             self._process.terminate()
@@ -168,7 +168,7 @@ class ServerProcess:
                 os.close(handle)
 
     def _raise_limit_of_open_files(self) -> None:
-        """From what a shell gives, mostly 1024."""
+        """The limit that a shell sets is mostly 1024."""
         with suppress(ProcessLookupError):  # it ended already
             now, most = resource.prlimit(self.pid, resource.RLIMIT_NOFILE)
             if now != resource.RLIM_INFINITY and now < _MAX_OPEN_FILES:
@@ -177,23 +177,23 @@ class ServerProcess:
                 resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (wanted, most))
 
     def _remove_directory(self) -> None:
-        """The backend's, which a server that was killed leaves behind."""
+        """Remove the backend's directory, which a killed server leaves behind."""
         if self._process.returncode >= 0:
             return
         found = self._own_directories
         if found is None:
             found = self._new_directories()
-        # Another server that starts meanwhile has one too, and may not live without it.
+        # With two directories, one belongs to another server that has just started and needs it.
         if len(found) == 1:
             with suppress(OSError):
                 found.pop().rmdir()
 
     def _new_directories(self) -> set[Path]:
-        """The backend's that were not there before this server."""
+        """Directories of backends that did not exist before this server."""
         return _backend_directories() - self._foreign_directories
 
     def _await_drained(self, timeout_s: float) -> bool:
-        """Until all requests are answered, or the server or stub ended; False: time is up."""
+        """Wait until all requests are answered, or a process has ended; False: time is up."""
         deadline = time.monotonic() + timeout_s
         while not self._runtime.drained.is_set():
             if wait_readable(_DRAIN_POLL_S, self.handle, self.stub_handle()):
@@ -205,7 +205,7 @@ class ServerProcess:
     def _check_waiting(self, deadline: float, cancelled: Callable[[], bool]) -> None:
         reason = self._runtime.failure()
         if reason is not None:
-            wait_readable(_EXIT_TIMEOUT_S, self.handle)  # such a server ends by itself, and cleanly
+            wait_readable(_EXIT_TIMEOUT_S, self.handle)  # this server ends by itself, and cleanly
             raise ModelLoadError(reason)
         code = self._process.poll()
         if code is not None:
@@ -226,7 +226,7 @@ class ServerProcess:
             return False
 
     def _probe(self, deadline: float, cancelled: Callable[[], bool]) -> None:
-        # In a thread: without its stub the server would never answer, nor hang up.
+        # In a thread, because a server without its stub neither answers nor hangs up.
         problems: list[LaunchError] = []
         timeout_s = max(deadline - time.monotonic(), 1.0)
         probe = threading.Thread(target=self._generate, args=(timeout_s, problems), daemon=True)
@@ -235,7 +235,7 @@ class ServerProcess:
             self._check_waiting(deadline, cancelled)
             probe.join(_READY_POLL_S)
         if problems:
-            self._check_waiting(deadline, cancelled)  # the end of a process is a better reason
+            self._check_waiting(deadline, cancelled)  # the end of a process explains more
             raise problems[0]
 
     def _generate(self, timeout_s: float, problems: list[LaunchError]) -> None:
@@ -249,7 +249,7 @@ class ServerProcess:
             problems.append(LaunchError(f"no token from the model: {reason}"))
             return
         if status != http.HTTPStatus.OK:
-            # Clients may be quicker, and many: what is full now need not be after another start.
+            # Other clients may have filled the queue already; another start may find room.
             is_full = status == http.HTTPStatus.SERVICE_UNAVAILABLE
             kind = LaunchError if is_full else ModelLoadError
             problems.append(kind(f"no token from the model: {reason}"))
@@ -287,7 +287,7 @@ def _flags(runtime: RuntimeDirectory, endpoints: Endpoints) -> list[str]:
     http_host = grpc_host = endpoints.host
     if ":" in endpoints.host:  # IPv6, as libevent and as gRPC want it
         http_host, grpc_host = f"ipv6:{endpoints.host}", f"[{endpoints.host}]"
-    # Nobody needs these interfaces here, and each lets a client change the server.
+    # Each of these interfaces lets clients change the server, and nobody needs them here.
     restriction = f"{_RESTRICTED_APIS}:fastserve-admin={secrets.token_hex(16)}"
     return [
         f"--model-repository={runtime.repository}",
@@ -300,13 +300,13 @@ def _flags(runtime: RuntimeDirectory, endpoints: Endpoints) -> list[str]:
         f"--grpc-port={endpoints.grpc_port}",
         f"--metrics-address={http_host}",
         f"--metrics-port={endpoints.metrics_port}",
-        # The server's own polling of hardware; an idle server should be idle.
+        # The server would poll the hardware, but an idle server should be idle.
         "--allow-cpu-metrics=false",
         "--allow-gpu-metrics=false",
         f"--http-restricted-api={restriction}",
         f"--grpc-restricted-protocol={restriction}",
-        # A client that vanished without closing its connection is noticed within 15 s. Not sooner:
-        # one that only stands still for some seconds, as on a busy machine, would lose its answers,
+        # The server notices within 15 s that a client vanished without closing its connection. With
+        # less, a client that pauses for some seconds, as on a busy machine, would lose its answers,
         # and a gateway those of all its clients.
         "--grpc-keepalive-time=5000",
         "--grpc-keepalive-timeout=10000",

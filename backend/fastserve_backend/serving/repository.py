@@ -1,4 +1,4 @@
-"""Writes a Triton model repository for one engine configuration."""
+"""Writing a Triton model repository for one engine configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def find_model_template() -> Path:
     """The model directory that the project ships: in the source tree, else in the package's data.
 
     Raises:
-        LaunchError: neither is there, so the installation is broken.
+        LaunchError: there is neither, so the installation is broken.
     """
     package = Path(str(resources.files("fastserve_backend")))
     candidates = [
@@ -37,7 +37,7 @@ def find_model_template() -> Path:
 
 
 def write_repository(directory: Path, config: EngineConfig) -> Path:
-    """Writes ``directory/fastserve``, with ``config`` as ``engine.yaml``; returns ``directory``."""
+    """Write ``directory/fastserve``, with ``config`` as ``engine.yaml``; returns ``directory``."""
     model = directory / MODEL_NAME
     shutil.copytree(find_model_template(), model, ignore=shutil.ignore_patterns("__pycache__"))
     paths = {"model": config.model.model, "tokenizer": config.model.tokenizer}
@@ -49,10 +49,10 @@ def write_repository(directory: Path, config: EngineConfig) -> Path:
 
 
 def _ascii_path(path: str | None, link: Path) -> str | None:
-    # The stub's Python takes file names for ASCII and cannot be told otherwise.
+    # The stub's Python decodes file names as ASCII, and no setting changes that.
     if path is None or path.isascii() or not os.path.exists(path):
         return path
     if Path(path).is_file():
-        link = link.with_suffix(Path(path).suffix)  # by which a GGUF file is known
+        link = link.with_suffix(Path(path).suffix)  # which marks a GGUF file
     link.symlink_to(Path(path).resolve())
     return str(link)

@@ -19,22 +19,22 @@ from fastserve_backend.system.clock import Clock
 Tensors = list[tuple[str, NDArray[Any]]]
 
 _NS_PER_S = 1_000_000_000
-# For one that is no number, as of a model that overflows, since JSON has none of those.
+# In place of infinity and NaN, as of a model that overflows: JSON has neither.
 _NO_LOGPROB = -9999.0
 
 
 class WallClock:
     """Turns seconds of the engine's clock into nanoseconds since the Unix epoch.
 
-    The distance of the two clocks is taken once: later steps of the system's time change no
-    difference between the times of a job.
+    The offset of the two clocks is measured once, so when the system's time is set later, the
+    intervals between a job's times stay true.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._offset_ns = time.time_ns() - int(clock.now() * _NS_PER_S)
 
     def nanoseconds(self, engine_time_s: float | None) -> int:
-        """0 for None: the event did not happen."""
+        """The time in ns; 0 for None, an event that did not happen."""
         if engine_time_s is None:
             return 0
         return int(engine_time_s * _NS_PER_S) + self._offset_ns
@@ -44,8 +44,8 @@ class ResponseEncoder:
     """Builds the responses of one request, in order.
 
     Args:
-        prompt: put in front of the text of the first response; empty for none.
-        token_bytes: of one token id, in UTF-8, for ``logprobs``.
+        prompt: comes before the text of the first response; empty for none.
+        token_bytes: returns a token's bytes in UTF-8, for ``logprobs``.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ResponseEncoder:
         self._cumulative_logprob = 0.0
 
     def encode(self, outputs: Sequence[JobOutput]) -> Tensors:
-        """One response with all that ``outputs`` hold; the last of them may end the job."""
+        """One response with all of ``outputs``; the last of them may end the job."""
         request = self._request
         text = self._prompt + "".join(output.text for output in outputs)
         self._prompt = ""
@@ -72,8 +72,8 @@ class ResponseEncoder:
             (protocol.OUTPUT_IDS, np.array(token_ids, np.int32)),
         ]
         last = outputs[-1]
-        # What belongs to the whole request comes once, at its end: each tensor of a response costs
-        # server, stub and client tens of microseconds a token.
+        # Values of the whole request come once, at its end: each tensor of a response costs server,
+        # stub and client tens of microseconds a token.
         if last.finish_reason is not None:
             if request.return_finish_reason:
                 tensors.append((protocol.FINISH_REASON, _strings(last.finish_reason.value)))
@@ -111,7 +111,7 @@ class ResponseEncoder:
         spelled = self._token_bytes(token_id)
         text = spelled.decode(errors="replace")
         described = {"token_id": token_id, "token": text, "logprob": _finite(logprob)}
-        if text.encode() != spelled:  # a part of a character
+        if text.encode() != spelled:  # part of a character
             described["bytes"] = list(spelled)
         return described
 

@@ -1,7 +1,7 @@
-"""The private directory of one running server: what launcher and stub tell each other, and cleanup.
+"""The private directory of one running server, through which launcher and stub talk.
 
-The launcher passes its path in the environment of the server; stub and ranks inherit it. So it also
-marks every process that belongs to this server, orphans included.
+The launcher passes its path in the environment of the server; stub and ranks inherit it. So the
+variable also marks every process of this server, orphans included, for the cleanup.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from fastserve_backend.system.temporary_directory import short_temporary_directo
 RUNTIME_VARIABLE = "FASTSERVE_RUNTIME_DIR"
 LAUNCHER_VARIABLE = "FASTSERVE_LAUNCHER_PID"
 
-# A process that was sent SIGKILL is gone as soon as the kernel has freed its memory.
+# A killed process is gone as soon as the kernel has freed its memory.
 _KILL_WAIT_S = 10.0
 _SHARED_MEMORY = Path("/dev/shm")
-# The engine's socket is in a directory in the one that is made there.
+# The engine's socket is two directories below the parent, and its path must be short.
 _MOST_PARENT_BYTES = 45
-# Triton starts stubs by a shell command in which their paths are not quoted.
+# Triton starts stubs by a shell command, and does not quote their paths.
 _NOT_IN_A_COMMAND = re.compile(r"[^\w./+-]", re.ASCII)
 
 
 # Larger blocks go back to the system when tritonserver frees them. By default glibc raises this
-# number by itself, and keeps them: 1.3 GB after some hundred bodies of 10 MB, 32 at a time.
+# threshold by itself and keeps freed blocks: 1.3 GB after some hundred bodies of 10 MB, 32 at
+# a time.
 _MMAP_VARIABLE, _MMAP_BYTES = "MALLOC_MMAP_THRESHOLD_", str(1 << 20)
 
 
 class Mark:
-    """A file whose being there says one thing."""
+    """A file whose existence is a message."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,8 +50,8 @@ class Mark:
 
 
 class RuntimeDirectory:
-    """``path`` holds the backend directory, the model repository, and reports: what launcher and
-    stub tell each other during one run of the server."""
+    """``path`` holds the backend directory, the model repository, and reports, with which launcher
+    and stub talk during one run of the server."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,19 +59,19 @@ class RuntimeDirectory:
         self._stub_file = self._reports / "stub.pid"
         self._failure_file = self._reports / "failure.txt"
         self.gave_up = Mark(self._reports / "gave-up")
-        """Set by the stub, before its failure: the engine has restarted its ranks as often as it
-        may; so restarting all of the server would be once too often."""
+        """Set by the stub before its failure: the engine has used up its restarts of ranks, so the
+        server must not be restarted either."""
         self.drain_wanted = Mark(self._reports / "drain-wanted")
-        """Set by the launcher: the stub shall refuse new requests and finish those it has."""
+        """Set by the launcher: the stub must refuse new requests and finish those that it has."""
         self.drained = Mark(self._reports / "drained")
         """Set by the stub once every request has its last response."""
         self.end_wanted = Mark(self._reports / "end-wanted")
-        """Set by the launcher: the stub shall end what is unfinished with an error."""
+        """Set by the launcher: the stub must end unfinished requests with an error."""
         self._lock: int | None = None
 
     @classmethod
     def create(cls) -> RuntimeDirectory:
-        """Makes an empty one that only this user can read."""
+        """Make an empty directory that only this user can read."""
         parent = short_temporary_directory(_MOST_PARENT_BYTES)
         if _NOT_IN_A_COMMAND.search(parent):
             parent = "/tmp"
@@ -84,7 +85,7 @@ class RuntimeDirectory:
 
     @classmethod
     def from_environment(cls) -> RuntimeDirectory | None:
-        """That of the launcher that started this process; None in a server started otherwise."""
+        """The directory of the launcher that started this server; None: there is no launcher."""
         path = os.environ.get(RUNTIME_VARIABLE)
         return cls(Path(path)) if path else None
 
@@ -98,12 +99,13 @@ class RuntimeDirectory:
 
     @property
     def shared_memory_prefix(self) -> str:
-        """Of what the server's python backend shares with its stub. The server refuses to let
-        clients register regions that are called so in the beginning."""
+        """Prefix of the regions that the server's python backend shares with its stub. The server
+        does not let clients register regions with this prefix."""
         return f"triton_python_backend_shm_region_{self.path.name}-"
 
     def environment(self) -> dict[str, str]:
-        """What the server inherits; temporary files of its processes go with the directory."""
+        """Variables for the server. Temporary files of its processes are in the directory, and
+        removed with it."""
         return {
             RUNTIME_VARIABLE: str(self.path),
             LAUNCHER_VARIABLE: str(os.getpid()),
@@ -112,15 +114,15 @@ class RuntimeDirectory:
         }
 
     def report_stub(self) -> None:
-        """Called by the stub before it loads the model, and so before there is any request."""
+        """Called by the stub before it loads the model, and so before any request."""
         if os.environ.get(_MMAP_VARIABLE) == _MMAP_BYTES:
-            del os.environ[_MMAP_VARIABLE]  # ranks take large blocks in each step
+            del os.environ[_MMAP_VARIABLE]  # ranks allocate large blocks in each step
         for region in _SHARED_MEMORY.glob(f"{self.shared_memory_prefix}*"):
-            region.chmod(0o600)  # whoever can read it, reads prompts; the server leaves it at 0644
+            region.chmod(0o600)  # it holds prompts, and the server leaves it at 0644
         _write_at_once(self._stub_file, str(os.getpid()))
 
     def report_failure(self, reason: str) -> None:
-        """Called by the stub when the model cannot load, or its engine broke."""
+        """Called by the stub when the model cannot load or its engine broke."""
         _write_at_once(self._failure_file, reason)
 
     def stub_pid(self) -> int | None:
@@ -131,13 +133,13 @@ class RuntimeDirectory:
         return _read(self._failure_file)
 
     def clear_reports(self) -> None:
-        """Before each start of the server."""
+        """Called before each start of the server."""
         if self._reports.exists():
             shutil.rmtree(self._reports)
         self._reports.mkdir()
 
     def processes(self) -> list[int]:
-        """Ids of all processes of this server (server, stub, ranks), also orphaned ones."""
+        """Ids of all processes of this server (server, stub, ranks), including orphans."""
         marker = f"{RUNTIME_VARIABLE}={self.path}".encode()
         found = []
         for entry in os.scandir("/proc"):
@@ -152,7 +154,7 @@ class RuntimeDirectory:
         return found
 
     def kill_processes(self) -> None:
-        """Ends what is left of this server and waits until it is gone."""
+        """Kill all processes of this server and wait until they are gone."""
         handles = []
         for pid in self.processes():
             with suppress(ProcessLookupError):  # it may end at any time
@@ -163,7 +165,7 @@ class RuntimeDirectory:
             os.close(handle)
 
     def remove_shared_memory(self) -> None:
-        """Removes what the python backend left in /dev/shm; only when the server is gone."""
+        """Remove the python backend's regions from /dev/shm; only when the server is gone."""
         for path in _SHARED_MEMORY.glob(f"{self.shared_memory_prefix}*"):
             path.unlink(missing_ok=True)
 
@@ -175,7 +177,7 @@ class RuntimeDirectory:
 
 
 def wait_readable(timeout_s: float, *descriptors: int) -> set[int]:
-    """Those of ``descriptors`` that are readable, as soon as one is, or none after ``timeout_s``.
+    """The readable ones of ``descriptors``, as soon as there are any; none after ``timeout_s``.
 
     A pidfd is readable once its process has ended.
     """
@@ -188,7 +190,7 @@ def wait_readable(timeout_s: float, *descriptors: int) -> set[int]:
 def _write_at_once(path: Path, text: str) -> None:
     # A reader must never see half of it.
     draft = path.with_suffix(".draft")
-    # (with the file names that the stub's Python could not spell)
+    # The text may have file names that the stub's Python could not decode.
     draft.write_text(text, encoding="utf-8", errors="backslashreplace")
     draft.replace(path)
 

@@ -1,13 +1,13 @@
 """From the engine's outputs to Triton's responses.
 
-What kills a tritonserver 24.10 shapes this: two threads that send on one response sender, a
-cancellation poll after the FINAL flag, and an exception in ``execute`` during such a poll. So each
-request has one emitter, whose thread owns everything that happens to the request's sender, from its
-acceptance to FINAL. The fourth is an error that ends a gRPC call at once: ``RefusedStream`` waits.
+Four things kill a tritonserver 24.10: two threads that send on one response sender, a cancellation
+poll after the FINAL flag, an exception in ``execute`` during such a poll, and an error that ends a
+gRPC call at once. So each request has one emitter, whose thread alone uses the request's sender,
+from acceptance to FINAL. Errors that end a call wait: see ``ResponseChannel.fail_if_may``.
 
-There is no back-pressure in Triton: sending to a client that has stopped reading never blocks, and
-how much it has unread cannot be seen. What one request may pile up is bounded by its max_tokens,
-or for one that watches the engine by time.
+Triton has no back-pressure: sending to a client that has stopped reading never blocks, and nobody
+can see how much is unread. ``max_tokens`` bounds what one request can pile up. A time limit bounds
+requests that watch the engine.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from fastserve_backend.serving.responses import ResponseEncoder, Tensors
 logger = logging.getLogger(__name__)
 
 _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-# Blocks of a cancelled job must be free within 250 ms, of which a running iteration takes its part.
+# The blocks of a cancelled job must be free within 250 ms, including the running iteration.
 _MIN_POLL_INTERVAL_S = 0.1
 _MAX_POLL_INTERVAL_S = 0.15
-# One poll of one sender is a message to the server and back: 40 µs. This keeps all of them below a
-# twentieth of a core until the maximum interval is reached.
+# Polling one sender is a message to the server and back: 40 µs. With this interval all polls take
+# less than a twentieth of a core, until the maximum interval is reached.
 _POLL_INTERVAL_PER_STREAM_S = 0.0008
 _POLLS_AT_ONCE = 64
-# Tokens that wait for others to be sent with them are sent alone after that, at the next poll.
+# Tokens wait so long at most for others that are sent with them; the next poll then sends them.
 _MOST_HELD_S = 0.2
-# After handing over a request, Triton's thread turns to its call's next one. It does so within
-# microseconds, but on busy cores it may be interrupted before.
+# After it has handed over a request, Triton's thread reads its call's next one. It does so within
+# microseconds, but on busy cores it may be interrupted first.
 _CALL_IN_USE_S = 0.1
 
 
@@ -52,7 +52,7 @@ class ResponseSender(Protocol):
 
 
 class RequestError(Exception):
-    """What a client is told, with a ``pb_utils.TritonError`` code."""
+    """An error for a client, with a ``pb_utils.TritonError`` code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ class RequestError(Exception):
 
 
 def unexpected_error() -> RequestError:
-    """For our own mistakes: exception texts have file paths in them, which are not for clients."""
+    """For bugs of the server. Clients must not see exception texts, which may have file paths."""
     return RequestError("internal error; see the server's log", pb_utils.TritonError.INTERNAL)
 
 
@@ -76,10 +76,14 @@ def cancelled_error() -> RequestError:
 
 
 class ResponseChannel:
-    """What one request is sent, by the emitter's thread alone, and nothing once ``finished``."""
+    """Sends one request's responses. Only the emitter's thread uses it, until it is
+    ``finished``."""
 
     def __init__(self, sender: ResponseSender, *, errors_end_call: bool) -> None:
-        """``errors_end_call``: the gRPC stream ends with the first error, as its status."""
+        """
+        Args:
+            errors_end_call: the first error ends the gRPC stream and is its status.
+        """
         self._sender = sender
         self.errors_end_call = errors_end_call
         self._may_fail_s = time.monotonic() + (_CALL_IN_USE_S if errors_end_call else 0.0)
@@ -103,9 +107,11 @@ class ResponseChannel:
         self._sender.send(flags=_FINAL)
 
     def fail_if_may(self, error: RequestError) -> None:
-        """Not at once if it ends the call: Triton's thread that has just handed over the request
-        goes on to read from that call, and reading from one that has ended is a segmentation fault.
-        Try again with the next poll, then."""
+        """Send the error, unless it is too early: then do nothing, and try again at the next poll.
+
+        Triton's thread that has just handed over the request goes on to read from its call. If an
+        error has ended the call by then, this is a segmentation fault.
+        """
         if time.monotonic() >= self._may_fail_s:
             self.fail(error)
 
@@ -114,7 +120,7 @@ class ResponseChannel:
         response = pb_utils.InferenceResponse(output_tensors=[], error=triton_error)
         self.finished = True
         if self.errors_end_call:
-            # A FINAL after the call has ended is a segmentation fault of the server.
+            # FINAL comes with the error: after the end of the call it is a segmentation fault.
             self._sender.send(response, flags=_FINAL)
         else:
             # Two steps: gRPC clients do not see the final marker of a response that is an error.
@@ -123,7 +129,8 @@ class ResponseChannel:
 
 
 class RequestStream(ABC):
-    """One request. ``push`` of its kind hands over what to send; the rest is the emitter's."""
+    """One request. Subclasses have a ``push``, with which other threads hand over what to send. The
+    emitter's thread calls all other methods."""
 
     def __init__(self, channel: ResponseChannel, emitter: Emitter) -> None:
         self._channel = channel
@@ -135,37 +142,37 @@ class RequestStream(ABC):
     def finished(self) -> bool:
         return self._channel.finished
 
-    def accepted(self, cancel: Callable[[], None]) -> None:
-        """The engine has the request; from now on the client's cancellation calls ``cancel``."""
+    def on_accepted(self, cancel: Callable[[], None]) -> None:
+        """The engine has the request. If the client cancels from now on, ``cancel`` is called."""
         self._cancel = cancel
         self._emitter.wake(self)
 
     @abstractmethod
     def emit(self) -> None:
-        """Sends all that is pending as one response; with the end comes FINAL."""
+        """Send all that is pending as one response, with FINAL if it is the last."""
 
     @abstractmethod
     def poll(self) -> None:
-        """Regularly: asks Triton whether the client went away, and if so tells the engine, once."""
+        """Called regularly: if the client has gone away, tell the engine, once."""
 
     def abort(self) -> None:
-        """After an unexpected error: ends the request as well as possible."""
+        """End the request as well as possible after an unexpected error."""
         if self._cancel is not None:
             self._cancel()
         if not self.finished:
             self._channel.fail(unexpected_error())
 
     def _wake(self) -> None:
-        """Something is pending. From any thread."""
-        # The emitter clears the flag before it looks at what is pending, so nothing is missed.
+        """Something is pending. Any thread may call it."""
+        # The emitter clears the flag before it reads what is pending, so nothing is missed.
         if not self._queued:
             self._queued = True
             self._emitter.wake(self)
 
 
 class RefusedStream(RequestStream):
-    """A request that nobody accepted: ``error`` is its only response. ``Emitter.wake`` sends it,
-    or a later poll."""
+    """A refused request: ``error`` is its only response. ``Emitter.wake`` or a later poll sends
+    it."""
 
     def __init__(self, channel: ResponseChannel, emitter: Emitter, error: RequestError) -> None:
         super().__init__(channel, emitter)
@@ -180,11 +187,11 @@ class RefusedStream(RequestStream):
 
 
 class ResponseStream(RequestStream):
-    """A request that is a job. ``push`` may be called by any one thread.
+    """A request that is a job. One thread, which may be any, calls ``push``.
 
     Args:
-        interval: outputs that a response waits for, but for the first, which has one, and the
-            last; None: there is only the last.
+        interval: number of outputs in one response; the first response has one, and the last may
+            have fewer. None: there is only one response, at the end.
     """
 
     def __init__(
@@ -199,16 +206,16 @@ class ResponseStream(RequestStream):
         self._encoder = encoder
         self._is_whole = interval is None
         self._interval = interval or 1
-        # Of the pushing thread.
+        # Only the pushing thread writes the next four.
         self._num_unannounced = 0
         self._num_wanted = 1
         self._oldest_s = 0.0
         self._ended = False
         self._cancelled = False
-        self._error: RequestError | None = None  # that it is about to end with
+        self._error: RequestError | None = None  # the request is about to end with it
 
     def push(self, output: JobOutput) -> None:
-        """Hands over new tokens, or the end. Returns at once."""
+        """Hand over new tokens, or the end. Returns at once."""
         if self._num_unannounced == 0:
             self._oldest_s = time.monotonic()
         self._pending.append(output)
@@ -239,7 +246,7 @@ class ResponseStream(RequestStream):
         if self._error is not None:
             self._channel.fail_if_may(self._error)
             return
-        # A job that is set aside, or whose ranks are restarted, must not keep what it has.
+        # Tokens must not wait while their job is preempted, or its ranks are restarted.
         if self._pending and time.monotonic() - self._oldest_s > _MOST_HELD_S:
             self.emit()
         if self.finished or self._cancelled or self._cancel is None:
@@ -249,7 +256,7 @@ class ResponseStream(RequestStream):
             self._cancel()
 
     def _error_of(self, output: JobOutput) -> RequestError | None:
-        """What the request ends with, if that is no answer."""
+        """The error that ends the request; None: it goes on, or ends with its answer."""
         if output.finish_reason is None:
             return None
         if self._cancelled:
@@ -264,15 +271,18 @@ class ResponseStream(RequestStream):
 
 
 class Emitter:
-    """A thread that sends the responses of its requests and polls their cancellation.
+    """A thread that sends the responses of its requests, and polls whether clients cancel them.
 
-    It sleeps while nothing is pending and nobody could cancel. Tokens of one request that arrive
-    while it is busy with others go out together.
+    It sleeps while nothing is pending and there is no request. Tokens of one request that arrive
+    while the thread is busy with others are sent together.
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
-        """``on_end`` is called after each request's last response, by this emitter's thread; it
-        must return at once."""
+        """
+        Args:
+            on_end: called by this emitter's thread after each request's last response; must return
+                at once.
+        """
         self._on_end = on_end
         self._inbox: queue.SimpleQueue[RequestStream | None] = queue.SimpleQueue()
         self._active: set[RequestStream] = set()
@@ -282,11 +292,11 @@ class Emitter:
         self._thread.start()
 
     def wake(self, stream: RequestStream) -> None:
-        """Something of ``stream`` is new. Thread-safe, returns at once."""
+        """``stream`` has something to send. Thread-safe, returns at once."""
         self._inbox.put(stream)
 
     def close(self) -> None:
-        """Ends the thread once all that was handed over is sent."""
+        """End the thread once all that was handed over is sent."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -295,17 +305,17 @@ class Emitter:
         return len(self._active)
 
     def current_call(self) -> int | None:
-        """The number of what the thread does with Triton now; None while it does nothing."""
+        """The number of the thread's call to Triton under way; None: there is none."""
         return self._num_calls if self._is_calling else None
 
     def _run(self) -> None:
         next_round_s = 0.0
-        unpolled: list[RequestStream] = []  # of the round of polls under way
+        unpolled: list[RequestStream] = []  # in the current round of polls
         while True:
             timeout_s = max(0.0, next_round_s - time.monotonic()) if self._active else None
             try:
-                # All that waits, then some polls: with thousands of streams a round takes longer
-                # than tokens may wait.
+                # Send all that waits, then do some polls only: with thousands of streams a whole
+                # round takes longer than tokens may wait.
                 for number in range(max(1, self._inbox.qsize())):
                     stream = self._inbox.get(timeout=0.0 if number or unpolled else timeout_s)
                     if stream is None:

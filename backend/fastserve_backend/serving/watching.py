@@ -1,4 +1,4 @@
-"""Requests that watch the engine: pictures of it in place of tokens."""
+"""Requests that watch the engine: they get pictures of it instead of tokens."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fastserve_backend.serving.streaming import (
     cancelled_error,
 )
 
-# A watch ends after this time, and who still wants it asks again. It bounds what a client that has
-# stopped reading can pile up in the server, and how long a server that nobody told to drain waits
-# for watchers: less than its usual exit timeout of 30 s.
+# A watch ends after this time; a client that wants more asks again. The limit bounds what a client
+# that has stopped reading can pile up in the server. It also bounds how long a server that was not
+# told to drain waits for watchers: less than its usual exit timeout of 30 s.
 WATCH_LIMIT_S = 20.0
 
 
 class WatchStream(RequestStream):
-    """``push`` may be called by several threads. The emitter sends the latest picture only."""
+    """Several threads may call ``push``. The emitter sends only the latest picture."""
 
     def __init__(self, channel: ResponseChannel, emitter: Emitter) -> None:
         super().__init__(channel, emitter)
@@ -33,7 +33,7 @@ class WatchStream(RequestStream):
         self._limit_s = time.monotonic() + WATCH_LIMIT_S
 
     def push(self, state: EngineState | None) -> None:
-        """Hands over a picture, or None for the end. Returns at once."""
+        """Hand over a picture, or None for the end. Returns at once."""
         if state is None:
             self._ended = True
         else:

@@ -1,31 +1,22 @@
-"""How much KV a modelled rank holds, and how fast its link to the host is."""
+"""How much KV modelled ranks hold, and how fast their links to the host are."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.checkpoints.partition import share_of_kv
 from fastserve_backend.config import KVCacheSection
+from fastserve_backend.engine.loop_setup import KVMemory
 from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.roofline import Roofline
 from fastserve_backend.rank_protocol.link import Link
 
 
-@dataclass(frozen=True, slots=True)
-class KVMemory:
-    """Of all ranks together: every rank has its part of each block, and copies it by itself."""
-
-    num_blocks: int
-    num_host_blocks: int
-    block_bytes: int
-    """Of one block of all layers, as it crosses the links."""
-    link: Link
-    """Time for one block when every rank copies its part."""
-
-
 def memory_of_roofline(roofline: Roofline, model: ModelConfig, kv: KVCacheSection) -> KVMemory:
-    """Raises ConfigError: not one job of the model's ``max_model_len`` fits on the device."""
+    """The memory of GPUs that are not here.
+
+    Raises:
+        ConfigError: the device cannot hold one job of the model's ``max_model_len``.
+    """
     block_bytes = model.host_kv_bytes_per_block(kv.block_size, kv.host_dtype)
     block_s = roofline.swap_s(block_bytes)
     num_blocks = kv.device_blocks or roofline.num_device_blocks(
@@ -36,7 +27,8 @@ def memory_of_roofline(roofline: Roofline, model: ModelConfig, kv: KVCacheSectio
 
 
 def memory_of_profile(profile: LatencyProfile, model: ModelConfig, kv: KVCacheSection) -> KVMemory:
-    """The machine that was measured, with the link in its own KV type."""
+    """The memory of the machine that was measured. Its link's speed holds for the KV type that was
+    measured."""
     block_bytes = model.host_kv_bytes_per_block(kv.block_size, kv.host_dtype)
     share = share_of_kv(
         model, profile.identity.tensor_parallel_size, profile.identity.pipeline_parallel_size

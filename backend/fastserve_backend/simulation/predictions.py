@@ -1,4 +1,4 @@
-"""Predicted output lengths for a trace whose real ones are known, as wrong as one likes."""
+"""Make predictions of known output lengths, with errors of a given size."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def make_predictions(output_tokens: Sequence[int], error: float, seed: int) -> l
 
     Args:
         output_tokens: real lengths, tokens.
-        error: standard deviation of ``ln(predicted / real)``; 0: perfect.
-        seed: equal seeds give errors that only scale with ``error``.
+        error: standard deviation of ``ln(predicted / real)``; with 0, predictions are perfect.
+        seed: with the same seed, errors scale with ``error``.
 
     Returns:
         One for each length, at least 1.

@@ -18,17 +18,17 @@ from fastserve_backend.system.clock import VirtualClock
 
 
 class SimulatedExecutor:
-    """Answers every step with token 0. Waiting moves the clock, and nothing else does.
+    """Answers every step with tokens 0. Only ``collect`` moves the clock.
 
-    Pipeline stages as FastServe §4.3 has them: a batch holds one stage at a time, each for an equal
-    share of its iteration, and enters a stage when the batch before it has left. All stages copy
-    their parts of a block at the same time, in both directions at once, one copy in each.
+    Pipeline stages work as in FastServe §4.3: a batch is in one stage at a time, in each for an
+    equal share of its iteration, and enters a stage when the batch before has left it. All stages
+    copy their parts of a block at the same time. One copy runs in each direction.
     """
 
     can_submit_ahead = False
-    """Nothing passes between two steps that it would help to hide."""
+    """There is no gap between two steps that a step ahead could hide."""
     wake_s: float = math.inf
-    """``collect`` returns at this time if the first stage is free: the next arrival."""
+    """Time of the next arrival. ``collect`` returns then, if the first stage is free."""
 
     def __init__(self, model: LatencyModel, clock: VirtualClock, link: Link) -> None:
         self._model = model
@@ -76,7 +76,7 @@ class SimulatedExecutor:
         copy_s = copies[0][0] if copies else math.inf
         if self.can_submit:
             next_s = self.wake_s
-        elif self._first_stage_is_free:  # but as many batches as stages are under way
+        elif self._first_stage_is_free:  # but there are as many unfinished batches as stages
             next_s = math.inf
         else:
             next_s = self._stage_free_s[0]

@@ -1,52 +1,42 @@
-"""Run a trace through the engine's step loop without an engine: a virtual clock, modelled ranks."""
+"""Run a trace through the engine's step loop, on a virtual clock and modelled ranks."""
 
 from __future__ import annotations
 
 import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from fastserve_bench.report.records import JobRecord
 from fastserve_bench.workload import TraceJob
 
 from fastserve_backend.config import KVCacheSection, SchedulerSection
-from fastserve_backend.engine.delivery import NewToken, OnEnd
-from fastserve_backend.engine.step_loop import StepLoop
+from fastserve_backend.engine.delivery import NewToken, OnJobEnd
+from fastserve_backend.engine.loop_setup import KVMemory, LoopSetup, MakePolicy
 from fastserve_backend.job import FinishReason, Job
-from fastserve_backend.kv_cache.manager import KVManager
-from fastserve_backend.kv_cache.swap_costs import SwapCosts
-from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
-from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
+from fastserve_backend.profile.iteration import LatencyModel
 from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_backend.scheduler.base import BatchLimits, Policy
-from fastserve_backend.scheduler.batch_limits import batch_limits
-from fastserve_backend.scheduler.registry import make_policy
-from fastserve_backend.simulation.memory import KVMemory
 from fastserve_backend.simulation.simulated_executor import SimulatedExecutor
 from fastserve_backend.system.clock import VirtualClock
-
-PolicyOfLimits: TypeAlias = Callable[[BatchLimits], Policy]
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What happened to a trace."""
+    """The result of ``simulate``."""
 
     records: list[JobRecord]
     """One for each job, in order of arrival."""
     counters: EngineCounters
     policy: str
-    """Name and derived parameters."""
+    """The policy's name and derived parameters."""
     ended_s: float
     """Virtual time at which the last job ended; the trace begins at 0."""
     token_gaps_s: array[float]
-    """Seconds from each token of a job to its next one, of all jobs."""
+    """Seconds between consecutive tokens of a job, for all jobs."""
 
 
 def simulate(
@@ -58,17 +48,19 @@ def simulate(
     *,
     max_model_len: int,
     predictions: Sequence[int] | None = None,
-    policy_of: PolicyOfLimits | None = None,
+    policy_of: MakePolicy | None = None,
     check_integrity: bool = False,
 ) -> Simulation:
-    """Serve ``trace``, in order of arrival, with output lengths forced to the trace's.
+    """Serve ``trace``. Each job makes exactly as many output tokens as the trace says.
 
     Deterministic: the same arguments give the same result to the last bit.
 
     Args:
-        predictions: for each job, how many output tokens it is predicted to have; the policy learns
-            of it when the job arrives. Default: nothing is predicted.
+        trace: in order of arrival.
+        predictions: predicted output tokens of each job, which the policy learns when the job
+            arrives. Default: no predictions.
         policy_of: makes a policy that the registry does not have, for the limits of ``scheduler``.
+        check_integrity: verify the block tables after every turn, for tests.
 
     Raises:
         ValueError: a job exceeds ``max_model_len`` or the KV blocks.
@@ -78,33 +70,18 @@ def simulate(
         raise ValueError(f"a job is longer than {capacity} tokens")
     clock = VirtualClock()
     executor = SimulatedExecutor(latency, clock, memory.link)
-    kv_tokens = memory.num_blocks * kv_cache.block_size
-    if policy_of is None:
-        policy = make_policy(scheduler, latency, max_model_len=max_model_len, kv_tokens=kv_tokens)
-    else:
-        policy = policy_of(
-            batch_limits(scheduler, latency, max_model_len=max_model_len, kv_tokens=kv_tokens)
-        )
     counters = EngineCounters(LatencyHistograms(scheduler.slo_ms / 1e3))
-    tiers = TwoTierKV(
-        memory.num_blocks,
-        memory.num_host_blocks if kv_cache.is_swapping else 0,
-        kv_cache.block_size,
-        incremental=kv_cache.incremental,
-    )
-    costs = SwapCosts(latency, memory.block_bytes, memory.link)
     tokens = _TokenTimes(clock)
-    loop = StepLoop(
-        policy,
-        KVManager(tiers, policy, _without_prefixes(kv_cache), costs, counters),
+    setup = LoopSetup(scheduler, _without_prefixes(kv_cache), latency, counters, max_model_len)
+    loop = setup.make_loop(
+        memory,
         executor,
         tokens,
         clock,
         eos_token_ids=(),
-        counters=counters,
-        predict_s=lambda step: latency.iteration_s(IterationLoad.of_step(step)),
-        on_end=_ignore_end,
-        on_iteration=_ignore_iteration,
+        on_job_end=_ignore_end,
+        on_step_finished=_ignore_step,
+        policy_of=policy_of,
         check_integrity=check_integrity,
     )
     jobs = [_job(number, traced) for number, traced in enumerate(trace)]
@@ -112,9 +89,9 @@ def simulate(
     while arrivals or not loop.is_idle:
         while arrivals and arrivals[0].arrival_s <= clock.now():
             job = arrivals.popleft()
-            loop.add(job)
+            loop.jobs.add(job)
             if predictions is not None:
-                loop.predicted(job.number, predictions[job.number])
+                loop.jobs.on_prediction(job.number, predictions[job.number])
         executor.wake_s = arrivals[0].arrival_s if arrivals else math.inf
         if loop.is_idle:
             clock.advance_to(executor.wake_s)
@@ -123,14 +100,14 @@ def simulate(
     return Simulation(
         [_record(job, latency) for job in jobs],
         counters,
-        policy.describe(),
+        loop.policy.describe(),
         clock.now(),
         tokens.gaps_s,
     )
 
 
 class _TokenTimes:
-    """In place of delivery: notes when tokens come. Nobody reads them."""
+    """A ``Delivery`` without clients: notes the times between tokens."""
 
     is_empty = True
 
@@ -139,35 +116,35 @@ class _TokenTimes:
         self._clock = clock
         self._last_s: dict[int, float] = {}  # by job
 
-    def open(self, job: Job) -> None:
+    def open_stream(self, job: Job) -> None:
         pass
 
-    def add(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
+    def add_token(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
         now = self._clock.now()
         if job.number in self._last_s:
             self.gaps_s.append(now - self._last_s[job.number])
         self._last_s[job.number] = now
 
-    def flush(self, on_end: OnEnd) -> None:
+    def flush_tokens(self, on_job_end: OnJobEnd) -> None:
         pass
 
-    def close(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
+    def end_stream(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
         pass
 
-    def close_all(self, reason: FinishReason, error: str) -> list[Job]:
+    def end_all_streams(self, reason: FinishReason, error: str) -> list[Job]:
         return []
 
 
 def _ignore_end(job: Job, reason: FinishReason) -> None:
-    """Jobs are read when all have ended."""
+    """The jobs are read when all have ended."""
 
 
-def _ignore_iteration(step: Step, elapsed_s: float) -> None:
-    """The latency model is the truth here: there is nothing to correct."""
+def _ignore_step(step: Step, elapsed_s: float) -> None:
+    """Steps take exactly the time that the latency model predicts: there is nothing to correct."""
 
 
 def _without_prefixes(kv_cache: KVCacheSection) -> KVCacheSection:
-    """Jobs have lengths here, and no text of which any two could have the beginning in common."""
+    """Simulated jobs have lengths but no text, so none can begin like another."""
     return kv_cache.model_copy(update={"prefix_caching": False})
 
 
@@ -200,7 +177,7 @@ def _record(job: Job, latency: LatencyModel) -> JobRecord:
 
 
 def _alone_s(prompt_tokens: int, output_tokens: int, latency: LatencyModel) -> float:
-    """Latency on an idle system; decode time grows evenly, so all decodes take the middle one's."""
+    """Latency on an idle system. Decode times grow evenly, so all count as the middle one's."""
     decodes = output_tokens - 1
     return latency.prefill_s(prompt_tokens) + decodes * latency.decode_s(
         prompt_tokens + 1 + decodes // 2

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Writing a file so that readers see all of it or none."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-# No file takes so long to write.
+# A draft older than this is abandoned: no file takes so long to write.
 _OLD_DRAFT_S = 600.0
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Replace the file at once and durably: no reader and no crash sees half of it.
+    """Replace the file atomically and durably: no reader and no crash sees half of it.
 
-    It can be read by this user alone. What processes that were killed while they wrote it have left
-    goes. Raises OSError.
+    Only this user can read it. Drafts that killed processes left behind are removed. Raises
+    OSError.
     """
     remove_drafts(path.parent.glob(f"{glob.escape(path.name)}.*.tmp"), _OLD_DRAFT_S)
     handle, draft = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp")
@@ -35,9 +35,10 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def remove_drafts(drafts: Iterable[Path], age_s: float) -> None:
-    """Those, files or directories, that did not change for so long: their process was killed."""
+    """Remove the files and directories that have not changed for ``age_s`` seconds: the process
+    that wrote them was killed."""
     for draft in drafts:
-        with suppress(OSError):  # another process tidies up as well, or it is another user's
+        with suppress(OSError):  # another process removed it, or it is another user's
             if time.time() - draft.stat().st_mtime <= age_s:
                 continue
             if draft.is_dir():

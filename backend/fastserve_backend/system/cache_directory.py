@@ -1,4 +1,4 @@
-"""Where this user's engines keep what a later start need not make again."""
+"""Where this user's engines keep what a later start can use again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastserve_backend.errors import ConfigError
 
 
 def cache_directory(name: str) -> Path:
-    """The directory of one kind of such things, which need not exist.
+    """The directory for one kind of data, such as profiles. It need not exist.
 
     Raises ConfigError: this user has no home directory, and the environment names no other.
     """

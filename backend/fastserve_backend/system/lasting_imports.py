@@ -1,4 +1,4 @@
-"""Imports of a process that lives no longer than they are needed."""
+"""Imports that a process needs until its end."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def lasting_imports() -> Iterator[None]:
-    """Keeps what is imported within out of garbage collection.
+    """Keeps the objects that are imported in its block out of garbage collection.
 
-    With torch that is 300,000 objects. To look through them for garbage again and again takes a
-    quarter to a third of the processor time of the import, some time later on, and half a second
-    when the process ends.
+    Torch has 300,000 objects. Collections that go through them again and again take a quarter to a
+    third of the import's processor time, some more later, and half a second when the process ends.
     """
     gc.disable()
     try:

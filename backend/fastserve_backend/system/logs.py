@@ -1,4 +1,4 @@
-"""What all processes of a server log alike: they write to one stream."""
+"""Logging of all processes of a server: they write the same format to one stream."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import threading
 from collections import deque
 from contextlib import suppress
 
-# A stream that takes a line takes it sooner. Whoever logs waits so long once, then lines queue up;
-# and once more at the end of the process.
+# A stream that somebody reads takes a line sooner. The first thread that logs to a stalled stream
+# waits so long, then lines queue up. The end of the process waits so long once more.
 _PATIENCE_S = 1.0
 _MAX_QUEUED_LINES = 1000  # some hundred kilobytes
 
@@ -24,17 +24,17 @@ def log_to_stderr() -> None:
 
 
 def warn_on_stderr() -> None:
-    """For the launcher: its messages as Python writes them where no log is set up."""
+    """Set up the launcher's log: bare messages, from warnings on."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[StderrHandler()])
 
 
 class StderrHandler(logging.Handler):
-    """Writes as `logging.StreamHandler` does, while the reader of standard error reads. When it
-    stalls, as Docker's log driver, a pager or Ctrl-S can, no thread that logs stalls with it.
+    """Writes to standard error like `logging.StreamHandler`, but never stalls with its reader.
+    Docker's log driver, a pager or Ctrl-S can stop reading.
 
-    Then lines queue up. What is too many is dropped, and counted in a line of its own. Where the
-    stream takes its lines, each is written when the call that logs it returns, so that a process
-    which ends there, in whatever way, loses none.
+    While the reader reads, a line is written before the call that logs it returns, so a process
+    that then dies loses no line. While the reader is stalled, lines queue up. Lines that exceed the
+    queue are dropped, and a line of its own says how many.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,8 @@ class StderrHandler(logging.Handler):
         self._changed.wait_for(lambda: not self._lines, _PATIENCE_S)
 
     def _take_count(self) -> str:
-        """The line that says how many were dropped since the last one; empty where none was."""
+        """The line that says how many lines were dropped since the last such line; empty for
+        none."""
         num_dropped, self._num_dropped = self._num_dropped, 0
         if not num_dropped:
             return ""
@@ -84,7 +85,7 @@ class StderrHandler(logging.Handler):
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._lines))
                 line = self._lines[0]
-            with suppress(OSError, AttributeError):  # nobody is left to read it, or it is None
+            with suppress(OSError, AttributeError):  # the reader is gone, or there is no stream
                 self._write_now(line)
             with self._changed:
                 self._lines.popleft()
@@ -93,7 +94,7 @@ class StderrHandler(logging.Handler):
                 self._changed.notify_all()
 
     def _write_now(self, text: str) -> None:
-        # Not by way of sys.stderr: a thread that waits within it keeps the process from ending.
+        # Not through sys.stderr: a thread that waits in it keeps the process from ending.
         data = text.encode(self._stream.encoding, self._stream.errors or "strict")
         while data:
             data = data[os.write(self._stream.fileno(), data) :]

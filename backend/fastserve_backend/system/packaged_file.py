@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def packaged_file(package: str, path: str) -> Path | None:
-    """The file at ``path`` within the package, none of whose code is run; None where it is not."""
+    """The file at ``path`` within the package; None: there is none. No code of the package runs."""
     spec = util.find_spec(package)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (Path(folder) / path).is_file():

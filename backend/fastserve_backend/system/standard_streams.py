@@ -1,4 +1,4 @@
-"""The streams that a program finds open, or does not (``fastserve generate hi >&-``)."""
+"""Standard streams that the shell has closed (``fastserve generate hi >&-``)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import sys
 
 
 def open_closed_streams() -> None:
-    """An empty stdin, a stdout and a stderr that take everything, in place of closed ones.
+    """Replace closed streams: an empty stdin, a stdout and a stderr that discard what they get.
 
-    Python has ``None`` for those, which next to nothing expects; and a closed one's number would go
-    to the next file that is opened, a socket say. Processes that are started get them too.
+    Python sets closed streams to ``None``, which hardly any code expects. Also, the next file that
+    is opened, such as a socket, would get the stream's number. Child processes inherit the new
+    streams.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            # Its number is the lowest that is free: of those that are closed, the first.
+            # The new file gets the lowest free number, which is that of the first closed stream.
             stream = open(os.devnull, mode)  # noqa: SIM115 - for as long as the program runs
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)

@@ -1,4 +1,4 @@
-"""Where directories for temporary files can be that are to hold sockets."""
+"""Where to put temporary directories that hold sockets."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import tempfile
 
 
 def short_temporary_directory(most_bytes: int) -> str:
-    """The system's directory for temporary files, or /tmp where its path is longer.
+    """The system's directory for temporary files, or /tmp if its path has more bytes.
 
-    The path of a Unix socket, with all directories below that one, has 107 bytes at most.
+    The whole path of a Unix socket has 107 bytes at most.
     """
     directory = tempfile.gettempdir()
     return directory if len(os.fsencode(directory)) <= most_bytes else "/tmp"

@@ -28,7 +28,7 @@ from fastserve_backend.rank_protocol.messages import (
     Sampling,
     TopLogprobs,
 )
-from fastserve_backend.worker.staging import Uploads, to_host
+from fastserve_backend.worker.staging import Uploads
 
 Array = npt.NDArray[Any]
 _NO_ROWS: Array = np.zeros(0, dtype=np.int64)
@@ -316,11 +316,28 @@ def _start_copy(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors on the host, by one copy on the current stream. Wider types must come first, so
     that all are aligned."""
     if len(tensors) == 1:
-        return [to_host(tensors[0])]
+        return [_to_host(tensors[0])]
     parts = [tensor.contiguous().view(torch.uint8).flatten() for tensor in tensors]
-    joined = to_host(torch.cat(parts))
+    joined = _to_host(torch.cat(parts))
     on_host = torch.split(joined, [len(part) for part in parts])
     return [
         part.view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(on_host, tensors, strict=True)
     ]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Copy a contiguous tensor, of a type of 4 or 8 bytes, to host memory; a tensor on the host is
+    returned as it is.
+
+    The copy runs on the current stream. Read the result only when the device has done it, and keep
+    the result until then.
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    # torch for a CPU comes without Triton.
+    from fastserve_kernels.gpu.pinned_copies import copy_words
+
+    copy_words(tensor, on_host)
+    return on_host

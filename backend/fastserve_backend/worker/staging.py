@@ -1,4 +1,4 @@
-"""Brings a step's small arrays to the device, and its results back to the host."""
+"""Brings a step's small arrays to the device."""
 
 from __future__ import annotations
 
@@ -114,20 +114,6 @@ class Uploads:
         on_device = torch.empty(on_host.shape, dtype=on_host.dtype, device=self._device)
         _copy(on_host, on_device)
         return on_device
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """Copy a contiguous tensor, of a type of 4 or 8 bytes, to host memory; a tensor on the host is
-    returned as it is.
-
-    The copy runs on the current stream. Read the result only when the device has done it, and keep
-    the result until then.
-    """
-    if tensor.device.type == "cpu":
-        return tensor
-    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    _copy(tensor, on_host)
-    return on_host
 
 
 def _copy(source: Tensor, target: Tensor) -> None:

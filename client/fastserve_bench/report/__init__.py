@@ -1,6 +1,6 @@
-"""The report of a load test: what each job saw (``records``), what that means for a system
-(``summary``, ``objectives``), and how it is shown.
+"""The report of a load test: records of jobs (``records``), what they say about a system
+(``summary``, ``objectives``), and tables and figures.
 
-Simulations and measurements of a real server are reported by the same code. Only what shows it
-needs rich or a library of plots: figures are also made of records where neither is installed.
+Simulations and real servers are reported by the same code. Only tables and figures need rich or a
+library of plots.
 """

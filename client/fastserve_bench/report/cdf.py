@@ -15,7 +15,7 @@ def plot_cdfs(records: Mapping[str, Sequence[JobRecord]], path: str | Path, *, t
     """Writes the cumulative distributions of normalized latency, TTFT and TPOT side by side.
 
     Args:
-        records: By label, each at least one job.
+        records: At least one job for each label.
         path: Ends in ``.png`` or ``.svg``.
 
     Raises:

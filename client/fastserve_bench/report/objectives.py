@@ -1,4 +1,4 @@
-"""Service level objectives: which jobs meet them, and up to which rate."""
+"""Service level objectives: which jobs meet them, and up to which rate they hold."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fastserve_bench.report.records import JobRecord
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Bounds that a job meets all or misses, in seconds. ``None``: no such bound."""
+    """Bounds in seconds. A job meets all of them or misses. ``None``: no such bound."""
 
     normalized_latency_s: float | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     def met_by(self, job: JobRecord) -> bool:
-        """A single token has no TPOT to miss."""
+        """Whether the job meets all bounds. A single token has no TPOT to miss."""
         pairs = (
             (job.normalized_latency_s, self.normalized_latency_s),
             (job.ttft_s, self.ttft_s),
@@ -37,7 +37,7 @@ def attainment(
     The rate at which this falls to 0.95 is the P95 goodput (FastServe §6.2, Fig. 13).
 
     Args:
-        num_failed: Jobs that have no record because they failed, and so met nothing.
+        num_failed: Failed jobs, which have no record and met nothing.
 
     Raises:
         WorkloadError: no job.
@@ -52,11 +52,11 @@ def highest_rate(rates: Sequence[float], values: Sequence[float], limit: float) 
 
     Args:
         rates: Ascending, at least one.
-        values: One a rate; infinite where a system failed altogether.
+        values: One for each rate; infinite if a system failed altogether.
 
     Returns:
-        Between two measured rates interpolated linearly, where the values first pass ``limit``.
-        0: it is passed at the lowest rate. Infinite: not even at the highest.
+        The rate at which the values first pass ``limit``, interpolated linearly between two rates.
+        0 if the lowest rate passes it, infinite if none does.
     """
     for index, value in enumerate(values):
         if value > limit:

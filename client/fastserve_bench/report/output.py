@@ -19,7 +19,7 @@ class Output:
     plot: Path | None
 
     def check(self) -> None:
-        """Before hours of measuring. Raises WorkloadError: a file that cannot be written."""
+        """Raises WorkloadError if a file cannot be written, before hours of measuring."""
         for name, path in (("output", self.json), ("plot", self.plot)):
             if path is not None:
                 check_writable(name, path)
@@ -28,10 +28,10 @@ class Output:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Raises WorkloadError: no file can be written there. ``name`` is the option's."""
+    """Raises WorkloadError if no file can be written there. ``name`` is the option's."""
     try:
         reason = _obstacle(path)
-    except OSError as error:  # such as a directory on the way that may not be searched
+    except OSError as error:  # for example, a directory that may not be searched
         reason = f"it cannot be written ({error.strerror})"
     if reason is not None:
         raise WorkloadError(f"{name}: got {str(path)!r}; {reason}")
@@ -48,8 +48,10 @@ def _obstacle(path: Path) -> str | None:
 
 
 def write_json(path: Path, text: str) -> None:
-    """In place: a link stays one, and so does a device. Raises WorkloadError: the file cannot be
-    written."""
+    """Writes in place, so a link stays a link, and a device a device.
+
+    Raises WorkloadError if the file cannot be written.
+    """
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -25,12 +25,12 @@ def plot_sweep(
     title: str | None = None,
     load_name: str = "Rate (jobs/s)",
 ) -> None:
-    """Writes mean (left) and P95 (right) normalized latency over the load, one line a label.
+    """Writes mean (left) and P95 (right) normalized latency over the load, a line for each label.
 
     Args:
         path: Ends in ``.png`` or ``.svg``.
         slo_s: The objective, as a horizontal line.
-        load_name: Of the horizontal axis.
+        load_name: The name of the horizontal axis.
 
     Raises:
         WorkloadError: no points, another ending, a path that cannot be written, or no matplotlib.

@@ -9,22 +9,22 @@ from fastserve_client.terminal import ExitCode, cannot_write
 from rich.console import Console
 from rich.table import Table
 
-# Columns: no table needs as many.
+# More columns than any table needs.
 _WIDEST = 10_000
 
 
 def print_tables(tables: Iterable[Table]) -> ExitCode:
-    """Each as wide as it is: a terminal with fewer columns folds lines, which loses less than
+    """Prints tables in their full width. A narrower terminal wraps lines, which loses less than
     cutting numbers and breaking labels would.
 
     Returns:
-        What the process is to end with. Where stdout takes no more, one line on stderr says so,
-        unless its reader went away.
+        The exit code for the process. If stdout takes no more, one line on stderr says so, unless
+        its reader went away.
     """
-    # A terminal that calls itself dumb would have 80 columns all the same, but for the height.
+    # Without a height, a terminal that calls itself dumb would have 80 columns all the same.
     console = Console(width=_WIDEST, height=1, highlight=False)
     try:
-        # rich itself ends the program where the reader went away.
+        # rich itself would end the program if the reader went away.
         with console.capture() as printed:
             for table in tables:
                 console.print(table)

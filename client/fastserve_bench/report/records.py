@@ -1,4 +1,4 @@
-"""What a load test notes of one job."""
+"""What a load test records of one job."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A finished job. Times are seconds of one clock; ``None`` is what nobody could tell.
+    """A finished job. Times are seconds of one clock; ``None`` means unknown.
 
     A client sees when tokens come. Only the server, or a simulation, knows the rest.
 
     Raises:
-        ValueError: times out of order, or a job without tokens: whoever recorded it is wrong.
+        ValueError: times out of order, or no tokens. The recording code is wrong then.
     """
 
     arrival_s: float
     first_scheduled_s: float | None
-    """Start of the first iteration that the job took part in."""
+    """Start of the job's first iteration."""
     first_token_s: float
     last_token_s: float
     prompt_tokens: int
     output_tokens: int
     num_preemptions: int | None = None
     executed_s: float | None = None
-    """Time of all iterations that the job took part in."""
+    """Time of all iterations of the job."""
     swap_stall_s: float | None = None
-    """Time in which it would have run, had its KV been on the device."""
+    """Time in which it did not run because its KV was not on the device."""
     alone_s: float | None = None
     """Its latency on an idle system."""
 
     def __post_init__(self) -> None:
         scheduled_s = self.arrival_s if self.first_scheduled_s is None else self.first_scheduled_s
-        # Written so that NaN fails as well.
+        # In this form NaN fails too.
         if not (
             self.arrival_s <= scheduled_s <= self.first_token_s <= self.last_token_s
             and self.arrival_s < self.last_token_s
@@ -51,7 +51,7 @@ class JobRecord:
 
     @property
     def normalized_latency_s(self) -> float:
-        """Latency per output token (FastServe §6.1), waiting included; not to confuse with TPOT."""
+        """Latency per output token (FastServe §6.1), waiting included. It is not TPOT."""
         return self.latency_s / self.output_tokens
 
     @property
@@ -68,12 +68,12 @@ class JobRecord:
 
     @property
     def queueing_s(self) -> float | None:
-        """Part of the latency in which no iteration ran the job, before its first or later."""
+        """The part of the latency in which no iteration ran the job, at first or later."""
         if self.executed_s is None:
             return None
         return min(max(self.latency_s - self.executed_s, 0.0), self.latency_s)
 
     @property
     def queueing_share(self) -> float | None:
-        """Share of the latency spent waiting, 0 … 1 (FastServe Fig. 1)."""
+        """The share of the latency spent waiting, 0 … 1 (FastServe Fig. 1)."""
         return None if self.queueing_s is None else self.queueing_s / self.latency_s

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which the colour-blind can tell apart; the yellow is too pale for lines.
+# Okabe and Ito's palette, for the colour-blind, without its yellow, which is too pale for lines.
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 SKY, AMBER, GREY, LIGHT_GREY = "#56B4E9", "#E69F00", "#555555", "#BBBBBB"
 COLOURS = (BLUE, ORANGE, GREEN, PURPLE, AMBER, SKY, GREY)
-# A second mark of each line, for print without colours.
+# A marker for each line, for print without colours.
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 DOTS_PER_INCH = 200
 
 _FORMATS = {".png": "png", ".svg": "svg"}
-# Readable where a figure of two panels fills the width of a page.
+# Readable if a figure of two panels fills the width of a page.
 _STYLE: Any = {
     "font.size": 9,
     "figure.titlesize": 9,
@@ -38,12 +38,12 @@ _STYLE: Any = {
     "axes.spines.right": False,
     "lines.linewidth": 1.6,
     "lines.markersize": 4.5,
-    "svg.hashsalt": "fastserve",  # SVG files hold random ids without
+    "svg.hashsalt": "fastserve",  # without it SVG files have random ids
 }
 
 
 def check_path(path: str | Path) -> Path:
-    """Raises WorkloadError: the ending is not one of a figure, or there is no matplotlib."""
+    """Raises WorkloadError if the ending is wrong, or there is no matplotlib."""
     path = Path(path)
     if path.suffix.lower() not in _FORMATS:
         raise WorkloadError(f"path: got {str(path)!r}; must end in {' or '.join(_FORMATS)}")
@@ -58,7 +58,7 @@ def check_path(path: str | Path) -> Path:
 def new_figure(path: str | Path, width: float, height: float) -> Iterator[Figure]:
     """A figure to draw on, written to ``path`` at the end of the block.
 
-    The same drawing makes the same file, byte for byte, with one matplotlib.
+    With the same matplotlib the same drawing makes the same file, byte for byte.
 
     Args:
         path: Ends in ``.png`` or ``.svg``.
@@ -71,7 +71,7 @@ def new_figure(path: str | Path, width: float, height: float) -> Iterator[Figure
     import matplotlib
     from matplotlib.figure import Figure
 
-    # Not what the user's own settings say: a figure looks the same everywhere.
+    # Ignore the user's own settings, so that a figure looks the same everywhere.
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_STYLE)
@@ -98,7 +98,7 @@ def line_styles(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def log_latency_axis(axis: Any) -> None:
-    """Latencies span few powers of ten: 0.1, 0.2, 0.5, 1 … say more than those alone."""
+    """Labels 0.1, 0.2, 0.5, 1 …, because latencies span few powers of ten."""
     from matplotlib.ticker import LogLocator
 
     axis.set_minor_locator(LogLocator(subs=(2, 5)))

@@ -1,4 +1,4 @@
-"""What the records of one run say about a system, in few numbers."""
+"""Summarises the records of one run in a few numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastserve_bench.report.records import JobRecord
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Mean and percentiles over jobs; between two jobs a percentile is interpolated linearly."""
+    """Mean and percentiles over jobs. Percentiles are interpolated linearly between jobs."""
 
     mean: float
     p50: float
@@ -32,28 +32,28 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run. Times are seconds; jobs count alike, however many tokens they have."""
+    """One run. Times are seconds. All jobs count alike, however many tokens they have."""
 
     num_jobs: int
     duration_s: float
     """From the first arrival to the last token, or to the last failure if that came later."""
     jobs_per_s: float
-    """Finished jobs over the duration: below the offered rate when the system falls behind."""
+    """Finished jobs over the duration. Below the offered rate, the system falls behind."""
     output_tokens_per_s: float
     normalized_latency_s: Distribution
     ttft_s: Distribution
     tpot_s: Distribution | None
-    """Over the jobs that have more than one output token; ``None`` where no job has."""
+    """Over the jobs with more than one output token; ``None`` if there are none."""
     latency_s: Distribution
     """Job completion time (JCT)."""
     queueing_share: float | None
-    """Time spent waiting by all jobs over the sum of their latencies.
+    """Waiting time of all jobs over the sum of their latencies.
 
-    ``None``, as in what follows, unless it is known of every job.
+    This field and the next ones are ``None`` unless every job has the value.
     """
     longest_tenth_slowdown: float | None
-    """Mean of latency over latency on an idle system, of the tenth of jobs that take longest there:
-    what preemption costs them."""
+    """What preemption costs long jobs. It is the mean of latency over latency on an idle system,
+    over the tenth of jobs that take longest there."""
     preemptions_per_job: float | None
 
 
@@ -61,7 +61,7 @@ def summarize(records: Sequence[JobRecord], duration_s: float | None = None) -> 
     """The summary of one run.
 
     Args:
-        duration_s: Of the run, where jobs without records count too; ``None``: from the first
+        duration_s: The run's duration, if jobs without records count too. ``None``: from the first
             arrival to the last token.
 
     Raises:
@@ -89,9 +89,9 @@ def summarize(records: Sequence[JobRecord], duration_s: float | None = None) -> 
 
 
 def median_summary(summaries: Sequence[Summary]) -> Summary:
-    """Of repeated runs: the median of each number by itself.
+    """The summary of repeated runs: the median of each number by itself.
 
-    A number that one of them lacks is ``None``.
+    A number that one of the runs lacks is ``None``.
 
     Args:
         summaries: At least one.
@@ -113,7 +113,7 @@ def _median(values: Sequence[Any]) -> Any:
 
 
 def _column(values: Sequence[float | None]) -> NDArray[np.float64]:
-    """One value a job; an unknown one is NaN, and so are then their mean and their sum."""
+    """One value for each job. If one is unknown, it is NaN, and so are mean and sum."""
     return np.array(values, dtype=np.float64)
 
 

@@ -15,7 +15,7 @@ class SweepPoint:
     """One run of a sweep."""
 
     label: str
-    """What is compared, such as a policy's name."""
+    """The name of what is compared, such as a policy."""
     rate: float
     """Offered load in jobs per second."""
     summary: Summary
@@ -27,7 +27,7 @@ def sweep_to_json(points: Sequence[SweepPoint], settings: Mapping[str, Any]) -> 
     A summary's keys are the fields of :class:`Summary`. The order is always the same.
 
     Args:
-        settings: Whatever produced the points (data set, seed, model, …), in JSON types.
+        settings: What produced the points (data set, seed, model, …), in JSON types.
 
     Raises:
         TypeError, ValueError: a setting that JSON cannot hold.

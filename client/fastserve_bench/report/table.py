@@ -13,8 +13,8 @@ from rich.text import Text
 from fastserve_bench.report.summary import Distribution, Summary
 from fastserve_bench.report.sweep import SweepPoint
 
-# So few columns, and so narrow, that a policy's name leaves them room in 100 characters; the JSON
-# of the sweep has all numbers.
+# Few and narrow columns, so that they fit 100 characters beside a policy's name. The JSON of the
+# sweep has all numbers.
 _COLUMNS = (
     "jobs/s",
     "jobs/s\ndone",
@@ -43,13 +43,13 @@ def labelled_table(
     caption: str | None = None,
     lines: bool = True,
 ) -> Table:
-    """A label and numbers a row, for ``print_tables``. Printed by others in 80 columns, labels are
-    broken, and no number is cut.
+    """A table for ``print_tables``: each row has a label and numbers. In 80 columns labels are
+    wrapped, and no number is cut.
 
     Args:
-        headers: Of the numbers; some may have two lines.
+        headers: Headers of the numbers. Some may have two lines.
         rows: Labels, which are shown as they are, and their numbers.
-        lines: Between rows whose labels differ.
+        lines: True draws a line between rows whose labels differ.
     """
     table = Table(
         box=box.HORIZONTALS,
@@ -72,7 +72,7 @@ def labelled_table(
 
 
 def sweep_table(points: Sequence[SweepPoint]) -> Table:
-    """One row a point, in their order; a line parts the labels."""
+    """A row for each point, in their order, and a line between labels."""
     return labelled_table(
         _COLUMNS, [(point.label, _numbers(point)) for point in points], caption=_CAPTION
     )
@@ -104,10 +104,10 @@ Metric: TypeAlias = Callable[[Summary], Distribution | None]
 def latency_table(
     points: Sequence[SweepPoint], metrics: Mapping[str, Metric], load_header: str = "jobs/s"
 ) -> Table:
-    """Mean and percentiles in milliseconds, one row a point in their order.
+    """Mean and percentiles in milliseconds, a row for each point in their order.
 
     Args:
-        metrics: Seconds, each by its name in the header; two of them fit 100 characters.
+        metrics: Values in seconds, by their names in the header. Two fit 100 characters.
     """
     statistics = ("mean", "P50", "P95", "P99")
     rows = []
@@ -133,10 +133,10 @@ def _formatted(value: float | None, form: str) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """At least three digits, of which at most four are decimals."""
+    """The number with at least three digits, and at most four decimals."""
     if value is None:
         return MISSING
-    # Rounding first, so that 99.96 has as many digits as 100.
+    # Round first, so that 99.96 has as many digits as 100.
     rounded = float(f"{value:.3g}")
     decimals = next((d for d, bound in enumerate((100, 10, 1, 0.1)) if rounded >= bound), 4)
     return f"{value:,.{decimals}f}"

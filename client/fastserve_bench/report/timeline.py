@@ -1,4 +1,4 @@
-"""One run as a figure: every job over time, and how many are in the system."""
+"""One run as a figure: every job over time, and the number of jobs in the system."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 def plot_timeline(
     records: Mapping[str, Sequence[JobRecord]], path: str | Path, *, title: str
 ) -> None:
-    """Writes a column a label: jobs as bars in order of arrival, below them their number.
+    """Writes a column for each label: jobs as bars in order of arrival, with their number below.
 
-    "waiting" ends with the first iteration, which not every server tells; "prefill" with the first
-    token, whatever else ran in between. "decode" includes the time in which the job was preempted.
+    "waiting" ends with the first iteration, which not every server reports. "prefill" ends with the
+    first token, even if other jobs ran in between. "decode" includes preempted time.
 
     Args:
-        records: By label, each at least one job.
+        records: At least one job for each label.
         path: Ends in ``.png`` or ``.svg``.
 
     Raises:
@@ -61,7 +61,7 @@ def plot_timeline(
         counts.set_ylabel("Jobs")
         counts.set_ylim(bottom=0)
         figure.suptitle(title)
-        # Each name once, whichever panels it is in.
+        # Each name once, whichever panels have it.
         drawn = [axes.get_legend_handles_labels() for axes in rows.flat]
         handles = {name: one for pair in drawn for one, name in zip(*pair, strict=True)}
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)

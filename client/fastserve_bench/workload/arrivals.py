@@ -1,4 +1,4 @@
-"""When jobs arrive, if no data set says so: evenly at random, or in bursts."""
+"""When jobs arrive, if the data set does not say: as a Poisson process, or in bursts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 Arrivals = Literal["poisson", "bursts", "trace"]
-"""``trace``: the gaps that the data set has of its own."""
+"""``trace``: the data set's own gaps."""
 
-# Bursts: so long jobs arrive at three times the mean rate, and then so long none does.
+# Bursts: for so long jobs arrive at three times the mean rate, and then for so long none does.
 _ON_S, _OFF_S = 10.0, 20.0
 
 
 def arrival_times(gaps: NDArray[np.float64], rate: float, *, in_bursts: bool) -> list[float]:
-    """Arrivals in seconds, of a Poisson process or of one that is on and off in turn.
+    """Arrivals in seconds, of a Poisson process or of one that is on and off by turns.
 
     Args:
         gaps: exponential, of mean 1, one for each job.
@@ -24,5 +24,7 @@ def arrival_times(gaps: NDArray[np.float64], rate: float, *, in_bursts: bool) ->
     if not in_bursts:
         return (np.cumsum(gaps) / rate).tolist()  # type: ignore[no-any-return]
     period_s = _ON_S + _OFF_S
-    on_s = np.cumsum(gaps) / (rate * period_s / _ON_S)  # on a clock that stands still when off
+    on_s = np.cumsum(gaps) / (
+        rate * period_s / _ON_S
+    )  # this clock stands still while the process is off
     return (on_s // _ON_S * period_s + on_s % _ON_S).tolist()  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """Data sets of lengths in CSV: plain ones, and the traces of Azure and BurstGPT.
 
-The header decides which it is; columns may stand in any order, others are ignored.
+The header decides which it is. Columns may have any order, and unknown ones are ignored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def read_csv_lengths(path: str, text: str) -> tuple[list[tuple[int, int]], list[
             if prompt and output:
                 lengths.append((prompt, output))
                 times_ns.append(time_ns)
-        # Seconds since the epoch would not leave a double room for the last digits.
+        # As seconds since the epoch, a double would lose the last digits.
         first_ns = min(times_ns, default=0)
         return lengths, [(time_ns - first_ns) / 1e9 for time_ns in times_ns]
     if set(_BURSTGPT_COLUMNS) <= set(columns):
@@ -85,7 +85,7 @@ def _rows(path: str, reader: csv.DictReader[str]) -> Iterator[tuple[str, dict[st
 
 def _tokens(place: str, row: dict[str, str | None], column: str, least: int) -> int:
     value = row[column]
-    # Stricter than int(), which takes "1_000" and digits of other scripts too.
+    # Stricter than int(), which also takes "1_000" and digits of other scripts.
     if value is None or not re.fullmatch(r"\s*[0-9]{1,9}\s*", value) or int(value) < least:
         got = "nothing" if value is None else repr(value)
         raise WorkloadError(f"{place}: {column}: got {got}; must be an integer from {least}")
@@ -98,7 +98,7 @@ def _seconds(place: str, value: str | None) -> float:
     return float(value)
 
 
-# datetime.fromisoformat drops the digits after microseconds, and takes much that is no such time.
+# datetime.fromisoformat drops digits after microseconds, and takes other formats too.
 _TIMESTAMP = re.compile(
     r"\s*(?P<second>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)"
     r"(?:\.(?P<fraction>\d{1,9}))?"
@@ -118,7 +118,7 @@ def _timestamp_ns(place: str, value: str | None) -> int:
             raise ValueError
         zone = "+00:00" if match["zone"] in (None, "Z") else match["zone"]
         second = datetime.fromisoformat(match["second"] + zone)
-    except ValueError:  # also of fromisoformat, as for month 13
+    except ValueError:  # fromisoformat raises it too, for month 13
         raise WorkloadError(
             f"{place}: TIMESTAMP: got {value!r}; must be like 2023-11-16 18:17:03.9799600"
         ) from None

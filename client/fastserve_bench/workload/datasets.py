@@ -1,4 +1,4 @@
-"""One string names a data set: packaged, made of equal jobs, or a file."""
+"""Loads a data set by a string: a packaged one, equal jobs, or a file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ALLOWED = f"{', '.join((*SYNTHETIC_DATASETS, *MIXES))}, equal:PROMPT:OUTPUT or 
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """The jobs of a data set, and what it knows of each besides its lengths."""
+    """The jobs of a data set: lengths, and texts or timestamps if it has them."""
 
     lengths: Lengths
     timestamps_s: Sequence[float] | None = None
@@ -37,13 +37,13 @@ class Jobs:
 
 
 def load_lengths(dataset: str, limits: LengthLimits = NO_LIMITS, scale: float = 1.0) -> Lengths:
-    """The job lengths of a data set, without those over the limits.
+    """The lengths of a data set's jobs, without jobs over the limits.
 
     Args:
-        dataset: one of :mod:`.synthetic`, ``equal:PROMPT:OUTPUT``, or a path. What a file is
-            shows in its content: CSV with the columns ``prompt_tokens,output_tokens``, a trace
+        dataset: one of :mod:`.synthetic`, ``equal:PROMPT:OUTPUT``, or a path. A file's content
+            decides its format: CSV with the columns ``prompt_tokens,output_tokens``, a trace
             (Azure's or BurstGPT's CSV, Mooncake's JSON Lines), or JSON of ShareGPT or Alpaca.
-        scale: All lengths times this, before the limits.
+        scale: Multiplies all lengths, before the limits.
 
     Raises:
         WorkloadError: no such data set, a malformed file, or no job within the limits.
@@ -52,7 +52,7 @@ def load_lengths(dataset: str, limits: LengthLimits = NO_LIMITS, scale: float = 
 
 
 def load_jobs(dataset: str, limits: LengthLimits, scale: float) -> Jobs:
-    """As :func:`load_lengths`, with what else the data set knows."""
+    """Like :func:`load_lengths`, with texts and timestamps."""
     jobs = _load_all(dataset)
     _check_order(dataset, jobs.timestamps_s)
     if scale != 1.0:
@@ -101,7 +101,7 @@ def _load_all(dataset: str) -> Jobs:
 def _read(path: str) -> str:
     """The text of a file, up to its last character that is not blank."""
     try:
-        # With "sig": spreadsheets begin UTF-8 files with a byte order mark.
+        # "sig" skips a byte order mark, with which spreadsheets begin UTF-8 files.
         return Path(path).read_text(encoding="utf-8-sig").rstrip()
     except OSError as error:
         raise WorkloadError(

@@ -17,7 +17,7 @@ Lengths: TypeAlias = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class LengthLimits:
-    """Which jobs a load test may hold. ``None``: no limit.
+    """Limits on the jobs of a load test. ``None``: no limit.
 
     Raises:
         WorkloadError: a limit that no job can meet.
@@ -49,11 +49,11 @@ class LengthLimits:
 
 NO_LIMITS = LengthLimits()
 AUTHORS_LIMITS = LengthLimits(max_prompt_tokens=1024, max_total_tokens=2048)
-"""What FastServe's authors run OPT-13B with; OPT has no positions beyond 2048."""
+"""The limits of FastServe's authors for OPT-13B. OPT has no positions beyond 2048."""
 
 
 def scale_lengths(lengths: Lengths, factor: float) -> Lengths:
-    """All lengths times ``factor``, rounded, at least 1: the same shape for a smaller machine.
+    """Multiplies all lengths, rounds, and keeps at least 1: the same shape for a small machine.
 
     Raises:
         WorkloadError: a factor out of its range.
@@ -69,13 +69,13 @@ def scale_lengths(lengths: Lengths, factor: float) -> Lengths:
 def scale_ratio(lengths: Lengths, ratio: float, limits: LengthLimits = NO_LIMITS) -> Lengths:
     """Scales all prompts by one factor and all outputs by another (FastServe Fig. 14).
 
-    Afterwards mean prompt / mean output is ``ratio``, as near as whole tokens allow, and the mean
-    total is what it was: jobs cost the same, only where the cost lies moves. Lengths stay at
-    least 1 and are clipped to ``limits``; the factors make up for what that adds or cuts off.
+    Afterwards mean prompt / mean output is ``ratio``, as near as whole tokens allow. The mean total
+    stays the same, so jobs cost the same and only the share of the prompts changes. Lengths stay at
+    least 1 and are clipped to ``limits``. The factors make up for the clipping.
 
     Raises:
-        WorkloadError: no lengths, a ratio out of its range, or one that only longer jobs than
-            the limits allow, or shorter ones than one token, could have.
+        WorkloadError: no lengths, a ratio out of its range, or one that needs jobs over the limits
+            or shorter than one token.
     """
     if not (math.isfinite(ratio) and ratio > 0):
         raise WorkloadError(f"ratio: got {ratio:g}; must be a finite number above 0")
@@ -86,7 +86,7 @@ def scale_ratio(lengths: Lengths, ratio: float, limits: LengthLimits = NO_LIMITS
     mean_output = mean_total / (1 + ratio)
 
     longest_total = _UNLIMITED if limits.max_total_tokens is None else limits.max_total_tokens
-    longest_prompt = longest_total - 1  # of the total, one token is output
+    longest_prompt = longest_total - 1  # one token of the total is output
     if limits.max_prompt_tokens is not None:
         longest_prompt = min(longest_prompt, limits.max_prompt_tokens)
     scaled_prompts = _scale_to_mean(
@@ -99,16 +99,16 @@ def scale_ratio(lengths: Lengths, ratio: float, limits: LengthLimits = NO_LIMITS
     return list(zip(scaled_prompts.tolist(), scaled_outputs.tolist(), strict=True))
 
 
-# More tokens than any job has, and small enough for exact arithmetic in a double.
+# More tokens than any job has. Small enough for exact arithmetic in a double.
 _UNLIMITED = 2**31
-# Halvings of [0, 2**31], which leave the factor exact to 2**-33: far below half a token.
+# So many halvings of [0, 2**31] find the factor to 2**-33, far below half a token.
 _BISECTIONS = 64
 
 
 def _scale_to_mean(
     lengths: NDArray[np.int64], mean: float, longest: NDArray[np.int64], ratio: float
 ) -> NDArray[np.int64]:
-    """``lengths`` times the factor that gives them this mean, within 1 … ``longest``."""
+    """Multiplies ``lengths`` so that, clipped to 1 … ``longest``, they have this mean."""
 
     def scaled(factor: float) -> NDArray[np.int64]:
         clipped: NDArray[Any] = np.clip(np.rint(lengths * factor), 1, longest)
@@ -126,6 +126,6 @@ def _scale_to_mean(
             too_small = middle
         else:
             enough = middle
-    # Equal lengths grow by a whole token each at once: take the nearer side of the step.
+    # Equal lengths all grow by a whole token at once. Take the nearer side of the step.
     below, above = scaled(too_small), scaled(enough)
     return below if mean - below.mean() < above.mean() - mean else above

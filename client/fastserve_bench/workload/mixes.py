@@ -10,15 +10,15 @@ from fastserve_bench.workload.trace import TraceJob, merged, poisson_trace
 
 MIXES = ("agents", "batch-beside-chat")
 
-# An agent's conversation: instructions and tools, then turns that end with a call of a tool. Each
-# turn's prompt is all that came before, with the answer and what the tool gave.
+# An agent's conversation: instructions and tools, then turns that end with a tool call. Each turn's
+# prompt is the whole conversation before it, with the answer and the tool's result.
 _FIRST_PROMPT = 1500
 _MEAN_TURNS = 6
 _MEAN_ANSWER, _MEAN_RESULT = 120, 400
 _MOST_PROMPT = 7424
-# Until the next turn: the answer is generated, and the tool runs.
+# Time until the next turn: the answer is generated, and the tool runs.
 _MEAN_PAUSE_S = 8.0
-# Batch jobs, of all jobs: all there from the start, with long answers.
+# Share of batch jobs. They are all there from the start, and have long answers.
 _BATCH_SHARE = 0.25
 _BATCH_ANSWERS = 3
 
@@ -29,7 +29,7 @@ def mixed_trace(
     """A trace of one of ``MIXES``, with ``rate`` jobs per second in the long run.
 
     Args:
-        in_bursts: conversations, or chat jobs, begin in bursts.
+        in_bursts: true makes conversations, or chat jobs, begin in bursts.
     """
     if name == "agents":
         return _agents(rate, num_jobs, seed, in_bursts)
@@ -47,7 +47,7 @@ def mixed_trace(
 
 def _agents(rate: float, num_jobs: int, seed: int, in_bursts: bool) -> list[TraceJob]:
     rng = np.random.default_rng(seed)
-    # Twice as many turns as are needed: the last ones begin after the trace has ended.
+    # Twice as many turns as needed, because the last ones begin after the trace has ended.
     turns = [_conversation(rng) for _ in range(2 * num_jobs // _MEAN_TURNS + 10)]
     per_conversation = sum(map(len, turns)) / len(turns)
     gaps = rng.standard_exponential(len(turns))
@@ -61,7 +61,7 @@ def _agents(rate: float, num_jobs: int, seed: int, in_bursts: bool) -> list[Trac
 
 
 def _conversation(rng: np.random.Generator) -> list[tuple[float, int, int]]:
-    """Of each turn: seconds since the beginning, prompt and answer in tokens."""
+    """The turns: seconds since the beginning, tokens of prompt and answer."""
     turns: list[tuple[float, int, int]] = []
     after_s, prompt = 0.0, 1 + int(rng.exponential(_FIRST_PROMPT))
     for _ in range(rng.geometric(1 / _MEAN_TURNS)):

@@ -11,7 +11,7 @@ _KEYS = ("timestamp", "input_length", "output_length")
 
 
 def is_mooncake(text: str) -> bool:
-    """Whether the first line is a record of that format."""
+    """Whether the first line is a record of this format."""
     first = text.lstrip().partition("\n")[0]
     return first.startswith("{") and all(f'"{key}"' in first for key in _KEYS)
 
@@ -43,7 +43,7 @@ def _record(place: str, line: str) -> dict[str, Any]:
         raise WorkloadError(f"{place}: not JSON ({error})") from None
     for key in _KEYS:
         value = record.get(key) if isinstance(record, dict) else None
-        # Written so that True and 1.5 fail as well; timestamps are milliseconds.
+        # In this form True and 1.5 fail too. Timestamps are milliseconds.
         if type(value) is not int or not 0 <= value < 10**15:
             raise WorkloadError(f"{place}: {key}: got {value!r}; must be an integer from 0")
     return record  # type: ignore[no-any-return]

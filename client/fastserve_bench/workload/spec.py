@@ -1,4 +1,4 @@
-"""What a user asks for: a data set, how many of its jobs, and how they are changed."""
+"""A workload as a user asks for it: a data set, the number of jobs, and changes to them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from fastserve_bench.workload.trace import TraceJob, poisson_trace, timestamp_tr
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The workload of ``simulate`` and ``bench``, of which only the rate is open."""
+    """The workload of ``simulate`` and ``bench``, at any rate."""
 
     dataset: str
-    """As of :func:`load_lengths`."""
+    """See :func:`load_lengths`."""
     num_jobs: int
     seed: int = 0
     limits: LengthLimits = NO_LIMITS
     scale: float = 1.0
-    """All lengths times this, before the limits."""
+    """Multiplies all lengths, before the limits."""
     length_ratio: float | None = None
-    """Mean prompt over mean output, see :func:`scale_ratio`."""
+    """Mean prompt over mean output: see :func:`scale_ratio`."""
     arrivals: str | None = None
-    """One of ``Arrivals``; ``None``: a trace's own, else Poisson."""
+    """One of ``Arrivals``. ``None``: a trace's own gaps if it has some, else Poisson."""
 
     def trace(self, rate: float | None) -> list[TraceJob]:
         """The trace at ``rate`` jobs per second; ``None``: at the data set's own timestamps.
 
-        Of a data set with timestamps it has the first jobs, and nothing is random, unless other
-        arrivals are asked for. All others, and those with another ratio of lengths, arrive as a
-        Poisson process or in bursts (see :func:`poisson_trace`).
+        With timestamps it has the data set's first jobs, and nothing is random, unless other
+        arrivals are asked for. Without timestamps, or with another ratio of lengths, jobs arrive
+        as a Poisson process or in bursts (see :func:`poisson_trace`).
 
         Raises:
             WorkloadError: the data set or a number cannot be used.
@@ -50,7 +50,7 @@ class Workload:
             return self._mix(rate)
         jobs = load_jobs(self.dataset, self.limits, self.scale)
         if self.length_ratio is not None:
-            # Neither its texts nor its timestamps belong to these lengths.
+            # The texts and timestamps do not belong to these changed lengths.
             jobs = Jobs(scale_ratio(jobs.lengths, self.length_ratio, self.limits))
         if jobs.timestamps_s is None and self.arrivals == "trace":
             raise WorkloadError(

@@ -1,8 +1,8 @@
 """Job lengths like those of public data sets and traces, without their files.
 
-Each kind of length is log-normal, truncated, with two parameters fitted to two numbers: the mean
-that the vLLM paper reports (Kwon et al. 2023, §6.1; the setting that FastServe §6.1 follows), and
-the spread (standard deviation of the logarithm) of lengths that anyone can count:
+Each kind of length is log-normal and truncated. Its two parameters are fitted to two numbers. One
+is the mean that the vLLM paper reports (Kwon et al. 2023, §6.1; FastServe §6.1 follows it). The
+other is the spread (standard deviation of the logarithm) of public lengths:
 
 =========  ======  ==============  ======  ====================================================
 data set   kind    published mean  spread  spread counted in
@@ -16,10 +16,10 @@ alpaca     output           58.45   1.220  4 bytes
 Both numbers hold *after* truncation and rounding: mu and sigma were found by nested bisection.
 
 Prompts and outputs of these two end at 1024 tokens. So every pair meets the authors' limits (prompt
-at most 1024, together at most 2048), and lengths can be paired at random: in the ShareGPT turns the
-logarithms of both correlate by -0.03 only.
+at most 1024, together at most 2048), and lengths can be paired at random. (In the ShareGPT turns
+their logarithms correlate by only -0.03.)
 
-What is served today has longer prompts. Three more are fitted to the mean and the median:
+Today's prompts are longer. Three more data sets are fitted to the mean and the median:
 
 ============  ======  =====  ======  ==========================================================
 data set      kind     mean  median  like
@@ -44,9 +44,9 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-# So many that the longest hundredth is still a hundred different jobs.
+# So many that the longest 1% are still a hundred different jobs.
 _NUM_JOBS = 10_000
-# Of the pairing of prompts and outputs. Fixed, so that a name means the same jobs everywhere.
+# Seed of the pairing of prompts and outputs. Fixed, so that a name means the same jobs everywhere.
 _PAIRING_SEED = 0
 
 
@@ -81,6 +81,6 @@ def synthetic_lengths(name: str) -> tuple[tuple[int, int], ...]:
     """(prompt tokens, output tokens) of the 10,000 jobs of one of ``SYNTHETIC_DATASETS``."""
     prompts, outputs = (kind.quantiles(_NUM_JOBS) for kind in _PROMPTS_AND_OUTPUTS[name])
     rng = np.random.default_rng(_PAIRING_SEED)
-    # Both are shuffled, so that any part of the set is like the whole.
+    # Shuffle both, so that any part of the set is like the whole.
     pairs = zip(rng.permutation(prompts).tolist(), rng.permutation(outputs).tolist(), strict=True)
     return tuple(pairs)

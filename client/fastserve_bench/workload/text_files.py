@@ -1,7 +1,7 @@
 """Data sets of texts: ShareGPT conversations, Alpaca instructions (JSON or JSON Lines).
 
-Each record becomes jobs by estimating the tokens of its texts. A job without a prompt or without an
-output (both data sets have some) is left out: nothing would be generated.
+The tokens of each record's texts are estimated. A job without a prompt or without an output (both
+data sets have some) is left out, because nothing would be generated.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fastserve_client.errors import WorkloadError
 def estimate_tokens(text: str) -> int:
     """An estimate without a tokenizer: one token per 4 UTF-8 bytes, rounded up, at least 1.
 
-    English prose has about that many with the vocabularies of GPT-2 and OPT; code and other
-    languages have more.
+    That fits English prose with the vocabularies of GPT-2 and OPT. Code and other languages have
+    more tokens.
     """
     return max(1, -(-len(text.encode()) // 4))
 
 
 def read_text_lengths(path: str, text: str) -> tuple[list[tuple[int, int]], list[str]]:
-    """The lengths of the jobs of a file's ``text``, and their prompts; ``path`` is for messages.
+    """The lengths and prompts of the jobs of a file's ``text``. ``path`` is for messages.
 
     Raises:
-        WorkloadError: neither of the formats, or a record that lacks something.
+        WorkloadError: another format, or a record that lacks something.
     """
     exchanges = [
         (_valid(prompt), _valid(output))
@@ -40,7 +40,7 @@ def read_text_lengths(path: str, text: str) -> tuple[list[tuple[int, int]], list
 
 
 def _records(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each record with its place in the file, as messages name it."""
+    """Yields each record with its place in the file, for messages."""
     values: Iterable[tuple[str, Any]]
     if text.lstrip().startswith("["):
         whole = _parse_json(path, 1, text)
@@ -58,7 +58,7 @@ def _records(path: str, text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _exchanges(place: str, record: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(prompt, output) of each job that the record holds."""
+    """Yields (prompt, output) of each job of the record."""
     if "conversations" in record:
         turns = record["conversations"]
         if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
@@ -88,7 +88,7 @@ def _text(place: str, holder: dict[str, Any], key: str) -> str:
 
 
 def _valid(text: str) -> str:
-    """JSON can hold half a character, which no server takes."""
+    """Replaces lone surrogates: JSON can hold half a character, which no server takes."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -107,6 +107,6 @@ def _parse_json(path: str, first_line: int, text: str) -> Any:
 
 
 def _short(value: object) -> str:
-    """The value for a message: a conversation can have a megabyte."""
+    """The value for a message, cut short: a conversation can have a megabyte."""
     shown = repr(value)
     return shown if len(shown) <= 60 else shown[:57] + "..."

@@ -1,4 +1,4 @@
-"""Traces: jobs with the times at which they arrive."""
+"""Traces: jobs with their arrivals."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TraceJob:
     """Seconds since the trace began."""
     prompt_tokens: int
     output_tokens: int
-    """Tokens to generate, exactly: the load test forces this length (FastServe §6.1)."""
+    """Exact number of tokens to generate: the load test forces this length (FastServe §6.1)."""
     prompt: str | None = None
-    """The prompt's text, where the data set has texts."""
+    """The prompt's text, if the data set has texts."""
 
 
 def poisson_trace(
@@ -35,10 +35,10 @@ def poisson_trace(
     *,
     in_bursts: bool = False,
 ) -> list[TraceJob]:
-    """Jobs drawn from ``lengths`` with replacement that arrive as a Poisson process, or in bursts.
+    """Draws jobs from ``lengths`` with replacement. They arrive as a Poisson process, or in bursts.
 
-    One seed gives the same jobs at every rate, and arrivals that only scale with it, so that the
-    points of a sweep differ in nothing else. A longer trace begins with the shorter one.
+    One seed gives the same jobs at every rate, and arrivals only scale with the rate. So the points
+    of a sweep differ in nothing else. A longer trace begins with the shorter one.
 
     Args:
         rate: Jobs per second, > 0.
@@ -54,7 +54,7 @@ def poisson_trace(
         raise WorkloadError(f"seed: got {seed}; must be at least 0")
     if not lengths:
         raise WorkloadError("lengths: got none; a trace needs at least one job length")
-    # A generator each: how many gaps are drawn does not decide which jobs are.
+    # A generator for each, so that the number of gaps does not change the jobs.
     gap_rng, job_rng = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
     gaps = gap_rng.standard_exponential(num_jobs)
     arrivals_s = arrival_times(gaps, rate, in_bursts=in_bursts)
@@ -69,16 +69,16 @@ def poisson_trace(
 def timestamp_trace(
     timestamps_s: Sequence[float], lengths: Lengths, rate: float | None, num_jobs: int
 ) -> list[TraceJob]:
-    """Jobs that arrive as they once did: the first at 0, the gaps as recorded.
+    """Jobs with recorded gaps between arrivals. The first arrives at 0.
 
     Args:
-        timestamps_s: One a job, seconds of any clock, in any order.
+        timestamps_s: One for each job, in seconds of any clock and in any order.
         lengths: At least one.
-        rate: Scales all gaps so that the mean one is ``1 / rate`` seconds; ``None``: as they were.
-        num_jobs: Of those that came first.
+        rate: Scales all gaps so that their mean is ``1 / rate`` seconds. ``None``: no scaling.
+        num_jobs: Takes so many jobs, the earliest ones.
 
     Raises:
-        WorkloadError: a number out of its range, or a rate for timestamps that have no mean gap.
+        WorkloadError: a number out of its range, or a rate for timestamps without a mean gap.
     """
     _check_num_jobs(num_jobs)
     order = sorted(range(len(lengths)), key=timestamps_s.__getitem__)[:num_jobs]
@@ -101,7 +101,7 @@ def merged(*traces: Sequence[TraceJob]) -> list[TraceJob]:
 
 
 def mean_rate(trace: Sequence[TraceJob]) -> float:
-    """Jobs per second, of at least one job; 0 if all arrive at once."""
+    """Jobs per second. Needs at least one job; 0 if all arrive at once."""
     span_s = trace[-1].arrival_s - trace[0].arrival_s
     return (len(trace) - 1) / span_s if span_s > 0 else 0.0
 
@@ -109,10 +109,10 @@ def mean_rate(trace: Sequence[TraceJob]) -> float:
 def check_trace_fits(
     trace: Sequence[TraceJob], max_tokens: int, limited_by: str = "max_model_len"
 ) -> None:
-    """Refuses a trace with a job of more than ``max_tokens``, which is what ``limited_by`` allows.
+    """Refuses a trace with a job of more than ``max_tokens``, the limit of ``limited_by``.
 
     Raises:
-        WorkloadError: names the first such job, its lengths and the limit.
+        WorkloadError: a job is too long. The message names it, its lengths and the limit.
     """
     for number, job in enumerate(trace, start=1):
         if job.prompt_tokens + job.output_tokens > max_tokens:

@@ -1,16 +1,16 @@
-// Requests to the gateway, with the API key where one is needed.
+// Requests to the gateway, with the API key if one is needed.
 
 const KEY = "fastserve-api-key";
 
 export const apiKey = {
-  // Kept for this tab only; where storage is blocked, for this page only.
+  // Kept for this tab only, or for this page only if storage is blocked.
   value: readKey(),
   set(key) {
     this.value = key;
     try {
       sessionStorage.setItem(KEY, key);
     } catch {
-      // the page has it
+      // the page still has it
     }
   },
 };
@@ -30,7 +30,7 @@ export class ApiError extends Error {
   }
 }
 
-// The response. Throws ApiError for a refusal, and what fetch throws when nothing answers.
+// Returns the response. Throws ApiError for a refusal, and fetch's error when nothing answers.
 export async function request(path, { body, signal } = {}) {
   const headers = {};
   if (apiKey.value) headers.Authorization = `Bearer ${utf8(apiKey.value)}`;
@@ -54,22 +54,22 @@ export async function request(path, { body, signal } = {}) {
   throw new ApiError(response.status, error);
 }
 
-// Headers take characters of one byte: without this, fetch would fail on a key that is mistyped in
-// another script as if there were no gateway.
+// Headers take characters of one byte. Without this check, fetch would fail on a key that is mistyped
+// in another script, as if there were no gateway.
 function utf8(text) {
   return String.fromCharCode(...new TextEncoder().encode(text));
 }
 
-// The data of each server-sent event, as text; `heard` is called for whatever comes, comments too.
-// (EventSource could send no key and no body.)
-export async function* events(response, heard = () => {}) {
+// Yields the data of each server-sent event, as text. Calls `onBytes` for all that comes, comments
+// too. (EventSource could send no key and no body.)
+export async function* events(response, onBytes = () => {}) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {
       const { done, value } = await reader.read();
       if (done) return;
-      heard();
+      onBytes();
       rest += value;
       let end;
       while ((end = rest.indexOf("\n\n")) >= 0) {

@@ -2,7 +2,7 @@
 
 const SPAN_S = 60;
 
-// Rates from counters: mean over the last second, so that single iterations do not flicker.
+// Rates from counters: means over the last second, so that single iterations do not flicker.
 export class Rates {
   constructor(names) {
     this.names = names;
@@ -30,7 +30,7 @@ export class Rates {
   }
 }
 
-// Filled curves of some rates. `lines`: { name, colour (a CSS variable), sign: 1 up, -1 down }.
+// Draws filled curves of rates. `lines`: { name, colour (a CSS variable), sign: 1 up, -1 down }.
 export class Chart {
   constructor(canvas, rates, lines, { unit } = {}) {
     this.canvas = canvas;

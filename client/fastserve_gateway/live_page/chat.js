@@ -1,4 +1,4 @@
-// A conversation with the model. What it writes becomes text, never HTML.
+// A conversation with the model. Its answers become text, never HTML.
 
 import { events, request } from "/live/api.js";
 
@@ -53,7 +53,7 @@ export class Chat {
       }
       if (!answer) this.note("The answer is empty.");
     } catch (error) {
-      // Not in a new chat, which ended this one.
+      // Not if a new chat has ended this one.
       if (conversation === this.messages) {
         if (error.name === "AbortError") this.note("stopped");
         else this.note(error.message, true);
@@ -75,7 +75,7 @@ export class Chat {
     bubble.after(meta);
   }
 
-  // Pieces of text. A model without a chat template continues the last message instead.
+  // Yields pieces of text. A model without a chat template continues the last message.
   async *answer(messages, signal) {
     const common = {
       model: await this.modelName(),
@@ -121,7 +121,7 @@ export class Chat {
     this.running = new AbortController();
     this.note("");
     bubble.dataset.writing = "";
-    this.log.setAttribute("aria-busy", "true"); // it is read out when it is whole
+    this.log.setAttribute("aria-busy", "true"); // screen readers read it when it is whole
     this.find("chat-send").disabled = true;
     this.find("chat-stop").disabled = false;
   }

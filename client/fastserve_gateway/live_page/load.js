@@ -1,9 +1,9 @@
-// A demonstration load: short and long jobs at once, so that one sees the queues at work.
+// A demonstration load: short and long jobs at once, to show the queues at work.
 
 import { request } from "/live/api.js";
 
-// Browsers open six connections to a server. One has the live view, one may have the chat: so the
-// jobs of a group share a request.
+// Browsers open six connections to a server. The live view takes one, and the chat may take one. So
+// the jobs of a group share a request.
 const MAX_TOKENS = [12, 40, 110, 260];
 const PROMPT_WORDS = [4, 15, 40, 80, 140];
 const WORDS = "the queue that short jobs overtake while long ones are set aside and go on later".split(" ");

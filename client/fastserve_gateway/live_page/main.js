@@ -1,4 +1,4 @@
-// The live view: takes the pictures of the engine as they come, and shows the latest.
+// The live view: receives pictures of the engine and shows the latest.
 
 import { ApiError, apiKey, events, request } from "/live/api.js";
 import { Chart, Rates } from "/live/charts.js";
@@ -10,7 +10,7 @@ import { Queues } from "/live/queues.js";
 const FIRST_RETRY_MS = 500;
 const MAX_RETRY_MS = 4000;
 const LATE_MS = 3000;
-const SILENT_MS = 15000; // three times what the gateway lets pass without a sign of life
+const SILENT_MS = 15000; // three times the gateway's interval between signs of life
 const DESCRIBE_MS = 2000;
 
 const find = (id) => document.getElementById(id);
@@ -33,7 +33,7 @@ const memory = new Memory(find);
 new Chat(find, modelName);
 new Load(find("load"), find("load-note"), modelName);
 
-// --- What is shown ------------------------------------------------------------------------------
+// --- Drawing ------------------------------------------------------------------------------------
 
 let latest = null;
 let latestMs = 0;
@@ -46,7 +46,7 @@ function take(state) {
   if (isFirst) requestAnimationFrame(draw);
 }
 
-// Once a frame at most: pictures that come faster are skipped, but for their rates.
+// Draws at most once a frame. Of pictures that come faster only the rates count.
 function draw() {
   const state = latest;
   latest = null;
@@ -86,11 +86,11 @@ function perSecond(bytes) {
   return `${number(bytes)} GiB/s`;
 }
 
-// --- Where it comes from ------------------------------------------------------------------------
+// --- Receiving ----------------------------------------------------------------------------------
 
-let stream = null; // AbortController of the stream that is open
-let heardMs = 0; // when it was opened, or last sent anything
-let wake = null; // ends the pause between two tries
+let stream = null; // AbortController of the open stream
+let heardMs = 0; // when it was opened or last sent something
+let wake = null; // ends the pause between two attempts
 
 function status(state, message) {
   const pill = find("status");
@@ -101,8 +101,8 @@ function status(state, message) {
 async function readPictures(signal) {
   const response = await request("/live/events", { signal });
   find("key-form").hidden = true;
-  const heard = () => (heardMs = performance.now());
-  for await (const data of events(response, heard)) {
+  const onBytes = () => (heardMs = performance.now());
+  for await (const data of events(response, onBytes)) {
     const state = JSON.parse(data);
     if (state.error) {
       status("lost", `${state.error.message}; trying again`);
@@ -141,7 +141,7 @@ async function follow() {
   }
 }
 
-// Until the time is over, or something has changed; without a time, or where nobody looks, until then.
+// Waits for the time, or for a change. Without a time, or in a hidden tab, waits for a change.
 function pause(delayMs) {
   return new Promise((resolve) => {
     const isTimed = delayMs !== null && !document.hidden;

@@ -26,7 +26,7 @@ export class Memory {
   }
 
   showTier(tier, { used_blocks: used, num_blocks: all }, blocks) {
-    // What no listed job has: of jobs that are not shown, or that have just ended.
+    // Blocks of no listed job: of jobs that are not shown, or that have just ended.
     let other = used;
     let end = 0;
     tier.parts.forEach((part, index) => {

@@ -1,13 +1,13 @@
-// The queues as lanes, and the jobs in them. Places are computed and set as transforms: nothing is
-// measured while pictures come, so a picture forces no layout. Blocks glide to their places (CSS
-// animates the transform), but with many of them only those that change lanes do.
+// The queues as lanes, and the jobs in them. Places are computed and set as transforms. Nothing is
+// measured meanwhile, so a picture forces no layout. Blocks glide to their places, because CSS
+// animates the transform. With many of them only those that change lanes do.
 
 const LABELS_PX = 116;
 const COUNT_PX = 44;
 const GAP_PX = 4;
 const LABEL_FITS_PX = 30;
 const FADE_MS = 300;
-// The last queues hold jobs longer than most servers ever see: they appear when they are reached.
+// The last queues are for jobs that most servers never see. They appear when a job reaches them.
 const LEAST_LANES = 8;
 const MOST_GLIDING = 48;
 const NAMES = {
@@ -28,7 +28,7 @@ export class Queues {
     this.rows = [];
     this.numShown = LEAST_LANES;
     this.numPictures = 0;
-    this.blocks = new Map(); // job number → its element and what it shows
+    this.blocks = new Map(); // job number → its element and its state
     new ResizeObserver(() => (this.width = lanes.clientWidth)).observe(lanes);
     lanes.addEventListener("pointermove", (event) => this.showDetails(event));
     lanes.addEventListener("pointerleave", () => (tip.hidden = true));
@@ -52,7 +52,7 @@ export class Queues {
     this.lanes.dataset.pictures = ++this.numPictures; // for tests
   }
 
-  // For readers of the screen; not at each picture.
+  // For screen readers; not at each picture.
   describe(state) {
     const filled = state.levels
       .map((level, index) => [index + 1, level.num_jobs])
@@ -158,8 +158,8 @@ function makeRow(lanes, index) {
   return { row, quantum, count };
 }
 
-// Wider with more tokens, but a hundred times the tokens are not a hundred times the width. In
-// steps, so that a token more does not move all that stand behind.
+// A block is wider with more tokens, but not in proportion. The width grows in steps, so that a
+// token more does not move all later blocks.
 function naturalWidth(job) {
   return 14 + 3 * Math.round(3 * Math.log2(1 + (job.prompt_tokens + job.output_tokens) / 12));
 }

@@ -69,7 +69,7 @@ class LinearParameters:
 
 # Keys are (padded head dim, bytes of an element, 10 * major + minor of the architecture). The rows
 # were chosen by their machine code, which tests/kernels/gpu/test_attention_machine_code.py checks.
-# docs/performance.md has an H100's times for the rows of 9.0; no other choices were tried.
+# docs/performance_gpu.md has an H100's times for the rows of 9.0; no other choices were tried.
 #
 # Decode waits for memory. An H100 has about 3 TB/s with 700 ns of latency, so each of its 132
 # multiprocessors needs 16 to 32 KiB under way. Tiles of 4 KiB of K and 4 KiB of V, four or five

@@ -1,4 +1,4 @@
-"""What an answer may look like, as a client asks for it."""
+"""The form that a client wants an answer to have."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fastserve_backend.errors import InvalidRequestError
 
 FIELD = "structured_output"
 Kind = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
-# What is compiled of a larger one would hardly fit the limits of the compiler.
+# A larger grammar would hardly fit the limits of the compiler.
 MAX_TEXT_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """Exactly one of these; whether a grammar can be made of it is found out later.
+    """Exactly one form. Whether it can be compiled to a grammar is checked later.
 
     Raises:
-        InvalidRequestError: none or several are given, or one of another type or size.
+        InvalidRequestError: no or several forms are given, or one has a wrong type or is too large.
     """
 
     json_schema: Mapping[str, Any] | None = None
@@ -28,14 +28,15 @@ class StructuredOutput:
     json_object: bool | None = None
     """True: the answer is any JSON object."""
     regex: str | None = None
-    """The whole answer matches it (syntax of Rust's crate regex, without lookaround)."""
+    """The whole answer matches this (syntax of Rust's crate regex, without lookaround)."""
     choice: Sequence[str] | None = None
-    """The answer is one of these; a text alone is the only one."""
+    """The answer is one of these; a text alone is the only choice."""
     grammar: str | None = None
-    """The answer is of the language of this grammar, in llguidance's variant of Lark."""
+    """This grammar derives the answer; its syntax is llguidance's variant of Lark."""
     kind: Kind = field(init=False)
+    """Name of the form that is given."""
     text: str = field(init=False)
-    """Of the one that is given; the schema, the object's and choices as JSON."""
+    """Its value; a schema and choices as JSON."""
 
     def __post_init__(self) -> None:
         given = {name: value for name in KINDS if (value := getattr(self, name)) is not None}
@@ -54,7 +55,7 @@ class StructuredOutput:
 
     @classmethod
     def of(cls, value: object) -> StructuredOutput:
-        """From a request's JSON."""
+        """From a request's JSON. Raises InvalidRequestError."""
         if not isinstance(value, Mapping):
             allowed = f"must be a JSON object with one of {', '.join(KINDS)}"
             raise InvalidRequestError(FIELD, value, allowed)

@@ -1,4 +1,4 @@
-"""What is cheaper for a job that must leave the device: to be swapped, or computed again?"""
+"""Whether swapping a job's KV costs less than computing it again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Protocol
 from fastserve_backend.job import Job
 from fastserve_backend.rank_protocol.link import Link
 
-# Share of each transfer in the running mean of the link's speed.
+# Share of the newest transfer in the running mean of the link's speed.
 _WEIGHT = 0.1
-# A copy whose thread was descheduled says nothing of the link: it counts as so many times too slow,
-# no more.
+# The operating system may suspend a copy's thread. Such a copy says nothing about the link, so a
+# transfer counts as at most so many times slower than the mean.
 _MOST_TIMES = 4.0
 _log = logging.getLogger(__name__)
 
@@ -21,11 +21,11 @@ class PrefillTimes(Protocol):
 
 
 class SwapCosts:
-    """Compares by the latency profile and the speed of the link, which it learns from transfers.
+    """Compares the latency profile with the speed of the link, which it learns from transfers.
 
     Args:
-        block_bytes: of one block of all layers on one rank, as it crosses the link.
-        link: its speed when it was measured.
+        block_bytes: bytes that cross the link of one rank for one block of all layers.
+        link: the measured speed before the first transfer.
     """
 
     def __init__(self, times: PrefillTimes, block_bytes: int, link: Link) -> None:
@@ -35,37 +35,38 @@ class SwapCosts:
         self._block_s = dict(self._measured_s)
 
     def observe(self, is_out: bool, num_blocks: int, seconds: float) -> None:
-        """A transfer of ``num_blocks`` took the link ``seconds``."""
+        """Learn that a transfer of ``num_blocks`` took the link ``seconds``."""
         known_s = self._block_s[is_out]
         each_s = min(seconds / num_blocks, _MOST_TIMES * known_s)
         self._block_s[is_out] += _WEIGHT * (each_s - known_s)
 
     def transfer_s(self, is_out: bool, num_blocks: int) -> float:
-        """How long the link takes for so many blocks."""
+        """Seconds that the link takes for ``num_blocks`` blocks."""
         return num_blocks * self._block_s[is_out]
 
     def longest_s(self, num_blocks: int) -> float:
-        """How long so many blocks take in the slower direction."""
+        """Seconds that ``num_blocks`` blocks take in the slower direction."""
         return num_blocks * max(self._block_s.values())
 
     @property
     def least_iteration_s(self) -> float:
-        """An iteration takes as long as this at least: one that decodes one job."""
+        """Seconds of the shortest iteration, which decodes one job."""
         return self._times.prefill_s(1)
 
     def prefill_s(self, num_tokens: int) -> float:
-        """An iteration that computes so many tokens of a job takes as long as this."""
+        """Seconds of an iteration that computes ``num_tokens`` tokens of one job."""
         return self._times.prefill_s(num_tokens)
 
     def swap_is_cheaper(self, job: Job, blocks_out: int, blocks_in: int, num_running: int) -> bool:
-        """Whether swapping a job that must leave delays jobs less than computing it again.
+        """Whether swapping a job that must leave delays jobs less than computing its KV again.
 
-        Copies run beside the iterations. So they delay the job alone, by the time of the link.
-        Computing it again delays the job and all that run beside it.
+        Copies run beside the iterations. So a swap delays this job alone, by the time on the link.
+        Computing again delays the job and all jobs that run beside it.
 
         Args:
-            blocks_out, blocks_in: on the link, in either direction, before the job is back.
-            num_running: jobs of an iteration.
+            blocks_out, blocks_in: blocks that the link copies in each direction before the job is
+                back.
+            num_running: jobs in an iteration.
         """
         swap_s = self.transfer_s(True, blocks_out) + self.transfer_s(False, blocks_in)
         recompute_s = self._times.prefill_s(job.num_computed) * (num_running + 1)
@@ -85,7 +86,10 @@ class SwapCosts:
         return is_cheaper
 
     def _relax(self) -> None:
-        """A job was not swapped because the link is slow. Without copies nothing would ever show
-        that it no longer is, so it is taken to be a little more what was measured at first."""
+        """Move the learned speed a little back to the measured one.
+
+        A job was not swapped because the link is slow. While no job is swapped, no transfer can
+        show that the link has become faster.
+        """
         for is_out, measured_s in self._measured_s.items():
             self._block_s[is_out] += _WEIGHT * (measured_s - self._block_s[is_out])

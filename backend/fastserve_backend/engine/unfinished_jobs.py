@@ -1,0 +1,219 @@
+"""Jobs from their arrival to their end.
+
+A job ends in one of three ways: with a token that ends it (``on_token``), by a stop word in its
+text (``deliver_tokens``), or at once without a further token (``cancel``, ``fail``). Each way leads
+through ``_forget``. The job's client learns of exactly one end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fastserve_backend.engine.delivery import Delivery, NewToken, OnJobEnd
+from fastserve_backend.engine.masks import MaskedJobs
+from fastserve_backend.engine.sent_work import SentWork
+from fastserve_backend.engine.serving_clock import ServingClock
+from fastserve_backend.grammars.messages import FromGrammars
+from fastserve_backend.job import FinishReason, Job, JobState
+from fastserve_backend.kv_cache.manager import KVManager
+from fastserve_backend.metrics.counters import EngineCounters
+from fastserve_backend.scheduler.base import Policy
+
+
+class UnfinishedJobs:
+    """All unfinished jobs. Tells policy, KV manager, grammars and clients of arrivals and ends.
+
+    Used by the step loop's thread alone, except for ``num_running``.
+
+    Args:
+        work: the unfinished steps. A job's blocks are released once none of them runs it.
+        on_job_end: called once for each job, just before its client learns of its end.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        kv: KVManager,
+        delivery: Delivery,
+        masked: MaskedJobs,
+        work: SentWork,
+        clock: ServingClock,
+        counters: EngineCounters,
+        eos_token_ids: Sequence[int],
+        on_job_end: OnJobEnd,
+    ) -> None:
+        self.num_running = 0
+        """Jobs in the latest step, or in the latest step of each pipeline stage. 0 without jobs."""
+        self._jobs: dict[int, Job] = {}
+        self._without_token: set[int] = set()
+        self._policy = policy
+        self._kv = kv
+        self._delivery = delivery
+        self._masked = masked
+        self._work = work
+        self._clock = clock
+        self._counters = counters
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._on_job_end = on_job_end
+
+    def __iter__(self) -> Iterator[Job]:
+        """In order of arrival."""
+        return iter(self._jobs.values())
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def num_without_token(self) -> int:
+        """Jobs that wait for their first token."""
+        return len(self._without_token)
+
+    @property
+    def are_idle(self) -> bool:
+        """Whether every job waits for a mask, and no token waits for delivery."""
+        return len(self._jobs) == len(self._masked.waiting) and self._delivery.is_empty
+
+    # --- Arrivals and news --------------------------------------------------------------------
+
+    def add(self, job: Job) -> None:
+        """A new job. Its waiting time counts from its arrival."""
+        self._jobs[job.number] = job
+        self._without_token.add(job.number)
+        self._delivery.open_stream(job)
+        self._kv.on_arrival(job, self._clock.now())
+        self._policy.add(job, self._clock.at(job.arrival_s))
+        self._counters.prompt_tokens += len(job.prompt_ids)
+        self._masked.add(job)
+        self._fail_if_too_long(job)  # it may have been admitted before the ranks were replaced
+
+    def on_prediction(self, number: int, num_tokens: int) -> bool:
+        """The job is predicted to have ``num_tokens`` output tokens. False if it has ended."""
+        job = self._jobs.get(number)
+        if job is None:
+            return False
+        job.predicted_tokens = num_tokens
+        self._policy.predicted(job)
+        return True
+
+    def on_mask_answer(self, answer: FromGrammars) -> None:
+        """Jobs have their masks; or one has to end, because its grammar cannot be used."""
+        if (failed := self._masked.on_answer(answer)) is not None:
+            self.fail(failed.job, failed.error)
+
+    # --- Tokens -------------------------------------------------------------------------------
+
+    def on_token(self, job: Job, token: NewToken, now: float) -> None:
+        """The job has a token, which may be its last."""
+        self._counters.latencies.on_token(job, now)
+        self._counters.generation_tokens += 1
+        job.on_token(token.token_id, token.logprob, now)
+        self._without_token.discard(job.number)
+        reason = job.reason_to_end(self._eos_token_ids)
+        self._delivery.add_token(job, token, reason)
+        if reason is not None:
+            self._forget(job, reason)
+        else:
+            self._masked.on_token(job)
+
+    def deliver_tokens(self) -> None:
+        """Send clients the tokens that have come since the last call.
+
+        A stop word may end a job that is in unfinished steps. They keep its blocks until they end,
+        and their tokens for it are ignored.
+        """
+        self._delivery.flush_tokens(self._on_last_token)
+
+    def _on_last_token(self, job: Job, reason: FinishReason) -> None:
+        if job.number in self._jobs:  # a stop word ends it, which `on_token` could not know
+            self._forget(job, reason)
+        job.finish_reason = reason  # the last token allowed may also complete a stop word
+        self._on_job_end(job, reason)
+
+    # --- Ends without a token -----------------------------------------------------------------
+
+    def cancel(self, number: int) -> None:
+        """End the job with CANCELLED; unknown numbers are ignored."""
+        job = self._jobs.get(number)
+        if job is not None:
+            self._end_now(job, FinishReason.CANCELLED)
+
+    def cancel_all(self) -> None:
+        """Cancel every job. Jobs that have ended still get their last tokens."""
+        self.deliver_tokens()
+        for number in list(self._jobs):
+            self.cancel(number)
+
+    def fail(self, job: Job, error: str) -> None:
+        """End the job with ERROR."""
+        self._end_now(job, FinishReason.ERROR, error)
+
+    def fail_all(self, error: str) -> None:
+        """End every job with ERROR, in whatever state an exception has left the loop."""
+        for job in self._delivery.end_all_streams(FinishReason.ERROR, error):
+            job.state = JobState.FINISHED
+            job.finish_reason = FinishReason.ERROR
+            self._on_job_end(job, FinishReason.ERROR)
+        self._jobs.clear()
+        self._without_token.clear()
+        self.num_running = 0
+
+    def _end_now(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
+        self._forget(job, reason)
+        self._on_job_end(job, reason)
+        self._delivery.end_stream(job, reason, error)
+
+    def _forget(self, job: Job, reason: FinishReason) -> None:
+        del self._jobs[job.number]
+        self._without_token.discard(job.number)
+        if not self._jobs:
+            self.num_running = 0  # whatever unfinished steps compute, no client waits for it
+        job.state = JobState.FINISHED
+        job.finish_reason = reason
+        job.num_pending = 0
+        self._masked.remove(job)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._counters.latencies.on_job_completed(job)
+        if not self._work.uses(job):
+            self.release(job)
+
+    def release(self, job: Job) -> None:
+        """The job has ended, and no unfinished step runs it: free its blocks."""
+        self._policy.remove(job)
+        self._kv.release(job)
+
+    # --- The ranks are replaced ---------------------------------------------------------------
+
+    def on_ranks_lost(self, kv: KVManager) -> None:
+        """All KV is gone, and no unfinished step will finish.
+
+        Args:
+            kv: an empty one.
+        """
+        for job in self._work.jobs.values():
+            if job.state is JobState.FINISHED:
+                self._policy.remove(job)  # its blocks are gone with the old KV manager
+        self._kv = kv
+        self.num_running = 0
+        for job in self:
+            job.on_ranks_lost()
+            self._policy.placed(job)
+
+    def on_ranks_replaced(self, kv: KVManager) -> None:
+        """Jobs that do not fit in the fresh ranks' KV cache end with ERROR.
+
+        Args:
+            kv: an empty one, of the size of that cache.
+        """
+        self._kv = kv
+        for job in list(self):
+            self._fail_if_too_long(job)
+
+    def _fail_if_too_long(self, job: Job) -> None:
+        needed = len(job.prompt_ids) + job.params.max_tokens
+        capacity = self._kv.tiers.device.capacity
+        if needed > capacity:
+            self.fail(
+                job,
+                f"prompt and output together are {needed} tokens, and since the ranks were "
+                f"restarted the KV cache holds {capacity}",
+            )

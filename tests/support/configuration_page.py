@@ -1,0 +1,80 @@
+"""Writes the tables of docs/configuration.md from the configuration's own fields.
+
+``make docs`` runs it; a test fails while the page differs from what it would write. The text
+between the tables is written by hand.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+from annotated_types import Ge, Gt, Le, Lt
+from fastserve_backend.config import EngineConfig
+from pydantic.fields import FieldInfo
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+# The table of a section stands between a pair of these lines.
+_TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_HEAD = "| key | flag of `serve` | values | default | meaning |\n|---|---|---|---|---|\n"
+_SIGNS = ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
+_NAMES = {int: "whole number", float: "number", bool: "`true`, `false`", str: "text"}
+
+
+def with_tables(page: str) -> str:
+    """The page with each table written anew.
+
+    Raises:
+        ValueError: a section of the configuration has no table, or a table has no section.
+    """
+    sections = {
+        name: field.annotation.model_fields  # type: ignore[union-attr]
+        for name, field in EngineConfig.model_fields.items()
+    }
+    found = [match[2] for match in _TABLE.finditer(page)]
+    if found != list(sections):
+        raise ValueError(f"{PAGE}: the tables are of {found}, not of {list(sections)}")
+    return _TABLE.sub(lambda match: match[1] + _table(sections[match[2]]) + match[3], page)
+
+
+def _table(fields: dict[str, FieldInfo]) -> str:
+    return _HEAD + "".join(_row(key, field) for key, field in fields.items())
+
+
+def _row(key: str, field: FieldInfo) -> str:
+    flag = "MODEL" if key == "model" else f"--{key.replace('_', '-')}"
+    default = field.get_default()
+    shown = "none" if default is None else f"`{str(default).lower()}`"
+    if isinstance(default, str):
+        shown = f"`{default}`"
+    return f"| `{key}` | `{flag}` | {_values(field)} | {shown} | {field.description} |\n"
+
+
+def _values(field: FieldInfo) -> str:
+    limits = " and ".join(
+        f"{sign} {_number(getattr(limit, name))}"
+        for kind, name, sign in _SIGNS
+        for limit in field.metadata
+        if isinstance(limit, kind)
+    )
+    kinds = ", ".join(_alternatives(field.annotation))
+    return f"{kinds} {limits}".rstrip()
+
+
+def _number(value: float) -> str:
+    return f"{int(value):,}" if value == int(value) else str(value)
+
+
+def _alternatives(annotation: Any) -> list[str]:
+    """What a field may be, without None: ``auto`` or a number, one of some words, …"""
+    if annotation in _NAMES:
+        return [_NAMES[annotation]]
+    if get_args(annotation):
+        parts = [part for part in get_args(annotation) if part is not type(None)]
+        return [name for part in parts for name in _alternatives(part)]
+    return [f"`{annotation}`"]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastserve_backend.grammars.structured_output import StructuredOutput
     from fastserve_backend.llm import LLM, Completion
     from fastserve_backend.sampling_params import SamplingParams
-    from fastserve_backend.structured_output import StructuredOutput
 
 __all__ = ["LLM", "Completion", "SamplingParams", "StructuredOutput"]
 
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
         return SamplingParams
     if name == "StructuredOutput":
-        from fastserve_backend.structured_output import StructuredOutput
+        from fastserve_backend.grammars.structured_output import StructuredOutput
 
         return StructuredOutput
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

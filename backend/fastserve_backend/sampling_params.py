@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastserve_backend.errors import InvalidRequestError
-from fastserve_backend.structured_output import FIELD, StructuredOutput
+from fastserve_backend.grammars.structured_output import FIELD, StructuredOutput
 
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 20  # the OpenAI API's limit; each alternative is a string per token on the wire

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from fastserve_backend.engine.step_loop import StepLoop
 from fastserve_backend.grammars.messages import GrammarRefused, JobFailed, Mask, NewMasks
-from fastserve_backend.structured_output import StructuredOutput
+from fastserve_backend.grammars.structured_output import StructuredOutput
 
 
 class DelayedMasks:

@@ -12,8 +12,8 @@ from fastserve_backend.kv_cache.round import Round
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
+from fastserve_backend.offers import Outcome
 from fastserve_backend.rank_protocol.link import Link
-from fastserve_backend.scheduler.memory import Outcome
 from jobs import make_job, run_iteration
 from policies import TIMES, LinearTimes
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from fastserve_backend.job import Job, Place
+from fastserve_backend.offers import TAKEN, Answer, Outcome
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled, fill_batch
-from fastserve_backend.scheduler.memory import TAKEN, UNLIMITED, Answer, Outcome
+from fastserve_backend.scheduler.memory import UNLIMITED
 from jobs import make_job, run_iteration
 from policies import POLICIES, Listed, make, select
 

@@ -29,7 +29,7 @@ from fastserve_backend.grammars.messages import (
     NewMasks,
     Vocabulary,
 )
-from fastserve_backend.structured_output import StructuredOutput
+from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.system import helper_process
 from fastserve_client.schema_formats import KNOWN_FORMATS
 from hypothesis import given, settings

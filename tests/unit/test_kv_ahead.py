@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from fastserve_backend.kv_cache.round import StepVerdict
+from fastserve_backend.offers import EVERYWHERE
 from fastserve_backend.rank_protocol.link import Link
-from fastserve_backend.scheduler.memory import EVERYWHERE
 from jobs import make_job
 from kv_desk import Desk, jobs_of
 

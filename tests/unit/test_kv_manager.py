@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from fastserve_backend.job import Place
 from fastserve_backend.kv_cache.tiers import TransferKind
+from fastserve_backend.offers import EVERYWHERE
 from fastserve_backend.rank_protocol.link import Link
 from fastserve_backend.scheduler.base import BatchLimits, fill_batch
-from fastserve_backend.scheduler.memory import EVERYWHERE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration

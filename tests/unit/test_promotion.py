@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import Job
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.promotion import Promotion
-from fastserve_backend.structured_output import StructuredOutput
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration

@@ -10,10 +10,10 @@ from collections import Counter
 from collector import Collector
 from delayed_masks import DelayedMasks
 from fastserve_backend.config import KVCacheSection
+from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import FinishReason, Job, JobState
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits, Policy
-from fastserve_backend.structured_output import StructuredOutput
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job

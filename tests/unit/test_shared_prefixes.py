@@ -9,9 +9,9 @@ import pytest
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.round import StepVerdict
+from fastserve_backend.offers import Answer
 from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.scheduler.base import BatchLimits, fill_batch
-from fastserve_backend.scheduler.memory import Answer
 from jobs import make_job
 from kv_desk import SLOW_LINK, Desk
 from loop_driver import BLOCK_SIZE, Rig

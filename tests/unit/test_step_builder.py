@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 from fastserve_backend.engine.step_builder import build_step, in_step_order, uniform
+from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.rank_protocol.messages import Step, encoder, to_rank_decoder
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_backend.structured_output import StructuredOutput
 from jobs import make_job
 
 NO_COPIES = PrefixCopies()

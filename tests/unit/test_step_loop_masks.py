@@ -7,10 +7,10 @@ import random
 import pytest
 from delayed_masks import DelayedMasks
 from fastserve_backend.grammars.messages import Mask, NewMasks
+from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits
-from fastserve_backend.structured_output import StructuredOutput
 from jobs import make_job
 from loop_driver import Rig
 from policies import make

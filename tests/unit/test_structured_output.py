@@ -10,7 +10,7 @@ from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.tokenizer import ByteTokenizer
 from fastserve_backend.engine.request_checks import RequestChecks
 from fastserve_backend.errors import InvalidRequestError
-from fastserve_backend.structured_output import MAX_TEXT_BYTES
+from fastserve_backend.grammars.structured_output import MAX_TEXT_BYTES
 
 SCHEMA = {"type": "object", "properties": {"größe": {"type": "integer"}}}
 

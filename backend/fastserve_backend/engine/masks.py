@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 
 from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.grammars.messages import FromGrammars, GrammarRefused, NewMasks
+from fastserve_backend.grammars.structured_output import FIELD, StructuredOutput
 from fastserve_backend.job import Job
-from fastserve_backend.structured_output import FIELD, StructuredOutput
 
 # A mask takes 0.2 to 0.3 ms from request to answer, nearly all of it the way there and back. The
 # next step waits for it at most this long. The job would lose more if it missed that step.

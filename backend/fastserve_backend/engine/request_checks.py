@@ -14,8 +14,8 @@ from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.checkpoints.tokenizer import TokenizationError, Tokenizer
 from fastserve_backend.errors import ContextLengthError, InvalidRequestError
+from fastserve_backend.grammars.structured_output import FIELD
 from fastserve_backend.sampling_params import SamplingParams
-from fastserve_backend.structured_output import FIELD
 
 _CHARS_A_TOKEN = 8
 # Cutting a text in the middle of a word may give more tokens than the whole word has.

@@ -24,7 +24,7 @@ from fastserve_backend.grammars.messages import (
     Vocabulary,
     from_grammars_decoder,
 )
-from fastserve_backend.structured_output import StructuredOutput
+from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.system.helper_process import HelperProcess
 
 # Grammars that the process has not compiled yet, at most: they may be 64 KiB each.

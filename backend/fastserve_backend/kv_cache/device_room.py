@@ -12,7 +12,7 @@ from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.swapping import Swapping
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
-from fastserve_backend.scheduler.memory import TAKEN, Outcome
+from fastserve_backend.offers import TAKEN, Outcome
 
 # Where no job can be swapped, a new job starts only if each job on the device can still grow by so
 # many blocks. Otherwise those would soon take each other's KV and compute it again.

@@ -10,7 +10,7 @@ from fastserve_backend.job import Job, Place
 from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
-from fastserve_backend.scheduler.memory import NextRunEstimate
+from fastserve_backend.offers import NextRunEstimate
 
 
 class RunningOrder(Protocol):

@@ -13,7 +13,7 @@ from fastserve_backend.kv_cache.holders import RoundState
 from fastserve_backend.kv_cache.look_ahead import LookAhead
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.kv_cache.tiers import Transfer
-from fastserve_backend.scheduler.memory import EVERYWHERE, TAKEN, Answer, Outcome
+from fastserve_backend.offers import EVERYWHERE, TAKEN, Answer, Outcome
 
 # What is closed, as a sum: the index of ``_answers``. Nothing is 0.
 _NEW, _HOST, _ALL = 1, 2, 4

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from fastserve_backend.job import Job, Place
-from fastserve_backend.scheduler.memory import EVERYWHERE, TAKEN, Memory, NextRunEstimate, Outcome
+from fastserve_backend.offers import EVERYWHERE, TAKEN, NextRunEstimate, Outcome
+from fastserve_backend.scheduler.memory import Memory
 from fastserve_backend.scheduler.walk import Walk
 
 # How much a waiting prompt counts, in decodes. With 1, chunks stay so small under overload that

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Self
 
 from fastserve_backend.job import Job, Place
+from fastserve_backend.offers import NextRunEstimate
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled
-from fastserve_backend.scheduler.memory import NextRunEstimate
 from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder
 from fastserve_backend.scheduler.policy_context import PolicyContext
 from fastserve_backend.scheduler.walk import MergedWalk, Walk

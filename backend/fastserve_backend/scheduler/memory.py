@@ -1,42 +1,11 @@
-"""What scheduler and KV cache say to each other: estimates of when jobs run, offers, answers."""
+"""What ``fill_batch`` asks of the memory: each job is offered, and the answer is a value."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from fastserve_backend.job import Job, Place
-
-NextRunEstimate = Callable[[Job], tuple[float, float]]
-"""A sort key of a job: a job with a smaller key is estimated to run sooner."""
-
-
-class Outcome(enum.Enum):
-    """What became of a job that was offered."""
-
-    TAKEN = enum.auto()
-    """It has memory for its tokens, and runs."""
-    NO_ROOM = enum.auto()
-    """Others need the memory more. It is passed over."""
-    WAITS_FOR_COPIES = enum.auto()
-    """Its KV, or blocks for it, are on their way. It is passed over."""
-    WAITS_FOR_PREFIX = enum.auto()
-    """Others are about to compute what it begins with. It keeps its tokens of the iteration."""
-
-
-class Answer(NamedTuple):
-    """What became of a job that was offered, and who need not be offered any more."""
-
-    outcome: Outcome
-    closed: frozenset[Place] = frozenset()
-    """No job whose KV is at one of these places is taken in the rest of the round."""
-
-
-EVERYWHERE = frozenset(Place)
-"""``Answer.closed`` when no other job is taken in the round."""
-TAKEN = Answer(Outcome.TAKEN)
-"""The only answer with this outcome: a constant is found faster than a member of an enum."""
+from fastserve_backend.job import Job
+from fastserve_backend.offers import TAKEN, Answer
 
 
 class Memory(Protocol):

@@ -19,6 +19,7 @@ from itertools import count
 from typing import Self
 
 from fastserve_backend.job import Job, Place
+from fastserve_backend.offers import NextRunEstimate
 from fastserve_backend.scheduler.base import (
     BatchLimits,
     IterationTimes,
@@ -26,7 +27,6 @@ from fastserve_backend.scheduler.base import (
     own_time_s,
     time_to_next_token,
 )
-from fastserve_backend.scheduler.memory import NextRunEstimate
 from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder
 from fastserve_backend.scheduler.policy_context import PolicyContext
 from fastserve_backend.scheduler.promotion import Promotion, configured_starvation_s

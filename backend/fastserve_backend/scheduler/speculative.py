@@ -13,6 +13,7 @@ from heapq import merge
 from typing import Self
 
 from fastserve_backend.job import Job, Place
+from fastserve_backend.offers import NextRunEstimate
 from fastserve_backend.scheduler.base import (
     BatchLimits,
     IterationTimes,
@@ -20,7 +21,6 @@ from fastserve_backend.scheduler.base import (
     is_owed_first_token,
     time_to_next_token,
 )
-from fastserve_backend.scheduler.memory import NextRunEstimate
 from fastserve_backend.scheduler.mlfq import Quanta
 from fastserve_backend.scheduler.ordered_jobs import SplitOrder, WeighedJobs
 from fastserve_backend.scheduler.policy_context import PolicyContext

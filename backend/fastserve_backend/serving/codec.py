@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from fastserve_backend.checkpoints.chat_template import Message
 from fastserve_backend.errors import InvalidRequestError
+from fastserve_backend.grammars.structured_output import StructuredOutput
 from fastserve_backend.sampling_params import MAX_LOGIT_BIASES, SamplingParams
-from fastserve_backend.structured_output import StructuredOutput
 
 GRPC_STATUS_HEADER = "triton_grpc_error"
 """Header of a gRPC stream that wants errors as the status of the call. The server forwards it as a

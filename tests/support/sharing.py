@@ -14,8 +14,8 @@ FIRST = ("triton", "gateway", "endurance", "distributed", "engine", "metrics", "
 
 @pytest.hookimpl(tryfirst=True)  # xdist's reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("tx", default=None):
-        return  # one process
+    if not hasattr(config, "workerinput"):
+        return  # it is no worker of xdist's
     items.sort(key=_turn)
     for item in items:
         item.add_marker(pytest.mark.xdist_group(_group(item)))

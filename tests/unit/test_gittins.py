@@ -27,8 +27,8 @@ def learned(lengths: Sequence[int], max_tokens: int = MAX_TOKENS) -> LengthDistr
     distribution = LengthDistribution(max_tokens)
     for length in lengths:
         reached = distribution.bin_of(length)
-        distribution.passed(0, reached)
-        distribution.ended(reached)
+        distribution.count_passed(0, reached)
+        distribution.count_ended(reached)
     return distribution
 
 
@@ -96,7 +96,7 @@ def test_jobs_that_have_not_ended_count_as_long() -> None:
     """Ten jobs of 8 tokens ended; ten others are at 100 and go on."""
     distribution = learned([8] * 10)
     for _ in range(10):
-        distribution.passed(0, distribution.bin_of(100))
+        distribution.count_passed(0, distribution.bin_of(100))
     survival = dict(zip(distribution.edges, distribution.survival()[0], strict=True))
     assert survival[8] == pytest.approx(0.5, abs=0.2)
     assert survival[8] > 0.4
@@ -113,13 +113,13 @@ def test_bins_that_nobody_came_to_follow_the_others() -> None:
     beyond = distribution.bin_of(32)
     for _ in range(50):
         for index in range(beyond):
-            distribution.passed(index, index + 1)
-        distribution.passed(0, beyond)
+            distribution.count_passed(index, index + 1)
+        distribution.count_passed(0, beyond)
     slow = distribution.survival()[0]
     for _ in range(40):
         for index in range(beyond):
-            distribution.passed(0, index)
-            distribution.ended(index)
+            distribution.count_passed(0, index)
+            distribution.count_ended(index)
     fast = distribution.survival()[0]
     after = distribution.bin_of(200)
     assert fast[after] / fast[beyond] < 0.3 * slow[after] / slow[beyond]
@@ -134,8 +134,8 @@ def test_a_class_of_predictions_begins_around_its_lengths_and_learns_what_they_a
     assert survival[187] < 0.3
     for _ in range(100):  # predictions that are worth nothing
         reached = distribution.bin_of(300)
-        distribution.passed(0, reached)
-        distribution.ended(reached)
+        distribution.count_passed(0, reached)
+        distribution.count_ended(reached)
     np.testing.assert_allclose(distribution.survival()[0], of_all.survival()[0], atol=0.05)
 
 

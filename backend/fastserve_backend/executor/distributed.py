@@ -127,8 +127,8 @@ class DistributedExecutor:
                 self._send(setup, [rank])
             elif isinstance(message, Ready):
                 ready[rank] = message
-        self._ranks.all_ready()
-        return self._of_all([ready[rank] for rank in sorted(ready)])
+        self._ranks.on_all_ready()
+        return self._combine([ready[rank] for rank in sorted(ready)])
 
     def _start_processes(self, setup: Setup) -> Setup:
         """Start the ranks of this host; returns the setup to send to all ranks."""
@@ -156,8 +156,8 @@ class DistributedExecutor:
             reason += self._cluster.describe_missing(absent)
         return reason
 
-    def _of_all(self, ready: Sequence[Ready]) -> Ready:
-        """The ranks as a whole: each has its part of every block."""
+    def _combine(self, ready: Sequence[Ready]) -> Ready:
+        """What the ranks are as a whole: each has its part of every block."""
         hardware = ready[0].hardware
         if self._cluster is not None:  # a network between ranks changes iteration times
             hardware += f", {self._cluster.parallel.nnodes} hosts"
@@ -243,13 +243,13 @@ class DistributedExecutor:
         """A stage has done its part. Returns whether there is room for another step now."""
         flight = self._flights.get(done.step_id)
         # None if the step's result came first: that has a socket of its own.
-        self._left(rank // self._tensor_size, flight, done.busy_s)
+        self._on_left_stage(rank // self._tensor_size, flight, done.busy_s)
         if done.step_id != self._in_first_stage or rank != 0:
             return False
         self._in_first_stage = None
         return self.can_submit
 
-    def _left(self, stage: int, flight: _UnfinishedStep | None, busy_s: float) -> None:
+    def _on_left_stage(self, stage: int, flight: _UnfinishedStep | None, busy_s: float) -> None:
         """A step has left the stage."""
         self.busy_s[stage] += busy_s
         now_s = time.monotonic()
@@ -262,7 +262,7 @@ class DistributedExecutor:
 
     def _end_step(self, result: StepResult) -> StepResult:
         flight = self._flights.pop(result.step_id)
-        self._left(len(self.busy_s) - 1, flight, result.compute_s)
+        self._on_left_stage(len(self.busy_s) - 1, flight, result.compute_s)
         result.compute_s, result.waited_s = flight.compute_s, flight.waited_s
         self._oldest_since_s = flight.ended_s = self._ranks.listened_s
         if result.step_id == self._in_first_stage:
@@ -305,7 +305,7 @@ class DistributedExecutor:
                 message: FromRank = from_rank_decoder.decode(data)
                 rank = self._rank_of(identity, message)
                 if rank is not None:
-                    self._ranks.heard_from(rank)
+                    self._ranks.on_message(rank)
                     if isinstance(message, Failed):
                         self._fail(message)
                 self._watch(())  # also while messages of other ranks keep coming

@@ -153,10 +153,10 @@ class Gittins(KeyedPolicy):
         self._promotion.remove(job)
         entry = self._entries.pop(job.number)
         if job.output_ids:
-            self._pass(entry, job)
+            self._count_passed(entry, job)
             if job.ended_by_itself:
                 for learned in entry.learned:
-                    learned.lengths.ended(entry.bin)
+                    learned.lengths.count_ended(entry.bin)
                 self._learn()
 
     def walk(self, now: float, in_flight: Collection[int]) -> Walk:
@@ -172,7 +172,7 @@ class Gittins(KeyedPolicy):
         for job, _ in ran:
             entry = self._entries[job.number]
             if len(job.output_ids) > edges[entry.bin + 1]:
-                self._pass(entry, job)
+                self._count_passed(entry, job)
             if job.num_outputs > entry.key_holds_to or job.num_uncomputed > 1:
                 self._sort(entry)
 
@@ -217,12 +217,12 @@ class Gittins(KeyedPolicy):
         whose length is unknown, and its ``max_tokens`` would tell that length."""
         return self._max_model_len if job.params.ignore_eos else job.params.max_tokens
 
-    def _pass(self, entry: _Entry, job: Job) -> None:
+    def _count_passed(self, entry: _Entry, job: Job) -> None:
         """Learn that the job is at least as long as it is now. Pending tokens do not count: the job
         may turn out to have ended before them."""
         reached = self._of_all.lengths.bin_of(len(job.output_ids))
         for learned in entry.learned:
-            learned.lengths.passed(entry.bin, reached)
+            learned.lengths.count_passed(entry.bin, reached)
         entry.bin = reached
 
     def _learn(self) -> None:

@@ -211,7 +211,7 @@ class MLFQ:
         T_promote is the time until the job's turn. It counts only for the job that is promoted
         next.
         """
-        turn_in_s = self._promotion.turn_in(job, now)
+        turn_in_s = self._promotion.turn_due_in_s(job, now)
         if turn_in_s is not None:
             execute_s = min(execute_s, turn_in_s)
         return execute_s, self._entries[job.number].ticket

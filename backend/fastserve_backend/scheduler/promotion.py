@@ -134,7 +134,7 @@ class Promotion:
         """The job that has waited longest among those without a turn."""
         return next((job for _, job in self._waiting.values()), None)
 
-    def turn_in(self, job: Job, now: float) -> float | None:
+    def turn_due_in_s(self, job: Job, now: float) -> float | None:
         """Seconds until the job's turn, at least 0. None: another job gets the next turn."""
         first = next(iter(self._waiting), None)
         if job.number != first:

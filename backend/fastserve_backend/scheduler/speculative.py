@@ -126,7 +126,7 @@ class Speculative:
                 queued.append(one)
             else:
                 self._num_outlived += one.job.num_outputs > entry.num_tokens
-                self._order.move(one.job, self._key_if(one.job, entry.num_tokens))
+                self._order.move(one.job, self._expect_tokens(one.job, entry.num_tokens))
         self._queues.on_iteration_finished(queued, now)
 
     def on_predicted(self, job: Job) -> None:
@@ -136,11 +136,11 @@ class Speculative:
             self._queues.remove(job)
             self._order.add(job, 0.0)
             self._ordered_sizes[job.queue_level] += 1
-        self._order.move(job, self._key_if(job, job.predicted_tokens))
+        self._order.move(job, self._expect_tokens(job, job.predicted_tokens))
 
     def recalibrate(self) -> None:
         self._queues.recalibrate()
-        self._order.reorder(self._key_again)
+        self._order.reorder(self._recomputed_key)
 
     def next_run_estimate(self, now: float) -> NextRunEstimate:
         """EWT, the estimated wait time (ALISE), in seconds; then the order of selection.
@@ -221,12 +221,12 @@ class Speculative:
     def _remaining_of(self, job: Job) -> float:
         return self._entries[job.number].remaining_s
 
-    def _key_again(self, job: Job) -> float:
+    def _recomputed_key(self, job: Job) -> float:
         num_tokens = self._entries[job.number].num_tokens
         assert num_tokens is not None
-        return self._key_if(job, num_tokens)
+        return self._expect_tokens(job, num_tokens)
 
-    def _key_if(self, job: Job, num_tokens: int) -> float:
+    def _expect_tokens(self, job: Job, num_tokens: int) -> float:
         """Predict that the job ends with ``num_tokens`` output tokens, and return its new key. The
         prediction is doubled while the job already has more tokens."""
         entry = self._entries[job.number]

@@ -8,9 +8,12 @@ takes one of the values that have the same key.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 import pytest
+
+T = TypeVar("T", bound=Hashable)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -57,7 +60,7 @@ def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
     for matrix in matrices.values():
         rows = list(matrix.values())
         repeated.update(*rows)
-        repeated -= _next_of_each(rows)
+        repeated -= next_of_each(rows)
     return repeated
 
 
@@ -70,7 +73,7 @@ def _others(
     return tuple(sorted(others.items())), key(callspec.params[parameter])
 
 
-def _next_of_each(rows: list[list[pytest.Item]]) -> set[pytest.Item]:
+def next_of_each(rows: list[list[T]]) -> set[T]:
     """Of each row the item behind that of the row before; of a few rows, each item of one."""
     width = max(map(len, rows))
     taken = set()

@@ -19,8 +19,8 @@ pytest_plugins = ("shared_server", "shared_gateway", "sharing", "matrices", "for
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
-# As in ranks: threads of torch that spin for long take the cores from other workers, and from the
-# servers that are tested. OpenMP reads it when torch is imported.
+# As ranks do: threads of torch that spin for long take the cores from each other, of several
+# workers and of the servers that they test. Read when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 # Without a GPU, kernels in the Triton language run in its interpreter, or compiled on an emulator

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/configuration.md from the configuration's own fields.
+"""Writes the tables of docs/configuration.md from the configuration and the registry of policies.
 
 ``make docs`` runs it; a test fails while the page differs from what it would write. The text
 between the tables is written by hand.
@@ -12,10 +12,11 @@ from typing import Any, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
 from fastserve_backend.config import EngineConfig
+from fastserve_backend.scheduler.registry import BUILT_IN_POLICIES
 from pydantic.fields import FieldInfo
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
-# The table of a section stands between a pair of these lines.
+# Each table stands between a pair of these lines.
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _HEAD = "| key | flag of `serve` | values | default | meaning |\n|---|---|---|---|---|\n"
 _SIGNS = ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
@@ -26,19 +27,25 @@ def with_tables(page: str) -> str:
     """The page with each table written anew.
 
     Raises:
-        ValueError: a section of the configuration has no table, or a table has no section.
+        ValueError: a table is missing, or there is one too many.
     """
-    sections = {
-        name: field.annotation.model_fields  # type: ignore[union-attr]
-        for name, field in EngineConfig.model_fields.items()
+    tables = {
+        name: _section_table(section.annotation.model_fields)  # type: ignore[union-attr]
+        for name, section in EngineConfig.model_fields.items()
     }
+    tables["policies"] = _policies_table()
     found = [match[2] for match in _TABLE.finditer(page)]
-    if found != list(sections):
-        raise ValueError(f"{PAGE}: the tables are of {found}, not of {list(sections)}")
-    return _TABLE.sub(lambda match: match[1] + _table(sections[match[2]]) + match[3], page)
+    if found != list(tables):
+        raise ValueError(f"{PAGE}: the tables are of {found}, not of {list(tables)}")
+    return _TABLE.sub(lambda match: match[1] + tables[match[2]] + match[3], page)
 
 
-def _table(fields: dict[str, FieldInfo]) -> str:
+def _policies_table() -> str:
+    rows = (f"| `{name}` | {policy.summary} |\n" for name, policy in BUILT_IN_POLICIES.items())
+    return "| policy | what it does |\n|---|---|\n" + "".join(rows)
+
+
+def _section_table(fields: dict[str, FieldInfo]) -> str:
     return _HEAD + "".join(_row(key, field) for key, field in fields.items())
 
 
@@ -58,7 +65,11 @@ def _values(field: FieldInfo) -> str:
         for limit in field.metadata
         if isinstance(limit, kind)
     )
-    kinds = ", ".join(_alternatives(field.annotation))
+    kinds = ", ".join(
+        [f"`{example}`" for example in field.examples]
+        if field.examples
+        else _alternatives(field.annotation)
+    )
     return f"{kinds} {limits}".rstrip()
 
 

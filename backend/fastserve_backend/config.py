@@ -258,8 +258,8 @@ class SchedulerSection(_Section):
     )
     starvation_ms: float | Literal["auto"] = Field(
         "auto",
-        description="After this wait, ms, a job has a turn before all others. The turn lasts until "
-        "its first token, or for as long again if it has one. auto: from slo_ms.",
+        description="After this wait, ms, a job has a turn before all others, until its first "
+        "token, or for as long again if it has one. auto: from slo_ms.",
     )
     max_queued_requests: int = Field(
         4096, ge=1, description="Most unfinished jobs; more are refused as UNAVAILABLE."

@@ -139,7 +139,5 @@ def test_only_the_api_is_outside(proxy: Proxy) -> None:
     assert proxy.get("/v1/models").status_code == 200
     for path in ("/metrics", "/", "/v2/health/live"):
         assert proxy.get(path).status_code == 404
-    with pytest.raises(
-        httpx2.ConnectError, match="certificate"
-    ):  # the connection is TLS, and its certificate is checked
+    with pytest.raises(httpx2.ConnectError, match="certificate"):  # it speaks TLS
         httpx2.get(f"{proxy.url}/health")

@@ -56,7 +56,7 @@ def save_bin(model: OPTForCausalLM, directory: Path) -> None:
 
 
 def save_legacy_bin(model: OPTForCausalLM, directory: Path) -> None:
-    """As torch wrote before 1.6, which cannot be memory-mapped."""
+    """Saves as torch did before 1.6, in a format that cannot be memory-mapped."""
     model.config.save_pretrained(directory)
     torch.save(
         model.state_dict(), directory / "pytorch_model.bin", _use_new_zipfile_serialization=False
@@ -77,7 +77,7 @@ def save_sharded_bin(model: OPTForCausalLM, directory: Path) -> None:
 
 
 def save_bare_decoder(model: OPTForCausalLM, directory: Path) -> None:
-    """Names that begin at "decoder.", as early OPT checkpoints have them."""
+    """Saves names that begin with "decoder.", as in early OPT checkpoints."""
     model.model.save_pretrained(directory)
 
 

@@ -1,4 +1,4 @@
-"""Steps a model over a paged cache, and what transformers says of the same tokens."""
+"""Steps of a model over a paged cache, compared with transformers on the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Divided among ranks and stages a model gives the logits of transformers' whole one."""
+"""A model that is divided among ranks and stages gives the logits of transformers' model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_random_weights_do_not_depend_on_the_division(name: str, tmp_path: Path)
 
 
 class TestWrongFiles:
-    """The stage that wants a tensor misses it; what no stage wants is refused by each."""
+    """The stage that needs a tensor reports it missing. Every stage refuses a tensor that none
+    needs."""
 
     @pytest.mark.parametrize(
         ("change", "message"),

@@ -1,4 +1,4 @@
-"""The tokenizers of GGUF files: what a file's fields say, whatever version reads them."""
+"""The tokenizers of GGUF files follow the file's fields, in any version of the library."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCORES = [0.0] * 259 + [-float(n) for n in range(len(WORDS))] + [-1000.0] * len(
 
 
 def sentencepiece(tmp_path: Path, **changes: Any) -> Tokenizer:
-    """As LLaMA 2's, with tokens that were added for chat; None as a change removes a field."""
+    """A tokenizer as LLaMA 2's with added chat tokens. A change to None removes a field."""
     fields = {
         "model": "llama",
         "tokens": TOKENS,
@@ -59,10 +59,11 @@ def test_tokens_that_were_added_are_whole(tmp_path: Path) -> None:
     assert [TOKENS[one] for one in ids] == [
         "<|im_start|>", "▁hello", "<|im_end|>", "▁w", "<tool call>", "<unk>",
     ]  # fmt: skip
-    assert ours.decode(ids) == "<|im_start|> hello<|im_end|> w"  # those of the chat are text
+    assert ours.decode(ids) == "<|im_start|> hello<|im_end|> w"  # chat tokens are kept as text
 
 
-# With letters that stand for bytes in a byte-level vocabulary, and spaces as in SentencePiece's.
+# Added tokens with letters that mean bytes in byte-level vocabularies, and with spaces as in
+# SentencePiece.
 WORDS_ADDED = ["đem", "Bác", "Začnimo", "kuća", "ĉu", "Ġgantija", "日本", "x▁y", "<tool>"]
 
 
@@ -96,7 +97,7 @@ def test_tokens_that_were_added_to_sentencepieces(tmp_path: Path) -> None:
 
 
 def test_tokens_under_two_ids_have_their_text(tmp_path: Path) -> None:
-    """Whichever of the ids a text gets, a model may choose the other one."""
+    """A text gets one of the two ids, but the model may choose the other."""
     twice = {"▁hello": NORMAL, "<0x41>": BYTE, "<tool call>": CONTROL, "<|im_end|>": USER_DEFINED,
              "</s>": NORMAL, "w": UNUSED}  # fmt: skip
     ours = sentencepiece(
@@ -109,7 +110,7 @@ def test_tokens_under_two_ids_have_their_text(tmp_path: Path) -> None:
     assert last == [" hello", "A", "", "<|im_end|>", "</s>", "w"]
     first = [ours.decode([TOKENS.index(token)]) for token in twice]
     assert first == [" hello", "A", "", "<|im_end|>", "", "w"]
-    # The end token is that of the fields, and a token that is not used is never written.
+    # The fields name the end token. An unused token is never written.
     assert ours.encode("</s>w", special_tokens=False)[0] == 2
     assert ours.encode("w", special_tokens=False) == [TOKENS.index("▁w")]
     assert ours.encode("ow", special_tokens=False)[-1] == TOKENS.index("w")
@@ -128,8 +129,8 @@ def test_begin_and_end_token_of_one_text(tmp_path: Path) -> None:
 
 
 def best_pairs(text: str) -> list[str]:
-    """SentencePiece's BPE as it is described: the best token of two neighbours, the first of
-    equals, until there is none."""
+    """SentencePiece's BPE by its definition: it merges the best pair of neighbours, the first of
+    equals, until none is left."""
     score = {word: -rank for rank, word in enumerate(WORDS)}
     pieces = list(text)
     while True:

@@ -71,7 +71,8 @@ def test_what_is_no_part_of_the_model_is_left(
 
 @pytest.mark.parametrize("only_head", [True, False], ids=["head_only", "head_differs"])
 def test_tied_config_with_a_head_in_the_checkpoint(tmp_path: Path, only_head: bool) -> None:
-    """As in transformers: one name for the table is enough, and two that differ are not tied."""
+    """As in transformers, one name for the table is enough, and two different tables are not
+    tied."""
     save_safetensors(random_opt(), tmp_path)
 
     def change(tensors: dict[str, Tensor]) -> None:
@@ -122,7 +123,7 @@ class TestDummyWeights:
 
     def test_are_always_the_same(self, tmp_path: Path) -> None:
         first = self.logits(tmp_path)
-        torch.manual_seed(99)  # torch's global generator has no part in it
+        torch.manual_seed(99)  # torch's global generator has no influence
         assert torch.equal(first, self.logits(tmp_path))
 
     def test_look_like_initial_weights(self, tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ class TestBadWeights:
         [
             "model.decoder.layers.0.fc3.weight",
             "model.decoder.layers.0.self_attn.q_proj.lora_A.weight",
-            "model.decoder.layers.3.fc1.bias",  # of a layer that config.json does not have
+            "model.decoder.layers.3.fc1.bias",  # in a layer that config.json does not have
             "model.decoder.project_in.weight",
             "lm_head.bias",
         ],

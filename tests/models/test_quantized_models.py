@@ -20,7 +20,7 @@ MODELS = ["opt_base", "opt_350m", "llama_grouped", "llama_biases", "neox_tied"]
 
 
 def with_rounded_linears(model: PreTrainedModel) -> PreTrainedModel:
-    """With the weights of its linear layers as INT8 has them; a head is no longer tied."""
+    """Rounds the weights of linear layers to INT8; a tied head gets weights of its own."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             layer.weight = nn.Parameter(rounded(layer.weight.detach()))
@@ -47,6 +47,6 @@ def test_logits(name: str, tmp_path: Path) -> None:
 def test_ranks_round_as_one_does(
     name: str, tensor_size: int, num_stages: int, tmp_path: Path
 ) -> None:
-    """Also those that have parts of a row, of which another may have the largest number."""
+    """This includes ranks with part of a row, whose largest number another rank may have."""
     config, theirs = rounded_model(name, tmp_path)
     check_chunked_prompts(DividedModel(config, tensor_size, num_stages), theirs)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from fastserve_backend.kv_cache.round import Round
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
-from fastserve_backend.offers import Outcome
+from fastserve_backend.offers import OfferOutcome
 from fastserve_backend.rank_protocol.link import Link
 from jobs import make_job, run_iteration
 from policies import TIMES, LinearTimes
@@ -58,7 +58,7 @@ class Desk:
     def has_turn(self, job: Job) -> bool:
         return job.number in self.starving
 
-    def placed(self, job: Job) -> None:
+    def on_place_changed(self, job: Job) -> None:
         pass
 
     def by_next_run(self, place: Place, estimate: object, *, last_first: bool) -> Iterator[Job]:
@@ -84,7 +84,7 @@ class Desk:
             self.known[job.number] = job
             self.round.find_prefix(job)
             self.answer = self.round.offer(job, tokens or job.num_uncomputed)
-            if self.answer.outcome is Outcome.TAKEN:
+            if self.answer.outcome is OfferOutcome.TAKEN:
                 taken.append(job)
         result = self.round.commit()
         self.begun, self.verdict = result.transfers, result.verdict

@@ -13,23 +13,23 @@ from fastserve_backend.kv_cache.holders import RoundState
 from fastserve_backend.kv_cache.look_ahead import LookAhead
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.kv_cache.tiers import Transfer
-from fastserve_backend.offers import EVERYWHERE, TAKEN, Answer, Outcome
+from fastserve_backend.offers import EVERYWHERE, TAKEN, OfferAnswer, OfferOutcome
 
 # What is closed, as a sum: the index of ``_answers``. Nothing is 0.
 _NEW, _HOST, _ALL = 1, 2, 4
 
 
-def _answers(outcome: Outcome) -> tuple[Answer, ...]:
+def _answers(outcome: OfferOutcome) -> tuple[OfferAnswer, ...]:
     """The answers of one outcome, by what is closed. They are made once, since a round may pass
     over thousands of jobs."""
     new, host = Place.NOWHERE, Place.HOST
     some = (frozenset[Place](), frozenset({new}), frozenset({host}), frozenset({new, host}))
-    return tuple(Answer(outcome, closed) for closed in (*some, EVERYWHERE))
+    return tuple(OfferAnswer(outcome, closed) for closed in (*some, EVERYWHERE))
 
 
-_NO_ROOM = _answers(Outcome.NO_ROOM)
-_WAITS_FOR_COPIES = _answers(Outcome.WAITS_FOR_COPIES)
-_WAITS_FOR_PREFIX = _answers(Outcome.WAITS_FOR_PREFIX)
+_NO_ROOM = _answers(OfferOutcome.NO_ROOM)
+_WAITS_FOR_COPIES = _answers(OfferOutcome.WAITS_FOR_COPIES)
+_WAITS_FOR_PREFIX = _answers(OfferOutcome.WAITS_FOR_PREFIX)
 
 
 class StepVerdict(enum.Enum):
@@ -45,7 +45,7 @@ class StepVerdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What a round sends."""
+    """What to send after a round."""
 
     verdict: StepVerdict
     transfers: Sequence[Transfer]
@@ -55,7 +55,7 @@ class RoundResult:
 
 
 class Round:
-    """Gives out device blocks for one scheduling turn: offer jobs by priority, then ``commit``.
+    """Gives out device blocks for one step: offer jobs by priority, then ``commit``.
 
     A job takes blocks only from jobs that were not offered before it and are not in flight, and
     only if they are enough for it. Blocks for which it waits are promised to it: no job offered
@@ -121,7 +121,7 @@ class Round:
         may_take_over = is_new and (fits or not self._room.num_promised)
         self.prefixes.find(job, may_take_over=may_take_over, may_copy=fits)
 
-    def offer(self, job: Job, num_tokens: int) -> Answer:
+    def offer(self, job: Job, num_tokens: int) -> OfferAnswer:
         """Give the job blocks for its next ``num_tokens`` tokens, if need be from less urgent jobs.
 
         A job that the policy does not offer, for want of tokens, may lose its blocks.
@@ -139,7 +139,7 @@ class Round:
         if job.number in self._away:
             outcome = self._room.bring_back(job, num_tokens)
         # A job that does not fit would copy nothing, so it does not wait for a prefix.
-        elif begins and self.prefixes.is_coming(job) and self._room.promise_if_it_fits(job):
+        elif begins and self.prefixes.pays_to_wait(job) and self._room.promise_if_it_fits(job):
             return self._pass_over(_WAITS_FOR_PREFIX)
         else:
             outcome = self._room.give(job, job.num_ready + num_tokens, is_new=is_new)
@@ -153,7 +153,7 @@ class Round:
                 self.taken.append(job)
                 return TAKEN
         self._is_closed_to_new |= is_new
-        if outcome is Outcome.NO_ROOM:
+        if outcome is OfferOutcome.NO_ROOM:
             return self._pass_over(_NO_ROOM)
         self.stalled.append(job)
         return self._pass_over(_WAITS_FOR_COPIES)
@@ -164,7 +164,7 @@ class Round:
         if self._room.is_too_early:
             verdict = StepVerdict.TOO_EARLY
         else:
-            self.holds_steps = self._strategy == "reactive" or self._is_worth_waiting()
+            self.holds_steps = self._strategy == "reactive" or self._pays_to_hold_step()
             if self.holds_steps and self._tiers.num_transfers:
                 verdict = StepVerdict.HOLD
                 self.stalled += self.taken  # they wait with the others
@@ -172,15 +172,15 @@ class Round:
                 self._look_ahead.on_round_end(self._state, self._room)
         return RoundResult(verdict, self._state.transfers, self.prefixes.copies)
 
-    def _pass_over(self, answers: tuple[Answer, ...]) -> Answer:
-        """The one of these answers, see ``_answers``, that says what is closed by now."""
+    def _pass_over(self, answers: tuple[OfferAnswer, ...]) -> OfferAnswer:
+        """The answer that says what is closed by now, from a tuple that ``_answers`` made."""
         is_settled = self._is_closed_to_new and self._num_settled >= len(self._have_kv)
         if is_settled or self._room.is_too_early:
             return answers[_ALL]
         # If nobody gets another block, no job returns from the host.
         return answers[_NEW * self._is_closed_to_new + _HOST * self._room.is_exhausted]
 
-    def _is_worth_waiting(self) -> bool:
+    def _pays_to_hold_step(self) -> bool:
         """Whether holding the step for pending copies costs the runnable jobs less than another
         iteration's delay costs the stalled ones. So it is with small models, whose copies are
         short."""

@@ -1,4 +1,4 @@
-"""What the engine asks of a policy, and how a batch is filled."""
+"""What the engine asks of a policy, and how a batch (the jobs of an iteration) is filled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from fastserve_backend.job import Job, Place
-from fastserve_backend.offers import EVERYWHERE, TAKEN, NextRunEstimate, Outcome
+from fastserve_backend.offers import EVERYWHERE, TAKEN, NextRunEstimate, OfferOutcome
 from fastserve_backend.scheduler.memory import Memory
 from fastserve_backend.scheduler.walk import Walk
 
@@ -166,7 +166,7 @@ class Policy(Protocol):
 
     @property
     def num_promotions(self) -> int:
-        """How often a starving job got a turn, since the start."""
+        """How often a starving job got a turn (was promoted), since the start."""
         ...
 
     @property
@@ -196,7 +196,7 @@ class Policy(Protocol):
         """
         ...
 
-    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+    def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         """An iteration has ended, or counts as ended, in which these jobs ran these tokens.
 
         The jobs' new tokens may still be pending. Jobs that certainly end with the iteration are
@@ -204,7 +204,7 @@ class Policy(Protocol):
         """
         ...
 
-    def predicted(self, job: Job) -> None:
+    def on_predicted(self, job: Job) -> None:
         """The job's ``predicted_tokens`` changed. The job must be known, and may be in flight."""
         ...
 
@@ -219,7 +219,7 @@ class Policy(Protocol):
         """
         ...
 
-    def placed(self, job: Job) -> None:
+    def on_place_changed(self, job: Job) -> None:
         """The job's ``place`` has changed. The job must be known."""
         ...
 
@@ -293,7 +293,7 @@ def fill_batch(
             for place in closed:
                 jobs.skip(place)
             # Once new jobs are closed, no prompt behind can take the tokens.
-            if outcome is not Outcome.WAITS_FOR_PREFIX or Place.NOWHERE in closed:
+            if outcome is not OfferOutcome.WAITS_FOR_PREFIX or Place.NOWHERE in closed:
                 continue
         tokens_left -= needed
         if is_prefill and chunk_left is not None:

@@ -37,14 +37,14 @@ sys.exit(serve(server, on_ready))
 
 @contextmanager
 def leaving_nothing() -> Iterator[list[tuple[RuntimeDirectory, Endpoints]]]:
-    """The body adds what it started; at the end all of it must be gone."""
+    """The block adds the servers that it started. At its end they must have left nothing."""
     started: list[tuple[RuntimeDirectory, Endpoints]] = []
     yield started
     for runtime, endpoints in started:
         wait_for(lambda runtime=runtime: not runtime.processes(), 10.0)
         wait_for(lambda runtime=runtime: not runtime.path.exists(), 5.0)
         assert not list(Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*"))
-        endpoints.claim()  # raises if somebody listens there
+        endpoints.claim()  # raises if a process listens there
 
 
 def start(config: EngineConfig, log_path: Path) -> TritonServer:
@@ -70,7 +70,7 @@ def started_by(launcher: subprocess.Popen[str]) -> tuple[RuntimeDirectory, Endpo
 
 
 def is_serving(server: TritonServer, restarts: int) -> bool:
-    """After so many restarts, or more."""
+    """Whether the server answers after at least this many restarts."""
     if server.restarts < restarts:
         return False
     try:

@@ -46,7 +46,7 @@ def guarded() -> Iterator[TestClient]:
         yield client
 
 
-# --- access -----------------------------------------------------------------------------
+# --- access ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_body_that_says_it_is_not_compressed(alone: TestClient) -> None:
     assert alone.post("/v1/completions", headers=headers, content=b"{").status_code == 400
 
 
-# --- memory --------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def test_bodies_together_are_bounded_until_they_are_answered() -> None:

@@ -23,7 +23,7 @@ SPARE_ITEMS = 3
 SPARE_ROWS = 2
 """Rows of a prefill that belong to no job."""
 NO_BLOCK, SPARE_ENTRIES = 2**30, 2
-"""The number of invalid ids that block tables hold after a job's blocks."""
+"""An id of no block, and how often block tables hold it after a job's blocks."""
 
 
 @dataclass(frozen=True)

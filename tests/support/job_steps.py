@@ -56,11 +56,14 @@ TURNS = [
 def run_turns(
     launch: Launch, *, ahead: bool, sampled: bool = True, masked_vocab: int | None = None
 ) -> list[StepResult]:
-    """Args: launch: begins a step; returns a function that waits for its result. ahead: each step
-    is launched before the result of the one before is waited for. sampled: half of the jobs are
-    sampled with penalties, some with log-probabilities. If false, all are greedy. masked_vocab:
-    size of the vocabulary. Masked jobs may choose every third token, and a biased job always
-    chooses the last. None: no masks and biases.
+    """
+    Args:
+        launch: begins a step; returns a function that waits for its result.
+        ahead: launches each step before it waits for the previous result.
+        sampled: half of the jobs are sampled with penalties, some with log-probabilities. If false,
+            all are greedy.
+        masked_vocab: size of the vocabulary. Masked jobs may choose every third token, and a biased
+            job always chooses the last. None: no masks and biases.
     """
     done = [0] * len(PROMPTS)
     outputs: list[list[int]] = [[] for _ in PROMPTS]

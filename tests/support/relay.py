@@ -16,9 +16,11 @@ _KEY = CERTIFICATE.with_name("key.pem")
 class Relay:
     """Listens on a port of 127.0.0.1 and passes all bytes on to ``host:port`` and back.
 
-    Args: num_refused: the number of first connections to drop. delay_s: time before a connection is
-    passed on; its client gets no answer before. latency_s: delay of all data in each direction.
-    tls: the relay's clients speak TLS, and find ``CERTIFICATE``.
+    Args:
+        num_refused: the number of first connections to drop.
+        delay_s: time before a connection is passed on; its client gets no answer before.
+        latency_s: delay of all data in each direction.
+        tls: the relay's clients speak TLS, and find ``CERTIFICATE``.
     """
 
     def __init__(

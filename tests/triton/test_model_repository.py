@@ -1,4 +1,4 @@
-"""The files that the server reads: they must say what the code says."""
+"""The files that the server reads must agree with the code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_written_repository_has_the_given_configuration(tmp_path: Path) -> None:
 
 
 def test_model_directory_may_have_any_name(tmp_path: Path) -> None:
-    """The stub opens files as ASCII, so it gets another name for them."""
+    """The stub takes file names for ASCII, so it gets another name for the directory."""
     directory = tmp_path / "Größe 大"
     directory.mkdir()
     config = EngineConfig().with_keys(model=str(directory), tokenizer="someone/else")
@@ -49,7 +49,8 @@ def test_model_directory_may_have_any_name(tmp_path: Path) -> None:
 
 
 def test_a_name_that_the_system_refuses_is_left_to_who_loads_it(tmp_path: Path) -> None:
-    """As it refuses one in a directory that may not be searched, though not to root."""
+    """The name is too long. The system refuses names in unsearchable directories alike, though not
+    to root."""
     config = EngineConfig().with_keys(tokenizer="Größe" * 100)
     model = write_repository(tmp_path, config) / protocol.MODEL_NAME
     assert EngineConfig.from_yaml(model / ENGINE_FILE) == config
@@ -64,7 +65,7 @@ def test_a_gguf_file_may_have_any_name(tmp_path: Path) -> None:
     assert str(written).isascii()
     assert written.suffix == ".gguf"
     assert written.samefile(file)
-    # The launcher and the stub, which knows no names but ASCII, look for one and the same model.
+    # The launcher and the stub, which knows only ASCII names, look for the same model.
     ask = (
         "import sys; from pathlib import Path; from fastserve_backend.checkpoints import gguf; "
         "gguf._make = lambda file, directory: print(directory.name); "

@@ -25,7 +25,7 @@ from fastserve_client import (
 from fastserve_client.terminal import ExitCode, generate_to_terminal
 
 DEADLINE_S = 30.0
-LONG = 3000  # tokens; takes far longer than any of these tests waits
+LONG = 3000  # tokens; takes far longer than any of these tests
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_both_transports_bring_the_same(client: FastServeClient, endpoints: Endp
 
 
 def test_characters_of_several_tokens_come_whole(client: FastServeClient) -> None:
-    # The tokenizer has a token for each byte, and this seed draws all sorts of them.
+    # The tokenizer has a token for each byte, and this seed draws many different ones.
     chunks = list(client.stream("Hello", max_tokens=400, seed=3, top_k=-1, ignore_eos=True))
     whole = client.generate("Hello", max_tokens=400, seed=3, top_k=-1, ignore_eos=True)
     assert "".join(chunk.text for chunk in chunks) == whole.text
@@ -240,7 +240,7 @@ def test_generate_shows_a_refusal_in_one_line(url: str) -> None:
 def test_a_full_disk_ends_generate_in_one_line(url: str) -> None:
     err = io.StringIO()
     with open("/dev/full", "w") as out:
-        # Many tokens: one in four of this model's has a text, which is what cannot be written.
+        # Many tokens, as only one in four has a text, and only writing a text fails.
         options = {"max_tokens": 200, "ignore_eos": True}
         code = generate_to_terminal("Hello", url=url, out=out, err=err, **options)
     assert code == ExitCode.FAILED

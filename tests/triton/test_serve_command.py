@@ -52,7 +52,7 @@ def test_the_command_that_it_recommends_reaches_it(
 
 
 def test_nobody_reads_its_log(tiny_config: EngineConfig, tmp_path: Path) -> None:
-    """It answers, replaces a rank that died, and ends."""
+    """The server still answers, replaces a dead rank, and ends."""
     command = serve_command(tiny_config, tmp_path)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
@@ -75,7 +75,7 @@ def test_nobody_reads_its_log(tiny_config: EngineConfig, tmp_path: Path) -> None
 
 
 def _fill(pipe: int) -> None:
-    # Opened anew: those who write to it wait, as before.
+    # The pipe is opened anew, so that other writers still block.
     end = os.open(f"/proc/self/fd/{pipe}", os.O_WRONLY | os.O_NONBLOCK)
     with suppress(BlockingIOError):
         while os.write(end, b"."):
@@ -87,10 +87,10 @@ def test_a_full_directory_for_temporary_files_is_one_line(
     tiny_config: EngineConfig, tmp_path: Path
 ) -> None:
     command = serve_command(tiny_config, tmp_path)
-    # Of a short name, as sockets in it need.
+    # Its path is short, as the sockets in it need.
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
         done = subprocess.run(
-            # No file of more than 512 bytes can be written, as on a disk with no more room.
+            # No file over 512 bytes can be written, as on a full disk.
             ["/bin/sh", "-c", 'ulimit -f 1; exec "$@"', "sh", *command],
             env=os.environ | {"TMPDIR": temporary},
             stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Starts that fail, or are given up. Afterwards nothing may be left."""
+"""Starts fail or are interrupted. Afterwards nothing may be left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from interruptions import interrupts_itself
 from launched import leaving_nothing, start, start_launcher
 from waiting import wait_for
 
-# Less than the time after which a launcher that still fetches exits at once, and the tests with it.
+# Less than the time after which a launcher that is still fetching exits, which would end the tests.
 FETCH_S = 2.0
 
 
@@ -90,7 +90,7 @@ def test_a_server_ends_with_the_launcher_that_was_killed_while_it_started(
         wait_for(log_path.exists, 30.0)  # the server's process is about to be started
         (path,) = Path(short).iterdir()
         runtime = RuntimeDirectory(path)
-        wait_for(lambda: _has_stub(runtime), 30.0)  # before that nobody would tell the server
+        wait_for(lambda: _has_stub(runtime), 30.0)  # before that nobody would stop the server
         launcher.kill()
         launcher.communicate()
         wait_for(lambda: not runtime.processes(), 30.0)

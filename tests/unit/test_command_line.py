@@ -75,7 +75,7 @@ def test_a_process_that_is_started_gets_the_streams_too() -> None:
     assert done.stdout == "/dev/null\n/dev/null\n"
 
 
-# Ctrl-C comes when the command line asks for one of the packages it is made of.
+# Ctrl-C comes when the command line imports one of its packages.
 _INTERRUPTED = """
 import os, runpy, signal, sys
 
@@ -84,7 +84,7 @@ class Interrupts:
         if name == "typer":
             os.kill(os.getpid(), signal.SIGINT)
 
-# Whoever started the tests in the background had them ignore it.
+# A shell that starts the tests in the background makes them ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Interrupts())
 sys.argv = ["fastserve", "generate", "hi"]

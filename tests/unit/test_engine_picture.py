@@ -1,4 +1,4 @@
-"""Pictures of the engine, and who gets them when."""
+"""Pictures of the engine, and when watchers get them."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_each_is_shown_what_is_due() -> None:
     assert watches.due_in_s(5.5) == 0.5
     watches.show(6.0, state)
     assert (len(quick), len(slow)) == (2, 1)
-    watches.show(10.0, state)  # late: what was missed is not made up for
+    watches.show(10.0, state)  # late: missed pictures are not sent later
     assert (len(quick), len(slow)) == (3, 2)
     assert watches.due_in_s(10.0) == 1.0
     watches.remove(number)

@@ -132,7 +132,7 @@ def test_srpt_orders_all_jobs_by_the_times_that_hold_now() -> None:
     runs, waits = make_job(0, 1, max_tokens=15), make_job(1, 1, max_tokens=20)
     for job in (runs, waits):
         policy.add(job, 0.0)
-    DriftingTimes.decode_token_s = 3.0  # what is left of the first has 40 s now, not 14
+    DriftingTimes.decode_token_s = 3.0  # the rest of the first now takes 40 s, not 14
     policy.recalibrate()
     for now in range(3):
         assert iterate(policy, float(now)) == [runs]

@@ -41,8 +41,8 @@ def python_files(folder: Path) -> list[Path]:
     return files
 
 
-# The parts of the backend, in the direction of imports: each may import those after it.
-# "rank_protocol" and "system" are for all.
+# The parts of the backend in the direction of imports: each may import later ones. All may import
+# "rank_protocol" and "system".
 FORBIDDEN = {
     BACKEND / "serving": ("torch", "fastserve_backend.cli", "fastserve_backend.worker",
                           "fastserve_backend.scheduler", "fastserve_backend.kv_cache",
@@ -99,7 +99,7 @@ FORBIDDEN = {
                                  "fastserve_gateway"),
 }  # fmt: skip
 
-# (folder, package) → all that the folder may import of the package.
+# (folder, package) → the modules of the package that the folder may import.
 ONLY = {
     (BACKEND / "simulation", "fastserve_backend.engine"): ("loop_setup", "delivery"),
     (BACKEND / "serving", "fastserve_client"): ("protocol", "engine_state", "listening"),

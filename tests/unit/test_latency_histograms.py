@@ -1,4 +1,4 @@
-"""What is observed when, on a virtual clock."""
+"""Which latencies are observed when, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from policies import make, skip_join
 
 
 def observed(histogram: Histogram) -> tuple[int, float]:
-    """Number and sum of what has come since the last call."""
+    """Number and sum of the observations since the last call."""
     taken = histogram.take()
     return sum(taken.counts), sum(taken.sums)
 
@@ -65,7 +65,7 @@ def test_a_job_that_waits_for_another_is_queueing() -> None:
 
 
 def taken(like: Histogram, values: list[float]) -> Observations:
-    """What a histogram with the same bounds gives of these values."""
+    """The counts of a histogram with the same bounds for these values."""
     histogram = Histogram(like.bounds)
     for value in values:
         histogram.observe(value)

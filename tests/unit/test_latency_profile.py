@@ -1,4 +1,4 @@
-"""The latency profile: what it predicts, what it is for, and its file."""
+"""The latency profile: its predictions, its identity and its file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs in order, by where their KV is: a decision finds the ones that it is about at an end."""
+"""Jobs ordered separately for each place of their KV, so that decisions find jobs at an end."""
 
 from __future__ import annotations
 

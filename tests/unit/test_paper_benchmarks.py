@@ -1,4 +1,4 @@
-"""Every figure of the papers still runs: its table has the rows and columns it should have."""
+"""Every figure of the papers still runs, and its table has the expected rows and columns."""
 
 from __future__ import annotations
 

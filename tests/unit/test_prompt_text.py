@@ -1,4 +1,4 @@
-"""What of a prompt is sent to the length predictor."""
+"""The part of a prompt that goes to the length predictor."""
 
 from __future__ import annotations
 

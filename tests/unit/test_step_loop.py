@@ -1,4 +1,4 @@
-"""The step loop against modelled ranks on a virtual clock: what happens to jobs, and when."""
+"""The step loop with modelled ranks on a virtual clock: events of jobs and their times."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_the_first_stage_takes_the_next_batch_while_the_second_works() -> None:
     assert rig.loop.jobs.num_running == 2
     assert [len(job.output_ids) for job in jobs] == [1, 0]
     rig.run()
-    # Both at once: 4 s each and decodes of 1 s, half of each in each stage.
+    # Both jobs run at once: prefills of 4 s and decodes of 1 s, half of each in each stage.
     assert [(job.first_token_s, job.last_token_s) for job in jobs] == [(4.0, 6.5), (6.0, 7.0)]
     assert [job.num_preemptions for job in jobs] == [0, 0]
     assert rig.executor.most_unfinished == 2

@@ -1,4 +1,4 @@
-"""The step loop sends the next step before the running one has ended: who is in it, and when."""
+"""The step loop sends the next step before the running one has ended: its jobs and its time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jobs import make_job
 from loop_driver import Rig, WatchedExecutor
 from policies import TIMES, make, one_job, quanta, skip_join
 
-# An iteration of 1 s decides the next one so long before its end.
+# How long before its end an iteration of 1 s decides the next one.
 LEAD = LEAD_S + LEAD_SHARE
 
 
@@ -30,7 +30,7 @@ def fcfs(rig_limits: BatchLimits | None = None, *, num_blocks: int = 100, **opti
 
 
 def send_ahead(rig: Rig) -> None:
-    """The next step at once, however long the running one may still take."""
+    """Sends the next step at once, however long the running one may still take."""
     rig.loop._run_next(behind=rig.loop._end_early())
 
 
@@ -142,7 +142,7 @@ def test_a_step_that_ends_before_it_was_expected_to_is_followed_as_ever() -> Non
 
 
 class Charged(SkipJoinMLFQ):
-    """Notes the tokens that it was told that each job has run."""
+    """A policy that records the tokens charged to each job."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -153,7 +153,7 @@ class Charged(SkipJoinMLFQ):
         self.tokens.update({job.number: num_tokens for job, num_tokens in ran})
 
 
-@pytest.mark.parametrize("num_blocks", [100, 8])  # with few, some choices ahead are in vain
+@pytest.mark.parametrize("num_blocks", [100, 8])  # with 8, some choices ahead are discarded
 @pytest.mark.parametrize("share", [0.25, 1.0, 1.05])
 def test_each_job_is_charged_once_for_all_its_tokens(num_blocks: int, share: float) -> None:
     policy = Charged(BatchLimits(3, 100), quanta(), TIMES)
@@ -164,7 +164,7 @@ def test_each_job_is_charged_once_for_all_its_tokens(num_blocks: int, share: flo
     for job in jobs:
         job.arrival_s = 2.5 * job.number
     ran: Counter[int] = Counter()
-    last: dict[int, int] = {}  # of the step that ends the job: it sinks to no queue any more
+    last: dict[int, int] = {}  # charged with the step that ends the job, which is demoted no more
     send_step = rig.loop._work.send_step
 
     def noting(batch: list[Scheduled], *arguments: Any, **options: Any) -> None:
@@ -195,7 +195,7 @@ def test_levels_are_those_of_steps_that_are_not_sent_ahead() -> None:
                 seen.append(job.queue_level)
         return seen
 
-    # The last step counts only as long as it was predicted to take yet.
+    # The last step counts only with its predicted remaining time.
     for slower in (1.0, 4.0):
         differ = sum(a != b for a, b in zip(levels(False, 1.0), levels(True, slower), strict=True))
         assert differ <= 4
@@ -250,7 +250,7 @@ def test_the_blocks_of_a_job_that_is_to_end_are_waited_for() -> None:
     ]
     rig.run(jobs)
     assert rig.counters.recomputed_jobs == 0
-    # It is chosen beside the decode that was sent when its blocks were still in use.
+    # The job is chosen next to the decode that was sent while its blocks were in use.
     assert (jobs[0].last_token_s, jobs[2].last_token_s) == (11.0, 20.0)
     assert rig.executor.num_ahead == rig.counters.iterations - 1
 
@@ -284,7 +284,7 @@ def test_a_job_cancelled_with_two_steps_under_way_keeps_its_blocks_until_both_en
 
 
 class NaNRanks(WatchedExecutor):
-    """Whose second step has no token."""
+    """Ranks whose second step returns NaN instead of a token."""
 
     def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
         result = super().collect(timeout_s)

@@ -1,4 +1,4 @@
-"""Jobs that wait for masks, beside jobs that do not."""
+"""Jobs that wait for masks run beside jobs that need none."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_alone_it_leaves_the_loop_idle_until_its_mask_comes() -> None:
     bound = bound_job(0)
     rig.loop.jobs.add(bound)
     assert rig.loop.is_idle
-    assert rig.loop.mask_wait_s == 0  # nobody knows how long it takes to compile
+    assert rig.loop.mask_wait_s == 0  # the time to compile is unknown
     rig.masks.deliver()
     assert not rig.loop.is_idle
     rig.run_cycle()

@@ -14,7 +14,7 @@ from loop_driver import BLOCK_SIZE, Rig
 from policies import POLICIES, make
 
 
-# Turns that end within prefills.
+# Turns of starving jobs that end within prefills.
 @example(seed=2**32, name="gittins", num_stages=1, ahead=False, chunk=True)
 @settings(max_examples=120)
 @given(
@@ -72,6 +72,6 @@ def test_every_job_ends_once_and_everything_is_freed(
         if num_tokens and reasons[job.number] is FinishReason.LENGTH:
             assert job.last_token_s is not None
             assert job.last_token_s - job.arrival_s >= job.executed_s - 1e-6
-            # A prefill of n tokens and the decodes after it, at least.
+            # The least time: a prefill of n tokens and the decodes after it.
             prefill_s = len(job.prompt_ids) if not chunk else 1
             assert job.executed_s >= prefill_s + num_tokens - 1 - 1e-6

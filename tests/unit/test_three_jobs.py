@@ -43,7 +43,7 @@ def completion_times(name: str) -> list[float]:
     ("name", "ends"),
     [
         ("fcfs", [2, 5.5, 6]),
-        # All prefills in order of arrival, for all are in Q1; then the decodes.
+        # All jobs are in Q1, so their prefills run in order of arrival, then the decodes.
         ("mlfq", [5, 6, 4]),
         # The second skips to the queue of quantum 4; the first sinks to that of 2 after its prefill
         ("skip_join_mlfq", [2.5, 6, 1.5]),

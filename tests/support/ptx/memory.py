@@ -69,11 +69,11 @@ class GlobalMemory:
 
 
 class SharedMemory:
-    """Of some programs of a grid, each with its own.
+    """The shared memories of some programs of a grid.
 
-    Between two barriers of a program a byte that a warp writes may be used by that warp alone, and
-    one that a warp reads may be written by that warp alone: else it is chance who comes first. Nor
-    may anything write what a product under way reads.
+    Between two barriers of a program, only the warp that writes a byte may use it, and only the
+    warp that reads a byte may write it: else the order is chance. Nothing may write what a product
+    under way reads.
     """
 
     def __init__(self, num_programs: int, num_bytes: int, num_groups: int) -> None:
@@ -83,11 +83,11 @@ class SharedMemory:
         size = num_programs * self._pitch
         self._bytes = np.full(size, POISON, np.uint8)
         self._barriers = np.zeros(num_programs, np.int32)
-        # For each byte: the number of barriers before its last access, and the warp.
+        # For each byte: the barriers before its last write or read, and the warp.
         self._written_at, self._writer = np.full(size, -1, np.int32), np.zeros(size, np.int32)
         self._read_at, self._reader = np.full(size, -1, np.int32), np.zeros(size, np.int32)
         self._products = np.zeros(size, np.int32)  # that read it and were not waited for
-        # Places of 16 bytes, whose they are, and of that warp group how many commits came before.
+        # Each: places of 16 bytes, the warp group that reads them, and its earlier commits.
         self._under_way: list[tuple[Array, Array, Array]] = []
         self._commits = np.zeros(num_groups, np.int32)
 
@@ -95,7 +95,7 @@ class SharedMemory:
         self._barriers[programs] += 1
 
     def places(self, addresses: Array, programs: Array, width: int) -> Array:
-        """Where, in what this object holds, each thread's bytes begin.
+        """The index in this object at which each thread's bytes begin.
 
         Raises:
             MachineError: an address is not a multiple of the width, or outside.

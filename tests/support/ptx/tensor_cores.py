@@ -19,9 +19,9 @@ from ptx.program import Instruction, vector
 _GROUP_WARPS = WARP_GROUP // WARP
 _LANES = np.arange(WARP)
 _ROWS, _COLUMNS = _LANES // 4, _LANES % 4 * 2
-"""Bytes of an 8 x 8 tile, of which each lane has two neighbours in a row."""
+"""Where a lane's numbers begin in an 8 x 8 tile: it has two neighbours of a row."""
 _DEPTH = 16
-"""Of each product."""
+"""The inner dimension of each product."""
 
 
 def _multiply(machine: Machine, i: Instruction, mask: Mask) -> None:

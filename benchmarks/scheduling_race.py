@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import shlex
+import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -74,6 +75,7 @@ def main() -> int:
             arguments.markdown,
             cells,
             shlex.join(["python", "-m", "benchmarks.scheduling_race", *sys.argv[1:]]),
+            commit(),
         )
     for line in verdicts(cells) or ["nowhere is ours worse"]:
         console.print(line, soft_wrap=True)
@@ -148,6 +150,12 @@ def race(courses: list[Course], variants: list[Variant], loads: tuple[float, ...
             results.append(one.result())
             bar.advance(task)
         return results
+
+
+def commit() -> str:
+    """Short hash of the checked-out commit."""
+    command = ("git", "rev-parse", "--short", "HEAD")
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def has_times(course: Course) -> bool:

@@ -105,7 +105,7 @@ _ABOUT_COLUMNS = f"""- **Load**: the rate over what FCFS serves when all jobs ar
 - **Idle latency**: mean normalized latency of jobs that have the system to themselves.
 - **Normalized latency**: completion time over output tokens.
 - **Completion time** (JCT): from arrival to the last token.
-- **Objectives**: the first token within {FIRST_TOKEN_S:g} s, and later ones within {TOKEN_S:g} s each
+- **Objectives**: the first token within {FIRST_TOKEN_S:g} s, later ones within {TOKEN_S:g} s each,
   on average. A cell has goodput if at most 0.01 of its jobs miss one.
 - **The best FCFS**: the best of three, for each figure by itself: with the shipped chunks of
   prefill, with chunks of 512 tokens, and with whole prompts.

@@ -1,4 +1,4 @@
-"""What the results of the race say: the best FCFS, where ours is worse, and pages of tables."""
+"""The race's report: the best FCFS, where ours is worse, and tables."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from benchmarks.race_cells import (
     Result,
 )
 
-# Ours over the best FCFS: what is worse.
+# Ours is worse if its figure over the best FCFS's is past one of these.
 _MOST_LATENCY = 1.03
 _LEAST_TOKENS = 0.97
 _MOST_JCT, _MOST_JCT_PREDICTED = 1.10, 1.0
-# Where FCFS's mean is over so many times its idle latency, ours is to be so many times better.
+# FCFS queues where its mean is over this many times its idle latency. There ours has to be this
+# many times better.
 _QUEUES, _BETTER = 3.0, 2.0
 
 _COLUMNS = (
@@ -144,7 +145,7 @@ def ratios(cells: Mapping[str, Mapping[str, Result]], variant: str, column: str)
 
 
 def frontier(cells: Mapping[str, Mapping[str, Result]]) -> list[str]:
-    """Of the cells where FCFS queues: for each variant the median of its ratios, as Markdown."""
+    """For each variant the median of its ratios over the cells where FCFS queues, as Markdown."""
     queues = {
         name: cell
         for name, cell in cells.items()
@@ -160,7 +161,7 @@ def frontier(cells: Mapping[str, Mapping[str, Result]]) -> list[str]:
 
 
 def verdicts(cells: Mapping[str, Mapping[str, Result]]) -> list[str]:
-    """A line for each cell and figure in which ours is worse than it has to be."""
+    """A line for each cell and figure in which ours misses a bound."""
     lines = []
     for name, cell in cells.items():
         if not any(variant.name in cell for variant in FCFS):
@@ -254,8 +255,8 @@ def _write_csv(path: Path, cells: Mapping[str, Mapping[str, Result]]) -> None:
 
 
 def _plot(path: Path, cells: Mapping[str, Mapping[str, Result]]) -> None:
-    """Every policy in every cell: normalized latency against completion time, mean and P99, each
-    over the best FCFS's."""
+    """Plots every policy in every cell, each figure over the best FCFS's: normalized latency
+    against mean and P99 of completion time."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -5,9 +5,9 @@
     python -m benchmarks.scheduling_race --trace FILE --system "llama-3-8b a100-80g"
     python -m benchmarks.scheduling_race --output race.json --markdown docs
 
-All of it is simulated. docs/scheduling_race.md says what the columns mean. It ends with a line for
-each cell in which ours, the shipped default with and without predictions, is worse than the best of
-three FCFS. A trace runs with its own gaps, and at each of --loads.
+All of it is simulated; docs/scheduling_race.md explains the columns. The output ends with a line
+for each cell in which ours is worse than the best of three FCFS. Ours is the shipped default, with
+and without predictions. A trace runs with its own gaps, and at each of --loads.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ INSTALLED := $(VENV)/.installed
 # stay together, see tests/support/sharing.py.
 WORKERS := -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
-# Seconds, no server; `check.py`'s dry run alone takes half a minute.
-FAST := tests/unit tests/client tests/simulation --ignore tests/unit/test_gpu_check.py
+# No server, and without the few tests that take a third of the time.
+FAST := tests/unit tests/client tests/simulation --ignore tests/unit/test_gpu_check.py \
+  --ignore tests/unit/test_paper_benchmarks.py
 
 # With the GPU's kernels as PTX. In bfloat16, which is what is mostly served and what Triton's
 # interpreter, where all dtypes are tested, gets wrong.

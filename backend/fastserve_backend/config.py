@@ -89,7 +89,7 @@ class ParallelSection(_Section):
         1, ge=1, description="Hosts with an equal share of the ranks; see docs/several_hosts.md."
     )
     node_rank: int = Field(
-        0, ge=0, description="Of this host; the engine is on 0, the others run torchrun."
+        0, ge=0, description="Number of this host; the engine is on 0, the others run torchrun."
     )
     master_addr: str = Field(
         "127.0.0.1",
@@ -100,7 +100,7 @@ class ParallelSection(_Section):
         0,
         ge=0,
         le=65534,
-        description="Where ranks of several hosts meet; the next is the engine's.",
+        description="Port where ranks of several hosts meet; the next port is the engine's.",
     )
 
     @property
@@ -181,8 +181,7 @@ class KVCacheSection(_Section):
     )
     prefix_caching: bool = Field(
         True,
-        description="Keep KV in blocks that are free, and copy that of running jobs, for jobs that "
-        "begin with the same tokens.",
+        description="Reuse KV of ended and running jobs for jobs that begin with the same tokens.",
     )
     strategy: SwapStrategy = Field(
         "proactive", description="What happens when the device's KV blocks are short."
@@ -192,7 +191,8 @@ class KVCacheSection(_Section):
     )
     write_back: bool = Field(
         True,
-        description="Copy KV to the host ahead while the link is idle (proactive, incremental).",
+        description="Copy KV to the host ahead while the link is idle; needs proactive and "
+        "incremental.",
     )
     device_dtype: Literal["same", "int8"] = Field(
         "same",
@@ -230,7 +230,7 @@ class SchedulerSection(_Section):
     )
     objective: Objective = Field(
         "balanced",
-        description="What the policy gittins minimises the mean of: latency per output token, job "
+        description="The mean that the policy gittins minimises: latency per output token, job "
         "completion time, or a balance of both.",
     )
     max_num_seqs: int | Literal["auto"] = Field(
@@ -258,9 +258,8 @@ class SchedulerSection(_Section):
     )
     starvation_ms: float | Literal["auto"] = Field(
         "auto",
-        description="After this wait, ms, a job has a turn before all others: until its first "
-        "token, or for as long again if it has one; a quarter of a batch at a time; auto: from "
-        "slo_ms.",
+        description="After this wait, ms, a job has a turn before all others, until its first "
+        "token, or for as long again if it has one. auto: from slo_ms.",
     )
     max_queued_requests: int = Field(
         4096, ge=1, description="Most unfinished jobs; more are refused as UNAVAILABLE."
@@ -268,8 +267,8 @@ class SchedulerSection(_Section):
     stream_interval: int = Field(
         1,
         ge=1,
-        description="Tokens that a streamed response waits for, 0.2 s or so at most, after the "
-        "first, which has one. More is less smooth, and less work for server and clients.",
+        description="Tokens of a streamed response, which waits for them 0.2 s or so at most; the "
+        "first has one. More is less smooth, and less work for server and clients.",
     )
     length_prediction: Literal["auto", "on", "off"] = Field(
         "auto",

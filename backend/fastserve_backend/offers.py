@@ -15,7 +15,7 @@ NextRunEstimate = Callable[[Job], tuple[float, float]]
 """A sort key of a job: a job with a smaller key is estimated to run sooner."""
 
 
-class Outcome(enum.Enum):
+class OfferOutcome(enum.Enum):
     """What became of a job that was offered."""
 
     TAKEN = enum.auto()
@@ -28,15 +28,15 @@ class Outcome(enum.Enum):
     """Others are about to compute what it begins with. It keeps its tokens of the iteration."""
 
 
-class Answer(NamedTuple):
+class OfferAnswer(NamedTuple):
     """What became of a job that was offered, and who need not be offered any more."""
 
-    outcome: Outcome
+    outcome: OfferOutcome
     closed: frozenset[Place] = frozenset()
     """No job whose KV is at one of these places is taken in the rest of the round."""
 
 
 EVERYWHERE = frozenset(Place)
-"""``Answer.closed`` when no other job is taken in the round."""
-TAKEN = Answer(Outcome.TAKEN)
+"""``OfferAnswer.closed`` when no other job is taken in the round."""
+TAKEN = OfferAnswer(OfferOutcome.TAKEN)
 """The only answer with this outcome: a constant is found faster than a member of an enum."""

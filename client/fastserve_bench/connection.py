@@ -31,7 +31,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TimedAnswer:
     """What the client saw of a successful job. Times are those of ``time.monotonic``."""
 
     first_token_s: float
@@ -53,7 +53,7 @@ class Connection(Protocol):
             ClientError: the server does not. The message says why.
         """
 
-    async def send(self, request: Request, timeout_s: float) -> Answer:
+    async def send(self, request: Request, timeout_s: float) -> TimedAnswer:
         """Sends one request and returns its answer. Cancelling the task cancels the job.
 
         Raises:

@@ -10,8 +10,8 @@ from typing import Any
 from fastserve_client.cancelling import cancel_all
 from fastserve_client.errors import ClientError
 
-from fastserve_bench.connection import Answer, Connection, Request
-from fastserve_bench.outcome import Failure, FailureKind, Outcome
+from fastserve_bench.connection import Connection, Request, TimedAnswer
+from fastserve_bench.outcome import Failure, FailureKind, LoadOutcome
 from fastserve_bench.report.records import JobRecord
 
 
@@ -34,7 +34,7 @@ class Driver:
     ) -> None:
         self.num_sent = 0
         self.num_output_tokens = 0
-        self.outcome = Outcome()
+        self.outcome = LoadOutcome()
         self._connection = connection
         self._requests = requests
         self._timeout_s = timeout_s
@@ -113,7 +113,7 @@ class Driver:
         self.outcome.failures.append(Failure(arrival_s, kind, message))
         self.outcome.last_failure_s = self.elapsed_s
 
-    def _record(self, answer: Answer, arrival_s: float, sent_s: float) -> JobRecord:
+    def _record(self, answer: TimedAnswer, arrival_s: float, sent_s: float) -> JobRecord:
         first_token_s = answer.first_token_s - self._started_s
         first_scheduled_s = None
         if answer.queued_s is not None:

@@ -21,7 +21,7 @@ from fastserve_client.errors import (
 )
 from fastserve_client.protocol import DEFAULT_GRPC_PORT
 
-from fastserve_bench.connection import Answer, Request, without_credentials
+from fastserve_bench.connection import Request, TimedAnswer, without_credentials
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
 _CHECK_TIMEOUT_S = 10.0
@@ -85,7 +85,7 @@ class OpenAIConnection:
                 f"model: got {self._model!r}; {self._url} has {', '.join(models) or 'none'}"
             )
 
-    async def send(self, request: Request, timeout_s: float) -> Answer:
+    async def send(self, request: Request, timeout_s: float) -> TimedAnswer:
         body: dict[str, Any] = {
             "model": self._model,
             "max_tokens": request.max_tokens,
@@ -124,7 +124,7 @@ class OpenAIConnection:
         return ConnectionFailed(f"no server at {self._url} ({reason}); name another --url")
 
 
-async def _read_answer(response: aiohttp.ClientResponse) -> Answer:
+async def _read_answer(response: aiohttp.ClientResponse) -> TimedAnswer:
     """Reads the events of an answer.
 
     An event may hold several tokens, so only ``usage`` tells how many there were. The first token
@@ -142,7 +142,7 @@ async def _read_answer(response: aiohttp.ClientResponse) -> Answer:
                 last_s = now_s  # an answer without text shows when it ends
     if last_s is None:
         raise ServerError("the answer had no token")
-    return Answer(first_s or last_s, last_s, *_token_counts(usage))
+    return TimedAnswer(first_s or last_s, last_s, *_token_counts(usage))
 
 
 def _choices(event: Mapping[str, Any]) -> list[dict[str, Any]]:

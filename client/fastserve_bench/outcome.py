@@ -58,7 +58,7 @@ class Failure:
 
 
 @dataclass(slots=True)
-class Outcome:
+class LoadOutcome:
     """One run. Times are seconds since it began."""
 
     records: list[JobRecord] = field(default_factory=list)

@@ -10,7 +10,7 @@ from itertools import groupby
 
 import numpy as np
 
-from fastserve_bench.outcome import Outcome, count_kinds
+from fastserve_bench.outcome import LoadOutcome, count_kinds
 from fastserve_bench.report.objectives import Objectives, attainment, highest_rate
 from fastserve_bench.report.summary import Summary, median_summary
 from fastserve_bench.report.sweep import SweepPoint
@@ -36,7 +36,7 @@ class Point:
     """Share of the jobs sent that met the objectives."""
 
     @property
-    def outcomes(self) -> Sequence[Outcome]:
+    def outcomes(self) -> Sequence[LoadOutcome]:
         return [run.outcome for run in self.runs]
 
     @property
@@ -170,7 +170,7 @@ def _p95(point: Point) -> float:
     return statistics.median(_p95_with_failures(outcome) for outcome in point.outcomes)
 
 
-def _p95_with_failures(outcome: Outcome) -> float:
+def _p95_with_failures(outcome: LoadOutcome) -> float:
     latencies = [job.normalized_latency_s for job in outcome.records]
     latencies += [math.inf] * len(outcome.failures)
     # Do not interpolate between a number and infinity.

@@ -13,7 +13,7 @@ from fastserve_client.errors import ClientError, ServerOverloaded
 
 from fastserve_bench.connection import Connection, Request
 from fastserve_bench.driver import Driver
-from fastserve_bench.outcome import Outcome
+from fastserve_bench.outcome import LoadOutcome
 from fastserve_bench.report.summary import Summary, summarize
 from fastserve_bench.requests import exact_requests, natural_requests
 from fastserve_bench.workload import TraceJob, Workload, mean_rate
@@ -97,7 +97,7 @@ class Run:
     label: str
     load: Load
     repeat: int
-    outcome: Outcome
+    outcome: LoadOutcome
 
     @cached_property
     def summary(self) -> Summary | None:

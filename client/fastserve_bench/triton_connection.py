@@ -8,7 +8,7 @@ from fastserve_client.aio_client import AsyncFastServeClient
 from fastserve_client.errors import ConnectionFailed, ServerError
 from fastserve_client.protocol import MODEL_NAME
 
-from fastserve_bench.connection import Answer, Request
+from fastserve_bench.connection import Request, TimedAnswer
 
 
 class TritonConnection:
@@ -23,7 +23,7 @@ class TritonConnection:
                 "start one with 'fastserve serve MODEL', or name another --url or --model"
             )
 
-    async def send(self, request: Request, timeout_s: float) -> Answer:
+    async def send(self, request: Request, timeout_s: float) -> TimedAnswer:
         first_token_s = last_token_s = None
         num_tokens = 0
         async with self._client.stream(
@@ -44,7 +44,7 @@ class TritonConnection:
             raise ServerError("the answer had no token")
         if not chunk.num_input_tokens:
             raise ServerError("the answer did not say how many tokens its prompt had")
-        return Answer(
+        return TimedAnswer(
             first_token_s,
             last_token_s,
             prompt_tokens=chunk.num_input_tokens,

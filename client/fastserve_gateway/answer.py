@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from fastserve_client import protocol
 from fastserve_client.results import Chunk, Completion
 
-from fastserve_gateway.jobs import Job
+from fastserve_gateway.jobs import CompletionJob
 from fastserve_gateway.schemas import ChatRequest, CompletionRequest
 
 # One encoder for all: json.dumps would make one for each event.
@@ -104,12 +104,12 @@ class Answer(ABC):
         """Names of the server's fields in this request, where they differ from completions."""
         return self._fields
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[CompletionJob]:
         """``n`` jobs for each prompt. Those of one prompt are neighbours and differ by seed."""
         request = self._request
         options = request.options()
         return [
-            Job(
+            CompletionJob(
                 prompt,
                 f"{self._id}-{place * request.num_choices + choice}",
                 {**options, "seed": request.choice_seed(choice)},

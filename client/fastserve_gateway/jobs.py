@@ -18,7 +18,7 @@ _REFUSAL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CompletionJob:
     """One choice of the answer. Its index there is its index in the list of jobs."""
 
     prompt: Prompt
@@ -27,7 +27,9 @@ class Job:
     options: SamplingOptions
 
 
-async def complete_all(client: AsyncFastServeClient, jobs: Sequence[Job]) -> list[Completion]:
+async def complete_all(
+    client: AsyncFastServeClient, jobs: Sequence[CompletionJob]
+) -> list[Completion]:
     """Runs all jobs. The first error cancels the others, and so does a cancellation.
 
     Raises ClientError.
@@ -46,7 +48,7 @@ async def complete_all(client: AsyncFastServeClient, jobs: Sequence[Job]) -> lis
 
 
 async def stream_all(
-    client: AsyncFastServeClient, jobs: Sequence[Job]
+    client: AsyncFastServeClient, jobs: Sequence[CompletionJob]
 ) -> AsyncGenerator[tuple[int, Chunk]]:
     """Yields chunks of all jobs as they come, with the index of their job.
 
@@ -84,7 +86,7 @@ async def stream_all(
         await cancel_all(tasks)
 
 
-def _stream(client: AsyncFastServeClient, job: Job) -> AsyncTokenStream:
+def _stream(client: AsyncFastServeClient, job: CompletionJob) -> AsyncTokenStream:
     return client.stream(job.prompt, request_id=job.request_id, **job.options)
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import pytest
-from fastserve_bench.connection import Answer, Request
+from fastserve_bench.connection import Request, TimedAnswer
 from fastserve_bench.driver import Driver
 from fastserve_client.errors import (
     ClientError,
@@ -24,22 +24,22 @@ DEADLINE_S = 20.0
 REQUEST = Request([40, 41, 42], max_tokens=4, exact=True)
 
 
-def answer(output_tokens: int = 4, queued_s: float | None = None) -> Answer:
+def answer(output_tokens: int = 4, queued_s: float | None = None) -> TimedAnswer:
     now_s = time.monotonic()
-    return Answer(now_s, now_s + 0.5, 3, output_tokens, queued_s)
+    return TimedAnswer(now_s, now_s + 0.5, 3, output_tokens, queued_s)
 
 
 class Server:
     """Answers as the test says, and counts what is under way."""
 
-    def __init__(self, respond: Callable[[int], Awaitable[Answer]]) -> None:
+    def __init__(self, respond: Callable[[int], Awaitable[TimedAnswer]]) -> None:
         self.num_sent = self.num_open = self.most_open = 0
         self._respond = respond
 
     async def check(self) -> None:
         pass
 
-    async def send(self, request: Request, timeout_s: float) -> Answer:
+    async def send(self, request: Request, timeout_s: float) -> TimedAnswer:
         number = self.num_sent
         self.num_sent += 1
         self.num_open += 1
@@ -60,7 +60,7 @@ def driver(server: Server, num_jobs: int) -> Driver:
 async def test_an_open_loop_sends_whatever_has_finished() -> None:
     all_sent = asyncio.Event()
 
-    async def respond(number: int) -> Answer:
+    async def respond(number: int) -> TimedAnswer:
         if number == 9:
             all_sent.set()
         await all_sent.wait()  # a closed loop would wait here for ever
@@ -77,7 +77,7 @@ async def test_an_open_loop_sends_whatever_has_finished() -> None:
 
 
 async def test_latency_counts_from_the_arrival_and_not_from_the_sending() -> None:
-    async def respond(number: int) -> Answer:
+    async def respond(number: int) -> TimedAnswer:
         return answer(queued_s=0.0)
 
     one = driver(Server(respond), 1)
@@ -89,7 +89,7 @@ async def test_latency_counts_from_the_arrival_and_not_from_the_sending() -> Non
 
 
 async def test_a_closed_loop_keeps_so_many_under_way() -> None:
-    async def respond(number: int) -> Answer:
+    async def respond(number: int) -> TimedAnswer:
         await asyncio.sleep(0)
         return answer()
 
@@ -112,7 +112,7 @@ async def test_a_closed_loop_keeps_so_many_under_way() -> None:
     ],
 )
 async def test_failures_are_counted_by_kind_and_end_nothing(error: ClientError, kind: str) -> None:
-    async def respond(number: int) -> Answer:
+    async def respond(number: int) -> TimedAnswer:
         if number == 1:
             raise error
         return answer()
@@ -124,7 +124,7 @@ async def test_failures_are_counted_by_kind_and_end_nothing(error: ClientError, 
 
 
 async def test_another_length_than_the_wanted_one_is_a_failure() -> None:
-    async def respond(number: int) -> Answer:
+    async def respond(number: int) -> TimedAnswer:
         return answer(output_tokens=3)
 
     one = driver(Server(respond), 1)
@@ -138,7 +138,7 @@ async def test_another_length_than_the_wanted_one_is_a_failure() -> None:
 async def test_what_is_under_way_when_interrupted_is_cancelled(closed: bool) -> None:
     started = asyncio.Event()
 
-    async def respond(number: int) -> Answer:
+    async def respond(number: int) -> TimedAnswer:
         if number == 0:
             return answer()
         started.set()
@@ -160,12 +160,12 @@ async def test_what_is_under_way_when_interrupted_is_cancelled(closed: bool) -> 
 
 
 async def test_the_last_failure_ends_a_run() -> None:
-    async def respond(number: int) -> Answer:
+    async def respond(number: int) -> TimedAnswer:
         if number == 1:
             await asyncio.sleep(0.05)
             raise ServerError("broken")
         now_s = time.monotonic()
-        return Answer(now_s, now_s, 3, 4)
+        return TimedAnswer(now_s, now_s, 3, 4)
 
     one = driver(Server(respond), 2)
     await asyncio.wait_for(one.open_loop([0.0, 0.0]), DEADLINE_S)

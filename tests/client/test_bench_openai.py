@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from fastserve_bench.connection import Answer, Request
+from fastserve_bench.connection import Request, TimedAnswer
 from fastserve_bench.openai_connection import OpenAIConnection
 from fastserve_client.errors import ConnectionFailed, InvalidRequest, RequestCancelled, ServerError
 
@@ -57,7 +57,7 @@ def url(usage: dict[str, Any], events: list[dict[str, Any]], prefix: str) -> Ite
         thread.join()
 
 
-async def send(url: str) -> Answer:
+async def send(url: str) -> TimedAnswer:
     connection = OpenAIConnection(url, "fastserve", None)
     try:
         return await connection.send(Request("a", 4, exact=False), DEADLINE_S)

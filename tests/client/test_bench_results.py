@@ -10,7 +10,7 @@ import pytest
 from fastserve_bench.comparison import compare, comparison_table
 from fastserve_bench.connection import Target
 from fastserve_bench.figures import write_figures
-from fastserve_bench.outcome import Failure, FailureKind, Outcome
+from fastserve_bench.outcome import Failure, FailureKind, LoadOutcome
 from fastserve_bench.own_server import OwnServer
 from fastserve_bench.points import Point, gather_points, sweep_points, within_objectives
 from fastserve_bench.report.objectives import Objectives, highest_rate
@@ -36,11 +36,11 @@ def plan(*loads: Load) -> Plan:
     return Plan(workload, loads, repeats=2, timeout_s=1.0, warmup=0, vocab_size=1000)
 
 
-def outcome(*latencies_s: float, refused: int = 0) -> Outcome:
+def outcome(*latencies_s: float, refused: int = 0) -> LoadOutcome:
     """Jobs of four tokens."""
     failures = [Failure(0.0, FailureKind.REFUSED, "the queue is full")] * refused
     records = [measured(latency_s) for latency_s in latencies_s]
-    return Outcome(records, failures, [0.001] * (len(records) + refused))
+    return LoadOutcome(records, failures, [0.001] * (len(records) + refused))
 
 
 def measured(latency_s: float) -> JobRecord:
@@ -56,7 +56,7 @@ def sweep() -> list[Point]:
         Run("b", FAST, 0, outcome(3.0, refused=1)),
         Run("a", SLOW, 1, outcome(2.0, 2.0)),
         Run("b", SLOW, 1, outcome(3.0, 3.0)),
-        Run("a", FAST, 1, Outcome()),  # interrupted before the first job
+        Run("a", FAST, 1, LoadOutcome()),  # interrupted before the first job
     ]
     return gather_points(runs, plan(SLOW, FAST), SLO)
 
@@ -107,7 +107,7 @@ def test_beyond_its_sweep_is_beyond_what_the_server_itself_got() -> None:
 
 def test_ctrl_c_is_no_failure_of_the_server() -> None:
     cancelled = [Failure(0.0, FailureKind.CANCELLED, "the run was interrupted")]
-    interrupted = Outcome([measured(2.0)], cancelled, [0.001] * 2, interrupted=True)
+    interrupted = LoadOutcome([measured(2.0)], cancelled, [0.001] * 2, interrupted=True)
     whole = [Run(label, SLOW, 0, outcome(2.0)) for label in ("a", "b")]
 
     points = gather_points([*whole, Run("b", SLOW, 1, interrupted)], plan(SLOW, FAST), SLO)
@@ -150,7 +150,7 @@ def test_tables_fit_a_hundred_columns_and_show_the_unknown_as_a_dash() -> None:
 def test_eighty_columns_cut_no_number_and_no_label(label: str) -> None:
     """As many as a pipe has."""
     jobs = [JobRecord(0.0, None, 123.4, 2345.6, prompt_tokens=8, output_tokens=40)] * 12
-    runs = [Run(name, SLOW, 0, Outcome(jobs, [], [2.345] * 12)) for name in (label, "b")]
+    runs = [Run(name, SLOW, 0, LoadOutcome(jobs, [], [2.345] * 12)) for name in (label, "b")]
     points = gather_points(runs, plan(SLOW), SLO)
     tables = [
         *result_tables(points, "jobs/s"),
@@ -217,7 +217,7 @@ def test_three_figures_are_drawn(tmp_path: Path, ending: str) -> None:
 
 def test_a_timeline_names_only_what_is_known(tmp_path: Path) -> None:
     def texts(*records: JobRecord) -> str:
-        one = Outcome(list(records), [], [0.0] * len(records))
+        one = LoadOutcome(list(records), [], [0.0] * len(records))
         points = gather_points([Run("a", SLOW, 0, one)], plan(SLOW), SLO)
         return write_figures(points, tmp_path / "out.svg", 1.0)[2].read_text()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from fastserve_bench.command import bench_command
-from fastserve_bench.connection import Answer, Request, Target
+from fastserve_bench.connection import Request, Target, TimedAnswer
 from fastserve_bench.report.objectives import Objectives
 from fastserve_bench.report.output import Output
 from fastserve_bench.session import Load, Plan, Session
@@ -35,11 +35,11 @@ class Server:
     async def check(self) -> None:
         pass
 
-    async def send(self, request: Request, timeout_s: float) -> Answer:
+    async def send(self, request: Request, timeout_s: float) -> TimedAnswer:
         now_s = time.monotonic()
         self._asked.append((self._label, now_s))
         self.prompts.append(request.prompt)
-        return Answer(now_s, now_s, len(request.prompt), request.max_tokens)
+        return TimedAnswer(now_s, now_s, len(request.prompt), request.max_tokens)
 
     async def close(self) -> None:
         pass
@@ -105,7 +105,7 @@ async def test_the_warm_up_sends_texts_that_the_first_run_does_not_begin_with(
 class Slow(Server):
     """Its answers take a while, so that their rates are finite."""
 
-    async def send(self, request: Request, timeout_s: float) -> Answer:
+    async def send(self, request: Request, timeout_s: float) -> TimedAnswer:
         answer = await super().send(request, timeout_s)
         await asyncio.sleep(0.01)
         return replace(answer, last_token_s=time.monotonic())
@@ -118,7 +118,7 @@ class Hostile(Slow):
         super().__init__("a", [])
         self._folder = folder
 
-    async def send(self, request: Request, timeout_s: float) -> Answer:
+    async def send(self, request: Request, timeout_s: float) -> TimedAnswer:
         if self._folder.exists():
             self._folder.rmdir()
         return await super().send(request, timeout_s)

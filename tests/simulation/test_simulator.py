@@ -80,7 +80,10 @@ def random_simulation(seed: int) -> tuple[list[TraceJob], Simulation]:
     return trace, simulation
 
 
-@pytest.mark.parametrize("first", range(0, 10_000, 1000))
+@pytest.mark.parametrize(
+    "first",
+    [0, 1000, *(pytest.param(n, marks=pytest.mark.repeated) for n in range(2000, 10_000, 1000))],
+)
 def test_ten_thousand_random_traces(first: int) -> None:
     """No job is lost or late by magic, and the block tables are whole after every step."""
     num_recomputed = num_preempted = 0

@@ -3,21 +3,26 @@
 A test that is marked ``@pytest.mark.one_of("dtype")`` takes with each combination of its other
 parameters the next dtype, not all of them. With ``key``, a function of the parameter's value, it
 takes one of the values that have the same key.
+
+The mark ``repeated`` is for what other tests do with other random numbers.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 import pytest
+
+T = TypeVar("T", bound=Hashable)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-combinations",
         action="store_true",
-        help="run tests that are marked `one_of` with all combinations of their parameters",
+        help="run tests marked `one_of` with all combinations, and those marked `repeated`",
     )
     parser.addoption("--part", metavar="N/M", help="of every M tests run the Nth alone")
 
@@ -28,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "one_of(parameter, key=None): one value of it with each combination of the others, "
         "unless --all-combinations",
     )
+    config.addinivalue_line("markers", "repeated: runs with --all-combinations alone")
 
 
 @pytest.hookimpl(trylast=True)  # of what `-k` and `-m` leave
@@ -53,11 +59,11 @@ def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
         if mark := item.get_closest_marker("one_of"):
             test = item.nodeid.partition("[")[0]
             matrices[test][_others(item, *mark.args, **mark.kwargs)].append(item)
-    repeated: set[pytest.Item] = set()
+    repeated = {item for item in items if item.get_closest_marker("repeated")}
     for matrix in matrices.values():
         rows = list(matrix.values())
         repeated.update(*rows)
-        repeated -= _next_of_each(rows)
+        repeated -= next_of_each(rows)
     return repeated
 
 
@@ -70,7 +76,7 @@ def _others(
     return tuple(sorted(others.items())), key(callspec.params[parameter])
 
 
-def _next_of_each(rows: list[list[pytest.Item]]) -> set[pytest.Item]:
+def next_of_each(rows: list[list[T]]) -> set[T]:
     """Of each row the item behind that of the row before; of a few rows, each item of one."""
     width = max(map(len, rows))
     taken = set()

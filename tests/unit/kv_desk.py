@@ -12,7 +12,7 @@ from fastserve_backend.kv_cache.round import Round
 from fastserve_backend.kv_cache.tiers import Transfer, TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.metrics.latency_histograms import LatencyHistograms
-from fastserve_backend.offers import Outcome
+from fastserve_backend.offers import OfferOutcome
 from fastserve_backend.rank_protocol.link import Link
 from jobs import make_job, run_iteration
 from policies import TIMES, LinearTimes
@@ -84,7 +84,7 @@ class Desk:
             self.known[job.number] = job
             self.round.find_prefix(job)
             self.answer = self.round.offer(job, tokens or job.num_uncomputed)
-            if self.answer.outcome is Outcome.TAKEN:
+            if self.answer.outcome is OfferOutcome.TAKEN:
                 taken.append(job)
         result = self.round.commit()
         self.begun, self.verdict = result.transfers, result.verdict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fastserve_backend.job import Job, Place
-from fastserve_backend.offers import TAKEN, Answer, Outcome
+from fastserve_backend.offers import TAKEN, OfferAnswer, OfferOutcome
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled, fill_batch
 from fastserve_backend.scheduler.memory import UNLIMITED
 from jobs import make_job, run_iteration
@@ -201,9 +201,9 @@ class NothingFromTheHost:
     def find_prefix(self, job: Job) -> None:
         pass
 
-    def offer(self, job: Job, num_tokens: int) -> Answer:
+    def offer(self, job: Job, num_tokens: int) -> OfferAnswer:
         self.offered.append(job.number)
-        return Answer(Outcome.NO_ROOM, self._closed) if job.place is Place.HOST else TAKEN
+        return OfferAnswer(OfferOutcome.NO_ROOM, self._closed) if job.place is Place.HOST else TAKEN
 
 
 @pytest.mark.parametrize(("closes_host", "num_offered"), [(False, 3), (True, 1)])

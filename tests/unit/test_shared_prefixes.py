@@ -9,7 +9,7 @@ import pytest
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import FinishReason, Job
 from fastserve_backend.kv_cache.round import StepVerdict
-from fastserve_backend.offers import Answer
+from fastserve_backend.offers import OfferAnswer
 from fastserve_backend.rank_protocol.messages import Step
 from fastserve_backend.scheduler.base import BatchLimits, fill_batch
 from jobs import make_job
@@ -346,7 +346,7 @@ def test_of_those_who_wait_for_one_as_many_are_looked_at_as_have_tokens(
     kv_round = desk.manager.start_round(1.0, set())
     offer = kv_round.offer
 
-    def note(job: Job, num_tokens: int) -> Answer:
+    def note(job: Job, num_tokens: int) -> OfferAnswer:
         offered.append(job.number)
         return offer(job, num_tokens)
 

@@ -79,12 +79,12 @@ class Tokenizer(ABC):
         """Text of `token_ids` without special tokens. Invalid UTF-8 becomes U+FFFD."""
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
 
-    def stream(self) -> TokenStream:
+    def stream(self) -> TextDecoder:
         """A new incremental decoder for one job's generated tokens."""
-        return TokenStream(self)
+        return TextDecoder(self)
 
 
-class TokenStream:
+class TextDecoder:
     """Decodes one job's tokens as they arrive. All pieces joined equal `Tokenizer.decode` of all
     ids.
 

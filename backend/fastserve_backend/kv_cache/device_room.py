@@ -12,7 +12,7 @@ from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.swapping import Swapping
 from fastserve_backend.kv_cache.tiers import TwoTierKV
 from fastserve_backend.metrics.counters import EngineCounters
-from fastserve_backend.offers import TAKEN, Outcome
+from fastserve_backend.offers import TAKEN, OfferOutcome
 
 # Where no job can be swapped, a new job starts only if each job on the device can still grow by so
 # many blocks. Otherwise those would soon take each other's KV and compute it again.
@@ -81,7 +81,7 @@ class DeviceRoom:
         self.num_promised += missing
         return True
 
-    def give(self, job: Job, num_tokens: int, *, is_new: bool) -> Outcome:
+    def give(self, job: Job, num_tokens: int, *, is_new: bool) -> OfferOutcome:
         """Give a new job, or one on the device, blocks for its first ``num_tokens`` tokens."""
         missing = self._device.missing(job.number, num_tokens)
         if missing:
@@ -93,7 +93,7 @@ class DeviceRoom:
             counters.peak_blocks = max(counters.peak_blocks, self._device.num_used)
         return TAKEN.outcome
 
-    def bring_back(self, job: Job, num_tokens: int) -> Outcome:
+    def bring_back(self, job: Job, num_tokens: int) -> OfferOutcome:
         """A job whose KV is on the host or moves needs it for its next ``num_tokens`` tokens. Start
         to bring it back, if there is room."""
         tiers = self._parts.tiers
@@ -102,21 +102,27 @@ class DeviceRoom:
             if self._reserve(job, self._device.blocks_for(room_for), keeps_work=False):
                 self._parts.swapping.swap_in(job, room_for, self._state)
         is_moving = tiers.transfer(job.number) is not None
-        return Outcome.WAITS_FOR_COPIES if is_moving or self._is_coming() else Outcome.NO_ROOM
+        return (
+            OfferOutcome.WAITS_FOR_COPIES
+            if is_moving or self._is_coming()
+            else OfferOutcome.NO_ROOM
+        )
 
-    def _give_missing(self, job: Job, num_tokens: int, missing: int, *, is_new: bool) -> Outcome:
+    def _give_missing(
+        self, job: Job, num_tokens: int, missing: int, *, is_new: bool
+    ) -> OfferOutcome:
         parts = self._parts
         # With this strategy nobody computes again for a new job, unless that starves.
         keeps_work = is_new and parts.strategy == "proactive" and not parts.order.has_turn(job)
         if keeps_work and not self._leaves_room_to_grow(missing):
             parts.prefixes.give_back_of(job)  # jobs that have begun may need these blocks
-            return Outcome.NO_ROOM
+            return OfferOutcome.NO_ROOM
         if self._reserve(job, missing, keeps_work=keeps_work):
             self._device.grow(job.number, num_tokens)
-            return Outcome.TAKEN
+            return OfferOutcome.TAKEN
         if keeps_work:
             parts.prefixes.give_back_of(job)
-        return Outcome.WAITS_FOR_COPIES if self._is_coming() else Outcome.NO_ROOM
+        return OfferOutcome.WAITS_FOR_COPIES if self._is_coming() else OfferOutcome.NO_ROOM
 
     def _leaves_room_to_grow(self, num_blocks: int) -> bool:
         """Whether the jobs on the device can still grow if a new job takes ``num_blocks``."""

@@ -13,23 +13,23 @@ from fastserve_backend.kv_cache.holders import RoundState
 from fastserve_backend.kv_cache.look_ahead import LookAhead
 from fastserve_backend.kv_cache.prefixes import PrefixCopies
 from fastserve_backend.kv_cache.tiers import Transfer
-from fastserve_backend.offers import EVERYWHERE, TAKEN, Answer, Outcome
+from fastserve_backend.offers import EVERYWHERE, TAKEN, OfferAnswer, OfferOutcome
 
 # What is closed, as a sum: the index of ``_answers``. Nothing is 0.
 _NEW, _HOST, _ALL = 1, 2, 4
 
 
-def _answers(outcome: Outcome) -> tuple[Answer, ...]:
+def _answers(outcome: OfferOutcome) -> tuple[OfferAnswer, ...]:
     """The answers of one outcome, by what is closed. They are made once, since a round may pass
     over thousands of jobs."""
     new, host = Place.NOWHERE, Place.HOST
     some = (frozenset[Place](), frozenset({new}), frozenset({host}), frozenset({new, host}))
-    return tuple(Answer(outcome, closed) for closed in (*some, EVERYWHERE))
+    return tuple(OfferAnswer(outcome, closed) for closed in (*some, EVERYWHERE))
 
 
-_NO_ROOM = _answers(Outcome.NO_ROOM)
-_WAITS_FOR_COPIES = _answers(Outcome.WAITS_FOR_COPIES)
-_WAITS_FOR_PREFIX = _answers(Outcome.WAITS_FOR_PREFIX)
+_NO_ROOM = _answers(OfferOutcome.NO_ROOM)
+_WAITS_FOR_COPIES = _answers(OfferOutcome.WAITS_FOR_COPIES)
+_WAITS_FOR_PREFIX = _answers(OfferOutcome.WAITS_FOR_PREFIX)
 
 
 class StepVerdict(enum.Enum):
@@ -121,7 +121,7 @@ class Round:
         may_take_over = is_new and (fits or not self._room.num_promised)
         self.prefixes.find(job, may_take_over=may_take_over, may_copy=fits)
 
-    def offer(self, job: Job, num_tokens: int) -> Answer:
+    def offer(self, job: Job, num_tokens: int) -> OfferAnswer:
         """Give the job blocks for its next ``num_tokens`` tokens, if need be from less urgent jobs.
 
         A job that the policy does not offer, for want of tokens, may lose its blocks.
@@ -153,7 +153,7 @@ class Round:
                 self.taken.append(job)
                 return TAKEN
         self._is_closed_to_new |= is_new
-        if outcome is Outcome.NO_ROOM:
+        if outcome is OfferOutcome.NO_ROOM:
             return self._pass_over(_NO_ROOM)
         self.stalled.append(job)
         return self._pass_over(_WAITS_FOR_COPIES)
@@ -172,7 +172,7 @@ class Round:
                 self._look_ahead.on_round_end(self._state, self._room)
         return RoundResult(verdict, self._state.transfers, self.prefixes.copies)
 
-    def _pass_over(self, answers: tuple[Answer, ...]) -> Answer:
+    def _pass_over(self, answers: tuple[OfferAnswer, ...]) -> OfferAnswer:
         """The one of these answers, see ``_answers``, that says what is closed by now."""
         is_settled = self._is_closed_to_new and self._num_settled >= len(self._have_kv)
         if is_settled or self._room.is_too_early:

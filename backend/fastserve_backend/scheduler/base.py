@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from fastserve_backend.job import Job, Place
-from fastserve_backend.offers import EVERYWHERE, TAKEN, NextRunEstimate, Outcome
+from fastserve_backend.offers import EVERYWHERE, TAKEN, NextRunEstimate, OfferOutcome
 from fastserve_backend.scheduler.memory import Memory
 from fastserve_backend.scheduler.walk import Walk
 
@@ -293,7 +293,7 @@ def fill_batch(
             for place in closed:
                 jobs.skip(place)
             # Once new jobs are closed, no prompt behind can take the tokens.
-            if outcome is not Outcome.WAITS_FOR_PREFIX or Place.NOWHERE in closed:
+            if outcome is not OfferOutcome.WAITS_FOR_PREFIX or Place.NOWHERE in closed:
                 continue
         tokens_left -= needed
         if is_prefill and chunk_left is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from fastserve_backend.job import Job
-from fastserve_backend.offers import TAKEN, Answer
+from fastserve_backend.offers import TAKEN, OfferAnswer
 
 
 class Memory(Protocol):
@@ -19,7 +19,7 @@ class Memory(Protocol):
         first tokens. Called before the job's tokens of the iteration are counted."""
         ...
 
-    def offer(self, job: Job, num_tokens: int) -> Answer:
+    def offer(self, job: Job, num_tokens: int) -> OfferAnswer:
         """Give the job memory for its next ``num_tokens`` tokens, if there is any for it."""
         ...
 
@@ -30,7 +30,7 @@ class Unlimited:
     def find_prefix(self, job: Job) -> None:
         pass
 
-    def offer(self, job: Job, num_tokens: int) -> Answer:
+    def offer(self, job: Job, num_tokens: int) -> OfferAnswer:
         return TAKEN
 
 

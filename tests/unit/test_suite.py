@@ -1,0 +1,33 @@
+"""What `make test` leaves out of a matrix, and how it distributes tests over workers."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from matrices import next_of_each
+
+
+@pytest.mark.parametrize(("num_rows", "width"), list(product(range(1, 8), range(1, 5))))
+def test_each_row_and_each_column_is_run(num_rows: int, width: int) -> None:
+    rows = [[(row, column) for column in range(width)] for row in range(num_rows)]
+    run = next_of_each(rows)
+    assert len(run) == max(num_rows, width)
+    assert {row for row, _ in run} == set(range(num_rows))
+    assert {column for _, column in run} == set(range(width))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_columns_do_not_go_along_with_a_parameter_of_as_many_values(size: int) -> None:
+    rows = [
+        [(outer, inner, column) for column in range(size)]
+        for outer, inner in product(range(size), repeat=2)
+    ]
+    pairs = {(inner, column) for _, inner, column in next_of_each(rows)}
+    assert len(pairs) == size**2
+
+
+def test_a_worker_has_the_groups(request: pytest.FixtureRequest) -> None:
+    if not hasattr(request.config, "workerinput"):
+        pytest.skip("it is no worker of xdist's")
+    assert request.node.nodeid.endswith("::test_a_worker_has_the_groups@test_suite.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,14 @@ pytest_plugins = ("shared_server", "shared_gateway", "sharing", "matrices", "for
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
-# As ranks do: threads of torch that spin for long take the cores from each other, of several
-# workers and of the servers that they test. Read when torch is imported.
+# As in ranks: threads of torch that spin for long take the cores from other workers, and from the
+# servers that are tested. OpenMP reads it when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+
+# A shell without job control starts background programs with Ctrl-C ignored. So would be the programs
+# that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Without a GPU, kernels in the Triton language run in its interpreter, or compiled on an emulator
 # (see `ptx`). Triton reads which when it is first imported, which may be by a library that has

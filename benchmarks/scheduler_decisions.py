@@ -126,7 +126,7 @@ class Decisions:
         arrived = [self._new_job() for _ in ended]
         started = time.thread_time()
         kv.on_sent()
-        policy.iteration_done(batch, self._now_s)
+        policy.on_iteration_finished(batch, self._now_s)
         for job in ended:
             policy.remove(job)
             kv.release(job)

@@ -123,9 +123,9 @@ def test_a_rank_that_is_not_ready_may_be_silent_for_longer(monkeypatch: pytest.M
     monkeypatch.setattr(rank_processes, "HEARTBEAT_TIMEOUT_S", -1.0)
     ranks = RankProcesses(zmq.Poller())
     ranks.start(1, [], num_local=0)
-    ranks.heard_from(0)
+    ranks.on_message(0)
     ranks.check_heard()
-    ranks.all_ready()
+    ranks.on_all_ready()
     with pytest.raises(EngineError, match="rank 0 has not answered"):
         ranks.check_heard()
 
@@ -137,14 +137,14 @@ def test_a_pause_of_the_engine_is_no_silence_of_the_ranks(monkeypatch: pytest.Mo
     ranks = RankProcesses(zmq.Poller())
     ranks.start(2, [], num_local=0)
     for rank in range(2):
-        ranks.heard_from(rank)
-    ranks.all_ready()
+        ranks.on_message(rank)
+    ranks.on_all_ready()
     now_s = 100.0
-    ranks.heard_from(0)
+    ranks.on_message(0)
     ranks.check_heard()
     for _ in range(7):
         now_s += 1.0
-        ranks.heard_from(0)
+        ranks.on_message(0)
         ranks.check_heard()
     now_s += 1.0
     with pytest.raises(EngineError, match="rank 1 has not answered for 8 s"):
@@ -158,18 +158,18 @@ def test_idle_ranks_cost_nothing_listen_on_loopback_alone_and_one_that_dies_is_r
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     heartbeats: Counter[int] = Counter()
-    heard_from = RankProcesses.heard_from
+    on_message = RankProcesses.on_message
 
     def count(processes: RankProcesses, rank: int) -> None:
         heartbeats[rank] += 1
-        heard_from(processes, rank)
+        on_message(processes, rank)
 
     with ParallelLLM(small_opt, tokenizer, 2, 1) as llm:
         ranks = ranks_of(llm.executors[0])
         assert listening([psutil.Process(), *ranks]) <= {"127.0.0.1", "::1"}
         llm.generate([[5, 6]], SamplingParams(max_tokens=3), progress=False)
         before = [sum(rank.cpu_times()[:2]) for rank in ranks]
-        monkeypatch.setattr(RankProcesses, "heard_from", count)
+        monkeypatch.setattr(RankProcesses, "on_message", count)
         wait_for(lambda: all(heartbeats[rank] >= 3 for rank in range(2)))  # one comes a second
         after = [sum(rank.cpu_times()[:2]) for rank in ranks]
         assert all(b - a < 0.3 for a, b in zip(before, after, strict=True))

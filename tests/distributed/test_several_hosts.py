@@ -61,11 +61,11 @@ while True:
 BUSY_RANK = """
 import sys
 from fastserve_backend.rank_protocol import cluster_keys
-from fastserve_backend.worker.engine_link import EngineLink, sender
+from fastserve_backend.worker.engine_link import EngineLink, send_function
 from fastserve_backend.rank_protocol.messages import Heartbeat, Stop
 cluster_keys.PING_MS, cluster_keys.PONG_TIMEOUT_MS = 100, 300
 link = EngineLink(sys.argv[1], 1)
-sender(link.main)(Heartbeat())
+send_function(link.main)(Heartbeat())
 sys.stdin.readline()
 num_taken = 0
 while not isinstance(link.receive(), Stop):

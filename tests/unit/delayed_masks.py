@@ -28,19 +28,19 @@ class DelayedMasks:
         self._num_tokens: Counter[int] = Counter()
         self._due: dict[int, int] = {}
 
-    def begin(self, number: int, wanted: StructuredOutput) -> None:
+    def begin_job(self, number: int, wanted: StructuredOutput) -> None:
         assert number not in self._hashes
         self._hashes[number] = zlib.crc32(wanted.text.encode())
         self._ask(number)
 
-    def accept(self, tokens: Sequence[tuple[int, int]]) -> None:
+    def accept_tokens(self, tokens: Sequence[tuple[int, int]]) -> None:
         for number, token_id in tokens:
             assert number not in self._due, "asked while it has not answered"
             self._hashes[number] = zlib.crc32(bytes([token_id]), self._hashes[number])
             self._num_tokens[number] += 1
             self._ask(number)
 
-    def end(self, number: int) -> None:
+    def end_job(self, number: int) -> None:
         del self._hashes[number]
         self._due.pop(number, None)
 
@@ -48,7 +48,7 @@ class DelayedMasks:
         self._due[number] = self._rng.randint(0, self._most_turns)
 
     def deliver(self) -> None:
-        """To be called between two turns."""
+        """To be called between two cycles."""
         for number, turns in list(self._due.items()):
             if turns > 0:
                 self._due[number] -= 1

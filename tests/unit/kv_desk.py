@@ -58,7 +58,7 @@ class Desk:
     def has_turn(self, job: Job) -> bool:
         return job.number in self.starving
 
-    def placed(self, job: Job) -> None:
+    def on_place_changed(self, job: Job) -> None:
         pass
 
     def by_next_run(self, place: Place, estimate: object, *, last_first: bool) -> Iterator[Job]:

@@ -28,7 +28,7 @@ BLOCK_SIZE = 4
 BLOCK_BYTES = 100
 RECOMPUTE = KVCacheSection(strategy="recompute", prefix_caching=False)
 NO_TIME = Link(1e-9, 1e-9)
-MOST_TURNS = 20_000  # far more than any test needs
+MOST_CYCLES = 20_000  # far more than any test needs
 
 
 class SimpleModel(LatencyModel):
@@ -145,7 +145,7 @@ class CountingDelivery:
 class Rig:
     """A step loop with everything around it, and how to drive it."""
 
-    most_turns = MOST_TURNS
+    most_cycles = MOST_CYCLES
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Rig:
         costs = SwapCosts(model, BLOCK_BYTES, link)
         self.ends: list[tuple[int, FinishReason]] = []
         self.iterations_s: list[float] = []
-        self.num_turns = 0
+        self.num_cycles = 0
         self.predict_s = lambda step: model.iteration_s(IterationLoad.of_step(step))
         self.loop = StepLoop(
             policy,
@@ -197,16 +197,16 @@ class Rig:
     def make_delivery(self) -> CountingDelivery:
         return CountingDelivery()
 
-    def turn(self, count: int = 1) -> float:
-        """So many turns; returns the time after them."""
+    def run_cycle(self, count: int = 1) -> float:
+        """So many cycles; returns the time after them."""
         for _ in range(count):
-            self.loop.turn()
+            self.loop.run_cycle()
         return self.clock.now()
 
     def run(
         self, arrivals: Iterable[Job] = (), cancellations: dict[int, float] | None = None
     ) -> None:
-        """Turns until all is done: jobs arrive at their ``arrival_s``, and are cancelled at the
+        """Cycles until all is done: jobs arrive at their ``arrival_s``, and are cancelled at the
         first chance from these times on."""
         arriving = sorted(arrivals, key=lambda job: job.arrival_s)
         to_cancel = dict(cancellations or {})
@@ -225,6 +225,6 @@ class Rig:
                     self.clock.advance_to(next_s)
                 continue
             self.executor.wake_s = next_s
-            self.turn()
-            self.num_turns += 1
-            assert self.num_turns < self.most_turns, "the loop turns and nothing comes of it"
+            self.run_cycle()
+            self.num_cycles += 1
+            assert self.num_cycles < self.most_cycles, "the loop turns and nothing comes of it"

@@ -136,9 +136,9 @@ class RecoveringRig(Rig):
         costs = SwapCosts(self.model, BLOCK_BYTES, LINK)
         return KVManager(tiers, self.loop.policy, self.kv_cache, costs, self.counters)
 
-    def turn(self, count: int = 1) -> float:
+    def run_cycle(self, count: int = 1) -> float:
         try:
-            return super().turn(count)
+            return super().run_cycle(count)
         except EngineError:
             self.loop.suspend(self.new_kv())
             self.clock.advance_to(self.clock.now() + DOWN_S)

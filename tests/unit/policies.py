@@ -154,5 +154,5 @@ def iterate(policy: Policy, now: float, elapsed_s: float = 1.0) -> list[Job]:
     batch = select(policy, now)
     for job, num_tokens in batch:
         run_iteration(job, num_tokens)
-    policy.iteration_done(batch, now + elapsed_s)
+    policy.on_iteration_finished(batch, now + elapsed_s)
     return [job for job, _ in batch]

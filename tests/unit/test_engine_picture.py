@@ -24,7 +24,7 @@ def test_every_policy_has_a_picture(name: str) -> None:
     rig = Rig(make(name, BatchLimits(2, 100)))
     for number in range(3):
         rig.loop.jobs.add(make_job(number, 4 + number, max_tokens=5))
-    rig.turn()
+    rig.run_cycle()
     state = picture(rig)
     assert (state.running, state.waiting, state.swapped) == (2, 1, 0)
     assert [job.state for job in state.jobs] == ["running", "running", "waiting"]
@@ -43,11 +43,11 @@ def test_a_job_from_arrival_to_preemption() -> None:
     rig.loop.jobs.add(make_job(7, 8, max_tokens=30))
     (job,) = picture(rig).jobs
     assert job == ListedJob(7, "waiting", 3, 8, 0, 0, 0, 0.0, 0)
-    rig.turn()  # 8 s of prefill, a whole quantum of the queue that it joined
+    rig.run_cycle()  # 8 s of prefill, a whole quantum of the queue that it joined
     (job,) = picture(rig).jobs
     assert job == ListedJob(7, "running", 4, 8, 1, 2, 0, 0.0, 0)
     rig.loop.jobs.add(make_job(8, 1, max_tokens=2, arrival_s=8.0))
-    rig.turn()
+    rig.run_cycle()
     running, waiting = picture(rig).jobs
     assert (running.number, running.state) == (8, "running")
     assert (waiting.state, waiting.waited_s, waiting.num_preemptions) == ("preempted", 1.0, 1)
@@ -64,7 +64,7 @@ def test_kv_on_its_way_and_on_the_host() -> None:
     rig = Rig(skip_join(), num_host_blocks=8)
     job = make_job(0, 8, max_tokens=30)
     rig.loop.jobs.add(job)
-    rig.turn()
+    rig.run_cycle()
     job.state = JobState.PREEMPTED
     tiers = rig.loop.kv.tiers
 
@@ -94,7 +94,7 @@ def test_those_that_run_are_listed_whatever_came_before() -> None:
     for number in range(MAX_LISTED_JOBS + 10):
         rig.loop.jobs.add(make_job(number, 9, max_tokens=40))
     rig.loop.jobs.add(make_job(1000, 1, max_tokens=3))
-    rig.turn()
+    rig.run_cycle()
     state = picture(rig)
     assert len(state.jobs) == MAX_LISTED_JOBS
     assert (state.jobs[0].number, state.jobs[0].state) == (1000, "running")

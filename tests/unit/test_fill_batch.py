@@ -67,7 +67,7 @@ def test_a_prompt_of_all_tokens_runs_while_others_decode(name: str) -> None:
         batch = select(policy, float(now))
         for job, num_tokens in batch:
             run_iteration(job, num_tokens)
-        policy.iteration_done(batch, now + 1.0)
+        policy.on_iteration_finished(batch, now + 1.0)
     assert long.output_ids
 
 

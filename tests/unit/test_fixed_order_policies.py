@@ -146,7 +146,7 @@ def test_srpt_counts_the_chunks_that_have_run() -> None:
     policy.add(other, 0.0)
     assert by_priority(policy, [chunked, other]) == [other, chunked]
     chunked.num_computed += 4
-    policy.iteration_done([Scheduled(chunked, 4)], 4.0)  # 5 s left
+    policy.on_iteration_finished([Scheduled(chunked, 4)], 4.0)  # 5 s left
     assert by_priority(policy, [chunked, other]) == [chunked, other]
 
 

@@ -27,8 +27,8 @@ def learned(lengths: Sequence[int], max_tokens: int = MAX_TOKENS) -> LengthDistr
     distribution = LengthDistribution(max_tokens)
     for length in lengths:
         reached = distribution.bin_of(length)
-        distribution.passed(0, reached)
-        distribution.ended(reached)
+        distribution.count_passed(0, reached)
+        distribution.count_ended(reached)
     return distribution
 
 
@@ -96,7 +96,7 @@ def test_jobs_that_have_not_ended_count_as_long() -> None:
     """Ten jobs of 8 tokens ended; ten others are at 100 and go on."""
     distribution = learned([8] * 10)
     for _ in range(10):
-        distribution.passed(0, distribution.bin_of(100))
+        distribution.count_passed(0, distribution.bin_of(100))
     survival = dict(zip(distribution.edges, distribution.survival()[0], strict=True))
     assert survival[8] == pytest.approx(0.5, abs=0.2)
     assert survival[8] > 0.4
@@ -113,13 +113,13 @@ def test_bins_that_nobody_came_to_follow_the_others() -> None:
     beyond = distribution.bin_of(32)
     for _ in range(50):
         for index in range(beyond):
-            distribution.passed(index, index + 1)
-        distribution.passed(0, beyond)
+            distribution.count_passed(index, index + 1)
+        distribution.count_passed(0, beyond)
     slow = distribution.survival()[0]
     for _ in range(40):
         for index in range(beyond):
-            distribution.passed(0, index)
-            distribution.ended(index)
+            distribution.count_passed(0, index)
+            distribution.count_ended(index)
     fast = distribution.survival()[0]
     after = distribution.bin_of(200)
     assert fast[after] / fast[beyond] < 0.3 * slow[after] / slow[beyond]
@@ -134,8 +134,8 @@ def test_a_class_of_predictions_begins_around_its_lengths_and_learns_what_they_a
     assert survival[187] < 0.3
     for _ in range(100):  # predictions that are worth nothing
         reached = distribution.bin_of(300)
-        distribution.passed(0, reached)
-        distribution.ended(reached)
+        distribution.count_passed(0, reached)
+        distribution.count_ended(reached)
     np.testing.assert_allclose(distribution.survival()[0], of_all.survival()[0], atol=0.05)
 
 
@@ -399,13 +399,13 @@ def test_a_prediction_may_come_late() -> None:
         gittins.add(job, 0.0)
     assert iterate(gittins, 0.0) == [early]
     late.predicted_tokens = 2
-    gittins.predicted(late)
+    gittins.on_predicted(late)
     assert by_priority(gittins, [early, late]) == [late, early]
     assert select(gittins, 1.0) == [(late, 1)]
     late.predicted_tokens = 300  # while it is in flight
-    gittins.predicted(late)
+    gittins.on_predicted(late)
     run_iteration(late)
-    gittins.iteration_done([Scheduled(late, 1)], 2.0)
+    gittins.on_iteration_finished([Scheduled(late, 1)], 2.0)
     assert by_priority(gittins, [early, late]) == [early, late]
 
 
@@ -445,7 +445,7 @@ def test_a_pending_token_that_a_job_turns_out_not_to_have_is_not_learned() -> No
             iterate(gittins, 0.0)
         select(gittins, 0.0)
         job.on_sent(1)
-        gittins.iteration_done(
+        gittins.on_iteration_finished(
             [Scheduled(job, 1)], 0.0
         )  # the next step is sent before this one's token
         job.num_pending = 0  # a stop word in the second token
@@ -463,7 +463,7 @@ def test_a_prefill_that_has_one_token_left_has_passed_no_length() -> None:
         for num_tokens in (4, 1):
             select(gittins, 0.0)
             run_iteration(job, num_tokens)
-            gittins.iteration_done([Scheduled(job, num_tokens)], 0.0)
+            gittins.on_iteration_finished([Scheduled(job, num_tokens)], 0.0)
         finish(gittins, job)
     assert gittins._of_all.lengths.goes_on().tolist() == learned([1] * 10).goes_on().tolist()
 
@@ -476,7 +476,7 @@ def test_a_prefill_that_has_one_token_left_has_begun() -> None:
         gittins.add(one, 0.0)
     select(gittins, 0.0)
     run_iteration(job, 4)
-    gittins.iteration_done([Scheduled(job, 4)], 1.0)
+    gittins.on_iteration_finished([Scheduled(job, 4)], 1.0)
     walk = gittins.walk(1.0, ())
     walk.skip(Place.NOWHERE)
     assert list(walk) == [job]

@@ -232,18 +232,18 @@ class TestProcess:
     def test_jobs_side_by_side(self, asker: Asker) -> None:
         wanted = StructuredOutput(choice=["ab", "ac"])
         for number in range(3):
-            asker.client.begin(number, wanted)
+            asker.client.begin_job(number, wanted)
         assert asker.masks(3) == {number: {4 + ord("a")} for number in range(3)}
-        asker.client.accept([(0, 4 + ord("a")), (2, 4 + ord("a"))])
-        asker.client.end(1)
+        asker.client.accept_tokens([(0, 4 + ord("a")), (2, 4 + ord("a"))])
+        asker.client.end_job(1)
         b_or_c = {4 + ord("b"), 4 + ord("c")}
         assert asker.masks(2) == {0: b_or_c, 2: b_or_c}
-        asker.client.accept([(0, 4 + ord("x"))])  # which no mask allows
+        asker.client.accept_tokens([(0, 4 + ord("x"))])  # which no mask allows
         failed = asker.answer()
         assert isinstance(failed, JobFailed)
         assert failed.number == 0
-        asker.client.end(0)
-        asker.client.accept([(2, 4 + ord("c"))])
+        asker.client.end_job(0)
+        asker.client.accept_tokens([(2, 4 + ord("c"))])
         assert asker.masks(1) == {2: set(EOS)}
 
     @pytest.mark.parametrize("name", HOSTILE)
@@ -251,14 +251,14 @@ class TestProcess:
         self, asker: Asker, name: str
     ) -> None:
         wanted = StructuredOutput(choice=["a" * 40])
-        asker.client.begin(0, wanted)
+        asker.client.begin_job(0, wanted)
         asker.masks(1)
         process = asker.process()
-        asker.client.begin(1, StructuredOutput(**HOSTILE[name]))
-        asker.client.begin(2, StructuredOutput(regex="b"))
+        asker.client.begin_job(1, StructuredOutput(**HOSTILE[name]))
+        asker.client.begin_job(2, StructuredOutput(regex="b"))
         answers: list[FromGrammars] = []
         for _ in range(12):
-            asker.client.accept([(0, 4 + ord("a"))])
+            asker.client.accept_tokens([(0, 4 + ord("a"))])
             answers.append(asker.answer())
         while len(answers) < 12 + 2:  # one to each of the others
             answers.append(asker.answer())
@@ -280,24 +280,24 @@ class TestProcess:
             ]
         ):
             for _ in range(2):  # at once the second time
-                asker.client.begin(number, wanted)
+                asker.client.begin_job(number, wanted)
                 refused = asker.answer()
                 assert isinstance(refused, GrammarRefused), wanted
                 assert refused.number == number
                 assert reason in refused.reason
                 assert "\n" not in refused.reason
-                asker.client.end(number)
+                asker.client.end_job(number)
 
     def test_jobs_go_on_in_a_fresh_process_where_they_were(self, asker: Asker) -> None:
         for number in range(4):
-            asker.client.begin(number, StructuredOutput(choice=[f"x{number}y", "z"]))
+            asker.client.begin_job(number, StructuredOutput(choice=[f"x{number}y", "z"]))
         asker.masks(4)
-        asker.client.accept([(number, 4 + ord("x")) for number in range(4)])
+        asker.client.accept_tokens([(number, 4 + ord("x")) for number in range(4)])
         assert asker.masks(4) == {number: {4 + ord(str(number))} for number in range(4)}
         asker.process().kill()
         again = asker.masks(4)  # what was known is told again
         assert again == {number: {4 + ord(str(number))} for number in range(4)}
-        asker.client.accept([(2, 4 + ord("2"))])
+        asker.client.accept_tokens([(2, 4 + ord("2"))])
         assert asker.masks(1) == {2: {4 + ord("y")}}
 
     def test_what_it_dies_at_twice_fails_and_at_last_all_that_comes(
@@ -310,20 +310,22 @@ class TestProcess:
         program.chmod(0o700)
         monkeypatch.setattr(helper_process, "python_executable", lambda: str(program))
         for number, reason in enumerate(["died at it", "died at it", "3 restarts", "3 restarts"]):
-            asker.client.begin(number, StructuredOutput(regex="a*"))
+            asker.client.begin_job(number, StructuredOutput(regex="a*"))
             failed = asker.answer()
             assert isinstance(failed, JobFailed)
             assert failed.number == number
             assert reason in failed.reason
-            asker.client.end(number)
+            asker.client.end_job(number)
 
     def test_a_job_of_which_a_token_takes_too_much_fails_alone(self, asker: Asker) -> None:
-        asker.client.begin(0, StructuredOutput(grammar='start: (x{1,1000}){1,1000}\nx: "a" | "b"'))
-        asker.client.begin(1, StructuredOutput(regex="a{500}"))
+        asker.client.begin_job(
+            0, StructuredOutput(grammar='start: (x{1,1000}){1,1000}\nx: "a" | "b"')
+        )
+        asker.client.begin_job(1, StructuredOutput(regex="a{500}"))
         asker.masks(2)
         failed: JobFailed | None = None
         while failed is None:
-            asker.client.accept([(0, 4 + ord("a")), (1, 4 + ord("a"))])
+            asker.client.accept_tokens([(0, 4 + ord("a")), (1, 4 + ord("a"))])
             waiting = {0, 1}
             while waiting:
                 answer = asker.answer()
@@ -334,5 +336,5 @@ class TestProcess:
                     failed = answer
                     waiting.remove(answer.number)
         assert failed.number == 0
-        asker.client.accept([(1, 4 + ord("a"))])
+        asker.client.accept_tokens([(1, 4 + ord("a"))])
         assert asker.masks(1) == {1: {4 + ord("a")}}

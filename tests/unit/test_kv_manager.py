@@ -61,7 +61,7 @@ def test_a_released_job_leaves_nothing_behind(strategy: str) -> None:
     for job in jobs:
         desk.manager.release(job)
     assert desk.tiers.device.num_used == desk.tiers.host.num_used == 0
-    assert desk.manager.num_swapped_out == 0
+    assert desk.manager.num_away == 0
     again = make_job(9, 90, max_tokens=2)
     assert desk.offer(again) == [again]
 

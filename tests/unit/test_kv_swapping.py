@@ -21,7 +21,7 @@ def test_the_last_to_run_is_swapped_out_and_back(strategy: str) -> None:
     desk.run(middle, least)
     assert desk.offer(urgent) == []  # its blocks are on their way to the host
     assert desk.kinds() == [(2, "swap_out")]
-    assert (desk.manager.num_swapped_out, least.num_computed, least.num_swaps) == (1, 31, 1)
+    assert (desk.manager.num_away, least.num_computed, least.num_swaps) == (1, 31, 1)
     assert desk.offer(urgent) == []  # and it does not take any more for that
     assert desk.begun == []
     desk.end_copies()
@@ -86,7 +86,7 @@ def test_copies_of_jobs_on_the_device_make_room_on_the_host() -> None:
     desk.starving.add(0)
     desk.offer(make_job(0, 48))  # 2 free blocks and those of ``second``
     desk.end_copies()
-    assert desk.manager.num_swapped_out == 1
+    assert desk.manager.num_away == 1
     desk.offer(second)
     desk.end_copies()
     assert desk.tiers.num_saved(2) == 31

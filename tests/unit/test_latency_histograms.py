@@ -97,7 +97,7 @@ def test_a_job_cancelled_before_it_ran_is_in_no_distribution() -> None:
     rig = Rig(make("fcfs", BatchLimits(1, 100)))
     rig.loop.jobs.add(make_job(0, 1, max_tokens=3))
     rig.loop.jobs.add(make_job(1, 1, max_tokens=3))
-    rig.turn()
+    rig.run_cycle()
     rig.loop.jobs.cancel(1)
     rig.run()
     latencies = rig.counters.latencies

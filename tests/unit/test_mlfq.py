@@ -76,7 +76,7 @@ def test_demotion_skips_queues_whose_quantum_the_next_iteration_does_not_fit() -
     job.output_ids.extend([0] * 26)
     job.num_computed = 0  # its KV was dropped: it is computed again but for the last token
     run_iteration(job, 1)
-    policy.iteration_done([Scheduled(job, 1)], 6.0)
+    policy.on_iteration_finished([Scheduled(job, 1)], 6.0)
     assert job.queue_level == 5
     assert policy.num_demotions == 2
 
@@ -323,7 +323,7 @@ def test_a_job_in_flight_is_not_promoted() -> None:
     select(policy, 91.0, [0])
     assert long.queue_level == 3
     run_iteration(long)
-    policy.iteration_done([Scheduled(long, 8)], 95.0)
+    policy.on_iteration_finished([Scheduled(long, 8)], 95.0)
     assert (long.queue_level, policy.num_promotions) == (4, 0)
     policy.remove(other)
     select(policy, 97.9)

@@ -34,7 +34,7 @@ def test_each_place_has_its_jobs_in_order(seed: int) -> None:
             (order.move if job in order else order.add)(job, keys[job])
         elif what == "place":
             job.place = rng.choice(list(Place))
-            order.placed(job)
+            order.on_place_changed(job)
         elif what == "remove":
             order.remove(job)
             del keys[job]
@@ -92,12 +92,12 @@ def test_jobs_of_a_place_come_in_order_of_their_next_run(name: str, seed: int) -
         jobs.append(make_job(number, rng.randint(1, 20), predicted_tokens=predicted))
         policy.add(jobs[-1], now)
         for job in iterate(policy, now):
-            policy.placed(job)
+            policy.on_place_changed(job)
         now += 1.0
         for job in rng.sample(jobs, min(3, len(jobs))):
             if job.num_computed:
                 job.place = rng.choice((Place.DEVICE, Place.HOST))
-                policy.placed(job)
+                policy.on_place_changed(job)
         for place in Place:
             there = [job for job in jobs if job.place is place]
             estimate = policy.next_run_estimate(now)

@@ -111,7 +111,7 @@ class History:
         """Also again, and while it is in flight."""
         job.predicted_tokens = self.rng.randint(0, 2 * MOST_OUTPUT)
         with self.order_kept(changed=[job]):
-            self.policy.predicted(job)
+            self.policy.on_predicted(job)
 
     def end(self, job: Job) -> None:
         job.finish_reason = FinishReason.STOP
@@ -145,7 +145,7 @@ class History:
         before = {job.number: job.queue_level for job in self.known.values()}
         jobs = [job for job, _ in flight.batch]
         with self.order_kept(changed=jobs):
-            self.policy.iteration_done(flight.batch, self.now)
+            self.policy.on_iteration_finished(flight.batch, self.now)
         for job in self.known.values():
             if job in jobs and job.queue_level != before[job.number]:
                 if isinstance(self.policy, SkipJoinMLFQ):

@@ -21,7 +21,7 @@ def waiting(*numbers: int, since_s: float = 0.0, batch: int = 4) -> tuple[Promot
     jobs = [make_job(number, 1) for number in numbers]
     for job in jobs:
         promotion.start_waiting(job, since_s)
-    promotion.iteration_done([make_job(1000 + number, 1) for number in range(batch)], 100.0)
+    promotion.on_iteration_finished([make_job(1000 + number, 1) for number in range(batch)], 100.0)
     return promotion, jobs
 
 
@@ -42,7 +42,7 @@ def test_first_tokens_of_starving_jobs_take_a_tenth_of_the_time() -> None:
     promotion.num_turns = 3
     assert promotion.update(30.0, ()).begun == jobs[:1]
     assert promotion.update(49.9, ()).begun == []
-    assert promotion.turn_in(jobs[1], 49.0) == 1.0
+    assert promotion.turn_due_in_s(jobs[1], 49.0) == 1.0
     assert promotion.update(50.0, ()).begun == jobs[1:2]
     assert promotion.update(70.0, ()).begun == jobs[2:]
 

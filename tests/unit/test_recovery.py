@@ -120,7 +120,7 @@ def test_the_jobs_of_a_lost_step_are_preempted_and_run_first_again() -> None:
     jobs = [client_job(number, 4, 3) for number in range(5)]
     for job in jobs:
         rig.loop.jobs.add(job)
-    rig.turn(2)
+    rig.run_cycle(2)
     assert rig.loop.jobs.num_running == 4
     assert [len(job.output_ids) for job in jobs] == [1, 1, 0, 0, 0]
     assert jobs[0].sink.token_ids == []
@@ -133,7 +133,7 @@ def test_the_jobs_of_a_lost_step_are_preempted_and_run_first_again() -> None:
     # Tokens that had come are delivered, whether or not there are ranks.
     assert [len(job.sink.token_ids) for job in jobs] == [1, 1, 0, 0, 0]
     rig.resume()
-    rig.turn()
+    rig.run_cycle()
     assert [job.state for job in jobs] == [JobState.RUNNING] * 2 + states[2:]
     rig.run()
     assert [len(job.sink.token_ids) for job in jobs] == [3] * 5
@@ -146,7 +146,7 @@ def test_without_ranks_jobs_come_and_are_cancelled_and_nobody_starves() -> None:
     long, short = client_job(0, 8, 3), client_job(1, 2, 3)
     rig.loop.jobs.add(long)
     rig.loop.jobs.add(short)
-    rig.turn(2)
+    rig.run_cycle(2)
     levels = (long.queue_level, short.queue_level)
     rig.loop.suspend(rig.new_kv())
     rig.clock.advance_to(rig.clock.now() + DOWN_S / 2)
@@ -156,7 +156,7 @@ def test_without_ranks_jobs_come_and_are_cancelled_and_nobody_starves() -> None:
     assert short.sink.end.finish_reason is FinishReason.CANCELLED
     rig.clock.advance_to(rig.clock.now() + DOWN_S / 2)
     rig.resume()
-    rig.turn()
+    rig.run_cycle()
     assert policy.num_promotions == 0
     assert long.queue_level == levels[0]
     rig.run()
@@ -169,7 +169,7 @@ def test_a_job_too_long_for_the_fresh_ranks_fails_alone() -> None:
     long, short = client_job(0, 20, 8), client_job(1, 4, 8)
     rig.loop.jobs.add(long)
     rig.loop.jobs.add(short)
-    rig.turn()
+    rig.run_cycle()
     rig.loop.suspend(rig.new_kv())
     rig.sizes = (6, 0)
     rig.resume()

@@ -405,7 +405,7 @@ def test_a_job_queues_for_what_it_does_not_copy() -> None:
     rig = Rig(policy, kv_cache=KVCacheSection(prefix_caching=True))
     first, second = (make_job(n, 8 * BLOCK_SIZE + 1, max_tokens=3) for n in range(2))
     rig.loop.jobs.add(first)
-    rig.turn()
+    rig.run_cycle()
     rig.loop.jobs.add(second)
     assert (first.queue_level, second.queue_level) == (6, 0)
     rig.run()

@@ -39,7 +39,7 @@ CANCELLED, COPIES_THAT_FAIL = 0.1, 0.02
 class DayRig(RecoveringRig):
     """Knows how long each job has gone without having run."""
 
-    most_turns = 10**8
+    most_cycles = 10**8
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
@@ -48,8 +48,8 @@ class DayRig(RecoveringRig):
         self.num_losses = 0
         self._runs: dict[int, tuple[int, float]] = {}  # job → (tokens and computed ones, since)
 
-    def turn(self, count: int = 1) -> float:
-        now = super().turn(count)
+    def run_cycle(self, count: int = 1) -> float:
+        now = super().run_cycle(count)
         jobs, runs = self.loop.jobs, {}
         num_starving = 0
         for job in jobs:

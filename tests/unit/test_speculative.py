@@ -22,7 +22,7 @@ HARDLY = 1e-9  # aging that only decides between equals
 
 def predict(policy: Policy, job: Job, num_tokens: int) -> None:
     job.predicted_tokens = num_tokens
-    policy.predicted(job)
+    policy.on_predicted(job)
 
 
 # --- Order ------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_a_prediction_may_come_while_the_job_is_in_flight() -> None:
     assert select(policy, 0.0, [0]) == []
     policy.add(other, 0.0)
     run_iteration(job)
-    policy.iteration_done([Scheduled(job, 1)], 1.0)
+    policy.on_iteration_finished([Scheduled(job, 1)], 1.0)
     assert by_priority(policy, [job, other]) == [other, job]
     assert sum(policy.level_sizes()) == 2
 
@@ -266,7 +266,7 @@ def serve(
         for policy, known, batch in zip(policies, jobs, batches, strict=True):
             for job, num_tokens in batch:
                 run_iteration(job, num_tokens)
-            policy.iteration_done(batch, now)
+            policy.on_iteration_finished(batch, now)
             for job, _ in batch:
                 if len(job.output_ids) == job.params.max_tokens:
                     policy.remove(job)

@@ -16,15 +16,15 @@ def test_one_job_from_arrival_to_end() -> None:
     rig.loop.jobs.add(job)
     assert not rig.loop.is_idle
     assert (job.state, rig.pool.num_used) == (JobState.WAITING, 0)
-    assert rig.turn() == 3.0
+    assert rig.run_cycle() == 3.0
     assert (job.state, job.num_computed, len(job.output_ids)) == (JobState.RUNNING, 3, 1)
     assert (job.first_scheduled_s, job.first_token_s, rig.loop.jobs.num_running) == (0.0, 3.0, 1)
-    rig.turn()
+    rig.run_cycle()
     assert job.num_computed == 4
-    assert rig.turn() == 5.0
+    assert rig.run_cycle() == 5.0
     assert (job.state, job.last_token_s, job.executed_s) == (JobState.FINISHED, 5.0, 5.0)
     assert not rig.loop.is_idle  # its last token is not delivered yet
-    assert rig.turn() == 5.0
+    assert rig.run_cycle() == 5.0
     assert rig.loop.is_idle
     assert rig.loop.jobs.num_running == 0
     assert rig.ends == [(0, FinishReason.LENGTH)]
@@ -41,9 +41,9 @@ def test_a_preempted_job_is_counted_once_and_only_its_own_iterations_are_execute
     rig = Rig(skip_join())
     long, short = make_job(0, 8, max_tokens=3), make_job(1, 1, max_tokens=3, arrival_s=2.0)
     rig.loop.jobs.add(long)
-    assert rig.turn() == 8.0
+    assert rig.run_cycle() == 8.0
     rig.loop.jobs.add(short)
-    rig.turn()
+    rig.run_cycle()
     assert (long.state, short.state) == (JobState.PREEMPTED, JobState.RUNNING)
     rig.run()
     assert [number for number, _ in rig.ends] == [1, 0]
@@ -68,7 +68,7 @@ def test_a_prediction_that_comes_when_its_job_has_ended_came_too_late() -> None:
     rig = Rig(skip_join())
     rig.loop.jobs.add(make_job(0, 3, max_tokens=1))
     assert rig.loop.jobs.on_prediction(0, 5)
-    rig.turn()
+    rig.run_cycle()
     assert not rig.loop.jobs.on_prediction(0, 5)
 
 
@@ -89,7 +89,7 @@ def test_a_partial_prefill_advances_and_gives_no_token() -> None:
     rig.loop.jobs.add(other)
     seen = []
     for _ in range(4):
-        now = rig.turn()
+        now = rig.run_cycle()
         seen.append((now, job.num_computed, len(job.output_ids), len(other.output_ids)))
     assert seen == [(4.0, 4, 0, 1), (8.0, 8, 0, 2), (10.0, 10, 1, 3), (11.0, 11, 2, 3)]
     assert (job.first_token_s, job.executed_s) == (10.0, 11.0)
@@ -106,13 +106,13 @@ def test_a_job_whose_blocks_were_taken_computes_them_again() -> None:
     rig = Rig(skip_join(), num_blocks=3)
     long, short = make_job(0, 8, max_tokens=3), make_job(1, 5, max_tokens=1, arrival_s=1.0)
     rig.loop.jobs.add(long)
-    rig.turn()
+    rig.run_cycle()
     assert rig.pool.num_held(0) == 2
     rig.loop.jobs.add(short)
-    assert rig.turn() == 13.0
+    assert rig.run_cycle() == 13.0
     assert (rig.pool.num_held(0), long.num_computed) == (0, 0)
     assert (len(long.output_ids), long.state) == (1, JobState.PREEMPTED)
-    assert rig.turn() == 22.0  # its prompt and its token again, 9 s
+    assert rig.run_cycle() == 22.0  # its prompt and its token again, 9 s
     assert (long.num_computed, len(long.output_ids)) == (9, 2)
     rig.run()
     assert (long.executed_s, long.num_preemptions) == (18.0, 1)
@@ -126,7 +126,7 @@ def test_a_job_without_memory_waits_and_keeps_its_place() -> None:
     jobs = [make_job(n, 8, max_tokens=2) for n in range(2)]
     for job in jobs:
         rig.loop.jobs.add(job)
-    rig.turn()
+    rig.run_cycle()
     assert [job.state for job in jobs] == [JobState.RUNNING, JobState.WAITING]
     rig.run()
     assert [number for number, _ in rig.ends] == [0, 1]
@@ -160,9 +160,9 @@ def test_the_first_stage_takes_the_next_batch_while_the_second_works() -> None:
     jobs = [make_job(n, 4, max_tokens=2) for n in range(2)]
     for job in jobs:
         rig.loop.jobs.add(job)
-    assert rig.turn() == 2.0  # the first stage is free, no result yet
+    assert rig.run_cycle() == 2.0  # the first stage is free, no result yet
     assert [job.state for job in jobs] == [JobState.RUNNING, JobState.WAITING]
-    assert rig.turn() == 4.0
+    assert rig.run_cycle() == 4.0
     assert jobs[1].first_scheduled_s == 2.0
     assert rig.loop.jobs.num_running == 2
     assert [len(job.output_ids) for job in jobs] == [1, 0]
@@ -203,17 +203,17 @@ def test_no_more_batches_than_stages_are_in_flight_when_their_times_differ() -> 
 def test_a_wake_up_lets_an_arrival_enter_a_free_first_stage() -> None:
     rig = Rig(make("fcfs", one_job()), num_stages=2)
     rig.loop.jobs.add(make_job(0, 8, max_tokens=1))
-    assert rig.turn() == 4.0
+    assert rig.run_cycle() == 4.0
     late = make_job(1, 2, max_tokens=1, arrival_s=5.0)
     rig.executor.wake_s = 5.0
-    assert rig.turn() == 5.0
+    assert rig.run_cycle() == 5.0
     assert rig.ends == []
     rig.loop.jobs.add(late)
     rig.executor.wake_s = 5.5  # the stage is busy until 6 s: the next arrival can only wait
-    assert rig.turn() == 6.0
+    assert rig.run_cycle() == 6.0
     assert late.first_scheduled_s == 5.0
     rig.executor.wake_s = float("inf")
-    assert rig.turn() == 8.0
+    assert rig.run_cycle() == 8.0
     rig.run()
     assert rig.ends == [(0, FinishReason.LENGTH), (1, FinishReason.LENGTH)]
     assert late.last_token_s == 9.0  # it enters the second stage when the first job has left it
@@ -226,14 +226,14 @@ def test_a_job_cancelled_in_flight_keeps_its_blocks_until_its_step_ends() -> Non
     rig = Rig(make("fcfs", one_job()), num_stages=2, num_blocks=4)
     flying, waiting = make_job(0, 8, max_tokens=2), make_job(1, 12, max_tokens=2)
     rig.loop.jobs.add(flying)
-    assert rig.turn() == 4.0
+    assert rig.run_cycle() == 4.0
     rig.loop.jobs.cancel(0)
     assert rig.ends == [(0, FinishReason.CANCELLED)]
     assert rig.delivery.closed == [(0, FinishReason.CANCELLED, None)]
     assert flying.state is JobState.FINISHED
     assert rig.pool.num_held(0) == 2
     rig.loop.jobs.add(waiting)
-    rig.turn()
+    rig.run_cycle()
     assert waiting.first_scheduled_s is None  # no memory yet
     assert rig.pool.num_used == 0  # its step has ended
     rig.run()
@@ -247,10 +247,10 @@ def test_a_waiting_or_preempted_job_is_cancelled_at_once() -> None:
     rig = Rig(skip_join())
     long, waiting, short = (make_job(n, size, max_tokens=99) for n, size in enumerate((8, 16, 1)))
     rig.loop.jobs.add(long)
-    rig.turn()
+    rig.run_cycle()
     rig.loop.jobs.add(waiting)
     rig.loop.jobs.add(short)
-    rig.turn()
+    rig.run_cycle()
     assert (long.state, waiting.state) == (JobState.PREEMPTED, JobState.WAITING)
     rig.loop.jobs.cancel(0)
     rig.loop.jobs.cancel(1)
@@ -287,7 +287,7 @@ def test_a_stop_word_in_the_last_token_allowed_is_why_the_job_ends() -> None:
 def test_a_job_has_ended_when_its_last_token_is_delivered() -> None:
     rig = Rig(skip_join())
     rig.loop.jobs.add(make_job(0, 2, max_tokens=1))
-    rig.turn()
+    rig.run_cycle()
     assert not rig.loop.jobs
     assert (rig.ends, rig.delivery.num_tokens) == ([], {})
     assert not rig.loop.is_idle
@@ -299,7 +299,7 @@ def test_a_job_has_ended_when_its_last_token_is_delivered() -> None:
 def test_failure_ends_also_a_job_whose_last_token_was_not_delivered() -> None:
     rig = Rig(skip_join())
     rig.loop.jobs.add(make_job(0, 2, max_tokens=1))
-    rig.turn()
+    rig.run_cycle()
     rig.loop.jobs.fail_all("internal error")
     assert rig.ends == [(0, FinishReason.ERROR)]
     assert rig.delivery.closed == [(0, FinishReason.ERROR, "internal error")]
@@ -309,7 +309,7 @@ def test_failure_ends_every_job_with_its_reason() -> None:
     rig = Rig(make("fcfs", one_job()), num_stages=2)
     for number in range(3):
         rig.loop.jobs.add(make_job(number, 4, max_tokens=9))
-    rig.turn()
+    rig.run_cycle()
     rig.loop.jobs.fail_all("rank 0 died")
     assert rig.ends == [(number, FinishReason.ERROR) for number in range(3)]
     assert rig.delivery.closed == [(n, FinishReason.ERROR, "rank 0 died") for n in range(3)]

@@ -36,20 +36,20 @@ def send_ahead(rig: Rig) -> None:
 
 def turn_until(rig: Rig, time_s: float) -> None:
     while rig.clock.now() < time_s:
-        rig.turn()
+        rig.run_cycle()
 
 
 def test_a_job_is_sent_its_next_step_before_its_token_is_known() -> None:
     rig = fcfs()
     job = make_job(0, 3, max_tokens=4)
     rig.loop.jobs.add(job)
-    assert rig.turn() == pytest.approx(3 - LEAD_S - 3 * LEAD_SHARE)  # time to choose
+    assert rig.run_cycle() == pytest.approx(3 - LEAD_S - 3 * LEAD_SHARE)  # time to choose
     assert (job.num_pending, job.num_computed, len(job.output_ids)) == (1, 3, 0)
-    assert rig.turn() == 3.0
+    assert rig.run_cycle() == 3.0
     assert (job.num_pending, job.num_computed, len(job.output_ids)) == (1, 4, 1)
     assert len(rig.executor.blocks_in_use) == 1
-    assert rig.turn() == pytest.approx(4 - LEAD)
-    assert rig.turn() == 4.0
+    assert rig.run_cycle() == pytest.approx(4 - LEAD)
+    assert rig.run_cycle() == 4.0
     rig.run()
     assert rig.clock.now() == 6.0
     assert rig.ends == [(0, FinishReason.LENGTH)]
@@ -103,9 +103,9 @@ def test_a_preempted_job_waits_though_its_last_step_has_not_ended() -> None:
     rig = Rig(skip_join(BatchLimits(1, 100)), ahead=True)
     long, short = make_job(0, 8, max_tokens=3), make_job(1, 1, max_tokens=3)
     rig.loop.jobs.add(long)
-    rig.turn()
+    rig.run_cycle()
     rig.loop.jobs.add(short)
-    rig.turn()  # chooses
+    rig.run_cycle()  # chooses
     assert rig.clock.now() == 8.0
     assert (long.state, short.state) == (JobState.PREEMPTED, JobState.RUNNING)
     assert (long.num_pending, len(long.output_ids)) == (0, 1)
@@ -148,8 +148,8 @@ class Charged(SkipJoinMLFQ):
         super().__init__(*arguments)
         self.tokens: Counter[int] = Counter()
 
-    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
-        super().iteration_done(ran, now)
+    def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
+        super().on_iteration_finished(ran, now)
         self.tokens.update({job.number: num_tokens for job, num_tokens in ran})
 
 
@@ -190,7 +190,7 @@ def test_levels_are_those_of_steps_that_are_not_sent_ahead() -> None:
         rig.loop.jobs.add(job)
         seen = []
         while len(job.output_ids) < 29:
-            rig.turn()
+            rig.run_cycle()
             if len(seen) < len(job.output_ids):
                 seen.append(job.queue_level)
         return seen
@@ -215,7 +215,7 @@ def test_the_jobs_of_the_latest_step_are_said_to_run() -> None:
     for number in range(6):
         rig.loop.jobs.add(make_job(number, 1, max_tokens=1 + number % 2))
     while not rig.loop.is_idle:
-        rig.turn()
+        rig.run_cycle()
         assert rig.loop.jobs.num_running <= 2
         if len(rig.loop.jobs) > 1:
             assert rig.loop.jobs.num_running == 2
@@ -229,11 +229,11 @@ def test_a_running_job_makes_room_for_a_more_urgent_one_when_its_step_has_ended(
     rig = Rig(skip_join(), num_blocks=3, ahead=True)
     long, short = make_job(0, 8, max_tokens=3), make_job(1, 5, max_tokens=1)
     rig.loop.jobs.add(long)
-    rig.turn()
+    rig.run_cycle()
     rig.loop.jobs.add(short)
-    assert rig.turn() == 8.0
+    assert rig.run_cycle() == 8.0
     assert rig.executor.num_ahead == 0
-    rig.turn()
+    rig.run_cycle()
     assert (rig.pool.num_held(0), long.num_computed, long.state) == (0, 0, JobState.PREEMPTED)
     rig.run()
     assert (short.last_token_s, long.last_token_s) == (13.0, 23.0)
@@ -272,11 +272,11 @@ def test_a_job_cancelled_with_two_steps_under_way_keeps_its_blocks_until_both_en
     rig = fcfs()
     job = make_job(0, 4, max_tokens=9)
     rig.loop.jobs.add(job)
-    rig.turn()
+    rig.run_cycle()
     send_ahead(rig)
     rig.loop.jobs.cancel(0)
     assert rig.ends == [(0, FinishReason.CANCELLED)]
-    assert rig.turn() == 4.0
+    assert rig.run_cycle() == 4.0
     assert rig.pool.num_held(0) == 2
     turn_until(rig, 5.0)
     assert (rig.pool.num_used, len(job.output_ids), sum(rig.loop.policy.level_sizes())) == (0, 0, 0)
@@ -317,7 +317,7 @@ def test_when_the_ranks_are_lost_both_steps_are() -> None:
     jobs = [make_job(n, 4, max_tokens=3) for n in range(2)]
     for job in jobs:
         rig.loop.jobs.add(job)
-    rig.turn()
+    rig.run_cycle()
     assert [job.num_pending for job in jobs] == [1, 1]
     send_ahead(rig)
     assert [job.num_pending for job in jobs] == [2, 2]

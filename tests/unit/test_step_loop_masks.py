@@ -34,10 +34,10 @@ def test_without_its_mask_a_job_is_in_no_step_and_others_are() -> None:
     free, bound = make_job(0, 3, max_tokens=9), bound_job(1)
     rig.loop.jobs.add(free)
     rig.loop.jobs.add(bound)
-    rig.turn(2)
+    rig.run_cycle(2)
     assert (len(free.output_ids), len(bound.output_ids)) == (2, 0)
     rig.masks.deliver()
-    rig.turn(2)
+    rig.run_cycle(2)
     assert (len(free.output_ids), len(bound.output_ids)) == (4, 1)
     rig.run()
     assert (len(free.output_ids), len(bound.output_ids)) == (9, 5)
@@ -52,13 +52,13 @@ def test_alone_it_leaves_the_loop_idle_until_its_mask_comes() -> None:
     assert rig.loop.mask_wait_s == 0  # nobody knows how long it takes to compile
     rig.masks.deliver()
     assert not rig.loop.is_idle
-    rig.turn()
+    rig.run_cycle()
     assert len(bound.output_ids) == 1
     assert 0 < rig.loop.mask_wait_s < 0.01
     rig.masks.deliver()
     assert rig.loop.mask_wait_s == 0
     rig.loop.jobs.cancel(0)
-    rig.turn()
+    rig.run_cycle()
     assert rig.loop.is_idle
 
 
@@ -81,7 +81,7 @@ def test_a_job_whose_mask_there_is_not_ends_alone(is_refused: bool, num_tokens: 
     rig.loop.jobs.add(bound)
     while len(bound.output_ids) < num_tokens:
         rig.masks.deliver()
-        rig.turn()
+        rig.run_cycle()
     (rig.masks.refuse if is_refused else rig.masks.fail)(1, "too much")
     assert rig.ends == [(1, FinishReason.ERROR)]
     ((_, _, error),) = rig.delivery.closed
@@ -105,7 +105,7 @@ def test_a_mask_for_fewer_tokens_than_there_are_is_ignored() -> None:
     bound = bound_job(0)
     rig.loop.jobs.add(bound)
     rig.masks.deliver()
-    rig.turn()
+    rig.run_cycle()
     rig.loop.jobs.on_mask_answer(NewMasks([Mask(0, 0, b"late")]))  # told again, by a fresh process
     assert bound.mask is None
     assert rig.loop.is_idle == rig.delivery.is_empty

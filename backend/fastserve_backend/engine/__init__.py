@@ -1,1 +1,1 @@
-"""What turns requests into iterations: admission, the step loop, delivery, restarts of ranks."""
+"""What turns requests into steps: admission, the step loop, delivery, restarts of ranks."""

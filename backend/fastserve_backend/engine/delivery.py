@@ -86,21 +86,21 @@ class TextDelivery:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._texts: dict[Job, TextStream] = {}
-        self._pending: list[tuple[Job, NewToken, FinishReason | None]] = []
+        self._undelivered: list[tuple[Job, NewToken, FinishReason | None]] = []
 
     @property
     def is_empty(self) -> bool:
-        return not self._pending
+        return not self._undelivered
 
     def open_stream(self, job: Job) -> None:
         self._texts[job] = TextStream(self._tokenizer, job.params.stop)
 
     def add_token(self, job: Job, token: NewToken, reason: FinishReason | None) -> None:
-        self._pending.append((job, token, reason))
+        self._undelivered.append((job, token, reason))
 
     def flush_tokens(self, on_job_end: OnJobEnd) -> None:
-        pending, self._pending = self._pending, []
-        for job, token, reason in pending:
+        undelivered, self._undelivered = self._undelivered, []
+        for job, token, reason in undelivered:
             text, is_stopped = self._text_of(job, token, reason)
             if is_stopped:
                 reason = FinishReason.STOP
@@ -111,7 +111,7 @@ class TextDelivery:
 
     def end_stream(self, job: Job, reason: FinishReason, error: str | None = None) -> None:
         del self._texts[job]
-        self._pending = [item for item in self._pending if item[0] is not job]
+        self._undelivered = [item for item in self._undelivered if item[0] is not job]
         _send_output(job, JobOutput("", (), (), reason, error, job.refusal, job.stats()))
 
     def end_all_streams(self, reason: FinishReason, error: str) -> list[Job]:

@@ -1,7 +1,7 @@
 """The engine: accepts jobs, and runs the step loop on a thread of its own over real ranks.
 
 Other threads talk to that thread through an inbox: arrivals, cancellations and answers, which it
-takes between two turns of the loop.
+takes between two cycles of the loop.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class Engine:
         """
         while self._take_inbox(wait=self._loop.is_idle):
             try:
-                self._loop.turn()
+                self._loop.run_cycle()
             except EngineError as error:
                 self._loop.suspend(self._new_kv())
                 if not self._supervisor.restart(error, self._wait_for_ranks):

@@ -23,11 +23,11 @@ _WORTH_WAITING_S = 0.002
 class MaskSource(Protocol):
     """Computes masks; ``grammars.client.GrammarClient`` describes the effects."""
 
-    def begin(self, number: int, wanted: StructuredOutput) -> None: ...
+    def begin_job(self, number: int, wanted: StructuredOutput) -> None: ...
 
-    def accept(self, tokens: Sequence[tuple[int, int]]) -> None: ...
+    def accept_tokens(self, tokens: Sequence[tuple[int, int]]) -> None: ...
 
-    def end(self, number: int) -> None: ...
+    def end_job(self, number: int) -> None: ...
 
 
 class FailedGrammar(NamedTuple):
@@ -69,7 +69,7 @@ class MaskedJobs:
             assert self._source is not None
             self._jobs[job.number] = job
             self._waiting.add(job.number)
-            self._source.begin(job.number, job.params.structured_output)
+            self._source.begin_job(job.number, job.params.structured_output)
 
     def on_token(self, job: Job) -> None:
         """The job has a new token, and needs another mask: ``request_masks`` follows."""
@@ -81,7 +81,7 @@ class MaskedJobs:
     def request_masks(self, now: float) -> None:
         """Request the masks that follow all new tokens, in one message."""
         if self._source is not None and self._new_tokens:
-            self._source.accept(self._new_tokens)
+            self._source.accept_tokens(self._new_tokens)
             self._awaited |= {number for number, _ in self._new_tokens}
             self._wait_until_s = now + _WORTH_WAITING_S
             self._new_tokens = []
@@ -112,4 +112,4 @@ class MaskedJobs:
             self._waiting.discard(job.number)
             self._awaited.discard(job.number)
             self._new_tokens = [one for one in self._new_tokens if one[0] != job.number]
-            self._source.end(job.number)
+            self._source.end_job(job.number)

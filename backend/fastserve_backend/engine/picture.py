@@ -26,7 +26,7 @@ _RUNNING = JobState.RUNNING
 def take_picture(
     now: float, policy_name: str, loop: StepLoop, counters: EngineCounters
 ) -> EngineState:
-    """The engine between two turns; only for the thread that takes them. Immutable.
+    """The engine between two cycles; only for the thread that runs them. Immutable.
 
     Lists ``MAX_LISTED_JOBS`` jobs at most, running ones first. Costs O(unfinished jobs).
 
@@ -45,7 +45,7 @@ def take_picture(
         jobs=tuple(_job(job, now, tiers) for job in listed),
         running=len(running),
         waiting=len(loop.jobs) - len(running),
-        swapped=loop.kv.num_swapped_out,
+        swapped=loop.kv.num_away,
         block_size=tiers.device.block_size,
         device=TierState(tiers.device.num_used, tiers.device.num_blocks),
         host=TierState(tiers.host.num_used, tiers.host.num_blocks),
@@ -77,7 +77,7 @@ def take_snapshot(loop: StepLoop, num_unfinished: int) -> EngineSnapshot:
         level_sizes=tuple(policy.level_sizes()),
         num_demotions=policy.num_demotions,
         num_promotions=policy.num_promotions,
-        swapped=kv.num_swapped_out,
+        swapped=kv.num_away,
         num_blocks=device.num_blocks,
         free_blocks=device.num_free,
         num_host_blocks=host.num_blocks,

@@ -21,7 +21,7 @@ from fastserve_backend.rank_protocol.messages import (
 )
 from fastserve_backend.scheduler.base import Scheduled
 
-_MASK = 2**64 - 1
+_UINT64_MAX = 2**64 - 1
 _PENDING = array("i", [0])  # in place of a token whose value only the ranks know yet
 
 
@@ -180,7 +180,7 @@ def uniform(seed: int, index: int) -> float:
 
 
 def _mix(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    value = (value + 0x9E3779B97F4A7C15) & _UINT64_MAX
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64_MAX
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _UINT64_MAX
     return value ^ (value >> 31)

@@ -1,8 +1,8 @@
 """The step loop: which jobs run next, and what becomes of them.
 
-Each turn is: select jobs → allocate their KV blocks → send the step → deliver the tokens of the
-step before, while the ranks compute → receive a result → apply it to the jobs. The engine takes
-turns on a thread of its own with real ranks, the simulator on a virtual clock with modelled ones.
+Each cycle is: select jobs → allocate their KV blocks → send the step → deliver the tokens of the
+step before, while the ranks compute → receive a result → apply it to the jobs. The engine runs
+cycles on a thread of its own with real ranks, the simulator on a virtual clock with modelled ones.
 docs/step_loop.md has pictures.
 """
 
@@ -30,7 +30,7 @@ from fastserve_backend.rank_protocol.messages import NO_TOKEN, Step
 from fastserve_backend.scheduler.base import Policy, Scheduled, fill_batch
 from fastserve_backend.system.clock import Clock
 
-_NO_TOKEN = (
+_NAN_ERROR = (
     "the model computed NaN instead of a token: the checkpoint is damaged, or its values are too "
     "large for dtype; check its files, or serve it with dtype: float32"
 )
@@ -59,7 +59,7 @@ class StepLoop:
             not include those copies.
         mask_source: computes the masks of jobs with structured output; its answers go to
             ``jobs.on_mask_answer``. None if there are no such jobs.
-        check_integrity: verify the block tables after every turn, for tests.
+        check_integrity: verify the block tables after every cycle, for tests.
     """
 
     def __init__(
@@ -106,15 +106,15 @@ class StepLoop:
 
     @property
     def is_idle(self) -> bool:
-        """Whether a turn would do nothing: every job waits for a mask, and no result is due."""
+        """Whether a cycle would do nothing: every job waits for a mask, and no result is due."""
         return self._work.is_empty and self.jobs.are_idle
 
     @property
     def mask_wait_s(self) -> float:
-        """Seconds to wait for ``jobs.on_mask_answer`` before the next turn."""
+        """Seconds to wait for ``jobs.on_mask_answer`` before the next cycle."""
         return self._masked.worth_waiting_s(self._clock.now())
 
-    def turn(self) -> None:
+    def run_cycle(self) -> None:
         """Send a step if the ranks can take one, deliver tokens, wait for the next result.
 
         Raises:
@@ -136,7 +136,7 @@ class StepLoop:
     def suspend(self, kv: KVManager) -> None:
         """The ranks are lost: all KV is gone, and no unfinished step will finish.
 
-        Until ``resume``, jobs may be added and cancelled, but ``turn`` must not be called.
+        Until ``resume``, jobs may be added and cancelled, but ``run_cycle`` must not be called.
 
         Args:
             kv: an empty one.
@@ -250,7 +250,7 @@ class StepLoop:
     def _on_ran(self, going_on: Sequence[Scheduled], ended_s: float) -> None:
         """A step has ended, or counts as ended; these of its jobs go on."""
         self._ran += [job for job, _ in going_on]
-        self.policy.iteration_done(going_on, self._serving_clock.at(ended_s))
+        self.policy.on_iteration_finished(going_on, self._serving_clock.at(ended_s))
 
     # --- Results ------------------------------------------------------------------------------
 
@@ -288,7 +288,7 @@ class StepLoop:
             if job.state is JobState.FINISHED:
                 continue
             if token.token_id == NO_TOKEN:
-                self.jobs.fail(job, _NO_TOKEN)
+                self.jobs.fail(job, _NAN_ERROR)
             else:
                 self.jobs.on_token(job, token, finished.ended_s)
         self._masked.request_masks(finished.ended_s)

@@ -92,7 +92,7 @@ class UnfinishedJobs:
         if job is None:
             return False
         job.predicted_tokens = num_tokens
-        self._policy.predicted(job)
+        self._policy.on_predicted(job)
         return True
 
     def on_mask_answer(self, answer: FromGrammars) -> None:
@@ -196,7 +196,7 @@ class UnfinishedJobs:
         self.num_running = 0
         for job in self:
             job.on_ranks_lost()
-            self._policy.placed(job)
+            self._policy.on_place_changed(job)
 
     def on_ranks_replaced(self, kv: KVManager) -> None:
         """Jobs that do not fit in the fresh ranks' KV cache end with ERROR.

@@ -101,12 +101,12 @@ class DistributedExecutor:
         self._poller.register(self._socket, zmq.POLLIN)
         self._ranks = RankProcesses(self._poller)
         self._tensor_size = 1
-        self._flights: dict[int, _Batch] = {}  # of the unfinished steps
-        self._left_s: list[float] = []  # when the latest batch left each stage
+        self._flights: dict[int, _UnfinishedStep] = {}  # of the unfinished steps
+        self._left_s: list[float] = []  # when the latest step left each stage
         # When the oldest of ``_flights`` became the oldest, in RankProcesses.listened_s.
         self._oldest_since_s = 0.0
         self._in_first_stage: int | None = None  # the step that the first stage runs
-        self._copies: dict[int, _Copy] = {}  # unfinished, the oldest first
+        self._copies: dict[int, _UnfinishedCopy] = {}  # unfinished, the oldest first
         self._is_broken = False
         self._closed = False
 
@@ -127,8 +127,8 @@ class DistributedExecutor:
                 self._send(setup, [rank])
             elif isinstance(message, Ready):
                 ready[rank] = message
-        self._ranks.all_ready()
-        return self._of_all([ready[rank] for rank in sorted(ready)])
+        self._ranks.on_all_ready()
+        return self._combine([ready[rank] for rank in sorted(ready)])
 
     def _start_processes(self, setup: Setup) -> Setup:
         """Start the ranks of this host; returns the setup to send to all ranks."""
@@ -156,8 +156,8 @@ class DistributedExecutor:
             reason += self._cluster.describe_missing(absent)
         return reason
 
-    def _of_all(self, ready: Sequence[Ready]) -> Ready:
-        """The ranks as a whole: each has its part of every block."""
+    def _combine(self, ready: Sequence[Ready]) -> Ready:
+        """What the ranks are as a whole: each has its part of every block."""
         hardware = ready[0].hardware
         if self._cluster is not None:  # a network between ranks changes iteration times
             hardware += f", {self._cluster.parallel.nnodes} hosts"
@@ -177,20 +177,22 @@ class DistributedExecutor:
 
     @property
     def can_submit_ahead(self) -> bool:
-        # With several stages, the last one has the tokens while the first runs another batch.
+        # With several stages, the last one has the tokens while the first runs another step.
         return len(self.busy_s) == 1 and len(self._flights) == 1
 
     def submit(self, step: Step) -> None:
         self._send(step)
         if not self._flights:
             self._oldest_since_s = self._ranks.listened_s
-        self._flights[step.step_id] = _Batch(time.monotonic())
+        self._flights[step.step_id] = _UnfinishedStep(time.monotonic())
         self._in_first_stage = step.step_id
 
     def copy(self, blocks: CopyBlocks) -> None:
         self._send(blocks)
         behind = next(reversed(self._flights.values()), None)
-        self._copies[blocks.transfer_id] = _Copy(self._ranks.listened_s, behind, len(self._ranks))
+        self._copies[blocks.transfer_id] = _UnfinishedCopy(
+            self._ranks.listened_s, behind, len(self._ranks)
+        )
 
     def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
         return_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -239,30 +241,30 @@ class DistributedExecutor:
 
     def _end_stage(self, rank: int, done: StageDone) -> bool:
         """A stage has done its part. Returns whether there is room for another step now."""
-        batch = self._flights.get(done.step_id)
+        flight = self._flights.get(done.step_id)
         # None if the step's result came first: that has a socket of its own.
-        self._left(rank // self._tensor_size, batch, done.busy_s)
+        self._on_left_stage(rank // self._tensor_size, flight, done.busy_s)
         if done.step_id != self._in_first_stage or rank != 0:
             return False
         self._in_first_stage = None
         return self.can_submit
 
-    def _left(self, stage: int, batch: _Batch | None, busy_s: float) -> None:
-        """A batch has left the stage."""
+    def _on_left_stage(self, stage: int, flight: _UnfinishedStep | None, busy_s: float) -> None:
+        """A step has left the stage."""
         self.busy_s[stage] += busy_s
         now_s = time.monotonic()
-        if batch is not None:
-            batch.compute_s += busy_s
-            if stage > 0:  # the first stage was free when the batch was sent
-                batch.waited_s += max(0.0, self._left_s[stage] - batch.left_s)
-            batch.left_s = now_s
+        if flight is not None:
+            flight.compute_s += busy_s
+            if stage > 0:  # the first stage was free when the step was sent
+                flight.waited_s += max(0.0, self._left_s[stage] - flight.left_s)
+            flight.left_s = now_s
         self._left_s[stage] = now_s
 
     def _end_step(self, result: StepResult) -> StepResult:
-        batch = self._flights.pop(result.step_id)
-        self._left(len(self.busy_s) - 1, batch, result.compute_s)
-        result.compute_s, result.waited_s = batch.compute_s, batch.waited_s
-        self._oldest_since_s = batch.ended_s = self._ranks.listened_s
+        flight = self._flights.pop(result.step_id)
+        self._on_left_stage(len(self.busy_s) - 1, flight, result.compute_s)
+        result.compute_s, result.waited_s = flight.compute_s, flight.waited_s
+        self._oldest_since_s = flight.ended_s = self._ranks.listened_s
         if result.step_id == self._in_first_stage:
             self._in_first_stage = None
         return result
@@ -303,7 +305,7 @@ class DistributedExecutor:
                 message: FromRank = from_rank_decoder.decode(data)
                 rank = self._rank_of(identity, message)
                 if rank is not None:
-                    self._ranks.heard_from(rank)
+                    self._ranks.on_message(rank)
                     if isinstance(message, Failed):
                         self._fail(message)
                 self._watch(())  # also while messages of other ranks keep coming
@@ -370,7 +372,7 @@ class DistributedExecutor:
 
 
 @dataclass(slots=True)
-class _Batch:
+class _UnfinishedStep:
     """A step that the ranks have not finished."""
 
     left_s: float
@@ -384,12 +386,12 @@ class _Batch:
 
 
 @dataclass(slots=True)
-class _Copy:
+class _UnfinishedCopy:
     """A copy that the ranks have not finished."""
 
     sent_s: float
     """In ``RankProcesses.listened_s``."""
-    behind: _Batch | None
+    behind: _UnfinishedStep | None
     """The latest unfinished step when it was sent: a rank on a CPU makes the copy after that."""
     num_waiting: int
     """Ranks that have not made their part."""

@@ -90,11 +90,11 @@ class RankProcesses:
         """Number of ranks on all hosts."""
         return len(self._silent_s)
 
-    def heard_from(self, rank: int) -> None:
+    def on_message(self, rank: int) -> None:
         """A message came from the rank; heartbeats count too."""
         self._silent_s[rank] = 0.0
 
-    def all_ready(self) -> None:
+    def on_all_ready(self) -> None:
         """All ranks have loaded: from now on ``HEARTBEAT_TIMEOUT_S`` applies."""
         self._heartbeat_timeout_s = HEARTBEAT_TIMEOUT_S
 

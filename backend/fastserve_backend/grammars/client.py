@@ -56,7 +56,7 @@ class GrammarClient(HelperProcess[FromGrammars]):
 
     Args:
         vocabulary: called by the helper's thread for each process.
-        on_answer: called by the helper's thread for each ``begin`` and each accepted token of a job
+        on_answer: called by the helper's thread for each ``begin_job`` and accepted token of a job
             that has not ended, also twice; must return at once.
     """
 
@@ -75,7 +75,7 @@ class GrammarClient(HelperProcess[FromGrammars]):
         self._num_beginning = 0
         self._has_vocabulary = False  # the process: it takes jobs
 
-    def begin(self, number: int, wanted: StructuredOutput) -> None:
+    def begin_job(self, number: int, wanted: StructuredOutput) -> None:
         """Ask for the first token's mask of a new job."""
         with self.lock:
             self._jobs[number] = _Job(wanted, asked_s=time.monotonic())
@@ -83,7 +83,7 @@ class GrammarClient(HelperProcess[FromGrammars]):
             self._send_unsent()
             self.start()
 
-    def accept(self, tokens: Sequence[tuple[int, int]]) -> None:
+    def accept_tokens(self, tokens: Sequence[tuple[int, int]]) -> None:
         """Ask for the next masks of jobs that have one more token each.
 
         Args:
@@ -102,7 +102,7 @@ class GrammarClient(HelperProcess[FromGrammars]):
             if known:
                 self.send(AcceptTokens(known))
 
-    def end(self, number: int) -> None:
+    def end_job(self, number: int) -> None:
         """The job is over; unknown numbers are ignored."""
         with self.lock:
             job = self._jobs.pop(number, None)
@@ -187,7 +187,7 @@ class GrammarClient(HelperProcess[FromGrammars]):
         self._fail(failed, f"the process that checks outputs failed: {limit}")
 
     def _fail(self, numbers: Sequence[int], reason: str) -> None:
-        """For jobs that ``end`` no longer finds."""
+        """For jobs that ``end_job`` no longer finds."""
         for number in numbers:
             self._on_answer(JobFailed(number, reason))
 

@@ -98,13 +98,13 @@ class BlockPool:
         """Blocks that hold ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def num_blocks_full(self, num_tokens: int) -> int:
+    def num_full_blocks(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens fill to the end."""
         return num_tokens // self.block_size
 
     def missing(self, job_number: int, num_tokens: int) -> int:
         """Blocks to add to the job's table before it can hold ``num_tokens`` tokens."""
-        # Each job of an iteration asks this, so it calls no other method.
+        # Each job of a step asks this, so it calls no other method.
         table = self._tables.get(job_number)
         num_held = len(table) if table is not None else 0
         missing = -(-num_tokens // self.block_size) - num_held

@@ -24,7 +24,7 @@ class SwapCosts:
     """Compares the latency profile with the speed of the link, which it learns from transfers.
 
     Args:
-        block_bytes: bytes that cross the link of one rank for one block of all layers.
+        block_bytes: as in ``KVMemory``.
         link: the measured speed before the first transfer.
     """
 

@@ -104,7 +104,7 @@ class DeviceRoom:
         is_moving = tiers.transfer(job.number) is not None
         return (
             OfferOutcome.WAITS_FOR_COPIES
-            if is_moving or self._is_coming()
+            if is_moving or self._will_cover_promises()
             else OfferOutcome.NO_ROOM
         )
 
@@ -122,7 +122,9 @@ class DeviceRoom:
             return OfferOutcome.TAKEN
         if keeps_work:
             parts.prefixes.give_back_of(job)
-        return OfferOutcome.WAITS_FOR_COPIES if self._is_coming() else OfferOutcome.NO_ROOM
+        return (
+            OfferOutcome.WAITS_FOR_COPIES if self._will_cover_promises() else OfferOutcome.NO_ROOM
+        )
 
     def _leaves_room_to_grow(self, num_blocks: int) -> bool:
         """Whether the jobs on the device can still grow if a new job takes ``num_blocks``."""
@@ -156,13 +158,13 @@ class DeviceRoom:
         if self.has_free(num_blocks):
             return True
         self.num_promised += num_blocks
-        if self._num_ending and job.number in state.running and not self._is_coming():
+        if self._num_ending and job.number in state.running and not self._will_cover_promises():
             # The job would be set aside for less urgent jobs.
             self.is_too_early |= self.num_spare + self._num_ending >= 0
         return False
 
-    def _is_coming(self) -> bool:
-        """Whether the unfinished swap-outs free all blocks that are promised by now."""
+    def _will_cover_promises(self) -> bool:
+        """Whether swap-outs are unfinished, and free all blocks that are promised by now."""
         return self._parts.tiers.num_leaving > 0 and self.num_spare >= 0
 
     def _victims(self, num_blocks: int) -> list[Job]:

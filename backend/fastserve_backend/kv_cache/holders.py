@@ -24,7 +24,7 @@ class RunningOrder(Protocol):
         """Jobs whose KV was at ``place`` when the round started, in order of ``estimate``."""
         ...
 
-    def placed(self, job: Job) -> None:
+    def on_place_changed(self, job: Job) -> None:
         """The job's ``place`` has changed."""
         ...
 
@@ -44,7 +44,7 @@ class Holders:
         self._admitted: dict[int, int] = {}  # strategy defer: job → the most blocks it can need
         self._num_admitted_blocks = 0
         self.numbers = self._jobs.keys()
-        """Numbers of all holders. A view, since each iteration looks up thousands of waiting jobs
+        """Numbers of all holders. A view, since each round looks up thousands of waiting jobs
         in it."""
 
     def __iter__(self) -> Iterator[Job]:
@@ -59,7 +59,7 @@ class Holders:
 
     @property
     def num_on_device(self) -> int:
-        """Jobs that have computed KV which is not only on the host."""
+        """Jobs that have computed something and whose KV is not on the host alone."""
         return len(self._jobs) - self._tiers.num_swapped_out - len(self._without_step)
 
     def admit(self, job: Job) -> bool:
@@ -96,7 +96,7 @@ class Holders:
                 place = Place.HOST
             if job.place is not place:
                 job.place = place
-                order.placed(job)
+                order.on_place_changed(job)
         self._moved.clear()
 
     def drop(self, job: Job) -> None:
@@ -175,7 +175,7 @@ class RoundState:
 
     @cached_property
     def first_on_device(self) -> Iterator[Job]:
-        """Jobs on the device, those that run next first; once in the round, too."""
+        """The same, but those that run next first."""
         return self.by_next_run(Place.DEVICE)
 
     def may_leave(self, job: Job) -> bool:

@@ -1,7 +1,7 @@
 """What strategy ``proactive`` does before it is needed (FastServe §4.2).
 
-It keeps blocks free for arrivals, brings back the jobs that run next, and copies blocks of the jobs
-that will leave while the link is idle.
+It keeps blocks free for arrivals, and brings back the jobs that run next. While the link is idle,
+it copies blocks of jobs that will leave.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastserve_backend.kv_cache.prefixes import Prefixes
 from fastserve_backend.kv_cache.swapping import Swapping
 from fastserve_backend.kv_cache.tiers import TransferKind, TwoTierKV
 
-# Jobs return early only into this share of the device less than makes others leave. Without such a
+# A job returns early only if it would belong on a device smaller by this share. Without such a
 # band, a job at the border would leave and return with every change of the order above it.
 _BAND = 0.1
 # Most jobs on their way back early at once. With more, the link would still carry out old decisions
@@ -43,8 +43,8 @@ _WRITE_BACK_HOST_FREE = 0.25
 _WRITE_BACK_JOBS = 64
 # Swapping frees blocks within about this time. So a burst is what arrives in a shorter time.
 _BURST_S = 0.25
-# Bursts count for so long.
-_MEMORY_S = 60.0
+# A burst counts for so long after it.
+_BURST_COUNTS_S = 60.0
 # Most of the device that is kept free. More would keep out jobs that are here for jobs that may
 # never come.
 _MAX_SHARE = 0.25
@@ -126,7 +126,7 @@ class LookAhead:
             self._swapping.swap_in(job, job.num_tokens, state)
 
     def _room_to_return(self, job: Job) -> int:
-        """Blocks for all tokens of a job, so that its next iteration can follow at once."""
+        """Blocks for all tokens of a job, so that its next step can follow at once."""
         return self._tiers.device.blocks_for(job.num_tokens)
 
     def _write_back(self, state: RoundState) -> None:
@@ -141,7 +141,7 @@ class LookAhead:
             return
         for job in islice(state.by_next_run(Place.DEVICE, last_first=True), _WRITE_BACK_JOBS):
             if state.is_idle(job) and (
-                device.num_blocks_full(job.num_computed) > host.num_held(job.number)
+                device.num_full_blocks(job.num_computed) > host.num_held(job.number)
             ):
                 max_blocks = max(1, int(_WRITE_BACK_S / self._costs.transfer_s(True, 1)))
                 self._swapping.write_back(job, min(max_blocks, host.num_free), state)
@@ -174,8 +174,8 @@ class DeviceBorder:
         self._looked_at: list[tuple[tuple[float, float], Job, int]] = []
 
     def inside(self, band: float) -> Iterator[Job]:
-        """Swapped-out jobs that are inside with room for ``band`` blocks beside them, the next to
-        run first."""
+        """Swapped-out jobs that would be inside even if the capacity were ``band`` blocks smaller.
+        Those that run next come first."""
         num_before = 0
         for job in self._swapped_out():
             num_before += self._room_to_return(job)
@@ -261,6 +261,6 @@ class BurstReserve:
 
     def num_blocks(self, now: float) -> int:
         """Blocks to keep free at ``now``."""
-        while self._largest and self._largest[0][0] < now - _MEMORY_S:
+        while self._largest and self._largest[0][0] < now - _BURST_COUNTS_S:
             self._largest.popleft()
         return min(self._most, self._largest[0][1]) if self._largest else 0

@@ -1,7 +1,7 @@
 """Who has KV blocks on the device, who waits on the host, and who computes again.
 
-One round for each scheduling turn: ``start_round``; the policy's order is offered to the ``Round``;
-``Round.commit`` says what to send. Only decisions are made here: the ranks copy.
+One round for each choice of a step: ``start_round``; the policy's jobs are offered to the
+``Round``; ``Round.commit`` says what to send. Only decisions are made here: the ranks copy.
 
 Strategies (FastServe §4.2, Fig. 15):
 
@@ -64,8 +64,8 @@ class KVManager:
         return self._round.holds_steps and self.tiers.num_transfers > 0
 
     @property
-    def num_swapped_out(self) -> int:
-        """Jobs whose KV is only on the host, or in a swap."""
+    def num_away(self) -> int:
+        """Jobs whose KV is only on the host, or in a swap in either direction."""
         return sum(not self.tiers.may_run(job.number) for job in list(self._holders))
 
     def start_round(

@@ -107,7 +107,7 @@ class Prefixes:
         self._published: dict[int, list[bytes]] = {}  # job → keys of its blocks
         self.published = self._published.keys()
         """Numbers of the jobs that have computed KV which is on the device. A view, since each
-        iteration looks up all its jobs in it."""
+        round looks up all its jobs in it."""
         # By key: the jobs that have such a block, in order of coming; a dict as an ordered set.
         self._jobs_with: dict[bytes, dict[int, None]] = {}
 
@@ -251,14 +251,14 @@ class RoundPrefixes:
         else:
             job.num_shared = 0
 
-    def is_coming(self, job: Job) -> bool:
+    def pays_to_wait(self, job: Job) -> bool:
         """Whether a job that has computed nothing starts sooner if it waits for others' prefills.
 
-        Waiting costs the job an iteration, which is shorter for all others without its prefill.
+        Waiting costs the job a step, which is shorter for all others without its prefill.
         """
         if not self._coming:
             return False
-        num_ready = self._device.num_blocks_full(job.num_ready)
+        num_ready = self._device.num_full_blocks(job.num_ready)
         keys = islice(self._keys.wanted(job), num_ready, None)
         num_blocks = sum(1 for _ in takewhile(self._coming.__contains__, keys))
         if num_blocks == 0:
@@ -276,7 +276,7 @@ class RoundPrefixes:
         if job.num_shared:
             self._copy(job)
         self._to_publish.append(job)
-        num_blocks = self._device.num_blocks_full(job.num_ready + num_tokens)
+        num_blocks = self._device.num_full_blocks(job.num_ready + num_tokens)
         self._coming.update(islice(self._keys.wanted(job), num_blocks))
         return self._prefixes.on_used(job)
 
@@ -286,7 +286,7 @@ class RoundPrefixes:
             self._prefixes.publish(job)
 
     def _copy(self, job: Job) -> None:
-        first = self._device.num_blocks_full(job.num_computed)
+        first = self._device.num_full_blocks(job.num_computed)
         sources = self._prefixes.sources(job)
         assert len(sources) * self._device.block_size == job.num_shared, "not all is there to copy"
         for index, source in enumerate(sources, first):

@@ -45,7 +45,7 @@ class StepVerdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What a round sends."""
+    """What to send after a round."""
 
     verdict: StepVerdict
     transfers: Sequence[Transfer]
@@ -55,7 +55,7 @@ class RoundResult:
 
 
 class Round:
-    """Gives out device blocks for one scheduling turn: offer jobs by priority, then ``commit``.
+    """Gives out device blocks for one step: offer jobs by priority, then ``commit``.
 
     A job takes blocks only from jobs that were not offered before it and are not in flight, and
     only if they are enough for it. Blocks for which it waits are promised to it: no job offered
@@ -139,7 +139,7 @@ class Round:
         if job.number in self._away:
             outcome = self._room.bring_back(job, num_tokens)
         # A job that does not fit would copy nothing, so it does not wait for a prefix.
-        elif begins and self.prefixes.is_coming(job) and self._room.promise_if_it_fits(job):
+        elif begins and self.prefixes.pays_to_wait(job) and self._room.promise_if_it_fits(job):
             return self._pass_over(_WAITS_FOR_PREFIX)
         else:
             outcome = self._room.give(job, job.num_ready + num_tokens, is_new=is_new)
@@ -164,7 +164,7 @@ class Round:
         if self._room.is_too_early:
             verdict = StepVerdict.TOO_EARLY
         else:
-            self.holds_steps = self._strategy == "reactive" or self._is_worth_waiting()
+            self.holds_steps = self._strategy == "reactive" or self._pays_to_hold_step()
             if self.holds_steps and self._tiers.num_transfers:
                 verdict = StepVerdict.HOLD
                 self.stalled += self.taken  # they wait with the others
@@ -173,14 +173,14 @@ class Round:
         return RoundResult(verdict, self._state.transfers, self.prefixes.copies)
 
     def _pass_over(self, answers: tuple[OfferAnswer, ...]) -> OfferAnswer:
-        """The one of these answers, see ``_answers``, that says what is closed by now."""
+        """The answer that says what is closed by now, from a tuple that ``_answers`` made."""
         is_settled = self._is_closed_to_new and self._num_settled >= len(self._have_kv)
         if is_settled or self._room.is_too_early:
             return answers[_ALL]
         # If nobody gets another block, no job returns from the host.
         return answers[_NEW * self._is_closed_to_new + _HOST * self._room.is_exhausted]
 
-    def _is_worth_waiting(self) -> bool:
+    def _pays_to_hold_step(self) -> bool:
         """Whether holding the step for pending copies costs the runnable jobs less than another
         iteration's delay costs the stalled ones. So it is with small models, whose copies are
         short."""

@@ -163,7 +163,7 @@ class TwoTierKV:
         self.host.grow(job_number, num_tokens)
         if num_blocks == 0:
             self.device.release(job_number)
-            self._count(job_number)
+            self._update_facts(job_number)
             return None
         self.num_leaving += self.device.num_held(job_number)
         return self._start(TransferKind.SWAP_OUT, job_number, num_tokens, first, num_blocks)
@@ -177,7 +177,7 @@ class TwoTierKV:
             OutOfBlocksError: the host has no room; nothing has changed.
         """
         first = self.num_saved(job_number) // self._block_size
-        num_blocks = min(max_blocks, self.device.num_blocks_full(num_tokens) - first)
+        num_blocks = min(max_blocks, self.device.num_full_blocks(num_tokens) - first)
         if num_blocks <= 0:
             return None
         num_saved = (first + num_blocks) * self._block_size
@@ -216,7 +216,7 @@ class TwoTierKV:
             self._saved[job_number] = transfer.num_tokens
             if transfer.kind is TransferKind.SWAP_OUT:
                 self.device.release(job_number)
-        self._count(job_number)
+        self._update_facts(job_number)
 
     def start_read(self, job_number: int) -> None:
         """A step copies device blocks of the job for another job. The job must not be in a swap."""
@@ -233,7 +233,7 @@ class TwoTierKV:
         """Free the host's blocks of a job on the device, without a transfer."""
         self.host.release(job_number)
         self._saved.pop(job_number, None)
-        self._count(job_number)
+        self._update_facts(job_number)
 
     def release(self, job_number: int, keys: Sequence[bytes] = ()) -> None:
         """The job ended, or gives up its KV: free all its blocks.
@@ -246,7 +246,7 @@ class TwoTierKV:
         """
         if job_number in self._transfers or job_number in self._readers:
             self._ended[job_number] = () if job_number in self._transfers else keys
-            self._count(job_number)
+            self._update_facts(job_number)
             return
         self.device.release(job_number, keys)
         self.forget_host(job_number)
@@ -286,8 +286,8 @@ class TwoTierKV:
         copies = self._saved.keys() - away - self._transfers.keys() - self._ended.keys()
         assert self.num_copies == sum(map(self.host.num_held, copies)), "copies on the host"
 
-    def _count(self, job_number: int) -> None:
-        """The job's KV has moved: update the facts about all jobs."""
+    def _update_facts(self, job_number: int) -> None:
+        """The job's KV has moved: update the sets and sums over all jobs."""
         num_copies = 0
         transfer = self._transfers.get(job_number)
         is_away = transfer is not None and transfer.kind is not TransferKind.WRITE_BACK
@@ -326,5 +326,5 @@ class TwoTierKV:
         self._transfers[job_number] = transfer
         self._num_of_kind[kind] += 1
         self.num_in_transfer += num_blocks
-        self._count(job_number)
+        self._update_facts(job_number)
         return transfer

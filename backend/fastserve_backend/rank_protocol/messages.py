@@ -161,7 +161,7 @@ class Penalties(msgspec.Struct, array_like=True):
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):
-    """One iteration of S jobs with T tokens. R = S - num_partial jobs get a new token.
+    """One step of S jobs with T tokens. R = S - num_partial jobs get a new token.
 
     The order of the jobs: first those that decode, then those whose prefill ends in this step, then
     those whose prefill goes on in a later step.

@@ -1,4 +1,4 @@
-"""What the engine asks of a policy, and how a batch is filled."""
+"""What the engine asks of a policy, and how a batch (the jobs of an iteration) is filled."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ class Policy(Protocol):
 
     @property
     def num_promotions(self) -> int:
-        """How often a starving job got a turn, since the start."""
+        """How often a starving job got a turn (was promoted), since the start."""
         ...
 
     @property
@@ -196,7 +196,7 @@ class Policy(Protocol):
         """
         ...
 
-    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+    def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         """An iteration has ended, or counts as ended, in which these jobs ran these tokens.
 
         The jobs' new tokens may still be pending. Jobs that certainly end with the iteration are
@@ -204,7 +204,7 @@ class Policy(Protocol):
         """
         ...
 
-    def predicted(self, job: Job) -> None:
+    def on_predicted(self, job: Job) -> None:
         """The job's ``predicted_tokens`` changed. The job must be known, and may be in flight."""
         ...
 
@@ -219,7 +219,7 @@ class Policy(Protocol):
         """
         ...
 
-    def placed(self, job: Job) -> None:
+    def on_place_changed(self, job: Job) -> None:
         """The job's ``place`` has changed. The job must be known."""
         ...
 

@@ -37,7 +37,7 @@ _NEWS = 0.1
 _MOST_NEWS = 200
 # Each selection sorts this many jobs by a new index. With 10,000 jobs, sorting all at once would
 # delay a step by tens of milliseconds.
-_PLACED_AT_ONCE = 8
+_SORTED_AT_ONCE = 8
 # Key of the first job with a turn; later turns follow. All other keys are far larger: they are
 # negative indices, down to some negative hundreds.
 _FIRST_TURN_KEY = -1e12
@@ -101,7 +101,7 @@ class Gittins(KeyedPolicy):
         self._of_class: dict[int, _Learned] = {}
         self._ended_of_index = 0
         self._outdated: list[_Learned] = []
-        self._num_to_place = 0  # so many of the first entries have keys of an old index
+        self._num_to_sort = 0  # so many of the first entries have keys of an old index
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._promotion = Promotion(starvation_s, lambda job: time_to_next_token(job, times))
 
@@ -153,36 +153,36 @@ class Gittins(KeyedPolicy):
         self._promotion.remove(job)
         entry = self._entries.pop(job.number)
         if job.output_ids:
-            self._pass(entry, job)
+            self._count_passed(entry, job)
             if job.ended_by_itself:
                 for learned in entry.learned:
-                    learned.lengths.ended(entry.bin)
+                    learned.lengths.count_ended(entry.bin)
                 self._learn()
 
     def walk(self, now: float, in_flight: Collection[int]) -> Walk:
-        self._place_some()
+        self._sort_some()
         changes = self._promotion.update(now, in_flight)
         for job in changes.over + changes.begun:
-            self._place(self._entries[job.number])
+            self._sort(self._entries[job.number])
         return super().walk(now, in_flight)
 
-    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
-        self._promotion.iteration_done([job for job, _ in ran], now)
+    def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
+        self._promotion.on_iteration_finished([job for job, _ in ran], now)
         edges = self._of_all.lengths.edges
         for job, _ in ran:
             entry = self._entries[job.number]
             if len(job.output_ids) > edges[entry.bin + 1]:
-                self._pass(entry, job)
+                self._count_passed(entry, job)
             if job.num_outputs > entry.key_holds_to or job.num_uncomputed > 1:
-                self._place(entry)
+                self._sort(entry)
 
-    def predicted(self, job: Job) -> None:
+    def on_predicted(self, job: Job) -> None:
         entry = self._entries[job.number]
         entry.learned = self._learned_of(job)
-        self._place(entry)
+        self._sort(entry)
 
     def recalibrate(self) -> None:
-        self._num_to_place = len(self._entries)
+        self._num_to_sort = len(self._entries)
 
     def describe(self) -> str:
         return (
@@ -190,7 +190,7 @@ class Gittins(KeyedPolicy):
             f"{self._promotion.starvation_s * 1e3:.0f} ms, {self.limits.describe()}"
         )
 
-    def _place(self, entry: _Entry) -> None:
+    def _sort(self, entry: _Entry) -> None:
         """Sort the job by its current key."""
         job = entry.job
         self._jobs.move(job, self.key(job))
@@ -217,12 +217,12 @@ class Gittins(KeyedPolicy):
         whose length is unknown, and its ``max_tokens`` would tell that length."""
         return self._max_model_len if job.params.ignore_eos else job.params.max_tokens
 
-    def _pass(self, entry: _Entry, job: Job) -> None:
+    def _count_passed(self, entry: _Entry, job: Job) -> None:
         """Learn that the job is at least as long as it is now. Pending tokens do not count: the job
         may turn out to have ended before them."""
         reached = self._of_all.lengths.bin_of(len(job.output_ids))
         for learned in entry.learned:
-            learned.lengths.passed(entry.bin, reached)
+            learned.lengths.count_passed(entry.bin, reached)
         entry.bin = reached
 
     def _learn(self) -> None:
@@ -231,15 +231,15 @@ class Gittins(KeyedPolicy):
             self._ended_of_index = self.num_learned
             self._outdated = [*self._of_class.values(), self._of_all]
 
-    def _place_some(self) -> None:
-        """Do a bit of the pending work: compute one outdated index, or sort a few jobs."""
+    def _sort_some(self) -> None:
+        """Do a part of what is left to do: compute one outdated index, or sort a few jobs."""
         if self._outdated:
             self._outdated.pop().update()
-            self._num_to_place = len(self._entries)
+            self._num_to_sort = len(self._entries)
             return
-        num_placed = min(self._num_to_place, _PLACED_AT_ONCE, len(self._entries))
-        for _ in range(num_placed):
+        num_sorted = min(self._num_to_sort, _SORTED_AT_ONCE, len(self._entries))
+        for _ in range(num_sorted):
             number, entry = next(iter(self._entries.items()))
             self._entries.move_to_end(number)
-            self._place(entry)
-        self._num_to_place = max(0, self._num_to_place - _PLACED_AT_ONCE)
+            self._sort(entry)
+        self._num_to_sort = max(0, self._num_to_sort - _SORTED_AT_ONCE)

@@ -52,11 +52,11 @@ class KeyedPolicy:
     def walk(self, now: float, in_flight: Collection[int]) -> Walk:
         return MergedWalk(lambda place: self._jobs.part(place).items())
 
-    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+    def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         for job, _ in ran:
             self._jobs.move(job, self._jobs.key(job))
 
-    def predicted(self, job: Job) -> None:
+    def on_predicted(self, job: Job) -> None:
         pass
 
     def recalibrate(self) -> None:
@@ -65,8 +65,8 @@ class KeyedPolicy:
     def next_run_estimate(self, now: float) -> NextRunEstimate:
         return lambda job: (self._jobs.key(job), job.number)
 
-    def placed(self, job: Job) -> None:
-        self._jobs.placed(job)
+    def on_place_changed(self, job: Job) -> None:
+        self._jobs.on_place_changed(job)
 
     def by_next_run(
         self, place: Place, estimate: NextRunEstimate, *, last_first: bool

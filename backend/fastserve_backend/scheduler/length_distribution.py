@@ -59,14 +59,14 @@ class LengthDistribution:
         """The bin of a length from 1 to ``max_tokens``."""
         return bisect_left(self.edges, num_tokens) - 1
 
-    def passed(self, first: int, last: int) -> None:
+    def count_passed(self, first: int, last: int) -> None:
         """A job is longer than all lengths in the bins from ``first`` up to, not including,
         ``last``."""
         for index in range(first, last):
             self._fade(index)
             self._passed[index] += 1.0
 
-    def ended(self, index: int) -> None:
+    def count_ended(self, index: int) -> None:
         """A job ended by itself with a length in this bin."""
         self._fade(index)
         self._ended[index] += 1.0

@@ -146,8 +146,8 @@ class MLFQ:
             lambda place: _by_level([queue.part(place).items() for queue in self._queues])
         )
 
-    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
-        self._promotion.iteration_done([job for job, _ in ran], now)
+    def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
+        self._promotion.on_iteration_finished([job for job, _ in ran], now)
         for job, num_tokens in ran:
             entry = self._entries[job.number]
             entry.used_s += own_time_s(job, num_tokens, self._times)
@@ -161,7 +161,7 @@ class MLFQ:
             if used_up and has_token:
                 self._demote(job, entry)
 
-    def predicted(self, job: Job) -> None:
+    def on_predicted(self, job: Job) -> None:
         pass  # the order does not depend on output lengths
 
     def recalibrate(self) -> None:
@@ -176,8 +176,8 @@ class MLFQ:
         execute_s = self.execute_s()
         return lambda job: self.enst(job, execute_s[job.queue_level], now)
 
-    def placed(self, job: Job) -> None:
-        self._queues[job.queue_level].placed(job)
+    def on_place_changed(self, job: Job) -> None:
+        self._queues[job.queue_level].on_place_changed(job)
 
     def by_next_run(
         self, place: Place, estimate: NextRunEstimate, *, last_first: bool
@@ -211,7 +211,7 @@ class MLFQ:
         T_promote is the time until the job's turn. It counts only for the job that is promoted
         next.
         """
-        turn_in_s = self._promotion.turn_in(job, now)
+        turn_in_s = self._promotion.turn_due_in_s(job, now)
         if turn_in_s is not None:
             execute_s = min(execute_s, turn_in_s)
         return execute_s, self._entries[job.number].ticket

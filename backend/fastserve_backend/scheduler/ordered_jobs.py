@@ -46,7 +46,7 @@ class OrderedJobs:
     def items(self) -> Iterator[tuple[tuple[float, float], Job]]:
         """((key, job's number), job) of all jobs, in order."""
         jobs = self._jobs
-        return ((place, jobs[place[1]][1]) for place in self._order)
+        return ((entry, jobs[entry[1]][1]) for entry in self._order)
 
     def jobs(self, *, last_first: bool) -> Iterator[Job]:
         """All jobs, in order or in reverse order."""
@@ -164,7 +164,7 @@ class SplitOrder(Generic[Part]):
             part.remove(job)
             self.add(job, key)
 
-    def placed(self, job: Job) -> None:
+    def on_place_changed(self, job: Job) -> None:
         """The job's ``place`` has changed."""
         self.move(job, self.key(job))
 

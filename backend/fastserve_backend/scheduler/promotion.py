@@ -89,7 +89,7 @@ class Promotion:
             self._waiting.pop(job.number, None)
             self._waiting[job.number] = (now, job)
 
-    def iteration_done(self, jobs: Sequence[Job], now: float) -> None:
+    def on_iteration_finished(self, jobs: Sequence[Job], now: float) -> None:
         """These jobs ran in an iteration. They wait from now on."""
         self.num_turns = max(1, int(len(jobs) * _BATCH_SHARE))
         waiting, turns = self._waiting, self._turns
@@ -134,7 +134,7 @@ class Promotion:
         """The job that has waited longest among those without a turn."""
         return next((job for _, job in self._waiting.values()), None)
 
-    def turn_in(self, job: Job, now: float) -> float | None:
+    def turn_due_in_s(self, job: Job, now: float) -> float | None:
         """Seconds until the job's turn, at least 0. None: another job gets the next turn."""
         first = next(iter(self._waiting), None)
         if job.number != first:

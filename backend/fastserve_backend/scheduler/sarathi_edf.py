@@ -50,6 +50,6 @@ class SarathiEDF(KeyedPolicy):
         super().remove(job)
         del self._arrived_s[job.number]
 
-    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+    def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         for job, _ in ran:
             self._jobs.move(job, self.key(job))

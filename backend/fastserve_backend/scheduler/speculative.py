@@ -101,7 +101,7 @@ class Speculative:
         self._entries[job.number] = _Entry(now)
         self._queues.add(job, now)
         if job.predicted_tokens is not None:
-            self.predicted(job)
+            self.on_predicted(job)
 
     def remove(self, job: Job) -> None:
         if self._entries[job.number].num_tokens is None:
@@ -118,7 +118,7 @@ class Speculative:
             self._queued_first,
         )
 
-    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+    def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         queued = []
         for one in ran:
             entry = self._entries[one.job.number]
@@ -126,21 +126,21 @@ class Speculative:
                 queued.append(one)
             else:
                 self._num_outlived += one.job.num_outputs > entry.num_tokens
-                self._order.move(one.job, self._key_if(one.job, entry.num_tokens))
-        self._queues.iteration_done(queued, now)
+                self._order.move(one.job, self._expect_tokens(one.job, entry.num_tokens))
+        self._queues.on_iteration_finished(queued, now)
 
-    def predicted(self, job: Job) -> None:
+    def on_predicted(self, job: Job) -> None:
         assert job.predicted_tokens is not None
         entry = self._entries[job.number]
         if entry.num_tokens is None:
             self._queues.remove(job)
             self._order.add(job, 0.0)
             self._ordered_sizes[job.queue_level] += 1
-        self._order.move(job, self._key_if(job, job.predicted_tokens))
+        self._order.move(job, self._expect_tokens(job, job.predicted_tokens))
 
     def recalibrate(self) -> None:
         self._queues.recalibrate()
-        self._order.reorder(self._key_again)
+        self._order.reorder(self._recomputed_key)
 
     def next_run_estimate(self, now: float) -> NextRunEstimate:
         """EWT, the estimated wait time (ALISE), in seconds; then the order of selection.
@@ -156,7 +156,7 @@ class Speculative:
         parts = [self._order.part(place) for place in Place]
         sums_s = [part.sums() for part in parts]
 
-        def predicted_s(key: float, number: int) -> float:
+        def ordered_before_s(key: float, number: int) -> float:
             before_s = (
                 float(of_part[part.num_before(key, number)])
                 for part, of_part in zip(parts, sums_s, strict=True)
@@ -166,20 +166,20 @@ class Speculative:
         def ewt(job: Job) -> tuple[float, float]:
             if self._entries[job.number].num_tokens is None:
                 key = self._queued_key(job)
-                before_s = 0.0 if self._queues.has_turn(job) else predicted_s(key, job.number)
+                before_s = 0.0 if self._queues.has_turn(job) else ordered_before_s(key, job.number)
                 return self._queues.enst(job, execute_s[job.queue_level] + before_s, now)
             key = self._order.key(job)
             virtual_s = key - self._aging * now
-            before_s = predicted_s(key, job.number) + execute_s[self._level_of(virtual_s)]
+            before_s = ordered_before_s(key, job.number) + execute_s[self._level_of(virtual_s)]
             return min(before_s, max(0.0, virtual_s / self._aging)), key
 
         return ewt
 
-    def placed(self, job: Job) -> None:
+    def on_place_changed(self, job: Job) -> None:
         if job in self._order:
-            self._order.placed(job)
+            self._order.on_place_changed(job)
         else:
-            self._queues.placed(job)
+            self._queues.on_place_changed(job)
 
     def by_next_run(
         self, place: Place, estimate: NextRunEstimate, *, last_first: bool
@@ -221,12 +221,12 @@ class Speculative:
     def _remaining_of(self, job: Job) -> float:
         return self._entries[job.number].remaining_s
 
-    def _key_again(self, job: Job) -> float:
+    def _recomputed_key(self, job: Job) -> float:
         num_tokens = self._entries[job.number].num_tokens
         assert num_tokens is not None
-        return self._key_if(job, num_tokens)
+        return self._expect_tokens(job, num_tokens)
 
-    def _key_if(self, job: Job, num_tokens: int) -> float:
+    def _expect_tokens(self, job: Job, num_tokens: int) -> float:
         """Predict that the job ends with ``num_tokens`` output tokens, and return its new key. The
         prediction is doubled while the job already has more tokens."""
         entry = self._entries[job.number]

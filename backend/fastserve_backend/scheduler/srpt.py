@@ -40,7 +40,7 @@ class SRPT(KeyedPolicy):
             job.num_tokens
         )
 
-    def iteration_done(self, ran: Sequence[Scheduled], now: float) -> None:
+    def on_iteration_finished(self, ran: Sequence[Scheduled], now: float) -> None:
         for job, _ in ran:
             self._jobs.move(job, self.key(job))
 

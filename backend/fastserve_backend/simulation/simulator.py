@@ -60,7 +60,7 @@ def simulate(
         predictions: predicted output tokens of each job, which the policy learns when the job
             arrives. Default: no predictions.
         policy_of: makes a policy that the registry does not have, for the limits of ``scheduler``.
-        check_integrity: verify the block tables after every turn, for tests.
+        check_integrity: verify the block tables after every cycle, for tests.
 
     Raises:
         ValueError: a job exceeds ``max_model_len`` or the KV blocks.
@@ -96,7 +96,7 @@ def simulate(
         if loop.is_idle:
             clock.advance_to(executor.wake_s)
         else:
-            loop.turn()
+            loop.run_cycle()
     return Simulation(
         [_record(job, latency) for job in jobs],
         counters,

@@ -70,11 +70,11 @@ class EngineLink:
         self._error = error
         os.eventfd_write(self._failed, 1)
 
-    def sender(self, name: str) -> Send:
-        """A socket's send function, for one thread alone."""
+    def open_sender(self, name: str) -> Send:
+        """Open another socket and return its send function, for one thread alone."""
         socket = self._socket(name)
         socket.connect(self._address)
-        return sender(socket)
+        return send_function(socket)
 
     def _socket(self, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
@@ -88,5 +88,5 @@ class EngineLink:
         return socket
 
 
-def sender(socket: zmq.Socket[bytes]) -> Send:
+def send_function(socket: zmq.Socket[bytes]) -> Send:
     return lambda message: socket.send(encoder.encode(message))

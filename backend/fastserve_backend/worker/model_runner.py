@@ -109,7 +109,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedStep | None:
-        """Start one iteration.
+        """Start this rank's part of a step.
 
         Returns None on the ranks that do not answer: only the first rank of each stage does, and
         only the last stage's answer has tokens.
@@ -180,7 +180,7 @@ class LaunchedStep:
     def answer(self) -> StepResult | StageDone:
         """Wait until the device has finished the step. Any thread may call this.
 
-        By then the step's keys and values are written too, so the engine may order a copy of them.
+        By then the step's keys and values are written, so the engine may request a copy of them.
         """
         compute_s = self.watch.seconds()
         if not self.is_last_stage:

@@ -12,8 +12,8 @@ from fastserve_backend.checkpoints.partition import RankPlace
 
 
 class Pipeline:
-    """Sends to the rank of the same number in the next stage, and receives from that in the stage
-    before.
+    """Sends to the rank of the same number in the next stage, and receives from its
+    counterpart in the stage before.
 
     Both ranks run the same steps in the same order, so neither waits for a step that the other
     does not know.

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 class SwapEngine:
     """Two threads that copy blocks, each in the order of its messages.
 
-    A copy waits for no step. The engine orders it only when the steps that wrote its blocks have
+    A copy waits for no step. The engine requests it only when the steps that wrote its blocks have
     ended, and uses its blocks only when it has the copy's result.
 
     Args:

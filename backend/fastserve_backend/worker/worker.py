@@ -24,7 +24,7 @@ from fastserve_backend.rank_protocol.messages import (
     Stop,
 )
 from fastserve_backend.worker.build_rank import build_rank
-from fastserve_backend.worker.engine_link import EngineLink, Send, sender
+from fastserve_backend.worker.engine_link import EngineLink, Send, send_function
 from fastserve_backend.worker.model_runner import LaunchedStep
 from fastserve_backend.worker.swap_engine import SwapEngine
 
@@ -45,9 +45,9 @@ def run(engine_address: str, rendezvous: Path | None) -> int:
     """
     rank = int(os.environ["RANK"])
     link = EngineLink(engine_address, rank)
-    send = sender(link.main)
+    send = send_function(link.main)
     send(Hello(pid=os.getpid(), host=socket.gethostname()))
-    _start_heartbeats(link.sender("heartbeat"))
+    _start_heartbeats(link.open_sender("heartbeat"))
     try:
         setup = link.receive()
         assert isinstance(setup, Setup)
@@ -55,18 +55,18 @@ def run(engine_address: str, rendezvous: Path | None) -> int:
         swaps = SwapEngine(
             store,
             runner.device,
-            send_out=link.sender("swap-out"),
-            send_in=link.sender("swap-in"),
+            send_out=link.open_sender("swap-out"),
+            send_in=link.open_sender("swap-in"),
         )
         send(ready)
         steps = _steps(link, swaps)
         if runner.has_earlier_stage:
             # Copies must start while this thread waits for activations. So another thread reads
             # the main socket, and this one sends through a socket of its own.
-            send, steps = link.sender("runner"), _read_ahead(steps)
+            send, steps = link.open_sender("runner"), _read_ahead(steps)
         answers = None
         if runner.is_asynchronous:
-            answers = AnsweringThread(link.sender("answer"), runner.device, on_error=link.fail)
+            answers = AnsweringThread(link.open_sender("answer"), runner.device, on_error=link.fail)
         for step in steps:
             launched = runner.launch(step)
             if launched is None:

@@ -24,8 +24,8 @@ settings.load_profile("no deadline")
 # servers that are tested. OpenMP reads it when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
-# A shell without job control starts background programs with Ctrl-C ignored. So would be the programs
-# that tests start and interrupt.
+# A shell without job control starts background programs with Ctrl-C ignored, and what these start
+# ignores it, too. Tests interrupt programs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -3,11 +3,11 @@
     python -m benchmarks.cpu_decode            # all three parts, several minutes
     python -m benchmarks.cpu_decode serving    # only one of machine, step, serving
 
-Dummy weights, bfloat16, prompts of 64 tokens, 64 tokens generated, greedy. Decode is counted from
-the moment when every job has its first token; prefill is 32 prompts at once until that moment.
-Each figure is the median of the repeats, with the least and the most in brackets. "machine"
-measures what this processor can do at best, and what that makes of each figure: a decode step
-reads all weights once and multiplies each with every job's vector.
+Dummy weights, bfloat16, greedy, prompts of 64 tokens, 64 tokens generated. Prefill is the time of
+32 prompts at once until every job has its first token; decode is the time after that. Figures are
+medians of the repeats, with the least and the most in brackets. "machine" measures the best that
+this processor can do, and computes the best of each figure from it: a decode step reads all weights
+once and multiplies each with every job's vector.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def engine() -> Iterator[tuple[LLM, Run]]:
 
 @contextmanager
 def triton(stream_interval: int) -> Iterator[tuple[int, Run]]:
-    """The server's process id, and runs that are timed by the client as it receives tokens."""
+    """The server's process id, and a function whose runs the client times as it receives tokens."""
     started = time.monotonic()
     config = EngineConfig().with_keys(model=MODEL, stream_interval=stream_interval, **OPTIONS)
     with (
@@ -219,7 +219,7 @@ def machine(repeats: int) -> None:
     for batch in BATCHES:
         floor_s = max(parameters * 2 / bandwidth, parameters * 2 * batch / flops)
         table.add_row(f"decode, batch {batch}", f"{batch / floor_s:.0f}")
-    head = VOCAB_SIZE * 768  # a prompt needs it for its last token alone
+    head = VOCAB_SIZE * 768  # a prompt needs the LM head for its last token alone
     per_token = 2 * (parameters - head * (1 - 1 / PROMPT_TOKENS))
     table.add_row("prefill", f"{flops / per_token:.0f}")
     console.print(table)

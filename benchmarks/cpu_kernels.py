@@ -37,7 +37,7 @@ Layer = Callable[[Tensor], Tensor]
 
 
 def median_s(calls: Mapping[str, Call], repeats: int) -> dict[str, float]:
-    """Of each call; they take turns."""
+    """Median seconds of each call; the calls take turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
@@ -50,7 +50,11 @@ def median_s(calls: Mapping[str, Call], repeats: int) -> dict[str, float]:
 
 
 def report(title: str, rows: Sequence[tuple[str, dict[str, float], str]], last: str) -> None:
-    """Rows: a label, seconds by who took them, ours first, and the entry of the column ``last``."""
+    """Prints a table.
+
+    Args:
+        rows: a label, seconds by implementation (ours first), and the entry of the column ``last``.
+    """
     names = list(dict.fromkeys(name for _, seconds, _ in rows for name in seconds))
     table = Table(title=title, title_justify="left")
     for heading in ("", *names, last):
@@ -66,7 +70,7 @@ def report(title: str, rows: Sequence[tuple[str, dict[str, float], str]], last: 
 
 
 def linears(name: str, dtype: torch.dtype, repeats: int) -> None:
-    """All linear layers of a step, the LM head for every row too."""
+    """All linear layers of a step; the LM head takes every row too."""
     shapes = [*IN_A_LAYER * LAYERS, (HIDDEN, VOCAB_SIZE)]
     weights = [(torch.randn(out, size) / size**0.5).to(dtype) for size, out in shapes]
     layers: dict[str, Sequence[Layer]] = {
@@ -114,8 +118,8 @@ def paged(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:
 
 
 def flattened(tables: Tensor) -> tuple[Tensor, Tensor]:
-    """Block tables of jobs of one length as the operations take them: the blocks, and where those
-    of each job begin."""
+    """Block tables of jobs of one length, as the operations take them: all blocks, and where each
+    job's begin."""
     jobs, count = tables.shape
     return tables.flatten(), torch.arange(jobs, dtype=torch.int32) * count
 

@@ -3,9 +3,9 @@
     python -m benchmarks.gateway_overhead
 
 A real tritonserver and a real ``fastserve gateway`` on this machine, OPT-125M with dummy weights by
-default. The same streams run over each side in turn; the first round of both warms up and does not
-count. Server, gateway and clients share the machine's cores. The gateway's CPU time a token is
-printed too: unlike the ratio it hardly depends on the model and on what else runs.
+default. The same streams run over each side in turn. The first round of both warms up and does not
+count. Server, gateway and clients share the machine's cores. It also prints the gateway's CPU time
+per token, which unlike the ratio hardly depends on the model and on other load.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What races: systems, workloads and policies, and what is measured of one run."""
+"""What races: systems, workloads and policies; and the measures of one run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastserve_backend.simulation.simulator import Simulation, simulate
 from fastserve_bench.report.summary import summarize
 from fastserve_bench.workload import LengthLimits, TraceJob, Workload
 
-# Host memory for swapped KV, of all ranks together, as FastServe's authors have.
+# Host memory for swapped KV, for all ranks together, as FastServe's authors have.
 HOST_GIB = 48.0
 # Standard deviation of ln(predicted / real) of predicted lengths.
 PREDICTION_ERROR = 0.5
@@ -29,7 +29,7 @@ FIRST_TOKEN_S, TOKEN_S = 3.0, 0.1
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """A model on GPUs that are not here, with longer positions than the model has if need be."""
+    """A model on simulated GPUs. ``max_model_len`` may exceed the model's own positions."""
 
     name: str
     model: str
@@ -85,14 +85,14 @@ class Course:
         return f"{Path(self.workload).name}, {self.system}"
 
     def trace(self, rate: float | None) -> list[TraceJob]:
-        """Jobs that the model is too short for are left out."""
+        """The workload's jobs, without those that are too long for the model."""
         limits = LengthLimits(max_total_tokens=SYSTEMS[self.system].max_model_len - 1)
         arrivals = self.arrivals
         return Workload(self.workload, self.num_jobs, 0, limits, arrivals=arrivals).trace(rate)
 
 
-# Enough jobs that the end of a trace, when fewer and fewer are left, decides little, and few enough
-# for a quarter of an hour.
+# So many jobs that the end of a trace, with ever fewer of them, counts for little; so few that the
+# race takes a quarter of an hour.
 COURSES = (
     Course("opt-13b a100-40g", "sharegpt", 750),
     Course("opt-13b a100-40g", "alpaca", 2400),
@@ -111,7 +111,7 @@ COURSES = (
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A policy, with the settings that are not as shipped."""
+    """A policy, with the settings that differ from the shipped ones."""
 
     name: str
     policy: str
@@ -146,13 +146,13 @@ VARIANTS = (*FCFS, *OURS, *OTHERS)
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A load of a course."""
+    """A course at a load."""
 
     course: Course
     load: float | None
-    """Of what FCFS serves when all jobs are there at once; None: the trace's own gaps."""
+    """Rate over ``capacity``; None: the trace's own gaps."""
     capacity: float
-    """Jobs per second that this is."""
+    """Jobs per second that FCFS serves when all are there at once."""
 
     @property
     def name(self) -> str:
@@ -163,7 +163,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one variant in one cell. Times in seconds."""
+    """Measures of one variant in one cell. Times are in seconds."""
 
     cell: str
     variant: str
@@ -172,7 +172,7 @@ class Result:
     mean: float
     p95: float
     p99: float
-    """Normalized latency, as the two before."""
+    """Normalized latency, as ``mean`` and ``p95``."""
     first_p95: float
     first_p99: float
     """Time to the first token."""
@@ -184,18 +184,18 @@ class Result:
     jct_p99: float
     """Completion time: to the last token."""
     slowdown: float
-    """Of the longest tenth of jobs: completion time over that on an idle system."""
+    """Completion time over that on an idle system, for the longest tenth of jobs."""
     tokens_per_s: float
     violations: float
-    """Share of jobs that miss an objective: ``FIRST_TOKEN_S``, or ``TOKEN_S`` a later token."""
+    """Share of jobs that miss an objective: ``FIRST_TOKEN_S``, or ``TOKEN_S`` for later tokens."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def capacity(course: Course) -> float:
-    """Jobs per second that FCFS serves of the course when all are there at once."""
-    # Any rate does: it decides when jobs arrive, not which they are.
+    """Jobs per second of the course that FCFS serves when all are there at once."""
+    # Any rate will do: it decides when jobs arrive, not which jobs.
     trace = [replace(job, arrival_s=0.0) for job in course.trace(1.0)]
     return len(trace) / _simulate(course, FCFS[0], trace).ended_s
 

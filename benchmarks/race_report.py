@@ -1,20 +1,30 @@
-"""What the results of the race say: the best FCFS, where ours is worse, and pages of tables."""
+"""The race's report: the best FCFS, where ours is worse, and tables."""
 
 from __future__ import annotations
 
+import csv
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rich.table import Table
 
-from benchmarks.race_cells import FCFS, FIRST_TOKEN_S, ORACLE, OURS, TOKEN_S, Result
+from benchmarks.race_cells import (
+    FCFS,
+    FIRST_TOKEN_S,
+    ORACLE,
+    OURS,
+    PREDICTION_ERROR,
+    TOKEN_S,
+    Result,
+)
 
-# Ours over the best FCFS: what is worse.
+# Ours is worse if its figure over the best FCFS's is past one of these.
 _MOST_LATENCY = 1.03
 _LEAST_TOKENS = 0.97
 _MOST_JCT, _MOST_JCT_PREDICTED = 1.10, 1.0
-# Where FCFS's mean is over so many times its idle latency, ours is to be so many times better.
+# FCFS queues where its mean is over this many times its idle latency. There ours has to be this
+# many times better.
 _QUEUES, _BETTER = 3.0, 2.0
 
 _COLUMNS = (
@@ -41,54 +51,74 @@ _FRONTIER = (
     ("tokens_per_s", "tokens/s"),
 )
 
+# The page has a table for each of these, the most important first.
+_MEASURES = (
+    ("mean", "Mean normalized latency, s a token"),
+    ("p95", "P95 of normalized latency, s a token"),
+    ("jct", "Mean completion time, s"),
+    ("jct_p99", "P99 of completion time, s"),
+    ("tokens_per_s", "Output tokens per second"),
+    ("first_p99", "P99 of the time to the first token, s"),
+    ("gap_p99", "P99 of the time between tokens, s"),
+    ("violations", "Share of jobs that miss an objective"),
+)
+
 _ABOUT = """# The scheduling race
 
-This page is evidence: what each policy does to latency and throughput, over workloads, loads and
-systems. Use it to choose a policy, and to see what the default gives up. Every cell is a
-simulation: the engine's own step loop, policies and KV decisions, on iteration times of a roofline
-model. This command writes the page:
-
-    COMMAND
+This page is evidence: it shows what each policy does to latency and throughput. Use it to choose a
+policy, and to see what the default gives up.
 
 **In short:** where jobs queue, the default, `gittins`, has the lowest latency a token among the
-policies that know no lengths and let no job starve. The price is that the longest jobs end later.
-Predicted lengths gain more still. Where jobs do not queue, the policies hardly differ.
+policies that know no lengths and let no job starve. In return the longest jobs finish later.
+Predicted lengths gain more still; where no jobs queue, the policies hardly differ.
+
+Every figure is simulated: the engine's own step loop, policies and KV decisions run on iteration
+times of a roofline model. COMMIT. This command writes the page:
+
+    COMMAND
 
 ![every policy over the best FCFS](scheduling_race.png)
 """
 
-_ABOUT_COLUMNS = f"""Load is the rate over what FCFS serves when all jobs are there at once. Times
-are seconds.
+_ABOUT_FRONTIER = f"""Each figure is divided by the best FCFS's. The table shows the median over
+cells; a cell is a workload on a system at a load. Only cells where FCFS queues count: there its
+mean is over {_QUEUES:g} times its idle latency.
 
-| column | meaning |
-|---|---|
-| mean, P95, P99 | normalized latency: completion time over output tokens |
-| first | time to the first token |
-| gap | time from one token to the next |
-| JCT | completion time: to the last token |
-| slowdown | completion time over that on an idle system, of the longest tenth of jobs |
-| missed | share of jobs that miss an objective. A cell has goodput if it is at most 0.01 |
+No policy is the best in all columns. A policy that favours short jobs lowers latency a token, but
+long jobs wait, so P99 of completion time rises. The default is the best compromise among the
+policies that know no lengths and let no job starve.
 
-A job misses an objective if its first token takes over {FIRST_TOKEN_S:g} s, or its later ones over
-{TOKEN_S:g} s each on average.
+`fixed_priority` runs the shortest prompt first. Its medians are as good, but nothing bounds the
+wait. Where answers are most of the work (ShareGPT on OPT-13B and Alpaca, load 1.5), its mean is 1.5
+to 2.4 times the default's."""
 
-The best FCFS is the best of three, for each figure by itself: with the shipped chunks of prefill,
-with chunks of 512 tokens, and with whole prompts. "Predicted" policies are told output lengths with
-an error of σ = 0.5 in ln(predicted / real). `srpt` knows them exactly.
+_ABOUT_WORSE = f"""The default, without and with predictions, has a line here in each cell where
 
-The baselines `sarathi_edf` and `uniboost` order jobs anew at each token. No rule keeps their jobs
-in place where KV memory is short. There they swap for each token, and tokens/s fall."""
+- its mean or P95 is over {_MOST_LATENCY:g} times the best FCFS's,
+- its mean completion time is over {_MOST_JCT:.2f} times the best FCFS's
+  (with predictions: over {_MOST_JCT_PREDICTED:.2f} times),
+- its tokens/s are under {_LEAST_TOKENS:g} times the best FCFS's, or
+- FCFS queues, and the default's mean is not {_BETTER:g} times better.
 
+`srpt` knows all lengths: its figure at the end of a line shows how much is possible."""
 
-_ABOUT_FRONTIER = f"""The table has the median of each figure over the best FCFS's. It is over the
-cells where FCFS queues: its mean is over {_QUEUES:g} times its idle latency. No policy is the best
-in all columns. A policy that favours short jobs lowers latency a token and makes long jobs wait, so
-P99 of completion time rises. The default is the knee among the policies that know no lengths and
-let no job starve.
+_ABOUT_COLUMNS = f"""- **Load**: the rate over what FCFS serves when all jobs are there at once.
+- **Idle latency**: mean normalized latency of jobs that have the system to themselves.
+- **Normalized latency**: completion time over output tokens.
+- **Completion time** (JCT): from arrival to the last token.
+- **Objectives**: the first token within {FIRST_TOKEN_S:g} s, later ones within {TOKEN_S:g} s each,
+  on average. A cell has goodput if at most 0.01 of its jobs miss one.
+- **The best FCFS**: the best of three, for each figure by itself: with the shipped chunks of
+  prefill, with chunks of 512 tokens, and with whole prompts.
+- **"Predicted"**: the policy is told output lengths with an error of σ = {PREDICTION_ERROR:g} in
+  ln(predicted / real). `srpt` knows the real ones.
 
-`fixed_priority`, the shortest prompt first, has medians as good, but no bound on waiting. Where
-answers are most of the work (ShareGPT on OPT-13B and Alpaca at 1.5 times capacity), its mean is 1.5
-to 2.4 times as long."""
+The baselines `sarathi_edf` and `uniboost` order jobs anew at each token. Where KV memory is short,
+they swap at each token, and tokens/s fall: no rule keeps their jobs in place.
+
+[scheduling_race.csv](scheduling_race.csv) has all columns of all cells: also P99 of normalized
+latency, P95 of the other times, the idle latency, and the slowdown of the longest tenth of jobs
+(completion time over that on an idle system)."""
 
 
 def by_cell(results: Iterable[Result]) -> dict[str, dict[str, Result]]:
@@ -115,7 +145,7 @@ def ratios(cells: Mapping[str, Mapping[str, Result]], variant: str, column: str)
 
 
 def frontier(cells: Mapping[str, Mapping[str, Result]]) -> list[str]:
-    """Of the cells where FCFS queues: for each variant the median of its ratios, as Markdown."""
+    """For each variant the median of its ratios over the cells where FCFS queues, as Markdown."""
     queues = {
         name: cell
         for name, cell in cells.items()
@@ -131,7 +161,7 @@ def frontier(cells: Mapping[str, Mapping[str, Result]]) -> list[str]:
 
 
 def verdicts(cells: Mapping[str, Mapping[str, Result]]) -> list[str]:
-    """A line for each cell and figure in which ours is worse than it has to be."""
+    """A line for each cell and figure in which ours misses a bound."""
     lines = []
     for name, cell in cells.items():
         if not any(variant.name in cell for variant in FCFS):
@@ -179,30 +209,54 @@ def table(name: str, cell: Mapping[str, Result]) -> Table:
 
 
 def write_markdown(
-    directory: Path, cells: Mapping[str, Mapping[str, Result]], command: str
+    directory: Path, cells: Mapping[str, Mapping[str, Result]], command: str, commit: str
 ) -> None:
-    """``scheduling_race.md`` and its plot, in ``directory``; ``command`` is what printed them."""
-    lines = [_ABOUT.replace("COMMAND", command)]
-    lines += ["## The frontier", "", _ABOUT_FRONTIER, "", *frontier(cells), ""]
-    worse = verdicts(cells)
-    lines += ["## Where ours is worse", "", *(f"- {line}" for line in worse or ["nowhere"]), ""]
-    lines += ["## What the columns mean", "", _ABOUT_COLUMNS, ""]
-    for name, cell in cells.items():
-        idle = next(iter(cell.values())).idle
-        lines += [f"## {name}", "", f"Idle: {number(idle)} s a token.", ""]
-        lines.append("| policy | " + " | ".join(label for _, label in _COLUMNS) + " |")
-        lines.append("|---|" + "---|" * len(_COLUMNS))
-        for variant, result in cell.items():
-            values = " | ".join(number(getattr(result, column)) for column, _ in _COLUMNS)
-            lines.append(f"| {variant} | {values} |")
-        lines.append("")
+    """``scheduling_race.md``, ``.csv`` and ``.png`` in ``directory``.
+
+    ``command`` is what measured them, on the code of ``commit``.
+    """
+    about = _ABOUT.replace("COMMAND", command).replace(
+        "COMMIT", f"The figures are of commit {commit}"
+    )
+    lines = [about, "## The frontier", "", _ABOUT_FRONTIER, "", *frontier(cells), ""]
+    worse = [f"- {line}" for line in verdicts(cells)]
+    lines += ["## Where ours is worse", "", _ABOUT_WORSE, "", *(worse or ["Nowhere."]), ""]
+    lines += ["## What the words mean", "", _ABOUT_COLUMNS, ""]
+    for column, title in _MEASURES:
+        lines += [f"## {title}", "", *_measure_table(cells, column), ""]
     (directory / "scheduling_race.md").write_text("\n".join(lines), encoding="utf-8")
+    _write_csv(directory / "scheduling_race.csv", cells)
     _plot(directory / "scheduling_race.png", cells)
 
 
+def _measure_table(cells: Mapping[str, Mapping[str, Result]], column: str) -> list[str]:
+    """A row for each cell, a column for each policy, as Markdown."""
+    variants = list(dict.fromkeys(variant for cell in cells.values() for variant in cell))
+    lines = ["| workload, system, load | " + " | ".join(variants) + " |"]
+    lines.append("|---|" + "---|" * len(variants))
+    for name, cell in cells.items():
+        values = (
+            number(getattr(cell[variant], column)) if variant in cell else "–"
+            for variant in variants
+        )
+        lines.append(f"| {name} | " + " | ".join(values) + " |")
+    return lines
+
+
+def _write_csv(path: Path, cells: Mapping[str, Mapping[str, Result]]) -> None:
+    columns = ("idle", *(column for column, _ in _COLUMNS))
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("cell", "policy", *columns))
+        for name, cell in cells.items():
+            for variant, result in cell.items():
+                values = (number(getattr(result, column)) for column in columns)
+                writer.writerow((name, variant, *values))
+
+
 def _plot(path: Path, cells: Mapping[str, Mapping[str, Result]]) -> None:
-    """Every policy in every cell: normalized latency against completion time, mean and P99, each
-    over the best FCFS's."""
+    """Plots every policy in every cell, each figure over the best FCFS's: normalized latency
+    against mean and P99 of completion time."""
     import matplotlib
 
     matplotlib.use("Agg")

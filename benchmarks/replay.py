@@ -1,4 +1,4 @@
-"""How a trace of jobs goes on the real engine."""
+"""Runs a trace of jobs on the real engine."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def on_the_engine(
     *,
     deadline_s: float = DEADLINE_S,
 ) -> list[JobRecord]:
-    """Submits each job at its time; what the engine says of each job.
+    """Submits each job at its time; returns the engine's record of each.
 
-    Latencies count from the arrival in the trace, not from the submission: where this process lags,
-    they would be too short otherwise.
+    Latencies count from the arrival in the trace, not from the submission. Otherwise they would be
+    too short where this process lags.
 
     Raises:
         TooSlow: after ``deadline_s``. The jobs are cancelled.
@@ -51,7 +51,7 @@ def on_the_engine(
 
 
 def _record(answer: Answer) -> JobRecord:
-    """Of a job that has ended."""
+    """Record of a job that has ended."""
     stats = answer.stats
     assert stats.first_token_s is not None
     assert stats.last_token_s is not None
@@ -69,17 +69,17 @@ def _record(answer: Answer) -> JobRecord:
 
 @dataclass
 class Answer:
-    """What the engine made of one job."""
+    """The engine's answer to one job."""
 
     arrival_s: float
-    """When it was to be submitted, on the engine's clock."""
+    """When the job was due, on the engine's clock."""
     token_ids: list[int] = field(default_factory=list)
     end: JobOutput | None = None
-    """Its last output."""
+    """The job's last output."""
 
     @property
     def stats(self) -> JobStats:
-        """Only of a job that has ended."""
+        """Statistics; only for a job that has ended."""
         assert self.end is not None
         assert self.end.stats is not None
         return self.end.stats
@@ -91,7 +91,7 @@ def run_jobs(
     deadline_s: float = DEADLINE_S,
     arrivals_s: Sequence[float] | None = None,
 ) -> list[Answer]:
-    """Submits each job, at its time if there are any, and waits for all.
+    """Submits each job, at its time if there are times, and waits for all.
 
     Args:
         arrivals_s: ascending.
@@ -128,7 +128,7 @@ def run_jobs(
                     wait_s = min(wait_s, arrivals_s[index] - elapsed_s)
                     break
                 numbers.append(engine.submit(str(index), *jobs[index], sink_of(index)))
-            with suppress(queue.Empty):  # then the next arrival is due, or another look
+            with suppress(queue.Empty):  # until the next arrival or the next look
                 index = ends.get(timeout=wait_s)
                 end = answers[index].end
                 if end is not None and end.finish_reason is FinishReason.ERROR:

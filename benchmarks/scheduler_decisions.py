@@ -4,14 +4,14 @@
     python -m benchmarks.scheduler_decisions --policy srpt     # one policy
 
 A decision is everything that the engine asks of a policy and of the KV manager in one iteration:
-the order, the batch and its KV blocks, what became of the jobs that ran, and as many arrivals as
-jobs ended, so that the number of waiting jobs stays the same. The jobs' own updates are not part of
-the time. Copies to and from the host end two iterations later.
+the order, the batch and its KV blocks, the results of the jobs that ran, and as many arrivals as
+jobs ended. So the number of waiting jobs stays the same. The jobs' own updates are not timed.
+Copies to and from the host end two iterations later.
 
 "Short" is KV memory for twice as many jobs as a batch has, with a host tier ten times as large and
 the strategy proactive. "Unlimited" is memory for all. Prompt and output lengths are drawn from a
-long-tailed distribution with a fixed seed, seven of eight outputs are predicted, wrong by a factor
-of 1.6 typically. With "long prompts" all are so long that a few fill an iteration.
+long-tailed distribution with a fixed seed. Seven of eight outputs are predicted, typically wrong by
+a factor of 1.6. With "long prompts" all are so long that a few fill an iteration.
 
 Each figure is the median decision in milliseconds, with the 99th percentile in brackets. It is
 processor time, so that a busy machine does not count as a slow decision.
@@ -50,13 +50,13 @@ MAX_MODEL_LEN = 2048
 LONGEST_PROMPT, LONGEST_OUTPUT = 1024, 1024
 JOB_BLOCKS = 16  # of a typical job
 PREDICTION_ERROR = 0.5  # standard deviation of ln(predicted / real)
-COPY_DECISIONS = 2  # that a copy takes
+COPY_DECISIONS = 2  # a copy takes this many
 WARM_UP_DECISIONS = 300
 console = Console(width=150)
 
 
 class LinearTimes:
-    """Iterations of tens of milliseconds; they only decide in which order the jobs are."""
+    """Iterations of tens of milliseconds; they only decide the order of the jobs."""
 
     def prefill_s(self, num_tokens: int) -> float:
         return 0.02 + 0.00015 * num_tokens

@@ -5,9 +5,9 @@
     python -m benchmarks.scheduling_race --trace FILE --system "llama-3-8b a100-80g"
     python -m benchmarks.scheduling_race --output race.json --markdown docs
 
-All of it is simulated. docs/scheduling_race.md says what the columns mean. It ends with a line for
-each cell in which ours, the shipped default with and without predictions, is worse than the best of
-three FCFS. A trace runs with its own gaps, and at each of --loads.
+All of it is simulated; docs/scheduling_race.md explains the columns. The output ends with a line
+for each cell in which ours is worse than the best of three FCFS. Ours is the shipped default, with
+and without predictions. A trace runs with its own gaps, and at each of --loads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import shlex
+import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -74,6 +75,7 @@ def main() -> int:
             arguments.markdown,
             cells,
             shlex.join(["python", "-m", "benchmarks.scheduling_race", *sys.argv[1:]]),
+            commit(),
         )
     for line in verdicts(cells) or ["nowhere is ours worse"]:
         console.print(line, soft_wrap=True)
@@ -148,6 +150,12 @@ def race(courses: list[Course], variants: list[Variant], loads: tuple[float, ...
             results.append(one.result())
             bar.advance(task)
         return results
+
+
+def commit() -> str:
+    """Short hash of the checked-out commit."""
+    command = ("git", "rev-parse", "--short", "HEAD")
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def has_times(course: Course) -> bool:

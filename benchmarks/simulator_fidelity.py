@@ -5,10 +5,9 @@
 
 OPT-125M with dummy weights on this machine: Poisson arrivals, log-normal lengths, forced outputs.
 Engine and simulator take the profile in the cache, so they begin with the same quanta. "simulated"
-takes iteration times from the profile as it was measured. "corrected" multiplies them with what all
-iterations of the run took over what the profile said, as the engine does online for the latest
-ones: the rest of the difference is the simulator's, not the machine's, whose speed drifts between
-one run and the next.
+takes iteration times from the profile as it was measured. "corrected" multiplies them by the ratio
+of the run's iteration times to the profile's, as the engine does while it serves. That removes the
+drift of the machine's speed from run to run: the rest of the difference is the simulator's.
 """
 
 from __future__ import annotations
@@ -58,10 +57,12 @@ def workload(rate: float, num_jobs: int, seed: int) -> list[TraceJob]:
 
 
 class RunLatency(LatencyModel):
-    """The profile times what all iterations of a run take over it, with prefill and without.
+    """The profile, corrected by the ratio of a run's iteration times to it, with and without
+    prefill.
 
     Args:
-        observed: what an idle engine and its policy predict by; it goes on correcting itself.
+        observed: the model that the engine and its policy predict with; it goes on correcting
+            itself.
     """
 
     def __init__(self, observed: CorrectedLatency) -> None:
@@ -89,7 +90,7 @@ def _has_prefill(load: IterationLoad) -> bool:
 
 
 def measure_profile() -> None:
-    """Where the engine finds it at its next start."""
+    """Measures the profile, and saves it where the engine's next start finds it."""
     command = [sys.executable, "-m", "fastserve_backend", "profile", MODEL]
     subprocess.run([*command, "--load-format", "dummy", "--dtype", DTYPE], check=True)
 

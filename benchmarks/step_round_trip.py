@@ -1,15 +1,15 @@
-"""What a step costs beside its computing: from the engine to the ranks and back.
+"""What a step costs beside computing: the way from the engine to the ranks and back.
 
     python -m benchmarks.step_round_trip                # 1 rank, then 4 as TP 4 and as TP 2 × PP 2
     python -m benchmarks.step_round_trip --steps 2000
 
 A decode step of 32 jobs of a tiny model is sent to real ranks, one at a time. The figure is its
-time at the engine, from before it is encoded until its result is decoded, less what the ranks
-computed. Computing includes what the ranks of a stage wait for each other; with two stages, the way
-of the activations is part of the figure.
+time at the engine, from before it is encoded until its result is decoded, less the ranks' computing
+time. Computing includes the time that the ranks of a stage wait for each other. With two stages,
+the figure includes sending the activations.
 
-"bare" is what a message of the same size takes over ZeroMQ to a process that sends it back, right
-before and after: below it no figure can be, and on a virtual machine it moves by a factor of five.
+"bare" is the time of a message of the same size over ZeroMQ to a process that sends it back, right
+before and after. No figure can be below it. On a virtual machine it varies by a factor of five.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def decode_step(step_id: int) -> Step:
 
 
 def one_step(executor: DistributedExecutor, step_id: int) -> tuple[float, float]:
-    """Seconds at the engine, and those computed."""
+    """Seconds at the engine, and seconds of computing."""
     step = decode_step(step_id)
     started_s = time.perf_counter()
     executor.submit(step)
@@ -80,7 +80,7 @@ while (message := socket.recv()):
 
 
 def bare_round_trips(num_messages: int) -> list[float]:
-    """Seconds of each message to a process that does nothing but send it back."""
+    """Seconds of each message to a process that only sends it back."""
     data = encoder.encode(decode_step(0))
     context = zmq.Context()
     with tempfile.TemporaryDirectory() as directory, context.socket(zmq.ROUTER) as router:

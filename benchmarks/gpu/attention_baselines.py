@@ -1,4 +1,4 @@
-"""Other ways to compute attention over a paged cache, which ours is compared with."""
+"""Other ways to compute attention over a paged cache: the baselines of our kernels."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention,
 from benchmarks.gpu.check_device import Call
 
 FLEX_PAGE = 128
-"""Tokens in a page; FlexAttention's own block, below which it reads more than it uses."""
+"""Tokens in a page: FlexAttention's block size. With smaller pages it reads more than it uses."""
 SDPA_BACKENDS = (None, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
-"""Ways to compute SDPA; None: the one that torch chooses, which is not always the fastest."""
+"""Backends of SDPA; None: the one that torch chooses, which is not always the fastest."""
 
 
 def gather_and_sdpa(query: Tensor, kv: Tensor, layer: int, block_tables: Tensor) -> Call:
-    """Copies the jobs' blocks to contiguous keys and values, then SDPA. All jobs are of one length,
+    """Copies the jobs' blocks to contiguous keys and values, then SDPA. All jobs have one length,
     a whole number of blocks.
 
     query: [B, heads, head_dim]. kv: [num_blocks, layers, 2, kv_heads, block_size, head_dim].
@@ -38,7 +38,7 @@ def gather_and_sdpa(query: Tensor, kv: Tensor, layer: int, block_tables: Tensor)
 
 
 def contiguous_sdpa(query: Tensor, kv_heads: int, context: int, backend: SDPBackend | None) -> Call:
-    """SDPA on keys and values that lie contiguous, job by job: what paging costs."""
+    """SDPA on contiguous keys and values, job by job: shows what paging costs."""
     rows, _, head_dim = query.shape
     shape = (rows, kv_heads, context, head_dim)
     key, value = (torch.randn(shape, dtype=query.dtype, device=query.device) for _ in range(2))
@@ -56,7 +56,7 @@ def paged_flex(query: Tensor, kv_heads: int, context: int, *, compiled: bool) ->
     Args:
         compiled: False runs its plain operations, for a dry run.
     """
-    # Not public: a release without it lacks this comparison, and no other.
+    # Not public: with a torch release without it, only this comparison is missing.
     from torch.nn.attention.experimental._paged_attention import PagedAttention
 
     rows, _, head_dim = query.shape
@@ -87,7 +87,7 @@ def paged_flex(query: Tensor, kv_heads: int, context: int, *, compiled: bool) ->
 
 
 def causal_sdpa(query: Tensor, key: Tensor, value: Tensor, backend: SDPBackend | None) -> Call:
-    """Of one prompt: [T, heads, head_dim], key and value [T, kv_heads, head_dim]."""
+    """Attention of one prompt: query [T, heads, head_dim], the others [T, kv_heads, head_dim]."""
     q, k, v = (one.transpose(0, 1)[None].contiguous() for one in (query, key, value))
     is_grouped = query.shape[1] != key.shape[1]
 

@@ -25,10 +25,10 @@ LEAST_KV_BYTES = 256 * 10**6
 LEAST_SPLITS = 2  # so that the merge of splits counts as well
 BATCH = 64
 LAYERS = 40
-"""Of a cache, OPT-13B's: a layer's part of a block lies as far from that of the next block as all
-layers of a block take."""
+"""Layers of a cache, as OPT-13B has. They set the stride: one layer's parts of two neighbouring
+blocks lie as far apart as all layers of a block are long."""
 CACHE_SHARE = 0.6
-"""Of the free memory, that a cache may take; what it is compared with copies a layer of it."""
+"""Share of the free memory that a cache may take. The baselines copy a layer of it."""
 PROMPT_TOKENS = 2048
 HEADS = ((40, 40), (32, 8))
 """(query heads, KV heads): OPT-13B's, and the usual groups of four."""
@@ -78,7 +78,7 @@ def decode_shapes(context: Context) -> list[Shape]:
 
 
 def _decode_shape(context: Context, heads: int, kv_heads: int, head_dim: int) -> Shape:
-    """Of so long contexts that no part of the KV stays in the cache from one call to the next."""
+    """Contexts are so long that the device's cache keeps no KV from one call to the next."""
     if context.tiny:
         return Shape(heads, kv_heads, head_dim, 2, 2 * BLOCK_SIZE)
     bytes_of_token = Shape(heads, kv_heads, head_dim, BATCH, 1).kv_bytes
@@ -105,7 +105,7 @@ class Decode:
 
 
 def time_decode(context: Context, shape: Shape, int8: bool = False) -> Decode:
-    """int8: of a cache in INT8."""
+    """int8: the cache is in INT8."""
     device, dtype = context.device.torch_device, _dtype(context)
     blocks_of_job = -(-shape.context // BLOCK_SIZE)
     num_blocks = shape.batch * blocks_of_job
@@ -177,7 +177,7 @@ def _decode(context: Context, shape: Shape, copy_bytes_s: float) -> float:
 
 
 def _int8_decode(context: Context, shape: Shape, seconds: float, copy_bytes_s: float) -> None:
-    """seconds: with the cache in 16 bits."""
+    """seconds: time with the cache in 16 bits."""
     timing = time_decode(context, shape, int8=True).timing
     num_bytes = shape.kv_bytes // 2 // shape.head_dim * (shape.head_dim + SCALE_BYTES)
     context.recorder.row(
@@ -205,7 +205,7 @@ def _prefill(context: Context, shape: Shape, gemm_flops_s: float) -> None:
     first = starts[:1]
 
     def one_prompt() -> tuple[Call, int]:
-        """A call on inputs of its own, and their bytes."""
+        """Returns a call on inputs of its own, and their size in bytes."""
         kv_shape = (num_blocks, 1, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim)
         kv = torch.randn(kv_shape, dtype=dtype, device=device)
         table = torch.randperm(num_blocks).to(torch.int32).to(device)
@@ -255,8 +255,10 @@ def _random(
 def against(
     context: Context, seconds: float, others: Mapping[str, Sequence[Callable[[], Call]]]
 ) -> tuple[dict[str, float | None], str]:
-    """How many times as long each of the others takes, by the fastest of its ways; None, and the
-    reason, for one that fails in all."""
+    """How many times as long each baseline takes with the fastest of its backends.
+
+    A baseline that fails with all of them has None, and the reason.
+    """
     ratios: dict[str, float | None] = {}
     notes = []
     for name, ways in others.items():

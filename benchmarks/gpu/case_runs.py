@@ -15,16 +15,18 @@ from typing import Generic, TypeVar
 Result = TypeVar("Result")
 
 _begun: Array[c_bool]
-"""In a worker: which cases were begun by any."""
+"""In a worker: the cases that any worker has begun."""
 
 
 class CaseRuns(Generic[Result]):
-    """Workers that take one case after the other. They are ended at the end of the context,
-    whatever they do: a case may hang, and one that ends its worker never has a result.
+    """Workers that take one case after the other.
+
+    The end of the context kills them, because a case may hang. A case that ends its worker has no
+    result.
 
     Args:
-        run: of a module, which each worker imports: it is a process of its own.
-        cases: the numbers from 0 that it is called with, each once.
+        run: a module's function. Each worker is a process of its own, and imports the module.
+        cases: numbers from 0; ``run`` is called once with each.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class CaseRuns(Generic[Result]):
         self._pool.join()
 
     def results(self, ends_s: float) -> Iterator[Result]:
-        """As they come, until ``ends_s`` of ``time.monotonic``; no more when it is past."""
+        """Yields results as they come, until ``time.monotonic`` is past ``ends_s``."""
         while self._unfinished:
             try:
                 case, result = self._ended.next(ends_s - time.monotonic())
@@ -59,12 +61,12 @@ class CaseRuns(Generic[Result]):
 
     @property
     def num_unfinished(self) -> int:
-        """Cases that have given no result yet."""
+        """Number of cases without a result."""
         return len(self._unfinished)
 
     @property
     def under_way(self) -> list[int]:
-        """Those of them that were begun."""
+        """Cases that have begun and have no result."""
         return [case for case in sorted(self._unfinished) if self._begun[case]]
 
 

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured in the same run as what is compared with it."""
+"""The most that this machine can do, measured in the same run as the figures beside it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LINK_REPEATS = 5
 
 
 def copy_rate(device: Device) -> tuple[float, Timing]:
-    """Bytes a second of a copy within device memory, those read and those written, and its time."""
+    """Bytes a second of a copy within device memory (read + written), and its time."""
     num_bytes = _DRY_RUN_BYTES if device.is_dry_run else COPY_BYTES
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device.torch_device)
     target = torch.empty_like(source)
@@ -27,7 +27,7 @@ def copy_rate(device: Device) -> tuple[float, Timing]:
 
 
 def read_rate(device: Device) -> tuple[float, Timing]:
-    """Bytes a second of a sum over device memory, and its time: nearly all of it is read."""
+    """Bytes a second of a sum over device memory, nearly all of them read, and its time."""
     num_bytes = _DRY_RUN_BYTES if device.is_dry_run else COPY_BYTES
     source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device.torch_device)
     timing = device.time([lambda: source.sum()])
@@ -65,7 +65,7 @@ def link_rates(device: Device) -> dict[str, float]:
     streams = {copy: device.stream() for copy in (copy_out, copy_in)}
 
     def seconds(*copies: Callable[[], None]) -> float:
-        """Of the fastest repeat: a ceiling."""
+        """Time of the fastest repeat, because a ceiling is wanted."""
         fastest = float("inf")
         for _ in range(_LINK_REPEATS):
             device.synchronize()

@@ -28,7 +28,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# Started by its path, the program has its own folder there.
+# A program that is started by its path has its own folder first in sys.path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.gpu.goals import GOALS
@@ -37,7 +37,7 @@ from benchmarks.gpu.phase_list import GRACE_S, PHASES, RESERVE_S, Phase
 
 ROOT = Path(__file__).resolve().parents[2]
 APART = ROOT / "build" / "gpu-check"
-"""Of runs that are not whole."""
+"""Where the JSON of partial runs goes."""
 PACKAGES = ("torch", "triton", "numpy", "transformers", "msgspec", "pyzmq", "pydantic")
 NO_DEVICE = 3  # exit code of run_phase
 # NVIDIA's container images have torch multiply float32 as TF32, but our limits are float32's. The
@@ -56,12 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     phases: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="fastserve-gpu-check-") as scratch:
         run = _Run(arguments, Path(scratch), started_s)
-        # A dry run's times mean nothing, so that two phases may run beside each other.
+        # A dry run's times mean nothing, so two phases may run at once.
         with ThreadPoolExecutor(2 if arguments.tiny else 1) as pool:
             try:
                 for outcome in pool.map(run.run, chosen):
                     phases.append(outcome)
-                    if arguments.output is not None and run.machine:  # a kill later loses nothing
+                    # Written after each phase, so that a later kill loses nothing.
+                    if arguments.output is not None and run.machine:
                         _write(run.document(command, phases), arguments.output)
             except BaseException:
                 run.end()
@@ -120,19 +121,19 @@ class _Run:
 
     def __init__(self, arguments: argparse.Namespace, scratch: Path, started_s: float) -> None:
         self.machine: dict[str, Any] = {}
-        """What the phases say of it."""
+        """The machine, as the phases describe it."""
         self.no_device: str | None = None
-        """Why there is none, or no more; no phase runs then."""
+        """Why there is no device, or none any more. Then no phase runs."""
         self._arguments, self._scratch, self._started_s = arguments, scratch, started_s
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def end(self) -> None:
-        """At once; from any thread."""
+        """Ends the run at once; may be called from any thread."""
         for process in self._processes:
             _end(process)
 
     def document(self, command: str, phases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The JSON of a run that has come so far."""
+        """The run's JSON, with the phases that have ended so far."""
         rows = [row for outcome in phases for row in outcome["rows"]]
         return {
             "schema": SCHEMA,
@@ -144,12 +145,12 @@ class _Run:
             "machine": self.machine,
             "seconds": round(time.monotonic() - self._started_s, 1),
             "phases": list(phases),
-            # What a dry run takes is not compared with anything.
+            # A dry run's figures are compared with nothing.
             "goals": [goal.evaluate([] if self._arguments.tiny else rows) for goal in GOALS],
         }
 
     def run(self, phase: Phase) -> dict[str, Any]:
-        """The phase's part of the JSON."""
+        """Runs a phase; returns its part of the JSON."""
         left_s = self._arguments.minutes * 60 - RESERVE_S - (time.monotonic() - self._started_s)
         limit_s = min(phase.limit_s, left_s)
         outcome: dict[str, Any] = {
@@ -202,7 +203,7 @@ class _Run:
             self.no_device = outcome["error"]
 
     def _exit_code(self, phase: Phase, limit_s: float, records: Path) -> int | None:
-        """None if it was ended after ``limit_s``."""
+        """Runs the phase; returns its exit code, or None if it was killed after ``limit_s``."""
         command = [
             sys.executable, "-m", "benchmarks.gpu.run_phase", phase.module,
             "--records", str(records), "--scratch", str(self._scratch),
@@ -223,8 +224,10 @@ class _Run:
             _end(process)
 
     def _environment(self) -> dict[str, str]:
-        """The project need not be installed. What an engine measures of its ranks is measured in
-        this run, not read from a cache, unless the run is a dry one."""
+        """Variables for a phase, which finds the project without an installation.
+
+        An engine measures its ranks anew and reads no cached profile, except in a dry run.
+        """
         folders = (".", "tests/support", "backend", "kernels", "client")
         paths = [*(str(ROOT / name) for name in folders), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | WITHOUT_TF32
@@ -242,7 +245,7 @@ def _write(document: Mapping[str, Any], output: Path) -> Path:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and all that it started and left."""
+    """Kills the process and all that it has started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -259,7 +262,7 @@ def _versions() -> Mapping[str, str | None]:
 
 
 def _commit() -> str | None:
-    """Of the working tree, with a + if it was changed since; None where git does not say."""
+    """Commit of the working tree, with a + if files have changed since; None without git."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--exclude=*"],

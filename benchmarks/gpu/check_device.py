@@ -21,14 +21,14 @@ from torch import Tensor
 
 Call = Callable[[], object]
 
-# Inputs of repeated calls together exceed the last cache so many times: none is still in it.
+# The inputs of repeated calls exceed the last cache so many times that none stays in it.
 CACHES_EXCEEDED = 3
-# Calls in one captured graph: enough that the gap between two replays does not count.
+# Calls in one captured graph: so many that the gap between two replays does not count.
 CALLS_IN_A_GRAPH = 32
-# Time of one series of replays, of which the median is taken, and bounds of their number.
+# A series of replays lasts about this long and has so many replays; its median counts.
 SERIES_S = 0.2
 FEWEST_REPLAYS, MOST_REPLAYS = 5, 100
-# What keeps the device busy while the host begins a call: some milliseconds.
+# Work of some milliseconds, which keeps the device busy while the host launches a call.
 BUSY_CYCLES = 10_000_000
 
 
@@ -52,7 +52,7 @@ class Device(ABC):
     is_dry_run: bool
     torch_device: torch.device
     cache_bytes: int
-    """Of the last cache before memory."""
+    """Size of the last cache before memory."""
     memory_bytes: float
     """Of the device."""
 
@@ -62,7 +62,7 @@ class Device(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all that was begun has ended."""
+        """Wait until all work that was launched has ended."""
 
     @abstractmethod
     def stream(self) -> AbstractContextManager[object]:
@@ -74,24 +74,27 @@ class Device(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Give back the memory of what nobody holds any more, also to other processes."""
+        """Give back unused memory, to other processes too."""
 
     @abstractmethod
     def free_bytes(self) -> float:
-        """Of the device's memory, what can still be had; after ``free`` with all that is held by
-        nobody."""
+        """Bytes of device memory that can still be allocated. Call ``free`` first to count unused
+        memory too."""
 
     @abstractmethod
     def time(self, calls: Sequence[Call]) -> Timing:
-        """One call of these, made in turn, device time alone."""
+        """Device time of one call; the calls take turns."""
 
     @abstractmethod
     def queued_time(self, call: Call, repeats: int) -> Timing:
-        """One call, device time alone, of what no graph can hold: begun while the device is busy,
-        so that it has all of the call when it gets there. The call must not wait for it."""
+        """Device time of one call that no graph can hold.
+
+        It is launched while the device is busy, so the device has the whole call when it gets
+        there. The call must not wait for the device.
+        """
 
     def wall_time(self, call: Call, repeats: int) -> Timing:
-        """One call, host included, that waits for a result; the first two warm up."""
+        """Time of one call that waits for its result, host included; two calls warm up."""
         for _ in range(2):
             call()
         return Timing.of(
@@ -99,7 +102,7 @@ class Device(ABC):
         )
 
     def num_inputs(self, bytes_of_one: int) -> int:
-        """Sets of inputs to take in turn, for none to be in the cache when its turn comes."""
+        """Number of input sets to take in turn, so that no set is in the cache at its turn."""
         return math.ceil(CACHES_EXCEEDED * self.cache_bytes / bytes_of_one) + 1
 
 
@@ -143,7 +146,7 @@ class CudaDevice(Device):
         return float(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def time(self, calls: Sequence[Call]) -> Timing:
-        # So many that each series of inputs is whole.
+        # A whole number of rounds over the inputs.
         rounds = math.ceil(CALLS_IN_A_GRAPH / len(calls))
         graph = self._capture(calls, rounds)
         graph.replay()
@@ -155,14 +158,14 @@ class CudaDevice(Device):
         return Timing.of(*medians)
 
     def queued_time(self, call: Call, repeats: int) -> Timing:
-        for _ in range(2):  # each waited for: what a result holds may be used again when it is gone
+        for _ in range(2):  # wait for each: a result's memory may be reused once it is freed
             self._queued(call)
         return Timing.of(
             *(statistics.median(self._queued(call) for _ in range(repeats)) for _ in range(2))
         )
 
     def _queued(self, call: Call) -> float:
-        """Seconds of the call on a device that has the whole of it."""
+        """Device seconds of a call that is launched as a whole before the device begins it."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(BUSY_CYCLES)
         begin.record()
@@ -172,8 +175,11 @@ class CudaDevice(Device):
         return float(begin.elapsed_time(end)) / 1e3
 
     def _capture(self, calls: Sequence[Call], rounds: int) -> torch.cuda.CUDAGraph:
-        """A graph of rounds of all calls, each made once before: compiling and first allocations
-        are not for a capture."""
+        """A graph of rounds of all calls.
+
+        Each call runs once before the capture, which must not contain compiling and first
+        allocations.
+        """
         current = torch.cuda.current_stream(self.torch_device)
         warm_up = torch.cuda.Stream(self.torch_device)
         warm_up.wait_stream(current)
@@ -187,8 +193,8 @@ class CudaDevice(Device):
         return graph
 
     def _replay(self, graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
-        """Seconds of each replay. All are begun before the first is waited for: the device never
-        waits for the host between an event and the replay that it times."""
+        """Seconds of each replay. All are launched before the first is waited for, so the device
+        never waits for the host between an event and the replay that it times."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         events[0].record()
         for event in events[1:]:
@@ -199,7 +205,7 @@ class CudaDevice(Device):
 
 
 class CpuDevice(Device):
-    """Runs the same code on the CPU, to see that it runs; what it times says nothing of a GPU."""
+    """Runs the same code on the CPU, to see that it works. Its times say nothing of a GPU."""
 
     is_dry_run = True
 
@@ -237,16 +243,15 @@ class CpuDevice(Device):
 
 
 def find_device(*, tiny: bool) -> Device:
-    """The GPU, or for ``tiny`` the CPU."""
+    """The GPU; with ``tiny`` the CPU."""
     return CpuDevice() if tiny else CudaDevice()
 
 
 def make_rounds(calls: Sequence[Call], rounds: int) -> None:
     """Makes all calls in turn, so many times.
 
-    A round's results stay until the next has its own: calls that were given the memory of the
-    result before theirs would write to the cache alone. There are never more than those of two
-    rounds.
+    A round's results stay until the next round has its own. Otherwise a call would get the memory
+    of the result before it, and write to the cache alone. At most two rounds' results exist.
     """
     results: list[object] = []
     for _ in range(rounds):
@@ -261,7 +266,7 @@ def _seconds(call: Call) -> float:
 
 
 def _driver() -> str | None:
-    """Version of NVIDIA's driver; None where nvidia-smi does not say."""
+    """Version of NVIDIA's driver; None if nvidia-smi does not tell."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

@@ -1,4 +1,4 @@
-"""A rank's model on this device, in this process, and the decode steps it is timed with."""
+"""A rank's model in this process, on this device, and decode steps to time it with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.gpu.phase_context import Context
 from benchmarks.gpu.random_models import DTYPE, model_of
 
 BLOCK_SIZE = 16
-FIRST_TOKEN = 4  # those below are special
+FIRST_TOKEN = 4  # smaller ids are special
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class LoadedModel:
 
 
 def block_bytes(name: str) -> int:
-    """Of one KV block of a built-in model."""
+    """Bytes of one KV block of a built-in model."""
     config = load_model_config(name, load_format="dummy", dtype=DTYPE)
     return config.kv_bytes_per_block(BLOCK_SIZE)
 
 
 def load(context: Context, name: str, num_blocks: int, max_batch: int) -> LoadedModel:
-    """With ``num_blocks`` of KV, for decode steps of up to ``max_batch`` jobs."""
+    """Loads a model with ``num_blocks`` of KV, for decode steps of up to ``max_batch`` jobs."""
     device = context.device.torch_device
     config = load_model_config(
         model_of(context, name), load_format="dummy", dtype=DTYPE, device=device.type
@@ -56,7 +56,7 @@ def load(context: Context, name: str, num_blocks: int, max_batch: int) -> Loaded
         model = load_model(config, device)
         shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
         kv = torch.empty(shape, dtype=torch_dtype(config), device=device)
-        for block in kv:  # one at a time: the generator needs memory of its own
+        for block in kv:  # one at a time, because the generator needs memory too
             block.normal_()
     limits = StepLimits(max_batch, max_batch, config.max_model_len)
     return LoadedModel(config, kv, ModelRunner(model, config, kv, device, limits))
@@ -67,8 +67,10 @@ def blocks_of(tokens: int) -> int:
 
 
 def decode_step(step_id: int, batch: int, context: int) -> Step:
-    """One token of each of ``batch`` jobs, which attends to ``context`` tokens; greedy. Jobs have
-    blocks that lie scattered among the first ``batch * blocks_of(context)``."""
+    """A greedy step of one token for each of ``batch`` jobs, which attends to ``context`` tokens.
+
+    The jobs' blocks lie scattered among the first ``batch * blocks_of(context)``.
+    """
     count = blocks_of(context)
     generator = torch.Generator().manual_seed(1)
     tables = torch.randperm(batch * count, generator=generator).view(batch, count).tolist()
@@ -79,13 +81,13 @@ def decode_step(step_id: int, batch: int, context: int) -> Step:
 
 @contextmanager
 def steps_ahead(runner: ModelRunner, step: Step) -> Iterator[Callable[[], None]]:
-    """Such steps as serving sends them, one while the other runs: each takes its tokens, on the
-    device, from the one before.
+    """Steps as serving sends them: each is sent while the previous one runs, and takes its input
+    tokens from that one on the device.
 
-    Yields what launches another and waits for the one before it: calls of it take turns with the
-    device, so that one lasts as long as a step, or as the host's work on one if that is longer.
+    Yields a function that launches a step and waits for the previous one. So a call of it lasts as
+    long as a step, or as the host's work on a step if that is longer.
     """
-    runner.run(step)  # the first tokens
+    runner.run(step)  # the first step's tokens
     rows = array("i", range(step.num_decodes)).tobytes()
     following = msgspec.structs.replace(step, previous_rows=rows)
 

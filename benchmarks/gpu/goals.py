@@ -1,4 +1,4 @@
-"""What the GPU engine is meant to reach, and whether a run's figures do."""
+"""Goals of the GPU engine, and whether a run's figures meet them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound for one figure of all rows of a table that match: the worst of them counts."""
+    """A bound on one figure of a table. Of all rows that match, the worst counts."""
 
     name: str
     table: str
@@ -17,11 +17,11 @@ class Goal:
     must: float
     stretch: float
     where: Mapping[str, object]
-    """Values of the rows' cases; a tuple is any of its values."""
+    """Values that a row's case must have; a tuple allows any of its values."""
     at_most: bool = False
-    """The bounds are the largest values allowed, not the smallest."""
+    """Bounds are the largest allowed values, not the smallest."""
     percent: bool = False
-    """How it is written."""
+    """Whether it is written as a percentage."""
 
     def measured(self, rows: Iterable[Mapping[str, Any]]) -> float | None:
         """The worst value; None where there is none."""
@@ -44,7 +44,7 @@ class Goal:
         )
 
     def evaluate(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """As it stands in a run's JSON."""
+        """The goal as it stands in a run's JSON."""
         value = self.measured(rows)
         return {
             "name": self.name,

@@ -1,4 +1,4 @@
-"""The figures of GPU runs in docs/performance_gpu.md, made of their JSON files.
+"""Writes the figures of GPU runs to docs/performance_gpu.md, from their JSON files.
 
 python3 -m benchmarks.gpu.gpu_report  # after files were added to benchmarks/results/gpu
 """
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 DOCS = ROOT / "docs" / "performance_gpu.md"
 SCHEMA = 1
-"""Of the JSON; files of another one are refused."""
+"""Version of the JSON; files of another version are refused."""
 BEGIN, END = "<!-- gpu-check: begin -->", "<!-- gpu-check: end -->"
 NO_RUN = "No run on a GPU has been recorded yet."
 PERCENT = ("share", "spread", "slowdown", "blocked")
@@ -27,7 +27,7 @@ class ReportError(Exception):
 
 
 def file_name(document: Mapping[str, Any]) -> str:
-    """Of the run's JSON: the GPU's name."""
+    """Name of the run's JSON file, made of the GPU's name."""
     name = str(document["machine"].get("name", "unknown"))
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") + ".json"
 
@@ -36,7 +36,7 @@ def update_docs(results: Path = RESULTS, docs: Path = DOCS) -> Path:
     """Writes the section between the two markers anew; returns ``docs``.
 
     Raises:
-        ReportError: a marker is missing, or a file has another schema or is of a dry run.
+        ReportError: a marker is missing, or a file has another schema or comes from a dry run.
     """
     text = docs.read_text(encoding="utf-8")
     begin, end = text.find(BEGIN), text.find(END)
@@ -105,7 +105,7 @@ def _goal_cells(goal: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _figures(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of one table: the columns of what was measured, then the figures."""
+    """One table: the columns of the cases, then the figures."""
     columns = [*dict.fromkeys(key for row in rows for key in row["case"])]
     figures = [*dict.fromkeys(key for row in rows for key in row["figures"])]
     notes = [row["note"] for row in rows if row["note"]]

@@ -20,8 +20,8 @@ class CheckFailed(Exception):
 
 
 class Recorder:
-    """Writes what a phase finds as it comes, a line of JSON each: what was measured before it
-    failed, or was ended, is kept."""
+    """Writes each result of a phase at once, as a line of JSON. So a phase that fails or is killed
+    keeps what it has measured."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -31,9 +31,9 @@ class Recorder:
     ) -> None:
         """
         Args:
-            table: rows of one table have the same figures.
-            case: what tells the row from others of its table.
-            figures: None where there is none, for which ``note`` has the reason.
+            table: its name; all its rows have the same figures.
+            case: tells the row from others of its table.
+            figures: a missing one is None, and ``note`` has the reason.
         """
         row = {"table": table, "case": dict(case), "figures": dict(figures), "note": note}
         self._write({"row": row})
@@ -59,11 +59,11 @@ class Context:
     device: Device
     recorder: Recorder
     ends_s: float
-    """By ``time.monotonic``: when the phase is ended, whatever it has."""
+    """When the phase is killed, by ``time.monotonic``."""
     scratch: Path
     """A directory for files that nobody keeps."""
     dataset: str = "sharegpt"
-    """Of job lengths, as ``fastserve_bench.workload.load_lengths`` takes it."""
+    """A file of job lengths, as ``fastserve_bench.workload.load_lengths`` takes it."""
 
     @property
     def tiny(self) -> bool:
@@ -74,7 +74,7 @@ class Context:
 
 
 def one_line(error: BaseException) -> str:
-    """For a note: what went wrong, without its traceback."""
+    """An error without its traceback, for a note."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 

@@ -23,23 +23,23 @@ from benchmarks.gpu.phase_context import CheckFailed, Context, one_line
 # Compiling a kernel for each case keeps one core busy and the device idle.
 MOST_PROCESSES = 14
 MOST_FAILURES_SHOWN = 5
-DRY_RUN_CASE = 2  # of each operation's: neither an empty one nor a large one
+DRY_RUN_CASE = 2  # of each operation's cases: neither empty nor large
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one comparison of one case."""
+    """Result of one comparison of one case."""
 
     operation: str
     text: str
     error: float
     limit: float
     reason: str = ""
-    """Of a case that raised."""
+    """What a case raised."""
 
     @property
     def is_right(self) -> bool:
-        return self.error <= self.limit  # False for NaN
+        return self.error <= self.limit  # NaN counts as wrong
 
 
 def run(context: Context) -> None:
@@ -51,7 +51,7 @@ def run(context: Context) -> None:
     with CaseRuns(check, indices, 1 if context.tiny else num_processes) as runs:
         for some in runs.results(context.ends_s):
             outcomes += some
-        # Before those that hang are ended, which may take what is left of the process's time.
+        # Reported before hanging cases are killed, which may take the rest of the process's time.
         _record(context, outcomes)
         missing = _missing(runs, cases)
     wrong = _wrong(outcomes)
@@ -79,7 +79,7 @@ def _record(context: Context, outcomes: Sequence[Outcome]) -> None:
 
 
 def _wrong(outcomes: Sequence[Outcome]) -> str:
-    """What is wrong; empty if nothing is."""
+    """Summary of the wrong comparisons; empty if all are right."""
     wrong = [one for one in outcomes if not one.is_right]
     for one in wrong[:MOST_FAILURES_SHOWN]:
         print(f"  wrong: {one.text}: {one.reason or f'{one.error:.2e} > {one.limit:g}'}")
@@ -94,8 +94,8 @@ def _wrong(outcomes: Sequence[Outcome]) -> str:
 
 
 def _missing(runs: CaseRuns[list[Outcome]], cases: Sequence[Case]) -> str:
-    """What the time was not enough for; empty if it was for all. Of a kernel that hangs, or that
-    ended its process, this is the only sign."""
+    """Names the cases that did not end in time; empty if all did. It is the only sign of a kernel
+    that hangs or has ended its process."""
     if runs.num_unfinished == 0:
         return ""
     under_way = ", ".join(str(cases[index]) for index in runs.under_way)
@@ -103,7 +103,7 @@ def _missing(runs: CaseRuns[list[Outcome]], cases: Sequence[Case]) -> str:
 
 
 def _dry_run_indices(cases: Sequence[Case]) -> list[int]:
-    """One an operation, in float32, which the interpreter computes rightly."""
+    """One case for each operation, in float32, which the interpreter computes correctly."""
     indices: dict[str, list[int]] = defaultdict(list)
     for index, case in enumerate(cases):
         if "-float32-" in str(case):
@@ -112,8 +112,10 @@ def _dry_run_indices(cases: Sequence[Case]) -> list[int]:
 
 
 def outcomes_of(index: int, *, tiny: bool) -> list[Outcome]:
-    """Of the case of this index; one that raises has failed, and one whose kernel faults ends this
-    process: the device is lost for it."""
+    """Outcomes of the case with this index; a case that raises has failed.
+
+    A kernel that faults ends this process, which has lost its device.
+    """
     torch.set_num_threads(1)  # the references' too
     if tiny:
         ops.set_cpu_backend("triton")  # of this process alone

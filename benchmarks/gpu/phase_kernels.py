@@ -1,4 +1,4 @@
-"""Phase "kernels": how fast each is."""
+"""Phase "kernels": how fast each kernel is."""
 
 from __future__ import annotations
 

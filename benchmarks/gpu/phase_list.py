@@ -7,42 +7,42 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 _KERNELS = ("torch", "triton", "numpy")
-# With what they import themselves: not every machine has all that pip would have brought.
+# With their own imports, because a machine may lack what pip would have brought.
 _PYDANTIC = ("pydantic", "pydantic_core", "annotated_types", "typing_inspection")
 _JINJA = ("jinja2", "markupsafe")
 _MODEL = (
     *_KERNELS, *_PYDANTIC, *_JINJA, "msgspec", "yaml", "platformdirs", "psutil", "safetensors"
 )  # fmt: skip
-"""Of an engine's configuration, and a rank's model."""
+"""Packages that an engine's configuration and a rank's model need."""
 _ENGINE = (*_MODEL, "zmq", "tokenizers")
 _DISTRIBUTIONS = {
     "yaml": ("pyyaml",),
     "zmq": ("pyzmq",),
-    # pydantic takes one version of it alone, which pip finds if it is told of both.
+    # pydantic needs one exact version of it, which pip finds if both are named.
     "pydantic_core": ("pydantic", "pydantic-core"),
     "annotated_types": ("annotated-types",),
     "typing_inspection": ("typing-inspection",),
 }
-"""What to tell pip where it is not a module's name."""
+"""Name for pip, where it differs from the module's."""
 
 
 @dataclass(frozen=True)
 class Phase:
     name: str
     limit_s: float
-    """It may take so long, or what those before it have left of the time for all."""
+    """Most seconds of the phase; fewer if the phases before it have left less of the total time."""
     modules: Sequence[str]
-    """What it imports beside the project and the standard library."""
+    """What the phase imports beside the project and the standard library."""
     is_check: bool = False
-    """Right or wrong, not fast or slow."""
+    """The phase tests correctness, not speed."""
 
     @property
     def module(self) -> str:
-        """Its code is ``run`` of this."""
+        """The module whose ``run`` is the phase."""
         return f"benchmarks.gpu.phase_{self.name}"
 
     def missing_packages(self) -> list[str]:
-        """What to install for it."""
+        """Packages that are missing for the phase."""
         missing = [module for module in self.modules if find_spec(module) is None]
         names = (name for module in missing for name in _DISTRIBUTIONS.get(module, (module,)))
         return list(dict.fromkeys(names))
@@ -56,10 +56,10 @@ PHASES = (
     Phase("swap", 50, _MODEL),
     Phase("kernels", 110, _KERNELS),
     Phase("serving", 290, _ENGINE),
-    # Last, as it is compiled anew for each shape.
+    # Last, because it compiles anew for each shape.
     Phase("flex", 80, _KERNELS),
 )
 RESERVE_S = 5.0
-"""Of the time for all, for what is done beside the phases."""
+"""Part of the total time that is kept for work beside the phases."""
 GRACE_S = 8.0
-"""Between the end of a phase's time as it knows it and the end of its process."""
+"""Time between the deadline that a phase knows and the kill of its process."""

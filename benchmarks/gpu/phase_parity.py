@@ -1,10 +1,10 @@
 """Phase "parity": the engine's greedy tokens against those of transformers, while jobs are swapped,
-and while they copy the KV of a beginning that they have in common from each other.
+and while they copy the KV of a common prefix from each other.
 
-An answer is the reference's greedy one exactly if every token is the reference's most likely after
-what stands before it, which one forward pass over prompt and answer shows for all positions. The
-weights are so wide apart that rounding of float32 hardly ever decides a token; where the two most
-likely are as close as that, either is right.
+An answer equals the reference's greedy one exactly if each token is the reference's most likely
+next token. One forward pass over prompt and answer shows this for all positions. Weights are spread
+so widely that float32 rounding hardly ever decides a token. Where the two most likely tokens are as
+close as that, either is right.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ MODELS = {
 SPREAD, POSITIONS_SPREAD = 0.2, 0.8
 """Standard deviations of random weights. Strong positions keep greedy answers from settling."""
 NEAR_TIE = 1e-3
-"""Several times what rounding changes a logit by, far less than a wrong key or value does."""
+"""Tolerance of a logit: several times the error of rounding, far less than that of a wrong key."""
 NUM_JOBS, NUM_TOKENS, BLOCK_SIZE = 12, 200, 16
 FEW_BLOCKS = 70
-"""Far fewer than the jobs need, so that they lose theirs again and again."""
+"""Blocks: far fewer than the jobs need, so that they lose theirs again and again."""
 BEGINNING = 40
-"""Tokens that every other prompt begins with: two blocks and a half."""
+"""Length of the common prefix of every other prompt: two blocks and a half."""
 MOST_ENGINES = 3
-"""At a time: an engine's start takes longer than its answers."""
+"""Engines at a time, because an engine's start takes longer than its answers."""
 SEED = 3
 
 
@@ -67,7 +67,7 @@ def run(context: Context) -> None:
     num_tokens, positions, few = (
         (40, 128, 14) if context.tiny else (NUM_TOKENS, POSITIONS, FEW_BLOCKS)
     )
-    # With room for all, those that do not begin first copy from those that do.
+    # With room for all, later jobs copy the common prefix from the first ones.
     ways = {"swapped": few, "copied": NUM_JOBS * positions // BLOCK_SIZE}
     prompts = _prompts(positions - num_tokens)
     models = dict(list(MODELS.items())[: 1 if context.tiny else None])
@@ -134,7 +134,7 @@ def _reference(config: PreTrainedConfig, directory: Path) -> nn.Module:
 
 
 def _save_tokenizer(directory: Path) -> None:
-    """Of single bytes: prompts are token ids here, but an engine wants to make text of answers."""
+    """A tokenizer of single bytes: prompts are token ids, but an engine turns answers into text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
@@ -160,7 +160,7 @@ def _answers(
     positions: int,
     blocks: int,
 ) -> tuple[list[Answer], Engine]:
-    """The engine's, and the engine, closed."""
+    """The engine's answers, and the engine, already closed."""
     config = EngineConfig().with_keys(
         model=str(directory),
         device=context.device.torch_device.type,
@@ -189,7 +189,7 @@ def _random_tokens(rng: random.Random, count: int) -> list[int]:
 def _num_differing(
     reference: nn.Module, device: torch.device, prompt: list[int], answer: list[int]
 ) -> int:
-    """Tokens of the answer that are not the most likely after all that stands before them."""
+    """Number of the answer's tokens that are not the reference's most likely next token."""
     tokens = torch.tensor([prompt + answer], device=device)
     logits = reference(tokens).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, tokens[0, len(prompt) :, None])[:, 0]

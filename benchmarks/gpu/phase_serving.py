@@ -3,8 +3,8 @@ jobs' KV.
 
 The ranks are loaded once and serve one engine after the other. Each engine gets twice the jobs a
 second that full batches serve, and as little KV memory as an A100-40G leaves. FastServe's own
-figures search for the largest rate within an objective; until a queue makes that one late takes
-minutes a run, and a GPU is not always at hand for as long.
+figures search for the largest rate within an objective. That takes minutes a run, because a
+queue has to build up first, and a GPU is not always at hand for so long.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ POLICIES = ("fcfs", "skip_join_mlfq", "gittins")
 BATCH_LIMIT = 16
 """Most jobs in one iteration: FastServe's authors' setting."""
 STRATEGIES = ("defer", "recompute", "reactive", "proactive")
-OVERLOAD = 2.0  # of capacity as the profile has it
+OVERLOAD = 2.0  # of the capacity that the profile predicts
 FEW_BLOCKS = 800
 """KV blocks of 16 tokens, 10 GB: what OPT-13B leaves of 40 GB."""
-CAPACITY_CONTEXT = 400  # tokens, of the decodes that capacity is reckoned with
+CAPACITY_CONTEXT = 400  # tokens of context, for the decodes that the capacity is computed from
 MOST_SWAP_GIB, SWAP_SHARE = 8.0, 0.3
-"""Host memory for KV: so much, or this share of what is free."""
+"""Host memory for KV: this much, or this share of the free memory if that is less."""
 MAX_MODEL_LEN = 2048
 SEED = 0
 BUSY_SHARE = 0.6
-"""Of a run's time, that full batches need for its jobs: the last ones end in batches that are not
-full."""
+"""Share of a run's time that full batches need for its jobs. The last jobs end in batches that are
+not full."""
 FEWEST_JOBS = 6
 STRATEGY_WEIGHT = 0.5
-"""Of the phase's time, over what one policy's run gets."""
+"""Time of a strategy's run over that of a policy's run."""
 SETTINGS: Mapping[str, Mapping[str, int]] = {
     "16 seats": {"max_num_seqs": BATCH_LIMIT},
     "default": {},
 }
-"""Of the configuration, beside the policy."""
+"""Configuration keys beside the policy."""
 
 
 class LastingRanks:
-    """Ranks that one engine after the other uses: loading 13 G parameters once is enough.
+    """Ranks that one engine after the other uses, so that 13 G parameters are loaded once.
 
     Args:
         max_num_seqs: the largest batch limit of these engines, for which the ranks are made.
@@ -77,7 +77,7 @@ class LastingRanks:
         self._ready: Ready | None = None
         self._num_steps = self._num_copies = 0  # unfinished
         self.num_blocks: int | None = None
-        """So many of the device's blocks are the next engine's; None: all."""
+        """Number of the device's blocks that the next engine gets; None: all."""
 
     def start(self, setup: Setup, timeout_s: float) -> Ready:
         if self._ready is None:
@@ -119,7 +119,7 @@ class LastingRanks:
         self._executor.kill()
 
     def close(self) -> None:
-        """What the engine has not waited for ends here; the ranks stay."""
+        """Ends the engine's pending work; the ranks stay."""
         while self._num_steps or self._num_copies:
             self.collect()
 
@@ -128,7 +128,7 @@ class LastingRanks:
 
 
 Task = Callable[[float], None]
-"""Takes about so many seconds."""
+"""A run that takes about this many seconds."""
 
 
 def run(context: Context) -> None:
@@ -199,11 +199,11 @@ def _strategy(context: Context, ranks: LastingRanks, strategy: str, seconds: flo
 
 @dataclass(frozen=True)
 class _Served:
-    """What became of one load."""
+    """Result of one load."""
 
     case: Mapping[str, Value]
     records: Sequence[JobRecord]
-    """None where the jobs did not end in time; then ``note`` says so."""
+    """None if the jobs did not end in time; then ``note`` says so."""
     note: str
 
     @property
@@ -214,8 +214,8 @@ class _Served:
     def of(cls, context: Context, engine: Engine, batch: int | None, seconds: float) -> _Served:
         """
         Args:
-            batch: jobs in a full batch; None: as many as the KV memory holds.
-            seconds: about which the run takes.
+            batch: jobs in a full batch; None: as many as fit in the KV memory.
+            seconds: that the run takes, roughly.
         """
         lengths = load_lengths(context.dataset, AUTHORS_LIMITS)
         if context.tiny:
@@ -240,7 +240,7 @@ class _Served:
 
 
 def _record_profile(context: Context, setting: str, model: LatencyModel) -> None:
-    """What the profile that was measured at the start says of some iterations."""
+    """Records what the profile, measured at the start, predicts for some iterations."""
     times = {f"{n} decodes": model.decodes_s(n, CAPACITY_CONTEXT) for n in (1, 16, 64)}
     times |= {f"prefill of {n}": model.prefill_s(n) for n in (128, 512, 2048)}
     for iteration, seconds in times.items():
@@ -262,7 +262,7 @@ def _ms_a_token(summary: Summary | None) -> dict[str, float | None]:
 
 @contextmanager
 def _few_blocks(context: Context, ranks: LastingRanks, **keys: Any) -> Iterator[Engine]:
-    """An engine that has few of the device's blocks."""
+    """An engine that gets few of the device's blocks."""
     ranks.num_blocks = _num_few_blocks(context)
     free_gib = psutil.virtual_memory().available / 2**30
     sizes = {

@@ -27,7 +27,7 @@ GAP_BATCH, GAP_PROMPT, GAP_TOKENS = 64, 256, 128
 
 
 def run(context: Context) -> None:
-    _gap(context)  # first, as its ranks take what memory there is
+    _gap(context)  # first, because its ranks take all free memory
     rate, _ = read_rate(context.device)
     for name in MODELS[:1] if context.tiny else reversed(MODELS):  # the one with a goal first
         context.device.free()
@@ -46,7 +46,7 @@ def _steps(context: Context, name: str, read_bytes_s: float) -> None:
         alone = context.device.wall_time(partial(model.runner.run, step), REPEATS)
         with steps_ahead(model.runner, step) as run_one:
             timing = context.device.wall_time(run_one, REPEATS)
-        # Each weight and all keys and values are read once.
+        # The floor: weights, keys and values are each read once.
         num_bytes = model.bytes_of_weights + batch * model.bytes_of_context(tokens)
         floor_s = num_bytes / read_bytes_s
         context.recorder.row(
@@ -64,12 +64,12 @@ def _steps(context: Context, name: str, read_bytes_s: float) -> None:
 
 
 class _TimedExecutor(DistributedExecutor):
-    """Notes how long after the result before it each step's came, and what the rank computed."""
+    """Notes the time between two steps' results, and what the rank computed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.periods: list[tuple[float, float]] = []
-        """(seconds since the result before, seconds computed) of each decode of the full batch."""
+        """(seconds since the previous result, seconds computed) of each full-batch decode."""
         self._last_s = 0.0
         self._full: set[int] = set()  # unfinished decodes of the full batch
 
@@ -109,7 +109,7 @@ def _gap(context: Context) -> None:
 
     engine = Engine(config, make_executor=make, start_timeout_s=context.left_s())
     try:
-        executors[-1].periods.clear()  # of the steps that the engine measured its profile with
+        executors[-1].periods.clear()  # drops the steps that the engine measured its profile with
         params = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
         prompts = [
             [FIRST_TOKEN + job + place for place in range(prompt_tokens)]
@@ -118,7 +118,7 @@ def _gap(context: Context) -> None:
         run_jobs(engine, [(prompt, params) for prompt in prompts], context.left_s())
     finally:
         engine.close()
-    # The first after the prefill has its result's handling before it.
+    # The first decode's gap contains the handling of the prefill's result.
     periods = executors[-1].periods[1:]
     gaps = sorted(period - computed for period, computed in periods)
     context.recorder.row(

@@ -1,4 +1,4 @@
-"""Phase "swap": KV blocks to the host and back, and what decoding loses meanwhile."""
+"""Phase "swap": copies of KV blocks to the host and back, and how much they slow decoding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from benchmarks.gpu.phase_context import CheckFailed, Context, Value
 from benchmarks.gpu.random_models import largest_model
 
 SWAPPED_BYTES = 10**9
-BATCH, CONTEXT = 16, 512  # of the decode steps beside which blocks are copied
+BATCH, CONTEXT = 16, 512  # of the decode steps that run while blocks are copied
 REPEATS = 5
 DECODE_STEPS = 60
 COPY_TIMEOUT_S = 30.0
@@ -42,7 +42,7 @@ class _Copy:
 
 
 class _Swaps:
-    """The rank's own engine for copies, in this process."""
+    """The rank's own copy engine, in this process."""
 
     def __init__(self, context: Context, model: LoadedModel, num_host_blocks: int) -> None:
         block_bytes = model.config.host_kv_bytes_per_block(BLOCK_SIZE, "same")
@@ -73,7 +73,7 @@ class _Swaps:
         )
 
     def wait(self) -> _Copy:
-        """The next copy that ends.
+        """Waits for the next copy to end.
 
         Raises:
             CheckFailed: it failed.
@@ -81,7 +81,7 @@ class _Swaps:
         return self._end(self._results.get(timeout=COPY_TIMEOUT_S))
 
     def begin_ended_again(self) -> None:
-        """Those that have ended so far."""
+        """Begins the copies anew that have ended so far."""
         while True:
             try:
                 result = self._results.get_nowait()
@@ -104,7 +104,7 @@ def run(context: Context) -> None:
     swaps = _Swaps(context, model, 2 * count)
     free = range(in_use, in_use + 2 * count)
     rates = link_rates(context.device)
-    # Neighbours on both sides are the best case: one copy for all.
+    # Best case: the blocks are neighbours on both sides, so one copy moves all.
     layouts = {"neighbours": list(free), "scattered": random.Random(2).sample(free, len(free))}
     for layout, blocks in layouts.items():
         out = _Copy(True, blocks[:count], range(count))
@@ -124,7 +124,7 @@ def run(context: Context) -> None:
 
 
 def _seconds(swaps: _Swaps, copies: Sequence[_Copy]) -> float:
-    """From the order of all copies to the end of the last; the median."""
+    """Median seconds from the order of all copies to the end of the last."""
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()
@@ -144,10 +144,11 @@ def _slowdown(
     step: Step,
     copies: Sequence[_Copy],
 ) -> None:
-    """Decode steps alone, and while other blocks are copied both ways without a pause."""
+    """Times decode steps alone, and while other blocks are copied both ways without a pause."""
     with steps_ahead(model.runner, step) as run_one:
         alone = context.device.wall_time(run_one, DECODE_STEPS)
-        for copy in [*copies, *copies]:  # the second of a direction begins when the first ends
+        # Two for each direction: the second begins when the first ends.
+        for copy in [*copies, *copies]:
             swaps.begin(copy)
 
         def decode() -> None:

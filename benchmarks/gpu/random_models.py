@@ -1,4 +1,4 @@
-"""Models and engines of the checks: those of OPT's sizes, and what stands for them in a dry run."""
+"""Models and engines of the checks: OPT's sizes, and small stand-ins for a dry run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODELS = ("opt-125m", "opt-1.3b", "opt-13b")
 DTYPE: Final = "bfloat16"
 BYTES_OF_VALUE = 2
 WEIGHTS_SHARE = 0.6
-"""Of the device's memory: a model with more weights leaves too little for its KV."""
+"""Largest share of the device's memory for weights: more leaves too little for KV."""
 _DRY_RUN_OPT = {
     "model_type": "opt",
     "num_hidden_layers": 2,
@@ -22,7 +22,7 @@ _DRY_RUN_OPT = {
     "word_embed_proj_dim": 64,
     "num_attention_heads": 4,
     "ffn_dim": 128,
-    "vocab_size": 50272,  # as the models that it stands for
+    "vocab_size": 50272,  # as OPT's
     "max_position_embeddings": 2048,
     "activation_function": "relu",
 }
@@ -45,7 +45,7 @@ def model_of(context: Context, name: str) -> str:
 
 
 def largest_model(context: Context) -> str:
-    """Of ``MODELS``, that the device has room for."""
+    """The largest of ``MODELS`` that fits on the device."""
     fitting = [
         name
         for name in MODELS
@@ -56,8 +56,11 @@ def largest_model(context: Context) -> str:
 
 
 def engine_config(context: Context, name: str, **keys: Any) -> EngineConfig:
-    """With random weights; ``keys`` as in ``engine.yaml``. An engine gets the same prompts at
-    several rates, and has to compute them each time."""
+    """Configuration with random weights; ``keys`` are those of ``engine.yaml``.
+
+    Prefix caching is off: an engine gets the same prompts at several rates, and has to compute them
+    each time.
+    """
     common = {"load_format": "dummy", "dtype": DTYPE, "prefix_caching": False}
     keys = {"model": model_of(context, name), **common, **keys}
     return EngineConfig().with_keys(**(keys | (_DRY_RUN_OPTIONS if context.tiny else {})))

@@ -1,4 +1,4 @@
-"""How fast the kernels are that pass once over their input."""
+"""Speed of the kernels that pass once over their input."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.gpu.check_device import Call
 from benchmarks.gpu.phase_context import Context
 
 ROWS = (64, 2048)
-"""Tokens: a decode batch, and a prefill."""
+"""Rows, in tokens: a decode batch, and a prefill."""
 HIDDEN, FEED_FORWARD, HEADS, HEAD_DIM, LAYERS = 5120, 20480, 40, 128, 40  # of OPT-13B
 VOCABULARY = 50272
 BLOCK_SIZE = 16
@@ -23,7 +23,7 @@ INT8_BLOCKS = 16
 DTYPE = torch.bfloat16
 
 MakeCall = Callable[[], tuple[Call, Sequence[Tensor]]]
-"""A call on new random inputs, and the tensors that it reads once or writes once."""
+"""A call on new random inputs, and the tensors that it reads or writes once."""
 
 
 def run(context: Context) -> None:
@@ -42,7 +42,7 @@ def run(context: Context) -> None:
 
 
 class _Speed:
-    """Times kernels on ``rows`` rows of OPT-13B's sizes; of much smaller ones in a dry run."""
+    """Times kernels on ``rows`` rows of OPT-13B's sizes, or of much smaller ones in a dry run."""
 
     def __init__(self, context: Context, copy_bytes_s: float, rows: int) -> None:
         self._context, self._rate, self._rows = context, copy_bytes_s, rows
@@ -192,7 +192,7 @@ def _int8_linear_against_dense(context: Context, rows: int, copy_bytes_s: float)
 
 
 def _int8(context: Context) -> dict[str, MakeCall]:
-    """Of whole blocks of OPT-13B: all layers, K and V."""
+    """Rounding and widening of whole blocks of OPT-13B: all layers, K and V."""
     device = context.device.torch_device
     layers, heads, count = (1, 1, 2) if context.tiny else (LAYERS, HEADS, INT8_BLOCKS)
     shape = (count, layers, 2, heads, BLOCK_SIZE, HEAD_DIM)

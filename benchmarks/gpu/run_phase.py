@@ -1,5 +1,5 @@
-"""One phase of the check, in a process of its own: what goes wrong in it, be it an illegal access
-on the device, is its own affair. Started by check.py."""
+"""One phase of the check, in a process that check.py starts. So a failure, even an illegal access
+on the device, ends this phase alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the choice of a batch's tokens takes, to be held against a whole decode step."""
+"""How long the choice of a batch's tokens takes, to compare with a whole decode step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.gpu.phase_context import Context
 
 ROWS = 64
 VOCABULARIES = (50272, 128256)
-"""OPT's, LLaMA 3's."""
+"""Vocabulary sizes: OPT's and LLaMA 3's."""
 TOP_P = 0.9
 REPEATS = 20
 
@@ -27,7 +27,7 @@ def run(context: Context) -> None:
         f"top-p {TOP_P}": _sampling(rows, top_p=TOP_P),
     }
     for vocabulary in vocabularies:
-        # The same each time: those of a step were just written too.
+        # The same logits each time: a step's logits were just written too, and are in the cache.
         logits = torch.randn(
             rows, vocabulary, dtype=torch.bfloat16, device=context.device.torch_device
         )

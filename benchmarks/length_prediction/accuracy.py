@@ -2,12 +2,12 @@
 
     python -m benchmarks.length_prediction.accuracy --instructions FILE --lengths CSV
 
-FILE as for output_lengths.py, CSV as it writes. Two lengths are predicted of each prompt: that of
-the answer in FILE, in tokens of the embedded model, and that of the model's own answer. Prompts are
-divided by hash: 6 parts to learn from, 2 to choose settings by, 2 to judge. Judged is what was
-learned from all others, one job after the other, or with --validation what was learned from 6 parts
-on the 2 that settings are chosen by. --errors writes real and predicted lengths of the model's own
-answers, without text.
+FILE is output_lengths.py's, and CSV what it writes. Two lengths are predicted for each prompt: that
+of the answer in FILE, in tokens of the embedded model, and that of the model's own answer. A hash
+divides the prompts: 6 parts to learn from, 2 to choose settings by, 2 to judge by. The predictor
+learns one job after the other, and is judged on parts that it has not learned: it learns 8 parts
+and is judged on 2, or with --validation it learns 6 and is judged on the 2 for settings. --errors
+writes real and predicted lengths of the model's own answers, without text.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Job:
 @dataclass(frozen=True)
 class Parts:
     known: Sequence[Job]
-    """Learned from."""
+    """Jobs that the predictor learns."""
     asked: Sequence[Job]
-    """Judged on."""
+    """Jobs that the predictor is judged on."""
 
     @property
     def real(self) -> Lengths:
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def answer_lengths(instructions: Sequence[Instruction]) -> dict[str, int]:
-    """By the prompt's hash, the token that ends the answer among them."""
+    """Tokens of each answer, its end token among them, by the prompt's hash."""
     config = load_model_config(EMBEDDED_MODEL, dtype="float32", load_format="auto", device="cpu")
     tokenizer = load_tokenizer(EMBEDDED_MODEL, None, config)
     return {one.sha256: len(tokenizer.encode(one.answer)) + 1 for one in instructions}
@@ -127,7 +127,7 @@ def _divided(jobs: dict[str, Job], validation: bool) -> Parts:
 
 
 def _report(parts: Parts) -> Lengths:
-    """Prints what is learned; the predictions of `LengthPredictor`."""
+    """Prints how well each predictor does; returns the predictions of `LengthPredictor`."""
     lengths = np.array([job.length for job in parts.known], dtype=np.float64)
     predictor = LengthPredictor(Encoder(), _CAPACITY)
     _, learning = _timed(parts.known, lambda job: predictor.learn(job.embedding, job.length))
@@ -155,12 +155,12 @@ def _report(parts: Parts) -> Lengths:
 
 
 def _mean_length(neighbours: Neighbours) -> float:
-    """As ALISE has it, weighted by similarity."""
+    """Mean weighted by similarity, as in ALISE."""
     return float(np.average(neighbours.lengths, weights=neighbours.similarities))
 
 
 def _report_learning(jobs: Sequence[Job]) -> None:
-    """Each job is asked for before it is learned."""
+    """Each job's length is predicted before it is learned."""
     predictor = LengthPredictor(Encoder(), _CAPACITY)
     real = np.array([job.length for job in jobs], dtype=np.float64)
     predicted = np.full(len(jobs), np.nan)
@@ -190,7 +190,7 @@ def _write_errors(path: Path, predicted: Lengths, real: Lengths) -> None:
 def _timed(
     items: Sequence[_Item], act: Callable[[_Item], _Result]
 ) -> tuple[list[_Result], Seconds]:
-    """Results, and the seconds of each: of the wall clock and of the processor."""
+    """Results, and the seconds of each by the wall clock and by the processor."""
     results, seconds = [], []
     for item in items:
         wall, cpu = time.perf_counter(), time.thread_time()
@@ -200,7 +200,7 @@ def _timed(
 
 
 def _milliseconds(seconds: Seconds) -> str:
-    """The processor's time tells what another's load does not change much."""
+    """Wall-clock and processor time; other load hardly changes the latter."""
     wall, cpu = (sorted(column) for column in zip(*seconds, strict=True))
     return (
         f"median {median(wall) * 1e3:.2f} ms, P95 {wall[int(0.95 * len(wall))] * 1e3:.2f} ms "

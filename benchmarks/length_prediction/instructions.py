@@ -19,7 +19,7 @@ class Instruction:
 
     @property
     def sha256(self) -> str:
-        """Of the prompt: names it where no text is to be kept, and divides data sets."""
+        """Hash of the prompt. It names the prompt where no text is kept, and divides data sets."""
         return hashlib.sha256(self.prompt.encode()).hexdigest()
 
     @property
@@ -28,7 +28,7 @@ class Instruction:
 
 
 FIRST_HELD_OUT = 8
-"""The tenths from this one on are learned by nobody who is judged by them."""
+"""Tenths from this one on are for judging: no predictor learns them."""
 
 
 def part(sha256: str) -> int:
@@ -37,7 +37,7 @@ def part(sha256: str) -> int:
 
 
 def read_instructions(path: Path) -> list[Instruction]:
-    """Those of a file, without repeated prompts, in its order."""
+    """A file's instructions in its order, without repeated prompts."""
     found: dict[str, Instruction] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.strip():

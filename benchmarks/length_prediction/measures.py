@@ -12,19 +12,19 @@ Lengths = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of predictions in tokens."""
+    """How near predictions, in tokens, are to real lengths."""
 
     same_bin: float
-    """Share whose predicted and real length are in the same bin."""
+    """Share of jobs whose predicted and real length are in the same bin."""
     next_bin: float
-    """Share that is at most one bin off."""
+    """Share of jobs that are at most one bin off."""
     mean_error: float
     """Mean of |predicted - real| / real."""
     median_error: float
     mean_log_error: float
     """Mean of |ln predicted - ln real|, in which half and double are equally wrong."""
     rank_correlation: float
-    """Spearman's, which is all that an order of jobs depends on; nan if all are the same."""
+    """Spearman's rank correlation, all that an order of jobs depends on; nan if all are equal."""
 
     HEADER = (
         "| | same bin | ± 1 bin | error, mean | median | log error | rank correlation |\n"
@@ -36,7 +36,7 @@ class Accuracy:
 
 
 def bin_edges(real: Lengths, num_bins: int) -> Lengths:
-    """Between bins that hold equally many of these lengths."""
+    """Edges between bins that hold equally many of these lengths."""
     edges: Lengths = np.quantile(real, np.linspace(0, 1, num_bins + 1)[1:-1])
     return edges
 

@@ -4,8 +4,8 @@
 
 Each line of FILE is a JSON object with ``instruction``, ``input`` (may be empty) and ``output``.
 The CSV holds no text: the SHA-256 of each prompt, its tokens with the chat template, and the
-tokens of the model's greedy answer, its end-of-answer token among them. Lines that are there
-already are kept and not asked again.
+tokens of the model's greedy answer, its end-of-answer token among them. Prompts whose lines are
+in the file already are not asked again.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m benchmarks.length_prediction.teach --instructions FILE --lengths CSV \\
         --predictor DIRECTORY --held-out held_out.jsonl
 
-CSV as output_lengths.py writes it. A server that is started with ``--length-prediction-dir
-DIRECTORY`` then knows what it would know after a thousand jobs, and ``fastserve bench --dataset
-held_out.jsonl`` asks what it has not seen: the prompts that accuracy.py judges by.
+output_lengths.py writes CSV. A server with ``--length-prediction-dir DIRECTORY`` then knows what it
+would know after a thousand jobs. ``fastserve bench --dataset held_out.jsonl`` sends prompts that it
+has not learned: those that accuracy.py judges by.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ ALISE, ORACLE = "ALISE", "oracle"
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
-    """The testbed: two V100-32G, 1 TB of host memory, traces of 30 minutes."""
+    """Adds the testbed; by default two V100-32G, 1 TB of host memory, traces of 30 minutes."""
     add_dataset(options)
     options.add_argument(
         "--prediction-errors",
@@ -52,13 +52,13 @@ def system_of(args: argparse.Namespace, model: str) -> System:
 
 
 def testbed_run(args: argparse.Namespace, system: System, dataset: str) -> Run:
-    """FCFS with host memory, at the rate that full batches serve."""
+    """A run of FCFS with host memory, at the rate that full batches serve."""
     run = fcfs_run(args, system, dataset, args.max_num_seqs)
     return replace(run, duration_s=60 * args.minutes if _is_timed(args) else None)
 
 
 def testbed(args: argparse.Namespace) -> str:
-    """For captions."""
+    """The testbed in words, for captions."""
     trace = f"{args.jobs} jobs (Alpaca {jobs_of(args, 'alpaca')})"
     if _is_timed(args):
         trace = f"traces of {args.minutes:g} minutes"

@@ -1,8 +1,8 @@
 """ALISE Fig. 6 and Table 3: rates of ORCA, vLLM, ALISE and an oracle at equal latency.
 
-Fig. 6 is of OPT-2.7B, 6.7B and 13B, Table 3 of LLaMA-13B, LLaMA-7B and Pythia-12B. The table
-compares the rates at one mean normalized latency, found by bisection to 2%; the plots show the runs
-of the bisections.
+Fig. 6 has OPT-2.7B, 6.7B and 13B, Table 3 has LLaMA-13B, LLaMA-7B and Pythia-12B. Tables compare
+the rates at one mean normalized latency, which a bisection finds to 2%. Plots show the bisections'
+runs.
 """
 
 from __future__ import annotations

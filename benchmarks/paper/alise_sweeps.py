@@ -39,13 +39,13 @@ from benchmarks.paper.prediction_errors import PERFECT
 from benchmarks.paper.simulated_runs import Run, mean_jct, mean_normalized, on_all_cores
 
 LOADS = (0.8, 1.0, 1.5, 2.0)
-"""Rates over what full batches finish."""
+"""Loads: rates over what full batches finish."""
 SWAP, FCFS = "swap", "FCFS"
 STRATEGIES = {"defer": "1.8×", "recompute": "2.8×"}
-"""And how far the paper's ALISE is ahead of them."""
+"""The ways that ALISE is compared with, and how far the paper's ALISE is ahead of them."""
 
 Results = Mapping[tuple[str, float, str], Summary]
-"""(data set, load, label) → what came out."""
+"""(data set, load, label) → result."""
 
 
 def draw_fig08(args: argparse.Namespace) -> list[Table]:
@@ -112,7 +112,7 @@ def sweep(
     what: str,
     value: Callable[[Summary], float],
 ) -> Results:
-    """Runs them all, and saves a plot of one value over load, and all values.
+    """Runs all, and saves a plot of one value over load, and all values.
 
     Args:
         ways: what is compared, by label, made from a run of FCFS at load 1.

@@ -1,8 +1,8 @@
 """FastServe Fig. 1: how much of its latency a job spends waiting under FCFS, by load.
 
 Three length distributions on OPT-13B: all jobs equal (prompt and output as long as ShareGPT's
-mean), ShareGPT, Alpaca; equal jobs also with arrivals at equal distances, and of ShareGPT also the
-tenth of jobs with the shortest outputs. Load is the arrival rate over the rate at which full
+mean), ShareGPT, Alpaca. Equal jobs also arrive at equal distances, and ShareGPT's tenth of jobs
+with the shortest outputs is shown alone too. Load is the arrival rate over the rate at which full
 batches finish jobs, taken from a run in which all jobs arrive at once.
 """
 
@@ -32,7 +32,8 @@ _AT_ONCE = 1e6  # jobs/s
 
 
 def waiting_shares(run: Run) -> tuple[float, float]:
-    """Share of latency in which no iteration ran the job: mean over jobs, over the shortest."""
+    """Share of latency in which no iteration ran the job: the mean over all jobs, and over the
+    shortest ones."""
     records = sorted(run.simulate().records, key=lambda record: record.output_tokens)
     shares = [_waiting_share(record) for record in records]
     return statistics.fmean(shares), statistics.fmean(shares[: math.ceil(len(shares) / 10)])
@@ -40,7 +41,7 @@ def waiting_shares(run: Run) -> tuple[float, float]:
 
 def _waiting_share(record: JobRecord) -> float:
     share = record.queueing_share
-    assert share is not None  # a simulation knows
+    assert share is not None  # a simulation always knows it
     return share
 
 

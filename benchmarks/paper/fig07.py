@@ -1,8 +1,7 @@
 """FastServe Fig. 7: three jobs that arrive at once, one at a time, under four policies.
 
-Quanta are 1, 2, 4, 8. The paper prints the mean latencies, not the sizes of the jobs. Of all sizes
-in steps of 0.5 (prefill up to 6, up to 6 decode iterations of 1) those used here come nearest; the
-units are seconds.
+Quanta are 1, 2, 4, 8 s. The paper prints the mean latencies, not the sizes of the jobs. The sizes
+here come nearest of all in steps of 0.5 s (prefill up to 6 s, up to 6 decode iterations of 1 s).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FastServe Fig. 11 and 12: the largest rates whose normalized latency stays under the SLO.
 
-Fig. 11 is of the mean, Fig. 12 of the P95. OPT-13B on one GPU, 66B on tensor-parallel 4, 175B on
+Fig. 11 has the mean, Fig. 12 the P95. OPT-13B on one GPU, 66B on tensor-parallel 4, 175B on
 tensor-parallel 8 × pipeline-parallel 2. Rates are found to 2%, over the same jobs.
 """
 
@@ -45,13 +45,13 @@ FASTER_TRANSFORMER, VLLM, FCFS, SKIP_JOIN = "FasterTransformer", "vLLM", "FCFS",
 @dataclass(frozen=True, slots=True)
 class Part:
     suffix: str
-    """Of its files' names."""
+    """Suffix of the files' names."""
     title: str
     statistic: Callable[[Summary], float]
     paper: Mapping[str, tuple[str, str]]
-    """Data set → what the preprint reports of skip-join over FCFS and over vLLM."""
+    """Data set → the preprint's gains of skip-join over FCFS and over vLLM."""
     note: str = ""
-    """Ends the caption."""
+    """Last words of the caption."""
 
 
 PARTS = (
@@ -92,7 +92,7 @@ def _runs(args: argparse.Namespace, systems: Sequence[System]) -> dict[Line, Run
         for dataset in datasets_of(args):
             fcfs = fcfs_run(args, system, dataset)
             ways = {FCFS: fcfs, SKIP_JOIN: replace(fcfs, scheduler=scheduler("skip_join_mlfq"))}
-            if system == OPT_13B:  # of which the artifact has both rivals' latencies
+            if system == OPT_13B:  # the artifact has both rivals' latencies for it
                 ways |= {VLLM: vllm(fcfs), FASTER_TRANSFORMER: faster_transformer(fcfs)}
             runs.update({Line(system, dataset, label): run for label, run in ways.items()})
     return runs

@@ -1,8 +1,8 @@
 """FastServe Fig. 13: P95 goodput, the largest rate at which 95% of jobs meet two objectives.
 
 Time to first token and time per output token may be 5, 10 or 20 times what they are at light load
-(FCFS at a tenth of the capacity). The authors' scripts have other numbers, 1.55 s and 0.15 s at 5×,
-which are tried as well. OPT-13B, ShareGPT lengths; between two rates attainment is interpolated.
+(FCFS at a tenth of the capacity). The authors' scripts have other numbers, 1.55 s and 0.15 s at 5×;
+they run too. OPT-13B, ShareGPT lengths; between two rates attainment is interpolated.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ def attainments(task: tuple[Run, Sequence[Bounds]]) -> list[float]:
 
 
 def goodput(rates: Sequence[float], shares: Sequence[float]) -> float:
-    """Where the share first falls below the target: 0 if it is at the lowest rate, infinite if it
-    is not even at the highest."""
+    """The rate at which the share first falls below the target.
+
+    0 if it is below at the lowest rate, infinite if it is not even at the highest.
+    """
     return highest_rate(rates, [1 - share for share in shares], 1 - TARGET)
 
 

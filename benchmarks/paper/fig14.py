@@ -31,7 +31,7 @@ from benchmarks.paper.simulated_runs import (
 
 BEST = "skip_join_mlfq"
 BASELINES = {"fcfs": "8.9", "mlfq": "1.87", "fixed_priority": "13.9"}
-"""Paper: at most so many times the latency of skip-join."""
+"""Most latency in the paper, × skip-join's."""
 RATIOS = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 LOADS = (1.0, 1.5)
 

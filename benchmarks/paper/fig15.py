@@ -1,7 +1,7 @@
 """FastServe Fig. 15: what becomes of preempted jobs' KV when device memory is short.
 
 (a) Normalized latency against rate for four strategies, OPT-13B on an A100-40G with 56 GiB of host
-memory. (b) How much of a job's latency it waits for its KV, and what crosses the link.
+memory. (b) The share of its latency that a job waits for its KV, and what crosses the link.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.paper.figures import (
 from benchmarks.paper.simulated_runs import BATCH, OPT_13B, Run, on_all_cores, scheduler
 
 LOADS = (0.6, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
-"""Rates over what full batches finish."""
+"""Loads: rates over what full batches finish."""
 QUICK_LOADS = (1.5,)
 SETTINGS: dict[str, dict[str, object]] = {
     "defer": {"strategy": "defer"},
@@ -43,7 +43,7 @@ class Outcome:
     normalized_p95_s: float
     jct_mean_s: float
     stall_share: float
-    """Of all jobs' latencies, the part in which a job would have run but for its KV."""
+    """Share of all jobs' latencies in which a job would have run but for its KV."""
     out_gb: float
     in_gb: float
     avoided_gb: float

@@ -1,4 +1,4 @@
-"""What the figures take and give: options and the runs they ask for, tables, plots, JSON."""
+"""What all figures share: options, the runs that these ask for, tables, plots, JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.paper.simulated_runs import BATCH, Run, System, scheduler
 
 DATASETS = {"sharegpt": "ShareGPT", "alpaca": "Alpaca"}
-ALPACA_JOBS = 2  # as many as ShareGPT's: they last a sixth as long
+ALPACA_JOBS = 2  # times ShareGPT's, because they last a sixth as long
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Figure:
     name: str
     description: str | None
     draw: Callable[[argparse.Namespace], list[Table]]
-    """Makes its tables, and saves its plots and numbers."""
+    """Makes the figure's tables, and saves its plots and numbers."""
     jobs: int = 400
-    """Of a trace, unless ``--jobs`` says otherwise."""
+    """Jobs of a trace, unless ``--jobs`` says otherwise."""
     quick_jobs: int = 40
     add_options: Callable[[argparse.ArgumentParser], None] = lambda options: None
-    """Those that only it has."""
+    """Adds the options that only this figure has."""
 
 
 def add_common_options(options: argparse.ArgumentParser, figure: Figure) -> None:
@@ -65,7 +65,7 @@ def jobs_of(args: argparse.Namespace, dataset: str) -> int:
 
 
 def fcfs_run(args: argparse.Namespace, system: System, dataset: str, seats: int = BATCH) -> Run:
-    """At the rate that full batches serve, with host memory."""
+    """A run of FCFS with host memory, at the rate that full batches serve."""
     lengths = lengths_of(args, dataset)
     return Run(
         system,
@@ -79,7 +79,7 @@ def fcfs_run(args: argparse.Namespace, system: System, dataset: str, seats: int 
 
 
 def add_dataset(options: argparse.ArgumentParser) -> None:
-    """Of figures that show all of ``DATASETS``."""
+    """Adds ``--dataset``, for figures that show all of ``DATASETS``."""
     options.add_argument("--dataset", choices=list(DATASETS), help="only this one (both)")
 
 
@@ -99,7 +99,7 @@ def new_table(title: str, caption: str, *headers: str) -> Table:
 
 
 def number(value: float | None) -> str:
-    """Three digits."""
+    """The number with three digits."""
     if value is None:
         return "–"
     if math.isinf(value):
@@ -108,7 +108,7 @@ def number(value: float | None) -> str:
 
 
 def save_json(args: argparse.Namespace, values: Any, suffix: str = "") -> None:
-    """With all options: what a figure is of shall be known from its numbers."""
+    """Saves numbers with all options, so that a file tells what it measures."""
     settings = {
         option: str(value) if isinstance(value, Path) else value
         for option, value in vars(args).items()

@@ -2,8 +2,8 @@
 
 Numbers, models, batches and host memory are those of the artifact's scripts. Each line is the
 largest rate at one mean normalized latency. In brackets: the rates over which the artifact's
-plotted points cross that latency, interpolated. Fig. 18 is of another unit there, seconds per token
-of prompt and output together, so that only the gains compare.
+plotted points cross that latency, interpolated. There Fig. 18 has another unit, seconds per token
+of prompt and output together, so only the gains compare.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.paper.rivals import vllm
 from benchmarks.paper.simulated_runs import OPT_13B, Run, System, mean_normalized, scheduler
 
 VLLM, CHUNKED, FCFS, SKIP_JOIN = "vLLM", "vLLM, chunks", "FCFS", "skip-join"
-BOUND_S = 0.25  # at which the artifact's notebook compares Fig. 14 and 15
+BOUND_S = 0.25  # the artifact's notebook compares Fig. 14 and 15 at this latency
 CHUNK_TOKENS = 512  # the artifact's budget of 2,048 tokens would cut no prompt of its data sets
 
 

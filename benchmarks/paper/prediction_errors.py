@@ -1,4 +1,4 @@
-"""Predictions of output lengths, as wrong as a real predictor was."""
+"""Predictions of output lengths, with the errors of a real predictor."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from fastserve_bench.workload import Lengths, TraceJob
 from numpy.typing import NDArray
 
 MEASURED = Path(__file__).parents[1] / "length_prediction" / "prediction_errors.csv"
-"""Of this project's predictor, on real answers that it had not learned from."""
+"""Errors of this project's predictor on real answers that it had not learned."""
 
-_NEAREST = 0.05  # share of the held-out jobs that one error is drawn from
+_NEAREST = 0.05  # an error is drawn from this share of the held-out jobs
 
 
 @dataclass(frozen=True, slots=True)
 class PredictionErrors:
-    """Errors of held-out jobs, to be given to the jobs of any data set.
+    """Errors of held-out jobs, given to the jobs of any data set.
 
-    A predictor's guesses are drawn to the middle of the lengths that it knows: it over-predicts
-    short outputs and under-predicts long ones. So a job gets the error of a held-out job whose
-    output has about the same rank among theirs as the job's has in its own data set. And the error
-    is a distance in ranks: where lengths differ less, a predictor that has learned them errs by a
-    smaller factor.
+    A predictor tends to the middle of the lengths that it knows: it over-predicts short outputs and
+    under-predicts long ones. So a job gets the error of a held-out job whose output has about the
+    same rank in its data set. The error is a distance in ranks, because a predictor errs by a
+    smaller factor where lengths differ less.
     """
 
     jobs: tuple[tuple[int, int], ...]
@@ -47,8 +46,8 @@ class PredictionErrors:
     ) -> list[int]:
         """A prediction for each job of a trace that was drawn from ``lengths``.
 
-        A longer trace begins with the predictions of a shorter one. No prediction exceeds what the
-        model has room for.
+        A longer trace begins with the predictions of a shorter one. No prediction exceeds the
+        model's length.
         """
         ordered = np.sort([output for _, output in lengths])
         outputs = np.array([job.output_tokens for job in trace])
@@ -57,7 +56,7 @@ class PredictionErrors:
         )
         below, up_to = _ranks(ordered, outputs)
         ranks = below + among_equals * (up_to - below)
-        # A window that stays inside: the ends have neighbours on one side only.
+        # The window stays inside: at the ends, neighbours are on one side only.
         begins = np.clip(ranks - _NEAREST / 2, 0, 1 - _NEAREST)
         drawn = ((begins + among_nearest * _NEAREST) * len(self.jobs)).astype(int)
         real, predicted = np.array(self.jobs).T
@@ -68,10 +67,11 @@ class PredictionErrors:
 
 
 def _ranks(ordered: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Shares of the ordered values that are less than each value, and at most as large."""
+    """For each value, the shares of the ordered values that are less, and that are at most as
+    large."""
     below, up_to = (np.searchsorted(ordered, values, side) for side in ("left", "right"))
     return below / len(ordered), up_to / len(ordered)
 
 
 PERFECT = PredictionErrors(((1, 1),))
-"""The lengths themselves."""
+"""Predictions that equal the real lengths."""

@@ -19,7 +19,7 @@ SLO_ITERATIONS = 10
 OPT_13B_SLO_S = 0.3  # the paper's, and ten decode iterations of 30 ms
 _TOLERANCE = 1.02
 _QUICK_TOLERANCE = 1.4
-_STEP = 2.0  # factor between rates while a search looks for one that is too high
+_STEP = 2.0  # factor from rate to rate while a search looks for one that is too high
 # With a fixed number of jobs latency stops growing once they all arrive practically at once.
 _HIGHEST_LOAD = 20.0
 
@@ -37,15 +37,15 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The largest rate that meets an objective, and all that was run to find it."""
+    """The largest rate that meets an objective, and all runs that found it."""
 
     rate: float
-    """Infinite if no rate breaks the objective with so few jobs."""
+    """Infinite if no rate breaks the objective, because the jobs are so few."""
     runs: Sequence[tuple[float, Summary]]
 
 
 def slo_s(system: System) -> float:
-    """Of normalized latency: ten decode iterations."""
+    """SLO of normalized latency: ten decode iterations."""
     return OPT_13B_SLO_S if system == OPT_13B else SLO_ITERATIONS * system.decode_s
 
 
@@ -55,10 +55,10 @@ def search_all(
     statistics: Sequence[Callable[[Summary], float]],
     bound_s: Callable[[System], float] = slo_s,
 ) -> list[dict[Key, Search]]:
-    """For each statistic, and each run, the largest rate at which it is within the system's bound.
+    """For each statistic and run, the largest rate at which it is within the system's bound.
 
-    A search begins at the rate of its run. All runs of one have the same jobs, and arrivals that
-    only scale; what was run for one statistic serves the next. Equal runs are run once.
+    A search begins at the rate of its run. All its runs have the same jobs, and arrivals only
+    scale. Runs for one statistic serve the next, and equal runs are run once.
     """
     tolerance = _QUICK_TOLERANCE if args.quick else _TOLERANCE
     distinct: list[Run] = []
@@ -88,11 +88,11 @@ def _search(
     bound_s: float,
     tolerance: float,
 ) -> Search:
-    """By interpolation between a rate that meets the bound and one that breaks it.
+    """Interpolates between a rate that meets the bound and one that breaks it.
 
     Args:
-        summaries: by rate, of what was run before; the search adds its own.
-        tolerance: factor between the rate that is found and one that is too high.
+        summaries: of earlier runs, by rate; the search adds its own.
+        tolerance: largest factor between the rate that it finds and one that is too high.
     """
     met: list[bool] = []
     while True:
@@ -120,12 +120,12 @@ def _search(
 
 
 def finite(rate: float) -> float | None:
-    """For JSON, which has no infinity."""
+    """The rate for JSON, which has no infinity."""
     return rate if math.isfinite(rate) else None
 
 
 def ratio(rate: float, base: float) -> str:
-    """For a table; a rate may be infinite."""
+    """The ratio for a table; a rate may be infinite."""
     return f"{rate / base:.2f}×" if math.isfinite(rate) and math.isfinite(base) else "–"
 
 

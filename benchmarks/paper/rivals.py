@@ -1,7 +1,7 @@
 """The systems that the papers compare with, each as a run of this engine.
 
-What is compared is scheduling and memory alone: the rivals have this engine's iteration times, and
-an iteration may mix prefills with decodes, where vLLM at the papers' time ran prefills alone.
+Only scheduling and memory are compared: the rivals have this engine's iteration times. An iteration
+may mix prefills with decodes, whereas vLLM at the papers' time ran prefills alone.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class JobBatching(FCFS):
     """Job-level batching: the jobs of a batch start together, and the next batch starts when all of
     them have ended.
 
-    So FasterTransformer serves (FastServe §2.2, and ORCA, Yu et al., OSDI 2022, §3). Three things
-    flatter it here: a job counts as answered at its own end and not at the batch's, a job that has
-    ended costs nothing for the rest of the batch, and prompts are not padded to the longest.
+    FasterTransformer serves so (FastServe §2.2, and ORCA, Yu et al., OSDI 2022, §3). Three things
+    flatter it here: a job counts as answered at its own end, not at the batch's. After that it
+    costs nothing. Prompts are not padded to the longest.
     """
 
     name = "job_batching"
 
     def __init__(self, limits: BatchLimits) -> None:
         super().__init__(limits)
-        self._last = -1  # job of the batch that arrived last
+        self._last = -1  # the batch's job that arrived last
         self._num_unfinished = 0  # of the batch
 
     def remove(self, job: Job) -> None:

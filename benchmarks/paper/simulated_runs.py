@@ -32,7 +32,7 @@ from benchmarks.paper.prediction_errors import PredictionErrors
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 2048
 BATCH = 16
-"""Most jobs in one iteration: MaxBatchSize of FastServe's authors."""
+"""Most jobs in one iteration: FastServe's authors' MaxBatchSize."""
 _TYPICAL_CONTEXT = 400  # tokens of a job in the middle of its output
 
 SWAPPING = "KV is swapped to 56 GiB of host memory (strategy proactive)."
@@ -51,7 +51,7 @@ class System:
     pipeline_parallel: int = 1
     hardware: str = "a100-40g"
     host_gib: float = 56.0
-    """Host memory for KV, shared by the ranks: of the authors' ShareGPT runs."""
+    """Host memory for KV, shared by the ranks, as in the authors' ShareGPT runs."""
 
     def __str__(self) -> str:
         name = self.model.upper()
@@ -70,7 +70,7 @@ class System:
         return _latency(self)
 
     def swapping(self, **keys: Any) -> KVCacheSection:
-        """With host memory."""
+        """KV cache with host memory."""
         gib = self.host_gib / (self.tensor_parallel * self.pipeline_parallel)
         return kv_cache(**{"swap_space_gib": gib, **keys})
 
@@ -90,7 +90,8 @@ class System:
         return self.latency.iteration_s(load)
 
     def capacity(self, lengths: Lengths, seats: int = BATCH) -> float:
-        """Jobs per second that full batches serve, roughly: prefills alone, decodes shared."""
+        """Jobs per second that full batches serve, roughly: each prefill runs alone, and decodes
+        share iterations."""
         prompt, output = (statistics.fmean(column) for column in zip(*lengths, strict=True))
         fitting = int(self.kv_tokens / (prompt + output / 2))
         num_jobs = min(seats, fitting)
@@ -128,11 +129,11 @@ class Run:
     evenly: bool = False
     """The same jobs arrive at equal distances instead of as a Poisson process."""
     errors: PredictionErrors | None = None
-    """Of the predicted output lengths; ``None``: nothing is predicted."""
+    """Errors of the predicted output lengths; ``None``: nothing is predicted."""
     policy_of: MakePolicy | None = None
     """A policy that the product does not have, instead of the scheduler's."""
     duration_s: float | None = None
-    """Jobs arrive for so long, instead of ``num_jobs``: more of them at a higher rate."""
+    """Jobs arrive for this long, instead of ``num_jobs``: more of them at a higher rate."""
 
     @property
     def memory(self) -> KVMemory:
@@ -164,8 +165,8 @@ class Run:
 
 
 def scheduler(policy: str, max_num_seqs: int = BATCH, **keys: Any) -> SchedulerSection:
-    """The paper's testbed: whole prefills, the objective of its figures, and the threshold of
-    promotion that suits 16 seats (docs/paper_results.md)."""
+    """Configuration of the paper's testbed: whole prefills, the objective of its figures, and a
+    promotion threshold that suits 16 seats (docs/paper_results.md)."""
     testbed = {
         "prefill_chunk_tokens": "whole",
         "objective": "normalized_latency",
@@ -180,7 +181,7 @@ def kv_cache(**keys: Any) -> KVCacheSection:
 
 
 RECOMPUTE = kv_cache(strategy="recompute")
-"""Device memory alone."""
+"""KV cache in device memory alone."""
 
 
 def on_all_cores(
@@ -192,7 +193,7 @@ def on_all_cores(
 
 @cache
 def _pool() -> ProcessPoolExecutor:
-    # Spawned, not forked: the process that asks may have threads, as under pytest.
+    # Spawned, not forked: this process may have threads, as under pytest.
     return ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=get_context("spawn"))
 
 

@@ -1,8 +1,8 @@
 """A checkpoint of OPT-125M's shape that needs no download: seeded random weights and a tokenizer.
 
-What a server takes for a token depends on shapes and lengths, not on what the weights say, so
-random ones will do where prompts are token ids and the lengths of answers are forced. Both servers
-read the same files.
+A token's time depends on shapes and lengths, not on the values of the weights. So random weights
+will do where prompts are token ids and lengths of answers are forced. Both servers read the same
+files.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def existing_checkpoint(cache: Path) -> Path:
     directory = cache / f"opt-125m-random-{SEED}"
     if not directory.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        # Written elsewhere and renamed, so that one that was interrupted is not taken for whole.
+        # Written elsewhere and renamed, so that an interrupted write is not taken for a checkpoint.
         with tempfile.TemporaryDirectory(dir=cache) as unfinished:
             written = Path(unfinished) / "checkpoint"
             torch.manual_seed(SEED)

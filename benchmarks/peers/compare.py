@@ -1,8 +1,8 @@
 """Runs this server and vLLM's CPU build side by side; started by ``vllm_cpu.sh run``.
 
-All servers are started first and stay up: the load test sends each load to one after the other, so
-that only one computes at a time and what the machine does besides meets all alike. That is fair
-only if an idle server takes nothing from its neighbours, which is measured first.
+All servers start first and stay up. The load test sends each load to one after the other, so only
+one computes at a time, and other load of the machine affects all alike. That is fair only if an
+idle server takes nothing from its neighbours, which is measured first.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from benchmarks.peers.vllm_server import ALL_CPUS, MODEL_NAME, VllmServer, VllmS
 
 ROOT = Path(__file__).parents[2]
 
-# What both servers are told.
+# Limits of both servers.
 MAX_NUM_SEQS = 16
 MAX_NUM_BATCHED_TOKENS = 2048
 MAX_MODEL_LEN = 2048
 KV_CACHE_GIB = 2
-"""29,000 tokens in float32: more than the jobs of a sweep have together, so nobody is short."""
+"""29,000 tokens in float32: more than all jobs of a sweep have, so no server is short of memory."""
 BLOCK_SIZE = 16
 KV_ELEMENTS_PER_TOKEN = 2 * 12 * 768
 
@@ -56,7 +56,7 @@ VLLM, VLLM_AUTO, VLLM_BF16 = "vLLM float32", "vLLM float32 auto", "vLLM bfloat16
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """Jobs of equal lengths, of which a number is always under way."""
+    """Jobs of equal lengths, of which a fixed number is always under way."""
 
     concurrency: int
     num_jobs: int
@@ -107,13 +107,13 @@ class Running:
         return self.url.startswith("http")
 
     def cpu_s(self) -> float:
-        """CPU time of it and its children so far."""
+        """CPU time of the server and its children so far."""
         process = psutil.Process(self.pid)
         times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
         return sum(one.user + one.system for one in times)
 
     def greedy(self, prompt: list[int]) -> list[int]:
-        """Its answer's token ids."""
+        """Token ids of the server's greedy answer."""
         if self.is_vllm:
             return self._vllm_greedy(prompt)
         with FastServeClient(self.url) as client:
@@ -154,7 +154,7 @@ class Comparison:
     def start_ours(self, label: str, dtype: str, **keys: Any) -> None:
         """
         Args:
-            keys: settings beside those that all servers have, or in their place.
+            keys: settings that add to those of all servers, or replace them.
         """
         element_bytes = {"float32": 4, "bfloat16": 2}[dtype]
         block_bytes = BLOCK_SIZE * KV_ELEMENTS_PER_TOKEN * element_bytes
@@ -193,10 +193,10 @@ class Comparison:
         self.servers[label] = Running(server.url, server.pid)
 
     def check(self) -> str:
-        """What makes the comparison fair, measured; Markdown.
+        """Measures what makes the comparison fair; returns Markdown.
 
         Raises:
-            RuntimeError: a server takes processor time while nobody asks it anything.
+            RuntimeError: an idle server takes processor time.
         """
         same, idle = self.same_tokens(), self.idle_cpu()
         busy = [label for label, cores in idle.items() if cores > _MOST_IDLE_CPU]
@@ -211,13 +211,13 @@ class Comparison:
         return markdown(["", same_header, "idle, of a core"], rows)
 
     def log(self, label: str) -> Path:
-        """What the server of this label says."""
+        """Log of the server with this label."""
         return self._output / f"{label.replace(' ', '-')}.log"
 
     def same_tokens(self) -> dict[str, float]:
-        """How many of the first greedy tokens are those of the first server, on average.
+        """How many first greedy tokens equal the first server's, on average.
 
-        All read the same weights; in bfloat16 rounding may part two texts at any token.
+        All read the same weights, but in bfloat16 rounding may part two texts at any token.
         """
         rng = np.random.default_rng(0)
         prompts = rng.integers(300, VOCAB_SIZE, (_CHECKED_PROMPTS, _PROMPT_TOKENS)).tolist()
@@ -232,7 +232,7 @@ class Comparison:
         }
 
     def idle_cpu(self) -> dict[str, float]:
-        """Cores that each server takes while nobody asks it anything."""
+        """Cores that each idle server takes."""
         time.sleep(_SETTLE_S)
         before = {label: server.cpu_s() for label, server in self.servers.items()}
         time.sleep(_IDLE_S)
@@ -261,14 +261,14 @@ class Comparison:
         return report
 
     def equal_lengths(self, prompt_tokens: int, output_tokens: int) -> str:
-        """A data set in which all jobs are alike; its path."""
+        """Writes a data set of equal jobs; returns its path."""
         file = self._output / f"{prompt_tokens}-{output_tokens}.csv"
         file.write_text(f"prompt_tokens,output_tokens\n{prompt_tokens},{output_tokens}\n")
         return str(file)
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
+    """Number of tokens before the first that differs."""
     differs = [a != b for a, b in zip(left, right, strict=True)]
     return differs.index(True) if True in differs else len(differs)
 
@@ -284,7 +284,7 @@ def measure_speeds(
     loops: Sequence[ClosedLoop],
     repeats: int,
 ) -> dict[str, Report]:
-    """Reports by what was run."""
+    """Reports by the loop that was run."""
     return {
         str(loop): comparison.bench(
             f"{name}-{loop.concurrency}-{loop.prompt_tokens}",
@@ -302,7 +302,8 @@ def measure_speeds(
 
 
 def fastest(report: Report, labels: Sequence[str]) -> str:
-    """Of these servers, by output tokens per second; one of which no job ended is the slowest."""
+    """The fastest of these servers by output tokens per second. A server of which no job ended is
+    the slowest."""
     summaries = {point["label"]: point["summary"] for point in report["points"]}
     return max(
         labels,
@@ -311,10 +312,10 @@ def fastest(report: Report, labels: Sequence[str]) -> str:
 
 
 def compare(comparison: Comparison, arguments: argparse.Namespace) -> str:
-    """All measurements; Markdown.
+    """Makes all measurements; returns Markdown.
 
     Raises:
-        RuntimeError: a server is not idle when nobody asks it anything, or a run failed.
+        RuntimeError: a server takes processor time while idle, or a run failed.
     """
     comparison.start_ours(OURS, "float32")
     comparison.start_ours(OURS_BF16, "bfloat16")
@@ -327,7 +328,7 @@ def compare(comparison: Comparison, arguments: argparse.Namespace) -> str:
         loops = [loop.quick() for loop in loops]
     labels = list(comparison.servers)
     speeds = measure_speeds(comparison, "speed", labels, loops, arguments.repeats)
-    # vLLM shall have the threads with which it is faster here.
+    # vLLM gets the threads with which it is faster here.
     vllm = fastest(speeds[str(loops[1])], list(bindings))
     sweep_flags = {
         **SWEEP,
@@ -350,13 +351,13 @@ def compare(comparison: Comparison, arguments: argparse.Namespace) -> str:
 
 
 def _has_bfloat16() -> bool:
-    """Whether the processor multiplies it, so that it may be vLLM's faster side."""
+    """Whether the processor multiplies bfloat16, in which vLLM may then be faster."""
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, repeats: int) -> None:
-    """What all comparisons are told.
+    """Arguments of all comparisons.
 
     Args:
         repeats: default of ``--repeats``.
@@ -378,7 +379,7 @@ def add_common_arguments(parser: argparse.ArgumentParser, repeats: int) -> None:
 def run_comparison(
     arguments: argparse.Namespace, measure: Callable[[Comparison, argparse.Namespace], str]
 ) -> None:
-    """Print what ``measure`` returns, and write it to ``tables.md``; ends what it has started."""
+    """Prints what ``measure`` returns, writes it to ``tables.md``, and ends all that it started."""
     if arguments.quick:
         arguments.repeats = 1
     # As with Ctrl-C, the servers are ended on the way out.

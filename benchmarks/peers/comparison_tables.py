@@ -1,4 +1,4 @@
-"""The reports of `fastserve bench` as Markdown tables: what was measured, nothing left out."""
+"""The reports of `fastserve bench` as Markdown tables, with nothing left out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ Report = Mapping[str, Any]
 
 
 def speed_table(reports: Mapping[str, Report]) -> str:
-    """Tokens per second of closed loops: of output, or of prompts where answers are one token.
+    """Tokens per second of closed loops: output tokens, or prompt tokens where answers are one
+    token.
 
     Args:
-        reports: By what was run. In each all jobs of a server have the same lengths.
+        reports: by the loop that was run. In each report all jobs of a server have the same
+            lengths.
     """
     labels = list(dict.fromkeys(label for report in reports.values() for label in _labels(report)))
     rows = []
@@ -50,7 +52,7 @@ def objectives_table(report: Report) -> str:
 
 
 def summaries(report: Report, label: str) -> list[Mapping[str, Any]]:
-    """Of a server's runs at the report's only load, in order of their seeds.
+    """Summaries of a server's runs at the report's only load, in order of their seeds.
 
     Raises:
         RuntimeError: jobs of a run failed.
@@ -94,7 +96,8 @@ def _sweep_row(point: Mapping[str, Any]) -> list[str]:
 
 
 def _median(point: Mapping[str, Any], number: Callable[[Mapping[str, Any]], float]) -> str:
-    """The median over the runs in which jobs finished; of several also the least and the most."""
+    """The median over the runs in which jobs finished; with several runs also the least and the
+    most."""
     failed = sum(point["failures_by_kind"].values())
     values = [number(run) for run in point["runs"] if run["summary"] is not None]
     if not values:
@@ -106,7 +109,7 @@ def _median(point: Mapping[str, Any], number: Callable[[Mapping[str, Any]], floa
 
 
 def short_number(value: float) -> str:
-    """Three digits, or all of a whole number that has more."""
+    """Three digits; a whole number keeps all."""
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -2,8 +2,8 @@
 started by ``vllm_cpu.sh queues``.
 
 Two workloads, each at 1.3 times what FCFS serves of it when all jobs are there at once. All servers
-have the same seats: as many as the shipped ``max_num_seqs: auto`` finds for this machine. They stay
-up and take turns as in ``compare.py``, with other prompts, lengths and arrivals in each repeat.
+have as many seats as the shipped ``max_num_seqs: auto`` finds for this machine. They stay up and
+take turns as in ``compare.py``, with other prompts, lengths and arrivals in each repeat.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ WORKLOADS: Mapping[str, Mapping[str, str | float]] = {
     },
 }
 _AT_ONCE = 1000.0
-"""Jobs per second: all are there before the first has ended."""
+"""Jobs per second: so many that all are there before the first has ended."""
 _CAPACITY_JOBS, _QUICK_JOBS = 400, 8
-"""Several batches, so that the last one, when seats are empty, counts for little."""
+"""Jobs: several batches, so that the last one, when seats are empty, counts for little."""
 
 FIGURES = (
     ("mean, ms a token", "normalized_latency_s", "mean", 1e3),
@@ -53,10 +53,10 @@ FIGURES = (
 
 
 def measure(comparison: Comparison, arguments: argparse.Namespace) -> str:
-    """All measurements; Markdown.
+    """Makes all measurements; returns Markdown.
 
     Raises:
-        RuntimeError: a server is not idle when nobody asks it anything, or a run failed.
+        RuntimeError: a server takes processor time while idle, or a run failed.
     """
     comparison.start_ours(DEFAULT, "float32", max_num_seqs="auto")
     comparison.start_ours(FCFS, "float32", max_num_seqs="auto", policy="fcfs")
@@ -97,8 +97,8 @@ def seats_of(log: Path) -> int:
 
 
 def table(report: Report, labels: Sequence[str]) -> str:
-    """Medians over the repeats, in brackets the least and the most; then, over those of FCFS and of
-    vLLM, the median of the ratios of each repeat."""
+    """Medians over the repeats, with the least and the most in brackets. Then the ratios over FCFS
+    and over vLLM: the median of each repeat's ratio."""
     runs = {label: summaries(report, label) for label in labels}
     rows = [
         [label, *(spread([pick(run, figure) for run in runs[label]]) for figure in FIGURES)]

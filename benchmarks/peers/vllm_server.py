@@ -18,7 +18,8 @@ from typing import IO
 MODEL_NAME = "opt-125m"
 
 _START_TIMEOUT_S = 900.0
-"""It compiles at its first start, and without AVX-512 its warm-up in bfloat16 takes minutes."""
+"""Start limit: vLLM compiles at its first start, and without AVX-512 its warm-up in bfloat16 takes
+minutes."""
 _STOP_TIMEOUT_S = 30.0
 ALL_CPUS = ",".join(map(str, sorted(os.sched_getaffinity(0))))
 _POLL_S = 0.5
@@ -44,14 +45,14 @@ class VllmSettings:
             f"--max-num-seqs={self.max_num_seqs}",
             f"--max-num-batched-tokens={self.max_num_batched_tokens}",
             f"--max-model-len={self.max_model_len}",
-            # Prompts are random, there is nothing to find.
+            # Prompts are random, so there are no prefixes to find.
             "--no-enable-prefix-caching",
             "--no-enable-log-requests",
             "--disable-uvicorn-access-log",
         ]
 
     def environment(self, directory: Path) -> dict[str, str]:
-        """What is added to this process's environment; ``directory`` is that of the installation.
+        """Variables to add to this process's environment; ``directory`` has the installation.
 
         Raises:
             FileNotFoundError: a library that should be preloaded is not there.
@@ -66,11 +67,11 @@ class VllmSettings:
             "VLLM_CPU_KVCACHE_SPACE": str(self.kv_cache_gib),
             "VLLM_CACHE_ROOT": str(directory / "compiled"),
             "TORCHINDUCTOR_CACHE_DIR": str(directory / "compiled" / "inductor"),
-            # Without it the first address of the machine that is not loopback.
+            # Otherwise it takes the machine's first address that is not loopback.
             "VLLM_HOST_IP": "127.0.0.1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            # The compiler that it calls, ninja, lies there.
+            # It calls ninja, which lies there.
             "PATH": f"{directory / 'bin'}:{os.environ['PATH']}",
         }
 
@@ -83,7 +84,7 @@ class VllmServer:
         log_path: file for its output.
 
     Raises:
-        RuntimeError: on entering, it ended or was not ready in time; says where its log is.
+        RuntimeError: on entering, it ended or was not ready in time. The message names its log.
     """
 
     def __init__(self, directory: Path, settings: VllmSettings, log_path: Path) -> None:
@@ -100,7 +101,7 @@ class VllmServer:
 
     @property
     def pid(self) -> int:
-        """Of the HTTP server, whose children compute."""
+        """Process id of the HTTP server, whose children compute."""
         assert self._process is not None
         return self._process.pid
 
@@ -120,7 +121,7 @@ class VllmServer:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            # A group of its own, so that nothing of it outlives this.
+            # A process group of its own, so that no child outlives this process.
             start_new_session=True,
         )
         try:

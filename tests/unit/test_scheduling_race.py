@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,11 +66,22 @@ def test_a_cell_is_run_and_written(tmp_path: Path) -> None:
     assert all(result.idle <= result.mean <= result.p95 <= result.p99 for result in found)
     assert all(result.jct <= result.jct_p99 for result in found)
     assert all(0 <= result.violations <= 1 for result in found)
-    report.write_markdown(tmp_path, report.by_cell(found), "python race.py --quick")
+    report.write_markdown(tmp_path, report.by_cell(found), "python race.py --quick", "1234abc")
     page = (tmp_path / "scheduling_race.md").read_text(encoding="utf-8")
-    assert "## code, llama-3-8b a100-80g, load 1.5" in page
-    assert page.count("| gittins") == 4, "in the frontier and in the cell"
+    for column in ("mean", "p95", "jct", "jct_p99", "tokens_per_s", "first_p99", "gap_p99"):
+        figures = " | ".join(report.number(getattr(result, column)) for result in found)
+        assert f"| code, llama-3-8b a100-80g, load 1.5 | {figures} |" in page, column
+    assert page.count("| gittins | ") == 9, "in the frontier and in the head of each table"
+    assert page.count("| gittins, predicted | ") == 1, "in the frontier"
+    assert page.count("| gittins, predicted |\n") == 8, "the last in the head of each table"
     assert "    python race.py --quick\n" in page
+    assert "commit 1234abc" in page
+    with (tmp_path / "scheduling_race.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["cell"], row["policy"]) for row in rows] == [(r.cell, r.variant) for r in found]
+    for column in ("idle", "p99", "first_p95", "gap_p95", "jct_p95", "slowdown"):
+        expected = [report.number(getattr(result, column)) for result in found]
+        assert [row[column] for row in rows] == expected, column
     assert (tmp_path / "scheduling_race.png").stat().st_size > 1000
 
 

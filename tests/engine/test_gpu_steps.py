@@ -87,6 +87,12 @@ def empty_cache(config: Any, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
     return kv
 
 
+def work_list_inputs(directory: Path) -> WorkListInputs:
+    config = model_config(directory, MODELS["opt"])
+    cache = empty_cache(config)
+    return WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS)
+
+
 def generate(
     config: Any,
     longest_prompt: int,
@@ -174,9 +180,7 @@ def test_padding_does_not_change_a_decode(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("gpu_kernels")
 def test_padded_steps_have_the_same_addresses(tmp_path: Path) -> None:
-    config = model_config(tmp_path, MODELS["opt"])
-    cache = empty_cache(config)
-    inputs = WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS)
+    inputs = work_list_inputs(tmp_path)
     of_two = Step.of(0, [(9, [7], [0]), (20, [8], [1, 2])])
     of_one = Step.of(0, [(280, [9], range(18))])
     addresses = []
@@ -194,9 +198,7 @@ def test_padded_steps_have_the_same_addresses(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("gpu_kernels")
 def test_a_step_of_more_jobs_than_graphs_have_is_refused(tmp_path: Path) -> None:
-    config = model_config(tmp_path, MODELS["opt"])
-    cache = empty_cache(config)
-    inputs = WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS)
+    inputs = work_list_inputs(tmp_path)
     most = Step.of(0, [(9, [7], [job]) for job in range(LIMITS.max_jobs)])
     assert len(inputs.prepare(most, 0).token_ids) == 5
     more = Step.of(0, [(9, [7], [job]) for job in range(LIMITS.max_jobs + 1)])

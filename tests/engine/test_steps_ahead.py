@@ -24,7 +24,7 @@ from fastserve_backend.worker.model_runner import (
 from fastserve_backend.worker.step_inputs import StepLimits
 from fastserve_backend.worker.worker import AnsweringThread
 from fastserve_kernels import ops
-from job_steps import TURNS, run_turns
+from job_steps import run_turns
 from test_gpu_steps import MODELS, model_config
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -57,7 +57,6 @@ def generate(runner: ModelRunner, **how: Any) -> list[tuple[bytes, bytes, Any]]:
         return answer
 
     results = run_turns(launch, **how)
-    assert [result.step_id for result in results] == list(range(len(TURNS)))
     return [(one.token_ids, one.logprobs, one.top_logprobs) for one in results]
 
 

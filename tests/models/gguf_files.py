@@ -174,6 +174,18 @@ def write_gguf(
     return path
 
 
+def with_tokenizer_fields(values: dict[str, Any]) -> Callable[[Fields, Arrays], None]:
+    """A change of these fields of the tokenizer; None removes a field."""
+
+    def change(fields: Fields, arrays: Arrays) -> None:
+        for name, value in values.items():
+            fields[f"tokenizer.ggml.{name}"] = value
+            if value is None:
+                del fields[f"tokenizer.ggml.{name}"]
+
+    return change
+
+
 def write_llama(
     path: Path,
     model: LlamaForCausalLM,

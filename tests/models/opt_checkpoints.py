@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from paged_executor import POSITIONS
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -74,6 +77,28 @@ def save_sharded_bin(model: OPTForCausalLM, directory: Path) -> None:
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Changes the tensors of a saved model.safetensors."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_tied_with_head(directory: Path, *, only_head: bool) -> OPTForCausalLM:
+    """Saves a model that its config.json ties, with a head of its own: alone with the table's
+    values, or beside the table with others. Returns the model as transformers reads it."""
+    random_opt().save_pretrained(directory)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        embedding = "model.decoder.embed_tokens.weight"
+        tensors["lm_head.weight"] = tensors[embedding] + (0.0 if only_head else 0.1)
+        if only_head:
+            del tensors[embedding]
+
+    rewrite(directory, change)
+    return OPTForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def save_bare_decoder(model: OPTForCausalLM, directory: Path) -> None:

@@ -11,7 +11,15 @@ from fastserve_backend.checkpoints.configured_model import load_model_and_tokeni
 from fastserve_backend.checkpoints.end_tokens import TURN_ENDS
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.gguf_conversion import convert
-from gguf_files import END, END_OF_TURN, Arrays, Fields, random_llama, write_llama
+from gguf_files import (
+    END,
+    END_OF_TURN,
+    Arrays,
+    Fields,
+    random_llama,
+    with_tokenizer_fields,
+    write_llama,
+)
 from gguf_files import VOCAB_SIZE as GGUF_SIZE
 from tokenizer_files import write_json
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -203,13 +211,7 @@ def test_none_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
 )
 def test_gguf(tmp_path: Path, fields: dict[str, int | None], expected: set[int]) -> None:
     """Known names end an answer in addition to the tokens in the fields."""
-
-    def change(given: Fields, arrays: Arrays) -> None:
-        for name, token_id in fields.items():
-            given[f"tokenizer.ggml.{name}_token_id"] = token_id
-            if token_id is None:
-                del given[f"tokenizer.ggml.{name}_token_id"]
-
+    change = with_tokenizer_fields({f"{name}_token_id": value for name, value in fields.items()})
     convert(write_llama(tmp_path / "m.gguf", random_llama(), change=change), tmp_path / "out")
     assert ends(tmp_path / "out") == expected | {END, END_OF_TURN}
 

@@ -12,7 +12,7 @@ from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from fastserve_backend.models.gguf_conversion import convert
-from gguf_files import VOCAB_SIZE, Arrays, Fields, random_llama, write_llama
+from gguf_files import VOCAB_SIZE, Arrays, Fields, random_llama, with_tokenizer_fields, write_llama
 
 WORDS = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "lo", "hello", "▁hello", "w", "▁w"]
 ADDED = ["<|im_start|>", "<|im_end|>", "<tool call>"]
@@ -42,13 +42,8 @@ def sentencepiece(tmp_path: Path, **changes: Any) -> Tokenizer:
 
 
 def tokenizer(tmp_path: Path, fields: dict[str, Any], vocab_size: int = 301) -> Tokenizer:
-    def change(given: Fields, arrays: Arrays) -> None:
-        for key, value in fields.items():
-            given[f"tokenizer.ggml.{key}"] = value
-            if value is None:
-                del given[f"tokenizer.ggml.{key}"]
-
-    file = write_llama(tmp_path / "m.gguf", random_llama(vocab_size=vocab_size), change=change)
+    model = random_llama(vocab_size=vocab_size)
+    file = write_llama(tmp_path / "m.gguf", model, change=with_tokenizer_fields(fields))
     convert(file, tmp_path / "out")
     return load_tokenizer("m", None, load_model_config(str(tmp_path / "out"), load_format="auto"))
 

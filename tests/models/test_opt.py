@@ -16,12 +16,13 @@ from opt_checkpoints import (
     FORMATS,
     VARIANTS,
     random_opt,
+    rewrite,
     save_bin,
     save_legacy_bin,
     save_safetensors,
+    save_tied_with_head,
 )
 from paged_executor import PagedExecutor, check_prompt, expected_logits, load, prompts
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import OPTForCausalLM
 
@@ -40,12 +41,6 @@ def test_untied_head_in_bin(tmp_path: Path) -> None:
     theirs = random_opt(tie_word_embeddings=False)
     save_bin(theirs, tmp_path)
     check_prompt(load(tmp_path), theirs)
-
-
-def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(
@@ -73,16 +68,7 @@ def test_what_is_no_part_of_the_model_is_left(
 def test_tied_config_with_a_head_in_the_checkpoint(tmp_path: Path, only_head: bool) -> None:
     """As in transformers, one name for the table is enough, and two different tables are not
     tied."""
-    save_safetensors(random_opt(), tmp_path)
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        embedding = "model.decoder.embed_tokens.weight"
-        tensors["lm_head.weight"] = tensors[embedding] + (0.0 if only_head else 0.1)
-        if only_head:
-            del tensors[embedding]
-
-    rewrite(tmp_path, change)
-    theirs = OPTForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    theirs = save_tied_with_head(tmp_path, only_head=only_head)
     check_prompt(load(tmp_path), theirs)
 
 

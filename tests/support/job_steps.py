@@ -108,6 +108,7 @@ def run_turns(
     if ahead:
         take(chosen, unanswered.pop(0))
     assert len({tuple(tokens) for tokens in outputs}) == len(outputs)
+    assert [result.step_id for result in results] == list(range(len(TURNS)))
     return results
 
 

@@ -26,6 +26,14 @@ def predict(policy: Policy, job: Job, num_tokens: int) -> None:
     policy.on_predicted(job)
 
 
+def with_predictions(*predictions: int) -> list[Job]:
+    """Jobs from number 1 on that have their first token."""
+    return [
+        make_job(number, 1, predicted_tokens=predicted, computed=True)
+        for number, predicted in enumerate(predictions, 1)
+    ]
+
+
 # --- Order ------------------------------------------------------------------------------------
 
 
@@ -134,10 +142,7 @@ def test_a_late_prediction_that_is_outlived_already_is_doubled_until_it_is_not()
     demotions = policy.num_demotions  # by the queues
     predict(policy, job, 3)  # 24: 4 s left
     assert policy.num_demotions == demotions
-    shorter, longer = (
-        make_job(number, 1, predicted_tokens=predicted, computed=True)
-        for number, predicted in ((1, 4), (2, 6))
-    )
+    shorter, longer = with_predictions(4, 6)
     for other in (shorter, longer):
         policy.add(other, 20.0)
     assert by_priority(policy, [job, shorter, longer]) == [shorter, job, longer]
@@ -169,10 +174,7 @@ def test_a_new_prediction_replaces_the_old_one() -> None:
 def test_a_job_in_a_queue_competes_with_its_quantum() -> None:
     policy = speculative(aging=HARDLY)
     queued = make_job(0, 3)  # quantum 4 s
-    shorter, longer = (
-        make_job(number, 1, predicted_tokens=predicted, computed=True)
-        for number, predicted in ((1, 4), (2, 6))
-    )
+    shorter, longer = with_predictions(4, 6)
     jobs = [queued, shorter, longer]
     for job in jobs:
         policy.add(job, 0.0)

@@ -49,13 +49,7 @@ async def asked(*labels: str, pause_s: float) -> list[tuple[str, float]]:
     """The server and the time of each request, in order."""
     times: list[tuple[str, float]] = []
     plan = Plan(
-        WORKLOAD,
-        LOADS,
-        REPEATS,
-        timeout_s=1.0,
-        warmup=WARMUP,
-        vocab_size=1000,
-        pause_s=pause_s,
+        WORKLOAD, LOADS, REPEATS, timeout_s=1.0, warmup=WARMUP, vocab_size=1000, pause_s=pause_s
     )
     session = Session(plan)
     await session.alternate({label: Server(label, times) for label in labels})

@@ -10,12 +10,7 @@ import psutil
 import pytest
 from fastserve_client import AsyncFastServeClient, FastServeClient
 from fastserve_client.endpoint import Endpoint
-from fastserve_client.errors import (
-    ClientClosed,
-    InvalidRequest,
-    RequestTimeout,
-    ServerError,
-)
+from fastserve_client.errors import ClientClosed, InvalidRequest, RequestTimeout, ServerError
 from fastserve_client.http_transport import HttpTransport
 from fastserve_client.request import InferRequest
 from waiting import wait_for

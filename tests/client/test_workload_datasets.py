@@ -159,10 +159,7 @@ _CONVERSATIONS = [
         ],
     },
     {"id": "b", "conversations": []},
-    {
-        "id": "c",
-        "conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": ""}],
-    },
+    {"id": "c", "conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": ""}]},
 ]
 
 

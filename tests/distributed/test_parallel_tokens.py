@@ -65,9 +65,7 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
 
 @pytest.mark.parametrize("formats", [{}, {"quantization": "int8"}, {"device_dtype": "int8"}])
 def test_sampled_tokens_and_log_probabilities_are_those_of_one_rank(
-    formats: dict[str, str],
-    checkpoints: dict[str, tuple[Path, PreTrainedModel]],
-    tokenizer: Path,
+    formats: dict[str, str], checkpoints: dict[str, tuple[Path, PreTrainedModel]], tokenizer: Path
 ) -> None:
     checkpoint, _ = checkpoints["opt"]
     answers = []

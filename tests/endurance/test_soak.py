@@ -187,10 +187,7 @@ def test_each_request_ends_once(soak: Soak, record_property: Callable[[str, obje
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_process_has_stays(
-    name: str,
-    soak: Soak,
-    is_long: bool,
-    record_property: Callable[[str, object], None],
+    name: str, soak: Soak, is_long: bool, record_property: Callable[[str, object], None]
 ) -> None:
     first, *others = (reading.holdings[name] for reading in soak.readings)
     most_growth = MOST_GROWTH if is_long else MOST_SHORT_GROWTH

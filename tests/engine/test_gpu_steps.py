@@ -18,12 +18,7 @@ from fastserve_backend.rank_protocol.messages import Step, StepResult
 from fastserve_backend.worker.kv_store import allocate_kv
 from fastserve_backend.worker.model_runner import LaunchedStep, ModelRunner
 from fastserve_backend.worker.staging import Staging
-from fastserve_backend.worker.step_inputs import (
-    StepLayout,
-    StepLimits,
-    WorkListInputs,
-    batch_sizes,
-)
+from fastserve_backend.worker.step_inputs import StepLayout, StepLimits, WorkListInputs, batch_sizes
 from fastserve_backend.worker.step_memory import run_largest_step
 from fastserve_kernels import ops
 from fastserve_kernels.int8_cache import codes_and_scales, is_int8

@@ -41,11 +41,7 @@ def test_cancelling_in_every_state_frees_everything(checkpoint: Path, tokenizer:
 
 @pytest.mark.parametrize("name", ["with a space", "long" * 25])
 def test_the_directory_for_temporary_files_may_have_any_name(
-    checkpoint: Path,
-    tokenizer: Path,
-    tmp_path: Path,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path, tokenizer: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))

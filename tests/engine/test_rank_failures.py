@@ -176,11 +176,7 @@ def test_a_rank_that_dies_while_idle_is_replaced(
 
 
 def test_closing_while_ranks_load_is_quick_and_leaves_nothing_behind(
-    checkpoint: Path,
-    tokenizer: Path,
-    jobs: Jobs,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path, tokenizer: Path, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(rank_processes, "STOP_TIMEOUT_S", 2 * DEADLINE_S)

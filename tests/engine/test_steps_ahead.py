@@ -15,12 +15,7 @@ from emulated_gpu import DEVICE, emulated_gpu
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.models.model_part import ALONE
 from fastserve_backend.rank_protocol.messages import FromRank, StageDone, Step, StepResult
-from fastserve_backend.worker.model_runner import (
-    LastTokens,
-    LaunchedStep,
-    ModelRunner,
-    Stopwatch,
-)
+from fastserve_backend.worker.model_runner import LastTokens, LaunchedStep, ModelRunner, Stopwatch
 from fastserve_backend.worker.step_inputs import StepLimits
 from fastserve_backend.worker.worker import AnsweringThread
 from fastserve_kernels import ops

@@ -17,12 +17,7 @@ from fastserve_backend.checkpoints.model_config import DType, ModelConfig
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult
 from fastserve_backend.worker.host_limits import check_swap_space
-from fastserve_backend.worker.host_store import (
-    HostStore,
-    Int8Store,
-    PlainStore,
-    make_host_store,
-)
+from fastserve_backend.worker.host_store import HostStore, Int8Store, PlainStore, make_host_store
 from fastserve_backend.worker.swap_engine import SwapEngine, measure_link
 from fastserve_kernels.kv_quantization import dequantize, quantize
 from torch import Tensor

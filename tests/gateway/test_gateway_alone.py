@@ -157,10 +157,7 @@ def test_bodies_together_are_bounded_until_they_are_answered() -> None:
         headers = {"Content-Type": "application/json"}
         return httpx2.post(url, content=content, headers=headers, timeout=DEADLINE_S)
 
-    with (
-        gateway_thread(settings(max_held_bytes=1 << 20)) as gateway,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with gateway_thread(settings(max_held_bytes=1 << 20)) as gateway, ThreadPoolExecutor(1) as pool:
         url = f"{gateway.url}/v1/completions"
         slow = pool.submit(post, slowly())
         try:

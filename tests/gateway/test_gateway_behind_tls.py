@@ -97,12 +97,7 @@ def _certificate(directory: Path) -> tuple[Path, Path]:
     command += ["-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=gateway"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1"]
     command += ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(
-        command,
-        check=True,
-        capture_output=True,
-        timeout=REQUEST_TIMEOUT_S,
-    )
+    subprocess.run(command, check=True, capture_output=True, timeout=REQUEST_TIMEOUT_S)
     return certificate, key
 
 

@@ -41,11 +41,7 @@ def test_usage_says_how_much_of_the_prompts_was_kept(client: OpenAI) -> None:
     ids = [range(100, 140), range(60, 93)]
     for cached_tokens in (0, 64):
         answer = client.completions.create(
-            prompt=[list(prompt) for prompt in ids],
-            n=2,
-            max_tokens=2,
-            extra_body=FORCED,
-            **GREEDY,
+            prompt=[list(prompt) for prompt in ids], n=2, max_tokens=2, extra_body=FORCED, **GREEDY
         )
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == 73
@@ -72,12 +68,7 @@ def test_each_form_of_prompt(client: OpenAI, prompt: Any, prompt_tokens: int | N
 def test_n_answers_differ_and_a_seed_repeats_them(client: OpenAI) -> None:
     def ask(n: int, seed: int) -> list[str]:
         answer = client.completions.create(
-            model="fastserve",
-            prompt=[[5, 6], [7]],
-            n=n,
-            seed=seed,
-            max_tokens=6,
-            extra_body=FORCED,
+            model="fastserve", prompt=[[5, 6], [7]], n=n, seed=seed, max_tokens=6, extra_body=FORCED
         )
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == 3  # once for each prompt

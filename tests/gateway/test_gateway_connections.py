@@ -17,11 +17,7 @@ from typing import Any
 import pytest
 from fastserve_gateway import http_connection
 from fastserve_gateway.command import GatewayServer
-from fastserve_gateway.http_connection import (
-    MAX_HEADER_BYTES,
-    MAX_UNANSWERED,
-    HttpConnection,
-)
+from fastserve_gateway.http_connection import MAX_HEADER_BYTES, MAX_UNANSWERED, HttpConnection
 from gateway_thread import gateway_thread
 from lone_gateway import MAX_BODY_BYTES, Pictures, settings
 from running_gateway import running_gateway

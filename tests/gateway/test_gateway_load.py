@@ -302,10 +302,7 @@ def test_a_second_ctrl_c_ends_answers_at_once(
     endpoints: Endpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     log_path = tmp_path_factory.mktemp("hurried") / "gateway.log"
-    with (
-        running_gateway(endpoints.grpc_url, log_path) as gateway,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with running_gateway(endpoints.grpc_url, log_path) as gateway, ThreadPoolExecutor(1) as pool:
         log = gateway.log()
         url = httpx2.URL(f"{gateway.api_url}/completions")
 

@@ -191,8 +191,7 @@ def test_a_restart_of_the_ranks_is_counted(server: TritonServer, traffic: Traffi
     )
     rank.kill()
     after = scrape_when(
-        server.endpoints.metrics_url,
-        lambda now: now.value("fastserve_worker_restarts_total") == 1,
+        server.endpoints.metrics_url, lambda now: now.value("fastserve_worker_restarts_total") == 1
     )
     assert traffic.after.value("fastserve_worker_restarts_total") == 0
     assert after.total("fastserve_requests_total") == traffic.after.total(

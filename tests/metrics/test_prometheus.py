@@ -14,13 +14,7 @@ import yaml
 from fastserve_backend.serving.launch import TritonServer
 from metric_traffic import Traffic
 from running_gateway import RunningGateway, running_gateway
-from running_prometheus import (
-    RULES,
-    RunningPrometheus,
-    local_config,
-    promtool,
-    running_prometheus,
-)
+from running_prometheus import RULES, RunningPrometheus, local_config, promtool, running_prometheus
 from scrape import Scrape
 from serving_client import generate
 from waiting import wait_for
@@ -138,9 +132,7 @@ def test_rules_are_evaluated(prometheus: RunningPrometheus) -> None:
     assert prometheus.values('ALERTS{alertname=~"FastServe(Gateway)?Down"}') == []
 
 
-def test_promtool_finds_nothing_wrong_with_the_configuration(
-    prometheus: RunningPrometheus,
-) -> None:
+def test_promtool_finds_nothing_wrong_with_the_configuration(prometheus: RunningPrometheus) -> None:
     checked = promtool("check", "config", "--lint-fatal", str(prometheus.config_path))
     assert checked.returncode == 0, checked.stderr
 

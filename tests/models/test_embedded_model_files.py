@@ -114,10 +114,7 @@ def test_weights_and_configuration(file: Path, directory: Path, config: LlamaCon
     assert config.tie_word_embeddings is model.config.tie_word_embeddings is True
     assert config.dtype == "bfloat16"
     torch.testing.assert_close(
-        torch.tensor(config.rotary.frequencies),
-        model.model.rotary_emb.inv_freq,
-        rtol=1e-5,
-        atol=0,
+        torch.tensor(config.rotary.frequencies), model.model.rotary_emb.inv_freq, rtol=1e-5, atol=0
     )
 
 

@@ -94,10 +94,7 @@ def eos(value: Any) -> dict[str, Any]:
     ],
 )
 def test_configurations(
-    tmp_path: Path,
-    config: dict[str, Any],
-    generation: dict[str, Any] | None,
-    expected: set[int],
+    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, expected: set[int]
 ) -> None:
     assert ends(write(tmp_path, config, generation=generation)) == expected
 

@@ -16,15 +16,7 @@ from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.gguf import converted_gguf
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.gguf_conversion import convert
-from gguf_files import (
-    Arrays,
-    Fields,
-    assert_equal,
-    bfloat16,
-    random_llama,
-    tensors_of,
-    write_llama,
-)
+from gguf_files import Arrays, Fields, assert_equal, bfloat16, random_llama, tensors_of, write_llama
 
 
 @pytest.fixture

@@ -14,13 +14,7 @@ from fastserve_backend.checkpoints.hf_tokenizer import HFTokenizer
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.checkpoints.tokenizer import ByteTokenizer, TokenizationError, load_tokenizer
-from tokenizer_files import (
-    VOCAB_SIZE,
-    train,
-    write_json,
-    write_opt_files,
-    write_tokenizer_json,
-)
+from tokenizer_files import VOCAB_SIZE, train, write_json, write_opt_files, write_tokenizer_json
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
@@ -28,11 +22,7 @@ from tokenizers import decoders, models
 def config(directory: Path | None, load_format: str, vocab_size: int = VOCAB_SIZE) -> ModelConfig:
     if directory is None:
         return load_model_config("opt-125m", load_format="dummy")
-    write_json(
-        directory,
-        "config.json",
-        {"model_type": "opt", "vocab_size": vocab_size},
-    )
+    write_json(directory, "config.json", {"model_type": "opt", "vocab_size": vocab_size})
     (directory / "model.safetensors").touch()
     return load_model_config(str(directory), load_format=load_format)  # type: ignore[arg-type]
 

@@ -68,11 +68,7 @@ def read(directory: Path, fields: dict[str, Any]) -> Rotary:
         | {
             "rotary_pct": 0.5,
             "rope_scaling": {"type": "linear", "factor": 2.0},
-            "rope_parameters": {
-                "rope_type": "linear",
-                "factor": 2,
-                "partial_rotary_factor": 0.5,
-            },
+            "rope_parameters": {"rope_type": "linear", "factor": 2, "partial_rotary_factor": 0.5},
         },
         LLAMA | {"rope_theta": 77.0, "rope_parameters": {"rope_theta": 500.0}},
         LLAMA | {"partial_rotary_factor": 1.0},

@@ -92,9 +92,7 @@ def write_tokenizer_json(directory: Path) -> Path:
     fast.save(str(directory / "tokenizer.json"))
     named = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     write_json(
-        directory,
-        "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", **named},
+        directory, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **named}
     )
     return directory
 

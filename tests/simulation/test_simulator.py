@@ -16,15 +16,7 @@ from fastserve_backend.simulation.simulator import Simulation, simulate
 from fastserve_bench.report.summary import summarize
 from fastserve_bench.workload import TraceJob, Workload
 
-POLICIES = (
-    "fcfs",
-    "mlfq",
-    "fixed_priority",
-    "skip_join_mlfq",
-    "srpt",
-    "speculative",
-    "gittins",
-)
+POLICIES = ("fcfs", "mlfq", "fixed_priority", "skip_join_mlfq", "srpt", "speculative", "gittins")
 BLOCK_SIZE = 8
 STRATEGIES = ("defer", "recompute", "reactive", "proactive")
 LONGEST = 24  # tokens of a random job

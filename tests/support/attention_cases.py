@@ -181,11 +181,7 @@ def run_decode(
 
 
 def run_prefill(
-    cache: Cache,
-    query: Tensor,
-    jobs: Sequence[tuple[int, int]],
-    scale: float,
-    device: torch.device,
+    cache: Cache, query: Tensor, jobs: Sequence[tuple[int, int]], scale: float, device: torch.device
 ) -> Tensor:
     """``query`` holds the jobs' rows, then rows of no job."""
     rows, contexts = [pair[0] for pair in jobs], [pair[1] for pair in jobs]

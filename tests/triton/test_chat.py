@@ -245,9 +245,7 @@ def test_a_message_that_is_refused_is_not_kept(chat_endpoints: Endpoints) -> Non
     assert done.returncode == ExitCode.OK
 
 
-def test_answers_are_as_long_as_the_conversation_leaves_room_for(
-    chat_endpoints: Endpoints,
-) -> None:
+def test_answers_are_as_long_as_the_conversation_leaves_room_for(chat_endpoints: Endpoints) -> None:
     nearly_all = "many words " * 1000  # of the 2048 tokens
     done = chat_through_pipes(
         chat_endpoints,

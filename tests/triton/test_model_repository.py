@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving import launch
-from fastserve_backend.serving.repository import (
-    ENGINE_FILE,
-    find_model_template,
-    write_repository,
-)
+from fastserve_backend.serving.repository import ENGINE_FILE, find_model_template, write_repository
 from fastserve_client import protocol
 from launched import start
 

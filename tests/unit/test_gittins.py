@@ -33,9 +33,7 @@ def learned(lengths: Sequence[int], max_tokens: int = MAX_TOKENS) -> LengthDistr
 
 
 def policy(
-    objective: Objective = "jct",
-    limits: BatchLimits | None = None,
-    starvation_s: float = NEVER_S,
+    objective: Objective = "jct", limits: BatchLimits | None = None, starvation_s: float = NEVER_S
 ) -> Gittins:
     return Gittins(
         limits or one_job(),

@@ -7,13 +7,7 @@ from fastserve_backend.kv_cache.blocks import OutOfBlocksError
 from fastserve_backend.kv_cache.tiers import Transfer, TransferKind, TwoTierKV
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 
 def tiers(device: int = 8, host: int = 8, *, incremental: bool = True) -> TwoTierKV:

@@ -62,10 +62,7 @@ def run_figure(name: str, plots: Path) -> list[list[str]]:
         ),
         ("alise_fig06", ["OPT-13B TP2, Alpaca"]),
         ("alise_table3", ["PYTHIA-12B TP2, Alpaca"]),
-        (
-            "alise_fig08",
-            [f"Alpaca, 2, {strategy}" for strategy in ("defer", "recompute", "swap")],
-        ),
+        ("alise_fig08", [f"Alpaca, 2, {strategy}" for strategy in ("defer", "recompute", "swap")]),
         (
             "alise_fig09",
             [f"Alpaca, 2, {policy}" for policy in ("FCFS", "skip-join", "ALISE", "oracle")],

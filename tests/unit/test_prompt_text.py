@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from fastserve_backend.length_prediction.messages import (
-    Predict,
-    to_predictor_decoder,
-)
+from fastserve_backend.length_prediction.messages import Predict, to_predictor_decoder
 from fastserve_backend.length_prediction.prompt_text import cut, cut_tokens, last_user_words
 
 

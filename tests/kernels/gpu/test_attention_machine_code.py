@@ -119,9 +119,7 @@ def test_decode(
 @pytest.mark.parametrize("shape", PREFILL, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_prefill(
-    compiled: dict[str, list[CompiledKernel]],
-    architecture: int,
-    shape: tuple[str, int, int, int],
+    compiled: dict[str, list[CompiledKernel]], architecture: int, shape: tuple[str, int, int, int]
 ) -> None:
     (kernel,) = compiled[str(launch("prefill", architecture, shape))]
     check_memory(kernel, architecture)
@@ -136,9 +134,7 @@ def test_prefill(
 @pytest.mark.parametrize("shape", PREFILL, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_prefill_of_a_cache_in_int8(
-    compiled: dict[str, list[CompiledKernel]],
-    architecture: int,
-    shape: tuple[str, int, int, int],
+    compiled: dict[str, list[CompiledKernel]], architecture: int, shape: tuple[str, int, int, int]
 ) -> None:
     (kernel,) = compiled[str(launch("prefill", architecture, shape, int8=True))]
     if (architecture, shape[3]) != (80, 256):  # see `launch_parameters.INT8_PREFILL`

@@ -128,21 +128,15 @@ def test_leaving_the_block_frees_the_job(
     wait_until_cancelled()
 
 
+@pytest.mark.parametrize("client_too", [False, True])
 def test_dropping_the_iterator_frees_the_job(
-    client: FastServeClient, wait_until_cancelled: Callable[[], None]
+    client: FastServeClient, url: str, client_too: bool, wait_until_cancelled: Callable[[], None]
 ) -> None:
-    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
+    # A client that nothing else refers to lives as long as its streams.
+    chunks = (FastServeClient(url) if client_too else client).stream(
+        "Hello", max_tokens=LONG, ignore_eos=True
+    )
     next(chunks)
-    del chunks
-    gc.collect()
-    wait_until_cancelled()
-
-
-def test_dropping_the_client_frees_its_jobs(
-    url: str, wait_until_cancelled: Callable[[], None]
-) -> None:
-    chunks = FastServeClient(url).stream("Hello", max_tokens=LONG, ignore_eos=True)
-    next(chunks)  # the client lives as long as its streams
     del chunks
     gc.collect()
     wait_until_cancelled()

@@ -16,7 +16,7 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.system import restart_limit
-from launched import is_serving, leaving_nothing, start
+from launched import is_serving, leaving_nothing, start_server
 from serving_client import GrpcStream
 from waiting import wait_for
 
@@ -37,7 +37,7 @@ def test_the_stub_is_killed_under_load(
     monkeypatch.setattr(restart_limit, "_MAX_RESTARTS", kills)
     error_s = ready_s = 0.0
     with leaving_nothing() as started:
-        server = start(tiny_config, tmp_path / "server.log")
+        server = start_server(tiny_config, tmp_path / "server.log")
         started.append((server.runtime, server.endpoints))
         try:
             prefix = server.runtime.shared_memory_prefix

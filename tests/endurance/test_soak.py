@@ -26,7 +26,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.job import FinishReason
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.runtime import RuntimeDirectory
-from launched import leaving_nothing, start_launcher, started_by
+from launched import leaving_nothing, server_of, start_launcher
 from mixed_load import MixedLoad
 from process_holdings import Holdings
 from running_gateway import running_gateway
@@ -87,7 +87,7 @@ def soak(is_long: bool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[So
     with leaving_nothing() as started:
         launcher = start_launcher(config, directory / "server.log")
         try:
-            started.append(started_by(launcher))
+            started.append(server_of(launcher))
             (runtime, endpoints), log = started[0], directory / "gateway.log"
             with running_gateway(f"grpc://{endpoints.grpc_url}", log) as gateway:
                 pids = {"launcher": launcher.pid, "gateway": gateway.process.pid}

@@ -19,7 +19,7 @@ def small_engine(checkpoint: Path, tokenizer: Path, **options: object) -> Iterat
         yield llm
 
 
-def begin(llm: LLM, params: SamplingParams) -> Collector:
+def start_job(llm: LLM, params: SamplingParams) -> Collector:
     """Submits a job, and returns when it has its first token."""
     sink = Collector()
     llm.engine.submit("j", [5], params, sink)

@@ -233,7 +233,7 @@ class Swaps:
     def _sender(self, name: str) -> Callable[[CopyResult], None]:
         return lambda result: self.results.put((name, result))
 
-    def begin(
+    def start_copy(
         self,
         transfer_id: int,
         is_out: bool,
@@ -256,7 +256,7 @@ class Swaps:
 
     def finish(self, *copy: object) -> CopyResult:
         """Begins a copy and waits for it while no other copy is under way."""
-        self.begin(*copy)  # type: ignore[arg-type]
+        self.start_copy(*copy)  # type: ignore[arg-type]
         return self.result()[1]
 
 
@@ -290,8 +290,8 @@ def test_out_and_in_again(swaps: Swaps) -> None:
 def test_results_of_a_direction_come_in_order(swaps: Swaps) -> None:
     for index in range(40):
         # Their blocks are disjoint: no copy out touches blocks of a copy in.
-        swaps.begin(index, True, [index % 12], [index % 15])
-        swaps.begin(100 + index, False, [12 + index % 12], [15 + index % 15])
+        swaps.start_copy(index, True, [index % 12], [index % 15])
+        swaps.start_copy(100 + index, False, [12 + index % 12], [15 + index % 15])
     ids: dict[str, list[int]] = {"swap-out": [], "swap-in": []}
     for _ in range(80):
         name, result = swaps.result()
@@ -303,7 +303,7 @@ def test_results_of_a_direction_come_in_order(swaps: Swaps) -> None:
 def test_of_copies_to_one_block_the_last_one_stays(swaps: Swaps) -> None:
     expected = after_round_trip(swaps.kv[19:20], swaps.host_dtype)[0]
     for index in range(20):
-        swaps.begin(index, True, [index], [3])
+        swaps.start_copy(index, True, [index], [3])
     assert [swaps.result()[1].transfer_id for _ in range(20)] == list(range(20))
     assert swaps.finish(20, False, [23], [3]).error is None
     assert torch.equal(swaps.kv[23], expected)
@@ -389,7 +389,7 @@ def test_random_copies_both_ways_at_once(swaps: Swaps) -> None:
             device.update({d: host[h].clone() for d, h in zip(devices, hosts, strict=True)})
         under_way[transfer_id] = (devices, hosts)
         most_under_way = max(most_under_way, len(under_way))
-        swaps.begin(transfer_id, is_out, devices, hosts, num_last_tokens)
+        swaps.start_copy(transfer_id, is_out, devices, hosts, num_last_tokens)
     while under_way:
         collect()
     assert most_under_way >= 3

@@ -47,7 +47,7 @@ def leaving_nothing() -> Iterator[list[tuple[RuntimeDirectory, Endpoints]]]:
         endpoints.claim()  # raises if a process listens there
 
 
-def start(config: EngineConfig, log_path: Path) -> TritonServer:
+def start_server(config: EngineConfig, log_path: Path) -> TritonServer:
     server = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
     server.start(START_TIMEOUT_S)
     return server
@@ -61,7 +61,7 @@ def start_launcher(
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def started_by(launcher: subprocess.Popen[str]) -> tuple[RuntimeDirectory, Endpoints]:
+def server_of(launcher: subprocess.Popen[str]) -> tuple[RuntimeDirectory, Endpoints]:
     assert launcher.stdout is not None
     path, http_port = launcher.stdout.readline().split()
     grpc_port, metrics_port = launcher.stdout.readline().split()

@@ -24,7 +24,7 @@ from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_client import protocol
-from launched import is_serving, leaving_nothing, start, start_launcher, started_by
+from launched import is_serving, leaving_nothing, server_of, start_launcher, start_server
 from serving_client import STATUS_HEADER, GrpcStream, metric, used_blocks
 from waiting import wait_for
 
@@ -114,7 +114,7 @@ def test_everything_that_dies_is_restarted_a_few_times(
     tiny_config: EngineConfig, tmp_path: Path
 ) -> None:
     with leaving_nothing() as started:
-        server = start(tiny_config, tmp_path / "server.log")
+        server = start_server(tiny_config, tmp_path / "server.log")
         started.append((server.runtime, server.endpoints))
         try:
             # The stub dies: tritonserver would let its clients wait for ever.
@@ -147,7 +147,7 @@ def test_a_server_that_takes_no_responses_is_restarted(
     tiny_config: EngineConfig, tmp_path: Path
 ) -> None:
     with leaving_nothing() as started:
-        server = start(tiny_config, tmp_path / "server.log")
+        server = start_server(tiny_config, tmp_path / "server.log")
         started.append((server.runtime, server.endpoints))
         try:
             stream = long_stream(server)
@@ -184,7 +184,7 @@ def test_streams_outlive_their_rank_until_it_has_died_too_often(
     tiny_config: EngineConfig, tmp_path: Path
 ) -> None:
     with leaving_nothing() as started:
-        server = start(tiny_config, tmp_path / "server.log")
+        server = start_server(tiny_config, tmp_path / "server.log")
         runtime, metrics_url = server.runtime, server.endpoints.metrics_url
         started.append((runtime, server.endpoints))
         try:
@@ -253,7 +253,7 @@ def test_sigterm_finishes_streams_in_flight(tiny_config: EngineConfig, tmp_path:
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
     with leaving_nothing() as started:
         launcher = start_launcher(config_path, tmp_path / "server.log")
-        runtime, endpoints = started_by(launcher)
+        runtime, endpoints = server_of(launcher)
         started.append((runtime, endpoints))
         request = {"text_input": "a", "stream": True, "max_tokens": 400, "ignore_eos": True}
         streams = [GrpcStream(endpoints.grpc_url, **request) for _ in range(3)]
@@ -284,7 +284,7 @@ def test_what_is_unfinished_when_time_is_up_ends_with_an_error(
     strange = tmp_path / "a temporary directory"
     strange.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(strange))
-    server = start(tiny_config, tmp_path / "server.log")
+    server = start_server(tiny_config, tmp_path / "server.log")
     monkeypatch.setattr(process, "DRAIN_TIMEOUT_S", 1)  # only now: tritonserver writes this, too
     with leaving_nothing() as started:
         started.append((server.runtime, server.endpoints))
@@ -307,7 +307,7 @@ def test_server_ends_with_its_launcher(tiny_config: EngineConfig, tmp_path: Path
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
     with leaving_nothing() as started:
         launcher = start_launcher(config_path, tmp_path / "server.log")
-        started.append(started_by(launcher))
+        started.append(server_of(launcher))
         launcher.kill()
         launcher.wait()
 
@@ -324,7 +324,7 @@ def test_a_server_has_its_own_limits_and_removes_no_others_directory(
         # The name is unique, as a killed run may have left an old file.
         others = Path(tempfile.mkdtemp(prefix="python_env_", dir="/tmp"))
         try:
-            started.append(started_by(launcher))
+            started.append(server_of(launcher))
             (server,) = psutil.Process(launcher.pid).children()
             assert server.rlimit(resource.RLIMIT_NOFILE) == (4096, 4096)
             # Else it would die with the reader of its output.

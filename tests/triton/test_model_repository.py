@@ -12,7 +12,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving import launch
 from fastserve_backend.serving.repository import ENGINE_FILE, find_model_template, write_repository
 from fastserve_client import protocol
-from launched import start
+from launched import start_server
 
 
 def test_shipped_engine_file_has_every_default() -> None:
@@ -100,4 +100,4 @@ def test_shim_makes_a_named_backend(
         return directory
 
     monkeypatch.setattr(launch, "write_repository", write_named)
-    start(tiny_config, tmp_path / "server.log").stop()
+    start_server(tiny_config, tmp_path / "server.log").stop()

@@ -19,7 +19,7 @@ from fastserve_backend.serving.errors import ModelLoadError
 from fastserve_backend.serving.launch import TritonServer, serve
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from interruptions import interrupts_itself
-from launched import leaving_nothing, start, start_launcher
+from launched import leaving_nothing, start_launcher, start_server
 from waiting import wait_for
 
 # Less than the time after which a launcher that is still fetching exits, which would end the tests.
@@ -33,12 +33,12 @@ def backend_directories() -> set[Path]:
 def test_a_model_that_cannot_load_says_why_in_one_line(tmp_path: Path) -> None:
     config = EngineConfig().with_keys(model=str(tmp_path / "nowhere"))
     with pytest.raises(ModelError, match="nowhere"):  # before anything is started
-        start(config, tmp_path / "server.log")
+        start_server(config, tmp_path / "server.log")
     config = EngineConfig().with_keys(
         model="opt-125m", load_format="dummy", tokenizer=str(tmp_path / "nowhere")
     )
     with leaving_nothing(), pytest.raises(ModelLoadError, match="nowhere") as caught:
-        start(config, tmp_path / "server.log")
+        start_server(config, tmp_path / "server.log")
     assert "\n" not in str(caught.value)
     assert "Traceback" not in str(caught.value)
 
@@ -50,7 +50,7 @@ def test_a_model_that_answers_with_an_error_is_started_only_once(
     keys = {"model": str(tmp_path / "damaged"), "load_format": "auto"}
     config = tiny_config.with_keys(**keys, tokenizer=str(save_byte_tokenizer(tmp_path)))
     with leaving_nothing(), pytest.raises(ModelLoadError) as caught:
-        start(config, tmp_path / "server.log")
+        start_server(config, tmp_path / "server.log")
     assert str(caught.value).startswith("no token from the model: the model computed NaN instead")
     assert "\n" not in str(caught.value)
     assert "start 1 of" not in caplog.text

@@ -82,7 +82,7 @@ def speculative(limits: BatchLimits | None = None, aging: float = AGING) -> Spec
     return Speculative(limits or one_job(), quanta(), TIMES, aging)
 
 
-def make(
+def make_policy(
     name: str,
     limits: BatchLimits,
     *,

@@ -8,7 +8,7 @@ from fastserve_backend.offers import TAKEN, OfferAnswer, OfferOutcome
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled, fill_batch
 from fastserve_backend.scheduler.memory import UNLIMITED
 from jobs import make_job, run_iteration
-from policies import POLICIES, Listed, make, select
+from policies import POLICIES, Listed, make_policy, select
 
 
 def fill(jobs: list[Job], limits: BatchLimits) -> list[tuple[int, int]]:
@@ -56,7 +56,7 @@ def test_what_might_never_fit_beside_decodes_takes_the_tokens_that_are_left() ->
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_prompt_of_all_tokens_runs_while_others_decode(name: str) -> None:
     limits = BatchLimits(max_seqs=4, max_tokens=12)
-    policy = make(name, limits)
+    policy = make_policy(name, limits)
     others = [make_job(number, 2, max_tokens=500) for number in range(3)]
     for job in others:
         policy.add(job, 0.0)
@@ -79,7 +79,7 @@ def test_skipped_jobs_take_no_room() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_keeps_the_token_budget(name: str) -> None:
-    policy = make(name, BatchLimits(max_seqs=3, max_tokens=12))
+    policy = make_policy(name, BatchLimits(max_seqs=3, max_tokens=12))
     first, too_long, decoding = make_job(0, 8), make_job(1, 9), make_job(2, 8, computed=True)
     for job in (first, too_long, decoding):
         policy.add(job, 0.0)
@@ -177,7 +177,7 @@ def watched(number: int, prompt_len: int) -> WatchedJob:
 def test_a_decision_looks_at_so_many_jobs_however_many_wait(
     name: str, limits: BatchLimits, prompt_len: int, most: int
 ) -> None:
-    policy = make(name, limits)
+    policy = make_policy(name, limits)
     jobs = [watched(number, prompt_len) for number in range(10_000)]
     for job in jobs:
         policy.add(job, 0.0)

@@ -17,7 +17,7 @@ from fastserve_backend.scheduler.speculative import Speculative
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
-from policies import POLICIES, TIMES, by_priority, make, select
+from policies import POLICIES, TIMES, by_priority, make_policy, select
 
 NUM_JOBS = 40
 LONGEST_PROMPT, MOST_OUTPUT = 40, 25
@@ -51,7 +51,7 @@ class History:
             prefill_chunk_tokens=rng.randint(1, 30) if chunk else None,
         )
         self.starvation_s = rng.choice([5.0, 30.0])
-        self.policy = make(
+        self.policy = make_policy(
             name, self.limits, starvation_s=self.starvation_s, longest=float(LONGEST_PROMPT)
         )
         self.most_known = rng.randint(3, 15)

@@ -13,7 +13,7 @@ from fastserve_backend.scheduler.base import BatchLimits, fill_batch
 from jobs import make_job, run_iteration
 from kv_desk import Desk
 from loop_driver import BLOCK_SIZE, Rig
-from policies import Listed, make, skip_join
+from policies import Listed, make_policy, skip_join
 
 
 def keys_of(tokens: list[int], block_size: int = 4) -> list[bytes]:
@@ -298,7 +298,7 @@ def test_what_is_kept_shortens_the_prefill_for_which_a_job_queues() -> None:
 
 
 def test_of_many_jobs_with_one_beginning_one_alone_computes_it() -> None:
-    policy = make("fcfs", BatchLimits(2, 100))
+    policy = make_policy("fcfs", BatchLimits(2, 100))
     rig = Rig(policy, num_blocks=60, kv_cache=KVCacheSection(prefix_caching=True))
     jobs = [make_job(number, 4 * BLOCK_SIZE + 2, max_tokens=3) for number in range(10)]
     rig.run(jobs)
@@ -309,7 +309,7 @@ def test_of_many_jobs_with_one_beginning_one_alone_computes_it() -> None:
 
 
 def test_what_a_preempted_job_finds_of_its_own_is_no_cached_prompt() -> None:
-    policy = make("fcfs", BatchLimits(2, 100))
+    policy = make_policy("fcfs", BatchLimits(2, 100))
     kv_cache = KVCacheSection(strategy="recompute", prefix_caching=True)
     rig = Rig(policy, num_blocks=6, kv_cache=kv_cache)
     jobs = [make_job(number, 2 * BLOCK_SIZE + 1, max_tokens=9) for number in range(2)]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jobs import make_job
 from loop_driver import BLOCK_SIZE
 from mortal_ranks import DOWN_S, RecoveringRig
-from policies import POLICIES, make, skip_join
+from policies import POLICIES, make_policy, skip_join
 
 NUM_JOBS = 16
 LONGEST = 16 + 12  # tokens of a job
@@ -61,7 +61,7 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
     def serve(
         lives: list[int], *sizes: int, ahead: bool, prefix_caching: bool
     ) -> tuple[RecoveringRig, list[Collector]]:
-        policy = make(name, limits, starvation_s=20.0, longest=16.0)
+        policy = make_policy(name, limits, starvation_s=20.0, longest=16.0)
         kv_cache = KVCacheSection(strategy=strategy, prefix_caching=prefix_caching)
         masks = DelayedMasks(rng, most_turns=0 if not lives else 3)
         rig = RecoveringRig(policy, lives, *sizes, kv_cache, num_stages, ahead, masks)
@@ -115,7 +115,7 @@ def client_job(number: int, prompt_len: int, max_tokens: int, arrival_s: float =
 
 
 def test_the_jobs_of_a_lost_step_are_preempted_and_run_first_again() -> None:
-    rig = rig_of(make("fcfs", BatchLimits(2, 100)), num_stages=2)
+    rig = rig_of(make_policy("fcfs", BatchLimits(2, 100)), num_stages=2)
     jobs = [client_job(number, 4, 3) for number in range(5)]
     for job in jobs:
         rig.loop.jobs.add(job)
@@ -164,7 +164,7 @@ def test_without_ranks_jobs_come_and_are_cancelled_and_nobody_starves() -> None:
 
 
 def test_a_job_too_long_for_the_fresh_ranks_fails_alone() -> None:
-    rig = rig_of(make("fcfs", BatchLimits(4, 100)), num_blocks=8)
+    rig = rig_of(make_policy("fcfs", BatchLimits(4, 100)), num_blocks=8)
     long, short = client_job(0, 20, 8), client_job(1, 4, 8)
     rig.loop.jobs.add(long)
     rig.loop.jobs.add(short)

@@ -15,7 +15,7 @@ from fastserve_backend.scheduler.base import BatchLimits, fill_batch
 from jobs import make_job
 from kv_desk import SLOW_LINK, Desk
 from loop_driver import BLOCK_SIZE, Rig
-from policies import LinearTimes, Listed, make, skip_join
+from policies import LinearTimes, Listed, make_policy, skip_join
 
 
 def desk_of(num_blocks: int, num_host_blocks: int = 100, **kv_cache: object) -> Desk:
@@ -381,7 +381,7 @@ def test_of_jobs_that_come_together_one_computes_what_they_have_in_common(
     num_stages: int, ahead: bool, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common, own = 6 * BLOCK_SIZE, 3
-    policy = make("fcfs", BatchLimits(8, 100, chunk))
+    policy = make_policy("fcfs", BatchLimits(8, 100, chunk))
     kv_cache = KVCacheSection(prefix_caching=True)
     rig = Rig(policy, num_blocks=200, num_stages=num_stages, ahead=ahead, kv_cache=kv_cache)
     steps: list[Step] = []

@@ -23,7 +23,7 @@ from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.mlfq import MLFQ
 from jobs import make_job
 from mortal_ranks import DOWN_S, RecoveringRig
-from policies import POLICIES, make
+from policies import POLICIES, make_policy
 
 HOUR_S = 3600.0
 SHORT_S, DAY_S = 2 * HOUR_S, 24 * HOUR_S
@@ -91,7 +91,7 @@ def test_no_job_is_lost_and_none_waits_beyond_the_bound(
         if rng.random() < CANCELLED
     }
     rig = DayRig(
-        make(name, LIMITS, starvation_s=STARVATION_S, longest=64.0),
+        make_policy(name, LIMITS, starvation_s=STARVATION_S, longest=64.0),
         [rng.randint(*CALLS_TO_LIVE) for _ in range(len(jobs) // 20)],
         NUM_BLOCKS,
         NUM_HOST_BLOCKS,
@@ -132,7 +132,7 @@ def undisturbed(duration_s: float) -> list[list[int]]:
     """The tokens of each job without failures and with memory for all."""
     jobs = random_jobs(duration_s)
     kv_cache = KVCacheSection(strategy="defer", prefix_caching=False)
-    rig = DayRig(make("fcfs", LIMITS), [], 2000, 0, kv_cache, num_stages=1)
+    rig = DayRig(make_policy("fcfs", LIMITS), [], 2000, 0, kv_cache, num_stages=1)
     rig.run(jobs)
     return [job.sink.token_ids for job in jobs]  # type: ignore[union-attr]
 

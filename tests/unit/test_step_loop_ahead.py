@@ -18,14 +18,14 @@ from fastserve_backend.scheduler.base import BatchLimits, Scheduled
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from jobs import make_job
 from loop_driver import Rig, WatchedExecutor
-from policies import TIMES, make, one_job, quanta, skip_join
+from policies import TIMES, make_policy, one_job, quanta, skip_join
 
 # How long before its end an iteration of 1 s decides the next one.
 LEAD = LEAD_S + LEAD_SHARE
 
 
 def fcfs(rig_limits: BatchLimits | None = None, *, num_blocks: int = 100, **options: object) -> Rig:
-    policy = make("fcfs", rig_limits or BatchLimits(4, 100))
+    policy = make_policy("fcfs", rig_limits or BatchLimits(4, 100))
     return Rig(policy, num_blocks=num_blocks, ahead=True, **options)  # type: ignore[arg-type]
 
 
@@ -71,7 +71,7 @@ def test_the_place_of_a_job_that_is_to_end_goes_to_the_next_at_once() -> None:
 
 @pytest.mark.parametrize("name", ["fcfs", "skip_join_mlfq", "gittins", "speculative"])
 def test_a_job_that_ends_by_itself_runs_one_token_too_many_that_nobody_sees(name: str) -> None:
-    rig = Rig(make(name, BatchLimits(4, 100)), ahead=True, eos_token_ids=(0,))
+    rig = Rig(make_policy(name, BatchLimits(4, 100)), ahead=True, eos_token_ids=(0,))
     job = make_job(0, 4, max_tokens=9)
     rig.loop.jobs.add(job)
     turn_until(rig, 4.0)
@@ -300,7 +300,7 @@ class NaNRig(Rig):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_job_without_a_token_fails_and_frees_its_blocks(ahead: bool) -> None:
-    rig = NaNRig(make("fcfs", one_job()), ahead=ahead)
+    rig = NaNRig(make_policy("fcfs", one_job()), ahead=ahead)
     broken, later = make_job(0, 4, max_tokens=9), make_job(1, 4, max_tokens=2)
     rig.run([broken, later])
     assert rig.ends == [(0, FinishReason.ERROR), (1, FinishReason.LENGTH)]
@@ -322,6 +322,6 @@ def test_when_the_ranks_are_lost_both_steps_are() -> None:
     send_ahead(rig)
     assert [job.num_pending for job in jobs] == [2, 2]
     rig.loop.jobs.cancel(1)
-    rig.loop.suspend(Rig(make("fcfs", one_job())).loop.kv)
+    rig.loop.suspend(Rig(make_policy("fcfs", one_job())).loop.kv)
     assert (jobs[0].num_pending, jobs[0].num_computed, jobs[0].state) == (0, 0, JobState.PREEMPTED)
     assert sum(rig.loop.policy.level_sizes()) == 1

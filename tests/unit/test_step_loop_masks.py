@@ -13,12 +13,12 @@ from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits
 from jobs import make_job
 from loop_driver import Rig
-from policies import make
+from policies import make_policy
 
 
 def rig_of(*, ahead: bool = False, num_stages: int = 1, late: int = 0) -> Rig:
     masks = DelayedMasks(random.Random(1), late)
-    policy = make("fcfs", BatchLimits(4, 100))
+    policy = make_policy("fcfs", BatchLimits(4, 100))
     return Rig(policy, masks=masks, ahead=ahead, num_stages=num_stages)
 
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jobs import make_job
 from loop_driver import BLOCK_SIZE, Rig
-from policies import POLICIES, make
+from policies import POLICIES, make_policy
 
 
 # Turns of starving jobs that end within prefills.
@@ -32,7 +32,7 @@ def test_every_job_ends_once_and_everything_is_freed(
     limits = BatchLimits(rng.randint(1, 6), rng.randint(4, 20), rng.randint(1, 12))
     if not chunk:
         limits = BatchLimits(rng.randint(1, 6), longest + rng.randint(0, 20))
-    policy = make(name, limits, starvation_s=rng.choice([20.0, 200.0]), longest=16.0)
+    policy = make_policy(name, limits, starvation_s=rng.choice([20.0, 200.0]), longest=16.0)
     num_blocks = longest // BLOCK_SIZE + rng.randint(0, 8)
     rig = Rig(policy, num_blocks=num_blocks, num_stages=num_stages, ahead=ahead)
     jobs = [

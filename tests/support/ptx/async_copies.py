@@ -42,7 +42,7 @@ class AsyncCopies:
         self._committed = np.zeros(len(warp_of), np.int64)  # groups, of each thread
         self._under_way: list[_Copy] = []
 
-    def begin(self, threads: Array, sources: Array, places: Array, width: int) -> None:
+    def start(self, threads: Array, sources: Array, places: Array, width: int) -> None:
         """sources: addresses, or ``NOTHING``. places: indices in shared memory."""
         self._memory.check(sources[sources != NOTHING], width)
         self._shared.claim(places, width, self._warp_of[threads])

@@ -62,7 +62,7 @@ def _async_copy(machine: Machine, i: Instruction, mask: Mask) -> None:
             sources = np.where(read == width, sources, NOTHING)
         targets = machine.addresses(i.operands[0])[mask]
         places = machine.shared.places(targets, machine.program_of[mask], width)
-        machine.copies.begin(np.flatnonzero(mask), sources, places, width)
+        machine.copies.start(np.flatnonzero(mask), sources, places, width)
     else:
         raise UnknownCode(i.text)
 

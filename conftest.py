@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Settings of all tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import settings
 # package triton if that is missing.
 pytest_plugins = ("shared_server", "shared_gateway", "sharing", "matrices", "forked_ranks")
 
-# How long an example takes says more of the machine than of the code.
+# An example's time depends more on the machine than on the code.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
@@ -30,7 +30,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Without a GPU, kernels in the Triton language run in its interpreter, or compiled on an emulator
-# (see `ptx`). Triton reads which when it is first imported, which may be by a library that has
+# (see `ptx`). Triton reads the variable at its first import, which may be by a library that has
 # nothing to do with the kernels.
 if EMULATED_GPU := os.environ.get("EMULATED_GPU"):
     import ptx.driver
@@ -42,14 +42,14 @@ elif not Path("/dev/nvidiactl").exists():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Test modules import torch and transformers, which stay as long as the session."""
+    """Test modules import torch and transformers, which stay loaded for the whole session."""
     with lasting_imports():
         return (yield)
 
 
 def pytest_collection_finish() -> None:
-    """The first cosines of a process are now and then wrong by 1e-4, if threads of torch make them
-    together (github.com/pytorch/pytorch/issues/188792): those of references in tests."""
+    """A process's first cosines are sometimes wrong by 1e-4 if several torch threads compute them
+    (github.com/pytorch/pytorch/issues/188792). That would spoil references of tests."""
     if torch := sys.modules.get("torch"):
         torch.ones(1).cos()
         torch.ones(1).sin()
@@ -62,7 +62,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What the tests of endurance counted, as Markdown."""
+    """Prints the counts of the endurance tests as Markdown."""
     if not terminalreporter.config.getoption("--endurance"):
         return
     columns: tuple[str, ...] = ()

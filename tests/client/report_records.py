@@ -30,7 +30,7 @@ def record(
 
 
 def sweep() -> list[SweepPoint]:
-    """Two policies at two rates; one has no TPOT and knows its latency alone."""
+    """Two policies at two rates. One of them reports no TPOT, but its latency alone."""
     return [
         SweepPoint("fcfs", 2.0, summarize([record(latency_s=8.0, num_preemptions=1)])),
         SweepPoint("fcfs", 1.0, summarize([record()])),

@@ -1,4 +1,5 @@
-"""What the load test's driver decides: when to send, what counts, what a failure is."""
+"""The load test's driver: when it sends a request, what it measures, what it counts as a
+failure."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def answer(output_tokens: int = 4, queued_s: float | None = None) -> TimedAnswer
 
 
 class Server:
-    """Answers as the test says, and counts what is under way."""
+    """Gives the test's answers, and counts the requests under way."""
 
     def __init__(self, respond: Callable[[int], Awaitable[TimedAnswer]]) -> None:
         self.num_sent = self.num_open = self.most_open = 0

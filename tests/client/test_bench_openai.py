@@ -1,4 +1,4 @@
-"""What the load test makes of answers that a server of OpenAI's API may give."""
+"""The load test reads the answers of servers with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ DEADLINE_S = 20.0
 
 @pytest.fixture
 def usage() -> dict[str, Any]:
-    """What the server says that it has counted."""
+    """The token counts that the server reports."""
     return {"prompt_tokens": 3, "completion_tokens": 2}
 
 
 @pytest.fixture
 def prefix() -> str:
-    """Of the data of an event."""
+    """The text before an event's data."""
     return "data: "
 
 
 @pytest.fixture
 def events() -> list[dict[str, Any]]:
-    """Of the answer; one with ``usage`` comes behind them."""
+    """The answer's events, then one with ``usage``."""
     return [{"choices": [{"text": ""}]}]
 
 
@@ -102,7 +102,7 @@ async def test_messages_hold_no_password() -> None:
     assert "no server at http://127.0.0.1:1/v1" in str(refused.value)
 
 
-# --- what of an answer a user sees --------------------------------------------------------------
+# --- what a user sees of an answer --------------------------------------------------------------
 
 ROLE = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
 
@@ -119,7 +119,7 @@ def end(reason: str | None) -> dict[str, Any]:
 
 
 class Clock:
-    """Of the events: each comes a second after the one before."""
+    """A clock on which each event comes one second after the event before."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -147,7 +147,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
         ([ROLE, delta(tool_calls=[{"index": 0}]), end("tool_calls")], 2, 3),
         ([{"choices": [{"text": one}]} for one in ("", "a", "b", "")], 2, 3),
         ([{"choices": [{"text": "a", "finish_reason": "stop"}]}], 1, 1),
-        # What has no text is seen when it ends.
+        # An answer without text is seen when it ends.
         ([ROLE, end("stop")], 2, 2),
         ([{"choices": [{"text": ""}]}], 1, 1),
         # Neither a token nor an error.

@@ -37,14 +37,14 @@ def plan(*loads: Load) -> Plan:
 
 
 def outcome(*latencies_s: float, refused: int = 0) -> LoadOutcome:
-    """Jobs of four tokens."""
+    """The result of jobs with four tokens each."""
     failures = [Failure(0.0, FailureKind.REFUSED, "the queue is full")] * refused
     records = [measured(latency_s) for latency_s in latencies_s]
     return LoadOutcome(records, failures, [0.001] * (len(records) + refused))
 
 
 def measured(latency_s: float) -> JobRecord:
-    """What a client without the server's help knows."""
+    """What a client measures without the server's help."""
     return JobRecord(0.0, None, latency_s / 2, latency_s, prompt_tokens=8, output_tokens=4)
 
 
@@ -72,7 +72,7 @@ def test_points_hold_medians_over_repeats_and_sums_of_failures() -> None:
     assert b_slow.summary.preemptions_per_job is None
     assert b_slow.summary.queueing_share is None
     assert (b_fast.num_jobs, b_fast.failures_by_kind) == (2, {"refused": 1})
-    assert b_fast.attainment == 0.5  # a refused job met nothing
+    assert b_fast.attainment == 0.5  # a refused job met no objective
 
 
 def test_the_highest_rate_is_interpolated_where_latency_passes_the_objective() -> None:
@@ -92,7 +92,7 @@ def test_the_highest_rate_of_a_sweep_may_be_beyond_it() -> None:
 
 
 def test_beyond_its_sweep_is_beyond_what_the_server_itself_got() -> None:
-    """Server b was gone before the second load."""
+    """Server b was gone before the second load, so its sweep ends at the first."""
     runs = [
         Run(label, load, 0, outcome(2.0)) for label, load in (("a", SLOW), ("b", SLOW), ("a", FAST))
     ]
@@ -141,14 +141,14 @@ def test_tables_fit_a_hundred_columns_and_show_the_unknown_as_a_dash() -> None:
     text = capture.get()
     assert "…" not in text
     rows = [line.split() for line in text.splitlines() if line.split()[:1] == ["b"]]
-    # jobs/s, done, tokens/s, sent, errors, SLO, preempted (which nobody told), sent late
+    # Columns: jobs/s, done, tokens/s, sent, errors, SLO, preempted (unknown here), sent late.
     assert rows[1] == ["b", "4", "0.333", "1.33", "2", "1", "50%", "–", "1.00"]
     assert list(error_lines(points)) == ["b, 4 jobs/s: 1 refused: the queue is full"]
 
 
 @pytest.mark.parametrize("label", ["grpc://[fd00::1]:8001", "[/x]\\", "a" * 60])
 def test_eighty_columns_cut_no_number_and_no_label(label: str) -> None:
-    """As many as a pipe has."""
+    """A pipe has eighty columns."""
     jobs = [JobRecord(0.0, None, 123.4, 2345.6, prompt_tokens=8, output_tokens=40)] * 12
     runs = [Run(name, SLOW, 0, LoadOutcome(jobs, [], [2.345] * 12)) for name in (label, "b")]
     points = gather_points(runs, plan(SLOW), SLO)

@@ -1,4 +1,4 @@
-"""In what order servers get their loads, and what lies between."""
+"""The order of loads among servers, and the steps between two loads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_LOADS = len(LOADS) * REPEATS
 
 
 class Server:
-    """Answers at once, and writes down when it was asked."""
+    """Answers at once, and records the time of each request."""
 
     def __init__(self, label: str, asked: list[tuple[str, float]]) -> None:
         self._label, self._asked = label, asked
@@ -46,16 +46,10 @@ class Server:
 
 
 async def asked(*labels: str, pause_s: float) -> list[tuple[str, float]]:
-    """Who was asked when."""
+    """The server and the time of each request, in order."""
     times: list[tuple[str, float]] = []
     plan = Plan(
-        WORKLOAD,
-        LOADS,
-        REPEATS,
-        timeout_s=1.0,
-        warmup=WARMUP,
-        vocab_size=1000,
-        pause_s=pause_s,
+        WORKLOAD, LOADS, REPEATS, timeout_s=1.0, warmup=WARMUP, vocab_size=1000, pause_s=pause_s
     )
     session = Session(plan)
     await session.alternate({label: Server(label, times) for label in labels})
@@ -103,7 +97,7 @@ async def test_the_warm_up_sends_texts_that_the_first_run_does_not_begin_with(
 
 
 class Slow(Server):
-    """Its answers take a while, so that their rates are finite."""
+    """A server whose answers take a while, so that rates are finite."""
 
     async def send(self, request: Request, timeout_s: float) -> TimedAnswer:
         answer = await super().send(request, timeout_s)
@@ -112,7 +106,7 @@ class Slow(Server):
 
 
 class Hostile(Slow):
-    """What the report was to be written to is gone after the first job."""
+    """After the first job it removes the folder of the report."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("a", [])

@@ -1,4 +1,4 @@
-"""Calls that are cancelled while they wait for a response leave nothing in this process."""
+"""A call that is cancelled while it waits for a response leaks no memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastserve_client.request import InferRequest
 
 AT_ONCE = 16
 NUM_CALLS = 1600
-# An array of one operation in grpcio, where the task that reads is cancelled itself.
+# grpcio's array of one operation leaks where the reading task itself is cancelled.
 LEAK_BYTES = 80
 
 
@@ -31,7 +31,7 @@ class MallocInfo(ctypes.Structure):
 
 
 def allocated_bytes() -> int:
-    """What C has allocated and not freed; Python's own small objects are elsewhere."""
+    """Bytes allocated by C and not freed. Python's own small objects are elsewhere."""
     gc.collect()
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = MallocInfo

@@ -1,4 +1,4 @@
-"""What ``fastserve chat`` reads."""
+"""How ``fastserve chat`` reads its input."""
 
 from __future__ import annotations
 

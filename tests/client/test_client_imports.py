@@ -1,24 +1,12 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import fastserve_client
 import pytest
-
-
-def _loaded_after(statement: str) -> set[str]:
-    """Top-level modules that a fresh interpreter has after ``statement``."""
-    script = f"import sys, json\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
-    completed = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
-    )
-    return {name.partition(".")[0] for name in json.loads(completed.stdout)}
+from fresh_interpreter import loaded_modules
 
 
 def test_the_client_loads_neither_torch_nor_the_server() -> None:
-    loaded = _loaded_after(
+    loaded = loaded_modules(
         "import fastserve_client.grpc_aio_transport, fastserve_client.http_transport, "
         "fastserve_client.aio_client, fastserve_client.terminal"
     )
@@ -28,22 +16,22 @@ def test_the_client_loads_neither_torch_nor_the_server() -> None:
 
 def test_http_needs_no_grpc_and_grpc_no_http() -> None:
     open_and_close = "from fastserve_client import FastServeClient as C; C({!r}).close()"
-    over_http = _loaded_after(open_and_close.format("http://127.0.0.1:9"))
+    over_http = loaded_modules(open_and_close.format("http://127.0.0.1:9"))
     assert "httpx2" in over_http
     assert not over_http & {"grpc", "tritonclient", "numpy", "google"}
-    over_grpc = _loaded_after(open_and_close.format("grpc://127.0.0.1:9"))
+    over_grpc = loaded_modules(open_and_close.format("grpc://127.0.0.1:9"))
     assert "grpc" in over_grpc
     assert "httpx2" not in over_grpc
 
 
 def test_the_gateway_needs_nothing_of_the_server_either() -> None:
-    loaded = _loaded_after("import fastserve_gateway.command")
+    loaded = loaded_modules("import fastserve_gateway.command")
     assert "fastapi" in loaded
     assert not loaded & {"torch", "fastserve_backend", "fastserve_kernels", "msgspec"}
 
 
 def test_the_wire_names_load_nothing() -> None:
-    loaded = _loaded_after("import fastserve_client.protocol")
+    loaded = loaded_modules("import fastserve_client.protocol")
     assert not loaded & {"grpc", "tritonclient", "numpy", "google", "torch"}
 
 

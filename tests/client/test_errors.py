@@ -36,7 +36,7 @@ from fastserve_client.errors import (
         ),
         (str(ContextLengthError("max_tokens", 9, 8, "so at most 7")), ContextLengthExceeded),
         (
-            # What a user wrote is not the server's word.
+            # Text that a user wrote does not decide the error's class.
             str(
                 InvalidRequestError(
                     "stop_words",

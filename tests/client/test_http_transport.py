@@ -10,12 +10,7 @@ import psutil
 import pytest
 from fastserve_client import AsyncFastServeClient, FastServeClient
 from fastserve_client.endpoint import Endpoint
-from fastserve_client.errors import (
-    ClientClosed,
-    InvalidRequest,
-    RequestTimeout,
-    ServerError,
-)
+from fastserve_client.errors import ClientClosed, InvalidRequest, RequestTimeout, ServerError
 from fastserve_client.http_transport import HttpTransport
 from fastserve_client.request import InferRequest
 from waiting import wait_for
@@ -62,7 +57,7 @@ async def test_requests_that_end_while_they_connect_leave_no_connection(
             return sum(1 for one in found if one.raddr and one.raddr.port == port)
 
         async def ask_in_vain(client: AsyncFastServeClient, seed: int) -> None:
-            # Some end before they have a task, some while they connect, some after.
+            # Some calls end before they have a task, some while they connect, some later.
             waits_s = random.Random(seed)
             for longest_s in [0.001, 0.002, 0.005, 0.01, 0.02] * 10:
                 with pytest.raises(RequestTimeout):

@@ -1,4 +1,4 @@
-"""Streams that a signal handler closes."""
+"""A signal handler may close a stream."""
 
 from __future__ import annotations
 

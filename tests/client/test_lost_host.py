@@ -1,4 +1,4 @@
-"""A server whose host vanished: nothing answers, and nothing was closed."""
+"""The server's host vanishes: it answers nothing and closes no connection."""
 
 from __future__ import annotations
 

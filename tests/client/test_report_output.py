@@ -33,7 +33,7 @@ def test_a_table_row_holds_the_numbers_of_its_point() -> None:
     ]
     # Finished jobs/s and tokens/s, normalized latency, TTFT, TPOT, JCT, and the rest.
     assert " ".join(rows[0][2:]) == "0.125 0.500 2.00 2.00 1.00 2.33 8.00 75% – 1.00"
-    # One token and a known latency alone: no TPOT, but a slowdown.
+    # With one token and a known latency alone there is no TPOT, but a slowdown.
     assert " ".join(rows[2][2:]) == "0.250 0.250 4.00 4.00 4.00 – 4.00 50% 2.00 0.00"
 
 

@@ -36,7 +36,7 @@ def test_a_single_token_has_no_time_per_token() -> None:
 
 
 def test_executing_longer_than_the_latency_is_no_negative_queueing() -> None:
-    # Clocks of two processes, or an iteration that goes on after the job's last token.
+    # Two processes have two clocks, and an iteration may outlast its job's last token.
     assert record(latency_s=4.0, executed_s=4.5).queueing_share == 0.0
     assert summarize([record(latency_s=4.0, executed_s=4.5)]).queueing_share == 0.0
 

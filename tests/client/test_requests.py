@@ -1,4 +1,4 @@
-"""What every request says, and what the wire cannot carry."""
+"""The contents of every request, and values that the wire cannot carry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a watch makes of pictures that it does not know."""
+"""A watch reads pictures with unknown or missing fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastserve_client.request import build_watch_request
 
 
 class Call:
-    """Answers with one picture each time."""
+    """A call that answers with one picture each time."""
 
     def __init__(self, picture: str) -> None:
         self._picture = picture

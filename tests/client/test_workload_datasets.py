@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fastserve_bench.workload import (
+    NO_LIMITS,
     LengthLimits,
     TraceJob,
     Workload,
@@ -29,15 +30,19 @@ def _write(folder: Path, text: str, name: str = "data") -> str:
     return str(path)
 
 
+def refusal_of(dataset: str, limits: LengthLimits = NO_LIMITS) -> str:
+    with pytest.raises(WorkloadError) as error:
+        load_lengths(dataset, limits)
+    return str(error.value)
+
+
 def test_equal_jobs() -> None:
     assert load_lengths("equal:512:64") == [(512, 64)]
 
 
 @pytest.mark.parametrize("dataset", ["equal:0:5", "equal:5", "equal:5:-1", "equal:1:2:3"])
 def test_equal_jobs_need_two_positive_integers(dataset: str) -> None:
-    with pytest.raises(WorkloadError) as error:
-        load_lengths(dataset)
-    assert str(error.value) == (
+    assert refusal_of(dataset) == (
         f"dataset: got {dataset!r}; must be equal:PROMPT:OUTPUT with two positive integers"
     )
 
@@ -66,16 +71,12 @@ def test_csv_of_lengths(tmp_path: Path, text: str) -> None:
 )
 def test_malformed_csv_lines_are_named(tmp_path: Path, line: str, column: str, got: str) -> None:
     path = _write(tmp_path, f"prompt_tokens,output_tokens\n1,2\n{line}\n")
-    with pytest.raises(WorkloadError) as error:
-        load_lengths(path)
-    assert str(error.value) == f"{path}:3: {column}: got {got}; must be an integer from 1"
+    assert refusal_of(path) == f"{path}:3: {column}: got {got}; must be an integer from 1"
 
 
 def test_other_headers_are_refused(tmp_path: Path) -> None:
     path = _write(tmp_path, "input,output\n1,2\n")
-    with pytest.raises(WorkloadError) as error:
-        load_lengths(path)
-    assert str(error.value) == (
+    assert refusal_of(path) == (
         f"{path}:1: got 'input,output'; must be the header prompt_tokens,output_tokens "
         "or TIMESTAMP,ContextTokens,GeneratedTokens or Timestamp,Request tokens,Response tokens, "
         "or JSON"
@@ -139,9 +140,7 @@ def test_azure_timestamps_are_exact_and_may_have_zones(tmp_path: Path) -> None:
 @pytest.mark.parametrize("timestamp", ["yesterday", "2023-13-16 18:17:03.1", "", "1700000000"])
 def test_malformed_timestamps_are_named(tmp_path: Path, timestamp: str) -> None:
     path = _write(tmp_path, f"TIMESTAMP,ContextTokens,GeneratedTokens\n{timestamp},1,1\n")
-    with pytest.raises(WorkloadError) as error:
-        load_lengths(path)
-    assert str(error.value) == (
+    assert refusal_of(path) == (
         f"{path}:2: TIMESTAMP: got {timestamp!r}; must be like 2023-11-16 18:17:03.9799600"
     )
 
@@ -160,10 +159,7 @@ _CONVERSATIONS = [
         ],
     },
     {"id": "b", "conversations": []},
-    {
-        "id": "c",
-        "conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": ""}],
-    },
+    {"id": "c", "conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": ""}]},
 ]
 
 
@@ -235,23 +231,17 @@ def test_tokens_are_estimated(tmp_path: Path) -> None:
 )
 def test_malformed_json_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = _write(tmp_path, text)
-    with pytest.raises(WorkloadError) as error:
-        load_lengths(path)
-    assert str(error.value).startswith(path + message)
+    assert refusal_of(path).startswith(path + message)
 
 
 @pytest.mark.parametrize("text", ["", " \n\n"])
 def test_empty_files_are_refused(tmp_path: Path, text: str) -> None:
     path = _write(tmp_path, text)
-    with pytest.raises(WorkloadError) as error:
-        load_lengths(path)
-    assert str(error.value) == f"{path}: got an empty file; must hold at least one job"
+    assert refusal_of(path) == f"{path}: got an empty file; must hold at least one job"
 
 
 def test_nothing_within_the_limits_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WorkloadError) as error:
-        load_lengths("equal:100:100", LengthLimits(max_prompt_tokens=50))
-    assert str(error.value) == (
+    assert refusal_of("equal:100:100", LengthLimits(max_prompt_tokens=50)) == (
         "dataset: got 'equal:100:100', which has 1 jobs and none of them within the limits "
         "(max_prompt_tokens 50, max_total_tokens None, max_output_tokens None)"
     )
@@ -260,9 +250,7 @@ def test_nothing_within_the_limits_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_such_data_set() -> None:
-    with pytest.raises(WorkloadError) as error:
-        load_lengths("sharegtp")
-    assert str(error.value) == (
+    assert refusal_of("sharegtp") == (
         "dataset: got 'sharegtp' (No such file or directory); "
         "must be sharegpt, alpaca, chat, code, long-context, agents, batch-beside-chat, "
         "equal:PROMPT:OUTPUT or the path of a file"

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 # From the vLLM paper (Kwon et al. 2023), §6.1.
 _PUBLISHED_MEANS = {"sharegpt": (161.31, 337.99), "alpaca": (19.31, 58.45)}
-# Of the logarithms, in lengths of public files; the module's docstring says which.
+# Statistics of the logarithms of lengths in public files, which the module's docstring names.
 _SPREADS = {"sharegpt": (1.400, 1.095), "alpaca": (0.496, 1.220)}
 
 

@@ -3,12 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from fastserve_bench.workload import (
-    TraceJob,
-    check_trace_fits,
-    poisson_trace,
-    timestamp_trace,
-)
+from fastserve_bench.workload import TraceJob, check_trace_fits, poisson_trace, timestamp_trace
 from fastserve_client.errors import WorkloadError
 from hypothesis import given
 from hypothesis import strategies as st

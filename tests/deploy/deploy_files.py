@@ -1,4 +1,4 @@
-"""What the files under deploy/ and docker-compose.yml say, as data."""
+"""The files under deploy/ and docker-compose.yml, parsed."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ COMPOSE_FILE = ROOT / "docker-compose.yml"
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 KUBERNETES = ROOT / "deploy" / "kubernetes"
 PROFILES = ("gpu", "cpu")
-# Parsing a file of a few hundred lines; a loaded machine may take its time.
+# Time to parse a file of a few hundred lines on a loaded machine.
 _TOOL_TIMEOUT_S = 60.0
 
 
 @dataclass
 class Stage:
-    """The instructions that say how an image of this stage runs."""
+    """The instructions that define how an image of this stage runs."""
 
     environment: dict[str, str] = field(default_factory=dict)
     user: str = "root"
@@ -56,12 +56,12 @@ def dockerfile_stage(name: str) -> Stage:
 
 
 def compose_file() -> dict[str, Any]:
-    """docker-compose.yml as YAML, before Compose has looked at it."""
+    """docker-compose.yml as plain YAML, which Compose has not resolved."""
     return yaml.safe_load(COMPOSE_FILE.read_text(encoding="utf-8"))
 
 
 def compose_config(*profiles: str) -> dict[str, Any]:
-    """What Docker Compose makes of the file. Skips the test where there is no Compose."""
+    """The file as Docker Compose resolves it. Skips the test where Compose is missing."""
     flags = [flag for profile in profiles for flag in ("--profile", profile)]
     command = [*_compose(), "--file", str(COMPOSE_FILE), *flags, "config", "--format", "json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_TIMEOUT_S)

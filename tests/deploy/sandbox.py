@@ -1,4 +1,4 @@
-"""A container's surroundings without a container engine: bubblewrap."""
+"""Runs a command under a container's limits without a container engine, by bubblewrap."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ STOP_TIMEOUT_S = 60.0
 
 @dataclass
 class Container:
-    """``command`` as process 1 of its own tree, without capabilities, on a read-only root that is
-    this machine's, with an empty writable /tmp and /dev/shm.
+    """Runs ``command`` as process 1 of its own tree, without capabilities. Its root is this
+    machine's, read-only, with an empty writable /tmp and /dev/shm.
     """
 
     command: list[str]
     user: str
-    """``UID:GID``; in a user namespace, so that files of whoever runs the test can be read."""
+    """``UID:GID`` in a user namespace, in which the files of the user who runs the test are
+    readable."""
     environment: dict[str, str]
     read_only: dict[Path, str]
-    """What is mounted where, besides the machine's own directories."""
+    """Mounts besides the machine's own directories: source, then place."""
     writable: dict[Path, str]
     hosts: str = ""
-    """Names of 127.0.0.1, besides localhost."""
+    """Host names that lead to 127.0.0.1, besides localhost."""
     network_of: RunningContainer | None = None
 
     @contextmanager
     def run(self, log_path: Path) -> Iterator[RunningContainer]:
-        """Ends with exit code 0 on SIGTERM when the block is left."""
+        """Runs until the block is left, then must end with exit code 0 on SIGTERM."""
         _require_tools()
         with tempfile.TemporaryDirectory() as work, log_path.open("wb") as log:
             hosts = Path(work, "hosts")
@@ -98,13 +99,13 @@ class Container:
 @dataclass
 class RunningContainer:
     pid: int
-    """Of its process 1, as this machine sees it."""
+    """The process id of its process 1 on this machine."""
     process: subprocess.Popen[bytes]
     log_path: Path
     environment: dict[str, str] | None = None
 
     def execute(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """As ``docker exec``."""
+        """Runs a command in the container, as ``docker exec`` does."""
         enter = ["nsenter", *_user_namespace(self.pid), "--net", "--mount", "--pid"]
         return subprocess.run(
             [*enter, *command],

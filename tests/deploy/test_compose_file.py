@@ -1,4 +1,4 @@
-"""docker-compose.yml is valid, and every service is as locked as docs/deploy.md says."""
+"""docker-compose.yml is valid, and locks every service down as docs/deploy.md says."""
 
 from __future__ import annotations
 

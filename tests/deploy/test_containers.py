@@ -24,7 +24,7 @@ from sandbox import Container, RunningContainer
 from tiny_model import START_TIMEOUT_S, TINY_OPT, engine_options
 
 KEY = "sk-for-this-test-only"
-# Runs in the container of the model server: status of each path, without the key of the operator.
+# Runs in the model server's container: the status of each path without the operator's key.
 ASK = """
 import sys, urllib.error, urllib.request
 for path in sys.argv[1:]:
@@ -62,7 +62,7 @@ def service(name: str) -> dict[str, Any]:
 
 
 def container_environment(stage: str, *folders: Path) -> dict[str, str]:
-    """That of the image, whose own folder of programs is here the one that runs the tests."""
+    """The image's environment. Its folder of programs is the one of the running tests."""
     environment = dict(dockerfile_stage(stage).environment)
     programs = [str(Path(sys.executable).parent), *map(str, folders)]
     environment["PATH"] = ":".join([*programs, "/usr/local/bin", "/usr/bin", "/bin"])
@@ -71,7 +71,7 @@ def container_environment(stage: str, *folders: Path) -> dict[str, str]:
 
 
 def sources() -> dict[Path, str]:
-    """The tree and the environment that the tests run in, wherever they lie."""
+    """Folders of the source tree and of the tests' Python environment."""
     return {path: str(path) for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix))}
 
 
@@ -123,14 +123,15 @@ def gateway(
 
 
 def _add_compiled_kernels(folder: Path) -> None:
-    """What the server would compile itself; after the first start, a volume has it."""
+    """Adds kernels that the server would compile itself. After the first start, a volume has
+    them."""
     folder.mkdir(parents=True, mode=0o700)
     with suppress(BuildError):  # no compiler: the server will do without the kernels, too
         shutil.copy(build(), folder)
 
 
 def _install_tritonserver(directory: Path) -> None:
-    """``directory/bin/tritonserver``, which needs neither flags nor variables."""
+    """Writes ``directory/bin/tritonserver``, which needs neither flags nor variables."""
     installation = TritonInstallation.find()
     flags = installation.prepare_backends(directory / "backends")
     libraries = installation.environment({}).get("LD_LIBRARY_PATH", "")

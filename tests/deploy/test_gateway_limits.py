@@ -1,4 +1,4 @@
-"""What the gateway's containers may hold fits in their memory, and passes the proxy."""
+"""The gateway's limits fit its container's memory and the proxy's limits."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def test_proxies_let_go_of_idle_connections_before_the_gateway() -> None:
     assert len(kept_s) == 2
     arguments = [*compose_gateway()[0], *kubernetes_gateway()[0]]
     chosen_s = [int(one.partition("=")[2]) for one in arguments if "--keep-alive-s" in one]
-    # Twice as long: a proxy and the gateway see the end of an answer at different times.
+    # Twice the time, since proxy and gateway see the end of an answer at different moments.
     assert min(DEFAULT_KEEP_ALIVE_S, *chosen_s) >= 2 * max(kept_s)

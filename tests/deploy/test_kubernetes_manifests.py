@@ -20,10 +20,7 @@ def documents(text: str) -> list[dict[str, Any]]:
 
 
 def plain_manifests() -> list[dict[str, Any]]:
-    files = [
-        *(KUBERNETES / "base").glob("*.yaml"),
-        KUBERNETES / "secret.example.yaml",
-    ]
+    files = [*(KUBERNETES / "base").glob("*.yaml"), KUBERNETES / "secret.example.yaml"]
     found = [one for path in files for one in documents(path.read_text(encoding="utf-8"))]
     # The engine's configuration and kustomize's own file are no resources of the cluster.
     return [one for one in found if "kind" in one and one["kind"] != "Kustomization"]

@@ -1,4 +1,5 @@
-"""A rank on a CPU that answers as one on a GPU: by the thread that waits for the device."""
+"""A rank on a CPU that answers as a rank on a GPU does: from the thread that waits for the
+device."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ FAILING_STEP = 99
 
 
 class BehindRunner(ModelRunner):
-    """Of one step the device fails only when its answer is waited for."""
+    """One step fails on the device, which shows only when its answer is awaited."""
 
     @property
     def is_asynchronous(self) -> bool:

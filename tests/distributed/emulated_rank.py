@@ -1,4 +1,4 @@
-"""A rank on an emulated GPU, all of its threads. Gloo says to its peers what NCCL would say."""
+"""A whole rank, with all threads, on an emulated GPU. Gloo takes NCCL's place."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 MEMORY = 1 << 30
-"""Bytes of the GPU, all of them free, whatever is taken."""
+"""The GPU's memory in bytes. It always counts as free."""
 
 
 def run() -> int:
-    """The rank: this thread, and those that it begins."""
+    """Runs the rank on this thread and on those that it starts."""
     gpu = EmulatedGPU(torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     monkeypatch = pytest.MonkeyPatch()
     gpu.install(monkeypatch)
@@ -56,7 +56,7 @@ def run() -> int:
 
 
 def _communicate(gpu: EmulatedGPU, collective: Any, *args: Any, **kwargs: Any) -> Any:
-    """A part of a graph, if it is within a capture."""
+    """Runs a communication. Within a capture it becomes a part of the graph."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     args, kwargs = tree_map_only(DeviceTensor, lambda tensor: tensor.on_host, (args, kwargs))
 

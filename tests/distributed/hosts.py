@@ -1,4 +1,4 @@
-"""Other hosts, as far as one machine has them: its own loopback, or a network namespace."""
+"""A second host on one machine: the loopback interface, or a network namespace."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 @dataclass(frozen=True)
 class OtherHost:
     engine_addr: str
-    """Of the engine's host, as both see it."""
+    """The address of the engine's host, as both hosts see it."""
     run_there: tuple[str, ...] = ()
-    """What to put before a command."""
+    """Words before each command that runs on the other host."""
 
 
 def loopback() -> Iterator[OtherHost]:
@@ -35,7 +35,7 @@ def loopback() -> Iterator[OtherHost]:
 
 
 def namespace() -> Iterator[OtherHost]:
-    """A namespace with a network of its own, and a cable to this one."""
+    """A network namespace, connected to this one by a pair of virtual interfaces."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         pytest.skip("network namespaces need `ip` and the rights of root")
     name, cable = f"fastserve-{os.getpid()}", f"fs{os.getpid()}"
@@ -58,7 +58,7 @@ def namespace() -> Iterator[OtherHost]:
                 pytest.skip(f"no cable between namespaces here: {done.stderr.strip()}")
         yield OtherHost(f"{subnet}.1", ("ip", "netns", "exec", name))
     finally:
-        _ip(f"netns del {name}")  # and with it the cable
+        _ip(f"netns del {name}")  # which removes the pair of interfaces, too
 
 
 def _ip(arguments: str) -> subprocess.CompletedProcess[str]:
@@ -80,7 +80,7 @@ def free_ports(address: str) -> int:
 def running(
     host: OtherHost, command: list[str], log: Path, **variables: str
 ) -> Iterator[psutil.Popen]:
-    """A process on the other host; whatever it started is gone afterwards."""
+    """Runs a process on the other host, and ends it with all that it started."""
     environment = os.environ | {"GOMP_SPINCOUNT": "2000"} | variables
     with log.open("w") as output:
         process = psutil.Popen(
@@ -100,7 +100,7 @@ def running(
 
 
 def torchrun(config: EngineConfig, *options: str) -> list[str]:
-    """The documented command, for the second host."""
+    """The documented torchrun command for the second host."""
     words = config.parallel.torchrun_command(1).split()
     return [*TORCHRUN, *options, *words[1:]]
 
@@ -112,7 +112,7 @@ def family(process: psutil.Process) -> list[psutil.Process]:
 
 
 def listening(processes: Iterable[psutil.Process]) -> set[str]:
-    """Addresses at which they take connections."""
+    """Addresses at which these processes accept connections."""
     return {
         connection.laddr.ip
         for one in processes

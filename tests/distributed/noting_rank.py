@@ -1,4 +1,4 @@
-"""A rank that notes when it looks at the memory of the host, and when it takes some."""
+"""A rank that records when it checks the host's memory, and when it allocates some."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastserve_backend.worker import build_rank, host_store
 from fastserve_backend.worker.__main__ import main
 
 NOTES = "NOTES_OF_RANKS"
-"""Variable: the file, a line a note."""
+"""Environment variable with the file of the records, one a line."""
 _take = host_store._host_memory
 _load = build_rank.load_model
 
@@ -23,7 +23,7 @@ def _note(what: str) -> None:
 
 
 def _noting_check(what: str, check: Callable[..., None]) -> Callable[..., None]:
-    """A check of whether there is memory for this, with a note of it."""
+    """Checks whether the host has memory, and records that."""
 
     def noted(*arguments: Any) -> None:
         _note(f"looks-for-{what}")

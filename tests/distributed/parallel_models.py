@@ -1,4 +1,4 @@
-"""The models and engines of these tests."""
+"""Models and engines for tests of several ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ START_TIMEOUT_S = 120.0
 
 @contextmanager
 def started_ranks(model: Path, **keys: Any) -> Iterator[tuple[DistributedExecutor, Ready]]:
-    """Ranks without an engine, and what they say when they are ready."""
+    """Starts ranks without an engine; yields their executor and what the ranks report when
+    ready."""
     executor = DistributedExecutor()
     keys = {"dtype": "float32", "device": "cpu"} | keys
     config = EngineConfig().with_keys(model=str(model), **keys)
@@ -55,9 +56,9 @@ def started_ranks(model: Path, **keys: Any) -> Iterator[tuple[DistributedExecuto
 
 
 def run_ranks_by(program: ModuleType, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that are started then run ``program``."""
+    """Makes ranks run ``program`` from now on."""
     script = directory / "python"
-    # In the place of "-m" and the worker's module.
+    # ``program`` takes the place of "-m" and the worker's module.
     script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {program.__file__} "$@"\n')
     script.chmod(0o700)
     monkeypatch.setattr(rank_processes, "python_executable", lambda: str(script))
@@ -73,7 +74,7 @@ LIMITS = {
 
 
 class ParallelLLM(LLM):
-    """An LLM whose block tables are checked at each step, and whose ranks can be reached."""
+    """An LLM that checks its block tables at each step, and gives access to its ranks."""
 
     def __init__(
         self,
@@ -105,5 +106,5 @@ class ParallelLLM(LLM):
 
 
 def ranks_of(executor: DistributedExecutor) -> list[psutil.Process]:
-    """The processes, in order of their ranks."""
+    """The rank processes in order of rank."""
     return [psutil.Process(process.pid) for process, _ in executor._ranks._started]

@@ -1,4 +1,4 @@
-"""Stages work on different steps at the same time, and copies end when all ranks made them."""
+"""Stages run different steps at the same time. A copy has ended when all ranks have made it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 
 
 class CountingExecutor(DistributedExecutor):
-    """Real ranks; remembers how many steps were ever under way at once."""
+    """Real ranks, with the largest number of steps that were under way at once."""
 
     most_flights = 0
 
@@ -78,7 +78,7 @@ def test_waiting_for_a_stage_is_told_apart(two_stages: DistributedExecutor) -> N
         executor.submit(prefill(21, 1))
         while executor._in_first_stage is not None:
             assert executor.collect(0.01) is None
-        assert executor.collect(0.2) is None  # both are held up, the second by the first
+        assert executor.collect(0.2) is None  # both stages are held up, the second by the first
     finally:
         last.send_signal(signal.SIGCONT)
     first, second = (executor.collect() for _ in range(2))
@@ -90,7 +90,7 @@ def test_waiting_for_a_stage_is_told_apart(two_stages: DistributedExecutor) -> N
 
 def test_a_copy_that_one_rank_cannot_make_has_failed(two_stages: DistributedExecutor) -> None:
     executor = two_stages
-    # The stages have 2 and 1 layers, so in the same memory the last has more blocks than the first.
+    # The stages have 2 and 1 layers, so the last stage has room for more blocks.
     ready_blocks = int(0.001 * 2**30) // (2 * 2 * 4 * 16 * 16 * 4)
     for transfer_id, host_block in ((1, ready_blocks - 1), (2, ready_blocks)):
         executor.copy(copy_out(transfer_id, host_block))
@@ -136,9 +136,9 @@ def test_a_copy_is_overdue_only_when_the_steps_before_it_have_ended(
         executor.submit(prefill(0, 0))
         executor.submit(prefill(1, 1))
         executor.copy(copy_out(0, 0))
-        assert executor.collect(2.5) is None  # the rank looks as if in a long step
+        assert executor.collect(2.5) is None  # the rank seems to be in a long step
         rank.send_signal(signal.SIGCONT)
-        # In any order: steps and copies have sockets of their own.
+        # Results come in any order, as steps and copies have separate sockets.
         ended = [type(executor.collect()) for _ in range(3)]
         assert ended.count(StepResult) == 2
         assert ended.count(CopyResult) == 1

@@ -1,4 +1,4 @@
-"""Greedy tokens of any number of ranks are those of transformers, so those of a single rank."""
+"""Greedy tokens are those of transformers for any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(
     max_tokens=20, seed=3, temperature=0.8, top_p=0.95, logprobs=2, ignore_eos=True
 )
-# Each architecture, and each size and number of stages, but few processes: each has to import
-# torch. tests/models has every architecture with every size and number of stages.
+# Covers each architecture, each size and each number of stages with few processes, as each has to
+# import torch. tests/models covers all combinations.
 DIVISIONS = [("opt", 1, 2), ("opt_350m", 2, 2), ("llama", 2, 3), ("gpt_neox", 4, 1)]
 
 
@@ -65,9 +65,7 @@ def test_tokens_are_those_of_transformers_while_jobs_are_swapped(
 
 @pytest.mark.parametrize("formats", [{}, {"quantization": "int8"}, {"device_dtype": "int8"}])
 def test_sampled_tokens_and_log_probabilities_are_those_of_one_rank(
-    formats: dict[str, str],
-    checkpoints: dict[str, tuple[Path, PreTrainedModel]],
-    tokenizer: Path,
+    formats: dict[str, str], checkpoints: dict[str, tuple[Path, PreTrainedModel]], tokenizer: Path
 ) -> None:
     checkpoint, _ = checkpoints["opt"]
     answers = []

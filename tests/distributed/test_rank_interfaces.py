@@ -1,4 +1,4 @@
-"""Where a rank's libraries listen for the other ranks."""
+"""The network interface on which a rank's libraries listen for other ranks."""
 
 from __future__ import annotations
 

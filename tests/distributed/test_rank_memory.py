@@ -1,4 +1,4 @@
-"""What ranks take of the host's memory: their part of the model, and of what is free for blocks."""
+"""Each rank takes host memory for its part of the model, and its share of the rest for blocks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from parallel_models import ranks_of, run_ranks_by, started_ranks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 MIB = 2**20
-# The interpreter's and torch's own growth between two starts, and single tensors on their way.
+# Allows for growth of the interpreter and of torch between two starts, and for single tensors.
 SLACK_BYTES = 120 * MIB
 
 
 @pytest.fixture(scope="module")
 def large_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """Large enough to see beside torch itself, and its bytes."""
+    """A model that is large beside torch itself, and its size in bytes."""
     config = LlamaConfig(
         vocab_size=8192,
         hidden_size=1024,
@@ -38,7 +38,7 @@ def large_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 
 def peak_bytes(model: Path, tensor_size: int, num_stages: int) -> list[int]:
-    """The largest resident memory that each rank ever had while it loaded."""
+    """Each rank's peak resident memory while it loaded."""
     with started_ranks(
         model,
         tensor_parallel_size=tensor_size,
@@ -60,7 +60,7 @@ def test_peak_memory_is_that_of_the_part(large_llama: tuple[Path, int], small_op
     assert model_bytes > 450 * MIB
     (without,) = peak_bytes(small_opt, 1, 1)
     (whole,) = peak_bytes(directory, 1, 1)
-    assert whole - without > model_bytes  # this is what the measurement would see
+    assert whole - without > model_bytes  # a whole model would show in the measurement
     for tensor_size, num_stages in ((2, 1), (2, 2)):
         part = model_bytes / (tensor_size * num_stages)
         for peak in peak_bytes(directory, tensor_size, num_stages):
@@ -75,7 +75,7 @@ def test_no_rank_takes_memory_before_all_have_seen_what_is_free(
     run_ranks_by(noting_rank, tmp_path, monkeypatch)
     with started_ranks(small_opt, pipeline_parallel_size=3, device_blocks=8, swap_space_gib=0.001):
         noted = notes.read_text().split()
-    # One rank may be at its blocks while another still loads.
+    # One rank may allocate blocks while another still loads.
     for what in ("weights", "blocks"):
         of_this = [note for note in noted if note.endswith(what)]
         assert of_this == [f"looks-for-{what}"] * 3 + [f"takes-for-{what}"] * 3

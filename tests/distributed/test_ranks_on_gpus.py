@@ -1,4 +1,4 @@
-"""Ranks on emulated GPUs: what a rank does from its start on, but for NCCL and time."""
+"""Ranks on emulated GPUs do all that real ones do, except NCCL and timing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def result_of(executor: DistributedExecutor, step: Step | None = None) -> StepRe
 
 
 def tokens_of_turns(executor: DistributedExecutor, ahead: bool) -> list[bytes]:
-    """Of chunks and decodes; half of the jobs choose at random."""
+    """Tokens of chunks and decodes. Half of the jobs sample at random."""
 
     def launch(step: Step) -> Callable[[], StepResult]:
         executor.submit(step)
@@ -47,7 +47,7 @@ def tokens_of_turns(executor: DistributedExecutor, ahead: bool) -> list[bytes]:
 def copy(executor: DistributedExecutor, is_out: bool, device: list[int], host: list[int]) -> None:
     ids = [array("i", blocks).tobytes() for blocks in (device, host)]
     executor.copy(CopyBlocks(int(is_out), is_out, *ids, BLOCK_SIZE))
-    while (result := executor.collect()) is None:  # a step's stage has ended meanwhile
+    while (result := executor.collect()) is None:  # a stage of the step has ended meanwhile
         pass
     assert isinstance(result, CopyResult)
     assert result.error is None
@@ -77,7 +77,8 @@ def test_as_a_rank_on_a_cpu(
         assert ready.hardware == "emulated"
         assert tokens_of_turns(executor, ahead=num_stages == 1) == expected
 
-        # The same decode before and after its blocks have been to the host, and back elsewhere.
+        # The same decode runs before its blocks go to the host, and after they return to other
+        # places.
         prefill = Step.of(100, list(zip([0] * 4, PROMPTS, BLOCKS, strict=True)), num_partial=0)
         tokens = array("i", result_of(executor, prefill).token_ids)
         decode = [(len(prompt), [token]) for prompt, token in zip(PROMPTS, tokens, strict=True)]
@@ -90,7 +91,7 @@ def test_as_a_rank_on_a_cpu(
         there = [(*part, blocks) for part, blocks in zip(decode, moved, strict=True)]
         assert result_of(executor, Step.of(102, there, num_partial=0)).token_ids == before
 
-        # And in blocks of others, to which the step copies it.
+        # It also runs in another job's blocks, to which the step copies the KV.
         first, other = moved[0], moved[1]
         step = Step.of(103, [(*decode[0], other[: len(first)])], num_partial=0)
         step.copy_from = array("i", first).tobytes()

@@ -1,4 +1,4 @@
-"""Ranks on two hosts, one of them a namespace or the same loopback: real processes throughout."""
+"""Ranks on two hosts: the second is a namespace or the loopback. All processes are real."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from waiting import wait_for
 
 GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 NUM_JOBS = 6
-# From the loss of the engine to the end of all ranks.
+# Limit from the loss of the engine to the end of all ranks.
 END_TIMEOUT_S = 10.0
-# To import torch, and to be told no.
+# Limit for a rank to import torch and to be refused.
 REFUSED_TIMEOUT_S = 30.0
-# Agents of torchrun end after their ranks, and print long traces of what they miss.
+# torchrun's agents end after their ranks, with long traces of lost connections.
 TORCHRUN_TIMEOUT_S = 30.0
 RANK = [sys.executable, "-m", "fastserve_backend.worker", "--engine"]
-# An engine's ranks without an engine; says when they are there.
+# An engine's side of the ranks without an engine. It prints when they have connected.
 EXECUTOR = """
 import sys
 from pathlib import Path
@@ -57,7 +57,7 @@ while True:
     sys.stdin.readline()
 """
 
-# A rank that is in a step until it is told to go on, and whose pings are frequent.
+# A rank that stays in a step until told to go on, and pings often.
 BUSY_RANK = """
 import sys
 from fastserve_backend.rank_protocol import cluster_keys
@@ -125,7 +125,7 @@ def is_rank(process: psutil.Process) -> bool:
 def intruder(
     host: OtherHost, config: EngineConfig, log: Path, **secret: str
 ) -> Iterator[psutil.Popen]:
-    """A rank that would take the place of the second one."""
+    """A process that tries to take the second rank's place."""
     address = f"tcp://{config.parallel.master_addr}:{config.parallel.engine_port}"
     variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     with running(host, [*RANK, address], log, **variables, **secret) as process:
@@ -147,7 +147,7 @@ def test_jobs_run_on_two_hosts_and_outlive_a_remote_rank(
     config = config_of(small_opt, tokenizer, other_host.engine_addr, **sizes)
     monkeypatch.setenv("FASTSERVE_CLUSTER_SECRET", SECRET)
     caplog.set_level(logging.INFO)
-    if other_host.run_there:  # with a supervisor that starts torchrun again
+    if other_host.run_there:  # a supervisor starts torchrun again
         command = ["sh", "-c", f"until {shlex.join(torchrun(config))}; do :; done"]
     else:
         command = torchrun(config, "--max-restarts", "3")

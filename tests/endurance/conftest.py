@@ -33,7 +33,8 @@ LONGEST_QUEUE, SHORT_QUEUE = 10_000, 1000
 
 @pytest.fixture(scope="session")
 def chatty_config(tmp_path_factory: pytest.TempPathFactory, is_long: bool) -> EngineConfig:
-    """A tiny model that takes all there is to take: conversations and structured output, too."""
+    """A tiny model that accepts every kind of request, conversations and structured output
+    included."""
     model = save_byte_tokenizer(tmp_path_factory.mktemp("chatty-opt"))
     config = TINY_OPT | {"vocab_size": VOCAB_SIZE}
     (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -41,7 +42,7 @@ def chatty_config(tmp_path_factory: pytest.TempPathFactory, is_long: bool) -> En
     return EngineConfig().with_keys(
         **engine_options(model)
         | {
-            "max_model_len": 256,  # short, as some requests ask for all that fits
+            "max_model_len": 256,  # short, as some requests ask for as many tokens as fit
             "max_num_seqs": 64,
             "max_queued_requests": LONGEST_QUEUE if is_long else SHORT_QUEUE,
         }
@@ -50,7 +51,7 @@ def chatty_config(tmp_path_factory: pytest.TempPathFactory, is_long: bool) -> En
 
 @pytest.fixture(scope="session")
 def chatty_log_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``chatty_server`` logs."""
+    """The log of ``chatty_server``."""
     return tmp_path_factory.mktemp("chatty-server") / "server.log"
 
 
@@ -76,7 +77,7 @@ def is_long(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def row(record_property: Callable[[str, object], None]) -> Callable[[Mapping[str, object]], None]:
-    """Takes the test's row of the table, by column."""
+    """Records the test's row of the table, by column."""
 
     def record(columns: Mapping[str, object]) -> None:
         for name, value in columns.items():
@@ -87,7 +88,7 @@ def row(record_property: Callable[[str, object], None]) -> Callable[[Mapping[str
 
 @pytest.fixture
 def note(row: Callable[[Mapping[str, object]], None]) -> Callable[..., None]:
-    """A row of the table of caps."""
+    """Records a row of the table of caps."""
 
     def record(what: str, number: int, result: str, worst_s: float) -> None:
         row({"what": what, "number": number, "result": result, "worst time, s": f"{worst_s:.2f}"})
@@ -97,10 +98,10 @@ def note(row: Callable[[Mapping[str, object]], None]) -> Callable[..., None]:
 
 @pytest.fixture(scope="module")
 def unharmed(chatty_server: TritonServer, chatty_gateway: RunningGateway) -> Iterator[None]:
-    """A module's tests leave the processes that there were, no job, and no open connection."""
+    """Checks that a module's tests leave the same processes, no job and no open connection."""
     server, gateway = psutil.Process(chatty_server.pid), chatty_gateway.process
     stub = chatty_server.runtime.stub_pid()
-    assert httpx2.get(f"{chatty_gateway.url}/health").is_success  # it has its connection, then
+    assert httpx2.get(f"{chatty_gateway.url}/health").is_success  # then it has its connection
     wait_until_idle(chatty_server.endpoints)
     num_sockets = connections(server), connections(psutil.Process(gateway.pid))
     yield
@@ -117,7 +118,7 @@ def connections(process: psutil.Process) -> int:
 
 @pytest.fixture
 def all_files_that_may_be_open() -> Iterator[None]:
-    """For this process, as the gateway and the launcher do for theirs."""
+    """Lifts this process's limit of open files, as gateway and launcher lift theirs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     yield

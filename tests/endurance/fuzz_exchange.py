@@ -1,4 +1,4 @@
-"""Sends requests as they are, byte by byte, and says what came back."""
+"""Sends requests byte by byte as they are, and records the answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2
 
 DEADLINE_S = 30.0
 CLOSED, LATE = "closed", "late"
-"""The connection ended without a whole answer; there was none before the deadline."""
+"""Kinds of failure: the connection ended without a whole answer, or no answer came in time."""
 _CALLS = "/inference.GRPCInferenceService/"
 _WATCHED = b'"engine_state"'
 
@@ -28,19 +28,19 @@ class Outcome:
     seconds: float = 0.0
     content_type: str = ""
     body: bytes = b""
-    """Of an HTTP answer, all of it."""
+    """The whole body of an HTTP answer."""
     messages: tuple[str, ...] = ()
-    """Of a gRPC call's errors, and of its end."""
+    """Messages of a gRPC call's errors and of its end."""
     num_responses: int = 0
     was_watched: bool = False
-    """The server went on showing its state until it was left."""
+    """Whether the server kept sending its state until the client left."""
 
 
 class Sender:
-    """For any number of threads."""
+    """Sends requests; any number of threads may use it."""
 
     def __init__(self, urls: dict[str, str], channel: grpc.Channel) -> None:
-        """``urls``: of the services with HTTP."""
+        """``urls``: those of the HTTP services."""
         self._addresses = {name: urlsplit(url) for name, url in urls.items()}
         self._channel = channel
 
@@ -54,10 +54,10 @@ class Sender:
         address = self._addresses[request.service]
         connection = socket.create_connection((address.hostname, address.port), DEADLINE_S)
         with connection:
-            # Who refuses a request may close before all of it is sent.
+            # A server that refuses a request may close the connection before all of it is sent.
             with suppress(OSError):
                 connection.sendall(request.payload)
-                if not request.is_framed:  # or the rest would be waited for
+                if not request.is_framed:  # else the server would wait for the rest
                     connection.shutdown(socket.SHUT_WR)
             answer = http.client.HTTPResponse(connection, method=request.method)
             try:
@@ -87,7 +87,7 @@ class Sender:
                 response = service_pb2.ModelStreamInferResponse.FromString(encoded)
                 messages += [response.error_message] if response.error_message else []
                 if any(output.name == "engine_state" for output in response.infer_response.outputs):
-                    call.cancel()  # which would go on for ever
+                    call.cancel()  # such an answer would never end
                     return Outcome("OK", num_responses=num_responses, was_watched=True)
         except grpc.RpcError as error:
             return _ended(error, messages, num_responses)
@@ -95,13 +95,13 @@ class Sender:
 
 
 def _read(answer: http.client.HTTPResponse) -> bytes:
-    """The whole body. Raises http.client.IncompleteRead, TimeoutError."""
+    """Reads the whole body. Raises http.client.IncompleteRead, TimeoutError."""
     deadline_s = time.monotonic() + DEADLINE_S
     body = b""
     while part := answer.read1(1 << 16):
         body += part
         if _WATCHED in body and body.endswith(b"\n\n"):
-            break  # it would go on for ever
+            break  # the stream would never end
         if time.monotonic() > deadline_s:
             raise TimeoutError
     return body

@@ -1,4 +1,4 @@
-"""Calls of Triton's gRPC service, most of them nearly good."""
+"""Calls of Triton's gRPC service, most of them almost valid."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _SIZES = {"INT32": 4, "UINT64": 8}
 class GrpcCall:
     method: str
     messages: tuple[bytes, ...]
-    """Encoded; those of a stream, or one."""
+    """The encoded messages: those of a stream, or a single one."""
     metadata: tuple[tuple[str, str], ...] = ()
     service = TRITON_GRPC
 
 
 def _packed(datatype: str, values: Sequence[Any]) -> bytes:
-    """``values`` as Triton reads them; what does not fit is cut."""
+    """Packs ``values`` as Triton reads them; bits that do not fit are cut off."""
     if datatype == "BYTES":
         texts = (value if isinstance(value, str) else json.dumps(value) for value in values)
         encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
@@ -75,7 +75,7 @@ _ANY_OF: dict[str, Draw] = {
 
 
 def _tensor(rng: Random, name: str, *, whole: bool) -> tuple[Any, bytes]:
-    """An input, and its raw contents; ``whole``: both agree with what the model declares."""
+    """An input and its raw contents. If ``whole``, both match the model's declaration."""
     spec = next(one for one in protocol.INPUTS if one.name == name)
     datatype: str = spec.datatype
     good = (GOOD | TENSORS)[name]
@@ -109,7 +109,7 @@ def _parameter(rng: Random, *, whole: bool) -> Any:
 
 
 def _infer_message(rng: Random, *, whole: bool) -> bytes:
-    """``whole``: Triton itself finds nothing wrong with it, though the model may."""
+    """If ``whole``, Triton accepts the message, though the model may refuse it."""
     prompts = (protocol.TEXT_INPUT, protocol.TEXT_INPUT, *protocol.PROMPTS)
     names = [protocol.MAX_TOKENS] if whole or mostly(rng) else []
     names += [rng.choice(prompts)] if whole or mostly(rng, 20) else []
@@ -156,7 +156,7 @@ def _damaged(rng: Random, message: Any) -> bytes:
 
 
 def _plain_text(rng: Random) -> str:
-    """As protobuf takes it, without lone surrogates."""
+    """Text that protobuf accepts: without lone surrogates."""
     return text(rng).encode(errors="replace").decode()
 
 
@@ -166,8 +166,8 @@ def draw_grpc_call(rng: Random) -> GrpcCall:
         return GrpcCall(rng.choice(_OTHER_CALLS), (message,))
     if boolean(rng):
         return GrpcCall(INFER, (_infer_message(rng, whole=False),))
-    # Where Triton 24.10 itself refuses one of several requests of a call, or that of a call that
-    # asks for codes, it may end with a signal (docs/triton_facts.md).
+    # Triton 24.10 may crash where it refuses one of several requests of a call, or the request of a
+    # call that asks for codes (docs/triton_facts.md).
     messages = tuple(_infer_message(rng, whole=True) for _ in range(rng.randint(1, 4)))
     asks = len(messages) == 1 and boolean(rng)
     return GrpcCall(INFER, messages, (("triton_grpc_error", "true"),) if asks else ())

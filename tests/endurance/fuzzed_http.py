@@ -1,4 +1,4 @@
-"""HTTP requests to the gateway and to Triton, most of them nearly good."""
+"""HTTP requests to the gateway and to Triton, most of them almost valid."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _GENERATE = (f"{_MODEL}/generate", f"{_MODEL}/generate_stream")
 class HttpRequest:
     service: str
     payload: bytes
-    """As it goes over the wire, headers and body."""
+    """Headers and body as they go over the wire."""
     is_framed: bool
-    """Headers and body are whole and agree, so that it must be answered."""
+    """Whether headers and body are whole and agree, so that the server must answer."""
 
     @property
     def method(self) -> str:
@@ -120,7 +120,7 @@ _PATH_CHARACTERS = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123
 
 
 def _odd_framing(rng: Random, body: bytes) -> tuple[str, bytes]:
-    """Headers, and the body with them."""
+    """Odd headers, and the body that goes with them."""
     size = len(body)
     length = f"Content-Length: {size}\r\n"
     chunked = "Transfer-Encoding: chunked\r\n"

@@ -1,4 +1,4 @@
-"""Values of fields: good ones, such at the borders and beyond, and what is none at all."""
+"""Values of fields: valid ones, values at the limits and beyond, and malformed ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from fastserve_client import protocol
 
 VOCAB_SIZE = 260
-"""Of the model that the requests are for."""
+"""Vocabulary size of the model that gets the requests."""
 
 INPUT_NAMES = tuple(spec.name for spec in protocol.INPUTS)
 TRITON_FIELDS = (*INPUT_NAMES, *protocol.PARAMETER_KEYS, protocol.REQUEST_ID, "timeout")
@@ -30,7 +30,7 @@ _TEXTS = (
     *("1e999", "fastserve", "\r\nX: y", "\u2028", "..", "%00", "(" * 300, "a" * 300, "[" * 300),
     *('{"a": 1}', "[1, 2]", "5", "user", "x" * 2000),
 )
-# What is no JSON, or is read in several ways.
+# Texts that are no JSON, or that parsers read in different ways.
 _ODD_JSON = (
     *("NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1E-400", "-0", "1.0", "4.0", "01", "+1"),
     *("9" * 400, "-" + "9" * 30, "0." + "3" * 400, "0x10", "tru", "None", "'a'", '"open', "", ","),
@@ -38,7 +38,7 @@ _ODD_JSON = (
     *('{"a": 1, "a": 2}', "[" * 100_000, "[" * 150 + "]" * 150, '{"a":' * 150 + "1" + "}" * 150),
     *("[" * 9000 + "]" * 9000, '"' + "é" * 3000 + '"', "[" + "1," * 5000 + "1]"),
 )
-# ASCII, what ends lines or strings, other planes, surrogates and private characters.
+# ASCII, ends of lines and strings, other planes, surrogates and private characters.
 _CHARACTER_RANGES = ((0x20, 0x7E), (0, 0x1F), (0x7F, 0x2FFF), (0xD800, 0xFFFF), (0x10000, 0x10FFFF))
 
 
@@ -174,12 +174,12 @@ GOOD: dict[str, Draw] = dict.fromkeys((*_FLAGS, protocol.CLIP_MAX_TOKENS), boole
     protocol.REQUEST_ID: text,
     protocol.SAMPLING_PARAMETERS: _sampling_parameters,
 }
-"""How to draw a value of the right kind, by the field's name in any of the APIs."""
+"""Draws a valid value, by the field's name in any of the APIs."""
 TENSORS: dict[str, Draw] = {
     protocol.MESSAGES: lambda rng: json.dumps(GOOD[protocol.MESSAGES](rng)),
     **dict.fromkeys((protocol.LOGIT_BIAS, protocol.STRUCTURED_OUTPUT), text),
 }
-"""Where that is other for Triton than for the gateway."""
+"""Fields whose valid values differ between Triton and the gateway."""
 
 
 # --- JSON ---------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def any_json(rng: Random) -> str:
 def _fields(
     rng: Random, required: Sequence[str], known: Sequence[str], good: Mapping[str, Draw]
 ) -> _Fields:
-    """Names with the JSON of their values: mostly good ones, some of any kind, some twice."""
+    """Names with the JSON of their values: most valid, some random, some given twice."""
     names = [name for name in required if mostly(rng, 20)] + rng.choices(known, k=rng.randint(0, 4))
     found = [
         (name, _json(rng, good.get(name, junk)) if mostly(rng, 8) else any_json(rng))
@@ -220,7 +220,7 @@ def _object_text(fields: _Fields) -> str:
 def draw_body(
     rng: Random, required: Sequence[str], known: Sequence[str], good: Mapping[str, Draw]
 ) -> bytes:
-    # Few tokens by default: of two values of a name, readers take the last.
+    # Few tokens by default. Of two values of one name, readers take the last.
     fields = [(protocol.MAX_TOKENS, "4"), *_fields(rng, required, known, good)]
     body = _object_text(fields).encode("utf-8", "surrogatepass")
     if mostly(rng):

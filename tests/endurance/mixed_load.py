@@ -1,4 +1,4 @@
-"""Requests of every kind, by every way in, at a steady rate. Each checks its own answer."""
+"""Sends requests of every kind over every API at a steady rate, and checks each answer."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fastserve_client.protocol import MODEL_NAME
 from serving_client import GENERATE, GENERATE_STREAM, generate, server_sent_events
 
 DEADLINE_S = 120.0
-"""Of each request; most take less than a second."""
+"""Time limit of each request; most take less than a second."""
 WORDS = tuple(f"w{number:x}" for number in range(300))
-"""Of all prompts. The tokenizer keeps the tokens of 10,000 words: all of these are soon there."""
+"""Words of all prompts. The tokenizer caches 10,000 words, so all of these are soon cached."""
 LONGEST_PROMPT, LONGEST_OUTPUT = 20, 24
 LONG = 400
-"""Tokens of an answer that its client gives up after the first ones."""
+"""Tokens of an answer whose client leaves after the first ones."""
 BURST, BURST_PROMPT, BURST_OUTPUT = 8, 400, 60
-"""Requests that come at once, and their tokens: more KV than the device has."""
+"""Requests of a burst, and their tokens: they need more KV than the device has."""
 BURST_EVERY = 200
-"""The first request of so many is a burst."""
+"""One in this many requests is a burst."""
 CODE = r"\d{3}-[a-f]{2}"
 
 Kind = Callable[[], Awaitable[None]]
@@ -64,7 +64,7 @@ class MixedLoad:
         ]
 
     async def run(self, seconds: float, requests_per_s: float) -> None:
-        """Returns when each request has ended; connections end with it."""
+        """Runs the load; returns when all requests have ended and their connections are closed."""
         loop = asyncio.get_running_loop()
         async with (
             httpx2.AsyncClient(timeout=DEADLINE_S) as self._http,
@@ -95,7 +95,7 @@ class MixedLoad:
         assert [chunk.finish_reason for chunk in received if chunk.finish_reason] == ["length"]
 
     async def _grpc_channel(self) -> None:
-        """By Triton's own client, whose every stream has a channel."""
+        """Sends it by Triton's own client, which opens a channel for each stream."""
         self.num_jobs += 1
         request = {"text_input": self._prompt(), "max_tokens": self._output(), "stream": True}
         answer = await asyncio.to_thread(generate, self._endpoints.grpc_url, **request)
@@ -228,7 +228,7 @@ class MixedLoad:
         assert not any(reasons)
 
     async def _give_up(self, url: str, body: dict[str, Any]) -> None:
-        """Closes the connection of a stream after its first tokens."""
+        """Opens a stream, and closes its connection after the first tokens."""
         self.num_jobs += 1
         async with self._http.stream("POST", url, json=body) as response:
             assert response.status_code == 200

@@ -1,4 +1,4 @@
-"""What a process has of memory, files and threads."""
+"""Memory, files and threads of a process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import psutil
 class Holdings:
     pid: int
     memory_bytes: int
-    """Anonymous and shared memory; each page that several processes share counts once, in parts.
-    The pages of files, such as programs, do not count: who else has them depends on the machine."""
+    """Anonymous and shared memory in bytes. A page that n processes share counts as 1/n in each.
+    Pages of files, such as programs, are left out: how many others share them depends on the
+    machine."""
     num_descriptors: int
     num_threads: int
 

@@ -1,4 +1,4 @@
-"""As many open requests and as large prompts as there may be, and more.
+"""Open requests and prompt sizes at their limits, and beyond.
 
 `make endurance` has the whole numbers, `make test` a tenth or so.
 """
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("unharmed")
 # --- open requests ------------------------------------------------------------------------------
 
 REQUESTS_OF_STREAM = 100
-# Most jobs have all of theirs only when no new ones come any more.
+# Most jobs get all of their tokens only when no new jobs arrive.
 TOKENS = 8
 FULL = "requests are queued already"
 # 2 s for a thousand, on two cores that clients and server share.
@@ -110,16 +110,16 @@ async def requests(start: int, end: int) -> AsyncIterator[Any]:
 LARGE = 10_000_000
 """Bytes."""
 MANY, SOME = 32, 2
-# Where nothing else runs it is below 0.3 s; whoever types reads on.
+# On an idle machine it is below 0.3 s, which a reader does not notice.
 MOST_GAP_S = 3.0
-# Of tritonserver and the stub together, when all have been refused.
+# Growth of tritonserver and the stub together, when all prompts have been refused.
 MOST_GROWTH_BYTES = 500_000_000
 TOO_LONG = "maximum context length is 256 tokens"
 TOO_LARGE = "the body is larger than 8388608 bytes"
 
 
 class Reader(threading.Thread):
-    """Somebody who reads stream after stream, and notes the longest time without a token."""
+    """Reads one stream after the other, and records the longest time without a token."""
 
     def __init__(self, grpc_url: str) -> None:
         super().__init__()

@@ -38,17 +38,17 @@ FIXED_REQUEST = {"text_input": "The queue was long", "max_tokens": 16, "temperat
 FAULTS_IN_LOGS = re.compile("Traceback|unexpectedly|internal error|never retrieved|Signal", re.I)
 FAULTS_IN_MESSAGES = re.compile(r"internal error|Traceback|\.py\b")
 
-# Those of docs/gateway.md, but for what keys, slow clients or servers that are away lead to.
+# The codes in docs/gateway.md, except those for bad keys, slow clients and missing servers.
 GATEWAY_STATUSES = {200, 400, 403, 404, 405, 413, 415, 431}
-# 501: Triton's infer does not do for a model that streams.
+# Triton answers 501 to infer for a model that streams.
 TRITON_STATUSES = {200, 400, 403, 404, 405, 501}
-# It says 500 where it cannot read a body itself.
+# It answers 500 where it cannot parse a body itself.
 TRITONS_OWN_500 = re.compile("parse|JSON|non-object")
 ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 UNREADABLE = "Unable to parse request"
-"""gRPC's own words for a message that is none, with the code INTERNAL."""
+"""gRPC's own words for a malformed message, with the code INTERNAL."""
 GRPC_CODES = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "UNAVAILABLE"}
-# What is wrong with no field in particular.
+# Errors that belong to no field.
 OF_WHOLE_BODY = ("the body is no JSON", "the body must be", "Invalid HTTP request", "CONNECT")
 
 
@@ -82,7 +82,7 @@ def test_each_is_answered_and_nothing_is_left(
         if (fault := fault_of(sent, outcome))
     ]
     assert not faults, f"{len(faults)} faults, such as\n" + "\n".join(faults[:NUM_SHOWN])
-    # Nobody was restarted; the process of grammars starts with the first of them.
+    # No process was restarted. The grammar process starts with the first grammar.
     assert processes <= {chatty_server.pid, runtime.stub_pid(), *runtime.processes()}
     assert chatty_gateway.process.poll() is None
     wait_until_idle(endpoints)
@@ -100,7 +100,7 @@ def test_each_is_answered_and_nothing_is_left(
     record_property("all, s", round(seconds))
 
 
-# --- what is wrong with an answer, empty if nothing is ------------------------------------------
+# --- what is wrong with an answer; empty if nothing is ------------------------------------------
 
 
 def fault_of(request: Request, outcome: Outcome) -> str:
@@ -123,7 +123,7 @@ def _fault_over_grpc(request: GrpcCall, outcome: Outcome) -> str:
         return "its status"
     if any(FAULTS_IN_MESSAGES.search(message) for message in outcome.messages):
         return "its message"
-    # After a message that is none there is no further one.
+    # gRPC reads nothing after a malformed message.
     least = len(list(takewhile(_is_readable, request.messages)))
     if outcome.status == "OK" and not outcome.was_watched and outcome.num_responses < least:
         return "fewer answers than requests"
@@ -142,7 +142,7 @@ def _fault_of_triton(request: HttpRequest, outcome: Outcome) -> str:
     if request.method == "HEAD":
         return "" if outcome.status in TRITON_STATUSES else "its status"
     if _may_be_no_unicode(request.payload):
-        # Triton quotes names and ids as they came, whatever bytes these are.
+        # Triton quotes names and ids byte by byte as they came.
         outcome = replace(outcome, body=outcome.body.decode(errors="replace").encode())
     if outcome.status != 200:
         if not (outcome.body or request.is_framed):
@@ -157,7 +157,7 @@ def _fault_of_triton(request: HttpRequest, outcome: Outcome) -> str:
 
 
 def _may_be_no_unicode(text: bytes) -> bool:
-    """Whether it is no UTF-8, or has surrogates that JSON escapes."""
+    """Whether it is invalid UTF-8, or has surrogates that JSON escapes."""
     try:
         return ESCAPED_SURROGATE.search(text.decode()) is not None
     except UnicodeDecodeError:
@@ -186,7 +186,7 @@ def _fault_of_gateway(request: HttpRequest, outcome: Outcome) -> str:
 
 
 def _is_named(error: dict[str, Any], request: HttpRequest) -> bool:
-    """Whether ``param`` is something that the request has, or should have."""
+    """Whether the request has, or should have, the field ``param``."""
     if error["param"] is None:
         return error["message"].startswith(OF_WHOLE_BODY)
     root = re.split(r"[.\[]", error["param"])[0]
@@ -194,7 +194,8 @@ def _is_named(error: dict[str, Any], request: HttpRequest) -> bool:
 
 
 def _answers(outcome: Outcome) -> list[Any]:
-    """The JSON of a body or of each of its events; None for ``[DONE]``. Raises ValueError."""
+    """The parsed JSON of a body, or of each of its events; None for ``[DONE]``. Raises
+    ValueError."""
     return [None if event == b"[DONE]" else _strict_json(event) for event in _events(outcome)]
 
 

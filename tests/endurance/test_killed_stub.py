@@ -1,5 +1,5 @@
-"""The model's process is killed again and again under load: clients are told, the server is back
-soon, and nothing stays.
+"""The model's process is killed repeatedly under load: clients get errors, the server is soon back,
+and nothing is left behind.
 
 `make endurance` kills it ten times, `make test` once.
 """
@@ -16,7 +16,7 @@ import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.system import restart_limit
-from launched import is_serving, leaving_nothing, start
+from launched import is_serving, leaving_nothing, start_server
 from serving_client import GrpcStream
 from waiting import wait_for
 
@@ -37,7 +37,7 @@ def test_the_stub_is_killed_under_load(
     monkeypatch.setattr(restart_limit, "_MAX_RESTARTS", kills)
     error_s = ready_s = 0.0
     with leaving_nothing() as started:
-        server = start(tiny_config, tmp_path / "server.log")
+        server = start_server(tiny_config, tmp_path / "server.log")
         started.append((server.runtime, server.endpoints))
         try:
             prefix = server.runtime.shared_memory_prefix
@@ -76,7 +76,7 @@ def names(prefix: str) -> list[Path]:
 
 
 def load(server: TritonServer) -> list[GrpcStream]:
-    """As many jobs as run at once, and as many that wait."""
+    """Sends as many jobs as run at once, and as many more, which wait."""
     streams = [
         GrpcStream(
             server.endpoints.grpc_url, text_input="a", stream=True, max_tokens=3500, ignore_eos=True

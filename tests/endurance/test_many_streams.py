@@ -1,5 +1,5 @@
-"""64 streams through the gateway: each gets all of its tokens, faster than one reads, and what the
-full queue does not take is refused at once.
+"""64 streams through the gateway: each gets all of its tokens faster than people read, and requests
+beyond the full queue are refused at once.
 
 `make endurance` gives each a minute's worth of tokens, `make test` a second's.
 """
@@ -74,7 +74,7 @@ async def test_each_of_many_streams_gets_its_tokens(
 
 
 async def read(gateway: RunningGateway, num_tokens: int, begun: asyncio.Event) -> float:
-    """Tokens/s of one answer; ``begun`` is set when its first token is there."""
+    """Reads one answer and returns its tokens/s. Sets ``begun`` at the first token."""
     body = json.dumps({**BODY, "max_tokens": num_tokens}).encode()
     url = httpx2.URL(gateway.url)
     began_s = time.monotonic()
@@ -92,7 +92,7 @@ async def read(gateway: RunningGateway, num_tokens: int, begun: asyncio.Event) -
 
 
 async def refusals(gateway: RunningGateway, streams: Sequence[asyncio.Task[float]]) -> list[float]:
-    """Seconds that each refusal took, while all of the streams run."""
+    """Seconds that each refusal took while all of the streams ran."""
     taken_s: list[float] = []
     async with httpx2.AsyncClient(timeout=DEADLINE_S) as http:
 
@@ -100,7 +100,7 @@ async def refusals(gateway: RunningGateway, streams: Sequence[asyncio.Task[float
             url = f"{gateway.api_url}/completions"
             return (await http.post(url, json={**BODY, "max_tokens": 1})).status_code
 
-        # One that is taken came after the first stream had ended.
+        # A request that is accepted came after the first stream had ended.
         while not any(stream.done() for stream in streams):
             began_s = time.monotonic()
             if await ask() == httpx2.codes.TOO_MANY_REQUESTS:

@@ -38,7 +38,7 @@ STREAMED = {"stream": True, "max_tokens": 200, "ignore_eos": True}
 
 @dataclass(frozen=True)
 class Service:
-    """Where ``request`` is answered, with a job of a token."""
+    """A service, and a request to it that needs one token."""
 
     name: str
     host: str
@@ -55,7 +55,7 @@ class Service:
         return await asyncio.open_connection(self.host, self.port)
 
     async def answers(self) -> float:
-        """Seconds that a new client waits for an answer."""
+        """Seconds until a new client has its answer."""
         began_s = time.monotonic()
         reader, writer = await self.connect()
         writer.write(self.request())
@@ -65,7 +65,7 @@ class Service:
 
 
 async def status_of(reader: asyncio.StreamReader) -> int | None:
-    """None: the connection ends without an answer."""
+    """The answer's status; None if the connection ends without an answer."""
     with suppress(ConnectionError):
         line = await reader.readline()
         return int(line.split()[1]) if line else None
@@ -106,11 +106,11 @@ async def test_each_of_many_connections_is_served(
 
 
 BODY_S = 60.0
-"""When the gateway gives up on a body, and has given up on headers long since."""
+"""When the gateway gives up on a body; it gives up on headers much earlier."""
 TRICKLE_S = 5.0
-# Where nothing else runs it is below 0.1 s.
+# On an idle machine it is below 0.1 s.
 MOST_WAIT_S = 2.0
-# Until a busy machine has come to it.
+# Time that a busy machine may need.
 LATE_S = 15.0
 
 
@@ -149,7 +149,7 @@ async def test_slow_clients_keep_nobody_from_being_served(
 
 
 async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
-    """Sends a byte now and then; what it is answered in the end."""
+    """Sends a byte now and then, and returns the status of the final answer."""
     status = asyncio.ensure_future(status_of(reader))
     while not status.done():
         await asyncio.wait((status,), timeout=TRICKLE_S)
@@ -163,7 +163,7 @@ async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 async def test_half_closed_connections_leave_nothing(
     service: Service, is_long: bool, note: Callable[..., None]
 ) -> None:
-    """A client that sends no more is answered or counts as gone; its job ends in either case."""
+    """The server answers a half-closed client or drops it. Either way its job ends."""
     number = (MANY_CONNECTIONS if is_long else SOME_CONNECTIONS) // 5
     began_s = time.monotonic()
 
@@ -191,7 +191,7 @@ async def test_half_closed_connections_leave_nothing(
 MANY_BODIES, SOME_BODIES = 32, 4
 MOST_GROWTH_BYTES = 150_000_000
 ZEROS = b"\0" * (1 << 20)
-# What gzip makes of parts is, joined, that of the whole: a megabyte for 1 GiB.
+# Joined gzip parts decompress to the joined whole: a megabyte makes 1 GiB.
 COMPRESSED = {"gzip": gzip.compress(ZEROS) * (1 << 10), "deflate": zlib.compress(ZEROS)}
 
 
@@ -238,12 +238,12 @@ async def test_compressed_bodies_are_not_unpacked(
 def test_what_triton_does_not_take_harms_nobody(
     what: str, sent: bytes, chatty_server: TritonServer, note: Callable[..., None]
 ) -> None:
-    """The gateway answers each of them, or says why not."""
+    """The gateway answers each body, or refuses it with a reason."""
     url = urlsplit(chatty_server.endpoints.http_url)
     began_s = time.monotonic()
     with socket.create_connection((url.hostname, url.port), timeout=1.0) as connection:
         answers = b""
-        with suppress(OSError):  # it is closed, or hears no more
+        with suppress(OSError):  # it is closed, or gets no further answer
             connection.sendall(sent)
             while part := connection.recv(1 << 16):
                 answers += part

@@ -1,4 +1,4 @@
-"""How many responses pass from the engine to clients, and how many tokens where these share them.
+"""How many responses a second reach clients, and how many tokens if responses hold several.
 
 `make endurance` measures it, `make test` only counts.
 """
@@ -23,7 +23,7 @@ from running_server import running_server
 STREAMS, CALLS = 64, 2
 MANY_TOKENS, FEW_TOKENS = 250, 4
 ROUNDS = 7
-# The median on two cores; they made 4,600 to 4,800.
+# The median on two cores; single runs had 4,600 to 4,800.
 RESPONSES_PER_S = 4000
 DEADLINE_S = 60.0
 
@@ -71,7 +71,8 @@ def test_responses_of_many_streams(
 
 
 def num_responses(grpc_url: str, message: bytes, num_requests: int) -> int:
-    """Of ``num_requests`` on one call. They are only counted: this is no measure of a client."""
+    """Responses to ``num_requests`` on one call. They are counted unread, so the client's cost is
+    left out."""
     with grpc.insecure_channel(grpc_url, [("grpc.use_local_subchannel_pool", 1)]) as channel:
         call = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
         return sum(1 for _ in call(iter([message] * num_requests), timeout=DEADLINE_S))

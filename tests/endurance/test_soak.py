@@ -1,4 +1,5 @@
-"""An hour's requests: no process grows, none is restarted, and each request ends once.
+"""After an hour's worth of requests no process has grown or restarted, and each request has ended
+once.
 
 A server and a gateway, in processes of their own, get 20 requests a second of every kind: streams,
 whole answers, chats, forms, clients that go away, what is refused, and bursts that need more KV
@@ -25,7 +26,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.job import FinishReason
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.runtime import RuntimeDirectory
-from launched import leaving_nothing, start_launcher, started_by
+from launched import leaving_nothing, server_of, start_launcher
 from mixed_load import MixedLoad
 from process_holdings import Holdings
 from running_gateway import running_gateway
@@ -38,13 +39,13 @@ pytestmark = pytest.mark.timeout(1200)
 REQUESTS_PER_S = 20.0
 ROUND_S, NUM_ROUNDS, WARM_UP_ROUNDS = 60.0, 10, 3
 SHORT_ROUND_S, NUM_SHORT_ROUNDS = 2.5, 2
-# Of what a process had after the warm-up; or so much, which is more of tritonserver's few MiB.
+# Allowed growth: a share of the memory after the warm-up, or this much if that is more.
 MOST_GROWTH, MOST_SHORT_GROWTH, GRAIN_BYTES = 0.05, 0.5, 1 << 20
-# For connections that were closed, and threads that have nothing left to do.
+# Time for closed connections and idle threads to go.
 SETTLE_S, SETTLE_TIMEOUT_S = 0.5, 30.0
 MIB = 1 << 20
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-# Of their command lines.
+# Words in the processes' command lines.
 PROCESSES = {
     "tritonserver": "bin/tritonserver",
     "stub": "triton_python_backend_stub",
@@ -56,13 +57,13 @@ NAMES = ("launcher", *PROCESSES, "gateway")
 
 @dataclass(frozen=True)
 class Reading:
-    """The idle processes, by name, and the names of their shared memory."""
+    """Holdings of the idle processes by name, and the names of their shared memory."""
 
     holdings: dict[str, Holdings]
     shared_memory: frozenset[str]
 
     def counts(self) -> object:
-        """All that is to be constant."""
+        """The counts that must stay constant."""
         return self.shared_memory, {
             name: (one.pid, one.num_descriptors, one.num_threads)
             for name, one in self.holdings.items()
@@ -75,7 +76,7 @@ class Soak:
     swap_bytes: float
     worker_restarts: float
     readings: list[Reading]
-    """After the warm-up, and after each round that followed."""
+    """Readings after the warm-up and after each round."""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +87,7 @@ def soak(is_long: bool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[So
     with leaving_nothing() as started:
         launcher = start_launcher(config, directory / "server.log")
         try:
-            started.append(started_by(launcher))
+            started.append(server_of(launcher))
             (runtime, endpoints), log = started[0], directory / "gateway.log"
             with running_gateway(f"grpc://{endpoints.grpc_url}", log) as gateway:
                 pids = {"launcher": launcher.pid, "gateway": gateway.process.pid}
@@ -103,7 +104,7 @@ def _config(model: Path) -> EngineConfig:
     (model / "config.json").write_text(json.dumps(TINY_OPT), encoding="utf-8")
     save_byte_tokenizer(model)
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    # So little memory on the host that a burst touches all of it.
+    # So little swap space that a burst fills it.
     small = {"device_blocks": 80, "swap_space_gib": 0.01}
     return EngineConfig().with_keys(**engine_options(model) | small)
 
@@ -132,11 +133,11 @@ def _soak(
 
 
 def _is_over(load: MixedLoad, endpoints: Endpoints) -> bool:
-    """Whether the server counts each job as ended once, and has nothing left of any."""
+    """Whether the server has counted each job as ended once, and holds nothing of any job."""
     url = endpoints.metrics_url
     num_ended = sum(ended_jobs(url, reason.value) for reason in FinishReason)
     num_refused = metric(url, "fastserve_requests_rejected_total")
-    # The launcher's probe was one, too.
+    # The launcher's probe was a job, too.
     assert num_ended <= load.num_jobs + 1
     assert num_refused <= load.num_refused
     is_all = (num_ended, num_refused) == (load.num_jobs + 1, load.num_refused)
@@ -144,7 +145,8 @@ def _is_over(load: MixedLoad, endpoints: Endpoints) -> bool:
 
 
 def _settled_reading(runtime: RuntimeDirectory, pids: dict[str, int]) -> Reading:
-    """Once nothing changes any more: closed connections are let go of a moment later."""
+    """A reading once nothing changes any more, as processes drop closed connections a moment
+    later."""
     deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
     before = _read(runtime, pids)
     while True:
@@ -167,7 +169,7 @@ def _read(runtime: RuntimeDirectory, pids: dict[str, int]) -> Reading:
 
 
 def test_each_request_ends_once(soak: Soak, record_property: Callable[[str, object], None]) -> None:
-    """Which each of them, and the server's counters, have said by now."""
+    """All requests have checked their end by now, and the server's counters agree."""
     assert soak.worker_restarts == 0
     assert soak.swap_bytes > 0
     for reading in soak.readings:
@@ -185,10 +187,7 @@ def test_each_request_ends_once(soak: Soak, record_property: Callable[[str, obje
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_process_has_stays(
-    name: str,
-    soak: Soak,
-    is_long: bool,
-    record_property: Callable[[str, object], None],
+    name: str, soak: Soak, is_long: bool, record_property: Callable[[str, object], None]
 ) -> None:
     first, *others = (reading.holdings[name] for reading in soak.readings)
     most_growth = MOST_GROWTH if is_long else MOST_SHORT_GROWTH

@@ -1,4 +1,4 @@
-"""Clients of the gateway that stop reading: each is dropped, holds little, and harms no other.
+"""Gateway clients that stop reading are dropped, use little memory, and harm no other client.
 
 `make endurance` has 70 of them, `make test` seven.
 """
@@ -24,11 +24,11 @@ from running_gateway import REQUEST_TIMEOUT_S, RunningGateway
 from serving_client import wait_until_idle
 from waiting import wait_for
 
-AT_ONCE = 7  # the eighth seat is for one that reads
+AT_ONCE = 7  # the eighth place is for a client that reads
 ROUNDS, FIRST_ROUNDS = 10, 3
 DROPPED_S, HELD_MB, GAP_S = 5.0, 1.0, 1.0
 DEADLINE_S = 60.0
-# Kilobytes a token: what lies between the two sides is soon full.
+# Kilobytes a token, so that all buffers on the way are soon full.
 WORDY = {
     "model": "fastserve", "prompt": "Hello", "max_tokens": 3000, "ignore_eos": True,
     "stream": True, "logprobs": 20,
@@ -52,7 +52,7 @@ def test_clients_that_stop_reading_are_dropped(
     with ThreadPoolExecutor(1) as pool:
         reader = pool.submit(read, gateway, ends)
         try:
-            # What the first rounds make the processes take is there for the others.
+            # Later rounds reuse the memory that the first rounds made the processes take.
             for _ in range(FIRST_ROUNDS if is_long else 0):
                 drop_some(gateway)
             before = memory(gateway, server)
@@ -80,13 +80,13 @@ def test_clients_that_stop_reading_are_dropped(
 
 
 def memory(gateway: RunningGateway, server: TritonServer) -> int:
-    """Bytes that gateway, server and stub take."""
+    """Memory of gateway, server and stub in bytes."""
     pids = (gateway.process.pid, server.pid, server.runtime.stub_pid())
     return sum(psutil.Process(pid).memory_info().rss for pid in pids)
 
 
 def drop_some(gateway: RunningGateway) -> float:
-    """Seconds from the last byte that any of the clients has room for until all are dropped."""
+    """Seconds from the last byte that any client has room for until all clients are dropped."""
     process = psutil.Process(gateway.process.pid)
     with ExitStack() as stack:
         clients = [stack.enter_context(stopped_client(gateway)) for _ in range(AT_ONCE)]
@@ -105,13 +105,13 @@ def drop_some(gateway: RunningGateway) -> float:
 
 
 def unread_bytes(connection: socket.socket) -> int:
-    """What the system holds for the client to read."""
+    """Bytes that the system holds for the client to read."""
     answer = fcntl.ioctl(connection, termios.FIONREAD, bytes(4))
     return int.from_bytes(answer, sys.byteorder)
 
 
 def stopped_client(gateway: RunningGateway) -> socket.socket:
-    """Has read the beginning of its answer."""
+    """A client that has read the beginning of its answer and then stops."""
     url = httpx2.URL(gateway.url)
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
@@ -123,7 +123,8 @@ def stopped_client(gateway: RunningGateway) -> socket.socket:
 
 
 def read(gateway: RunningGateway, ends: threading.Event) -> tuple[int, float]:
-    """Reads whole answers, one after the other; the number of tokens, and the longest gap in s."""
+    """Reads whole answers one by one; returns the number of tokens and the longest gap in
+    seconds."""
     num_tokens, longest_gap_s = 0, 0.0
     url = f"{gateway.api_url}/completions"
     with httpx2.Client(timeout=DEADLINE_S) as http:

@@ -15,7 +15,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights wide enough apart that rounding never decides a greedy token."""
+    """Its weights differ so much that rounding never decides a greedy token."""
     directory = tmp_path_factory.mktemp("opt")
     config = OPTConfig(
         vocab_size=VOCAB_SIZE,
@@ -50,13 +50,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llm(checkpoint: Path, tokenizer: Path) -> Iterator[LLM]:
-    """An engine that most tests share: room for all, ten jobs at once."""
+    """An engine that most tests share. It has memory for all jobs, and runs ten at once."""
     with LLM(
         str(checkpoint),
         tokenizer=str(tokenizer),
         max_num_seqs=10,
         device_blocks=600,
-        swap_space_gib=0.02,  # checking the tables takes time with each block
+        swap_space_gib=0.02,  # each block makes checking the tables slower
         check_integrity=True,
     ) as shared:
         yield shared

@@ -13,14 +13,14 @@ from fastserve_backend import LLM, SamplingParams
 
 @contextmanager
 def small_engine(checkpoint: Path, tokenizer: Path, **options: object) -> Iterator[LLM]:
-    # Checking the tables takes time with each block, the host's too.
+    # Each block makes checking the tables slower, host blocks included.
     keys = {"max_num_seqs": 4, "device_blocks": 60, "swap_space_gib": 0.02} | options
     with LLM(str(checkpoint), tokenizer=str(tokenizer), check_integrity=True, **keys) as llm:
         yield llm
 
 
-def begin(llm: LLM, params: SamplingParams) -> Collector:
-    """A job that has its first token."""
+def start_job(llm: LLM, params: SamplingParams) -> Collector:
+    """Submits a job, and returns when it has its first token."""
     sink = Collector()
     llm.engine.submit("j", [5], params, sink)
     assert sink.started.wait(DEADLINE_S)

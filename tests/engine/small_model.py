@@ -2,4 +2,4 @@
 
 VOCAB_SIZE = 384
 MAX_MODEL_LEN = 320  # tokens
-EOS_TOKEN_IDS = tuple(range(100, 124))  # so many that hot sampling ends soon
+EOS_TOKEN_IDS = tuple(range(100, 124))  # many, so that sampling at high temperature soon ends

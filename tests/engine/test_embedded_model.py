@@ -1,4 +1,4 @@
-"""A model that means what it says: its answers through the engine are those of transformers."""
+"""The trained embedded model gives the same answers through the engine as in transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastserve_backend.errors import InvalidRequestError
 from fastserve_backend.job import FinishReason, JobOutput
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-# Far above what two float32 programs differ by, far below what tells two words apart.
+# Far above the difference between two float32 programs, far below that between two words.
 TIE = 1e-3
 
 QUESTIONS = [
@@ -28,13 +28,13 @@ QUESTIONS = [
     "Repeat exactly: 🎉 你好 café",
     "Count from 1 to 20.",
 ]
-# The model goes on with what it sees: emoji and CJK, most of them in tokens of single bytes.
+# The model continues the pattern: emoji and CJK, mostly as tokens of single bytes.
 TEXTS = ["🎉🚀🎉🚀🎉🚀🎉🚀🎉🚀", "你好世界。你好世界。你好世界。你好", "日本語の日本語の日本語の"]
 
 
 @pytest.fixture(scope="module")
 def small_llm() -> Iterator[LLM]:
-    """The embedded model in float32, with KV memory for a part of the jobs below."""
+    """The embedded model in float32, with KV memory for only some of the jobs below."""
     with LLM(
         EMBEDDED_MODEL,
         dtype="float32",
@@ -99,7 +99,7 @@ def test_characters_of_several_tokens_are_streamed_whole(small_llm: LLM, text: s
     token_ids = [token for output in outputs for token in output.token_ids]
     pieces = [output.text for output in outputs]
     assert "".join(pieces) == small_llm.engine.tokenizer.decode(token_ids)
-    # Only the end, where max_tokens cuts, may hold half a character.
+    # Only the end, where max_tokens cuts the text, may hold half a character.
     assert "\ufffd" not in "".join(pieces)[:-1]
     assert any(output.token_ids and not output.text for output in outputs)
 
@@ -118,7 +118,7 @@ def test_a_stop_word_ends_the_answer_before_it(small_llm: LLM) -> None:
 
 @pytest.mark.parametrize("stop", ["<|im_end|>", ".<|im_end|>", "Paris.<|im_end|>\n", "<|im_end|>x"])
 def test_stop_words_with_the_end_token(small_llm: LLM, stop: str) -> None:
-    """Which ends the answer anyway, unless it is told not to."""
+    """The end token ends the answer anyway, unless ``ignore_eos`` is set."""
     question = conversation("What is the capital of France? Answer in one word.")
     answer = "The capital of France is Paris."
     expected = answer.removesuffix(stop.partition("<")[0]) if stop.endswith(">") else answer

@@ -1,4 +1,4 @@
-"""An answer ends at an end token that the tokenizer's files alone name."""
+"""An answer ends at an end token that only the tokenizer's files name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_ranks_do_not_choose_it_before_min_tokens(llm: LLM) -> None:
 
 
 def test_it_is_no_part_of_a_structured_answer(llm: LLM) -> None:
-    """Its text would do within a JSON string, but the answer would end there."""
+    """The token's text fits the pattern, but the token would end the answer."""
     pattern = '"[a-z<>|]{3,12}"'
     wanted = StructuredOutput(regex=pattern)
     params = SamplingParams(max_tokens=40, logit_bias=CERTAIN, structured_output=wanted)

@@ -97,7 +97,7 @@ def test_a_job_whose_logits_are_nan_ends_alone_with_an_error(
     damaged, position = tmp_path / "damaged", 50
     shutil.copytree(checkpoint, damaged)
     weights = load_file(damaged / "model.safetensors")
-    # OPT's positions begin at row 2.
+    # OPT's positions begin at row 2 of the table.
     weights["model.decoder.embed_positions.weight"][2 + position] = float("nan")
     save_file(weights, damaged / "model.safetensors", {"format": "pt"})
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
@@ -171,7 +171,7 @@ def test_stop_words_that_name_special_tokens(llm: LLM) -> None:
     ):
         assert stopped.finish_reason is FinishReason.STOP
         assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
-        # Special tokens that the word does not name do not part it.
+        # Special tokens that the word does not name do not interrupt it.
         pieces = [spelling[token] for token in whole.token_ids]
         spelled = "".join(piece for piece in pieces if piece in word or piece == "a")
         assert stopped.text == "a" * spelled[: spelled.index(word)].count("a"), word

@@ -1,5 +1,5 @@
-"""What the host does for a GPU, on an emulated one: tensors are where they are used, graphs compute
-anew, and the host waits for nothing while it launches a step or begins a copy of blocks."""
+"""The host's work for a GPU, on an emulated one: tensors are on the right device, graphs compute
+anew at each replay, and the host never waits while it launches a step or begins a copy."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_step_that_finds_out_how_much_memory_it_takes(tmp_path: Path) -> Non
 
 @pytest.fixture
 def two_ranks() -> Iterator[None]:
-    """This process is one of them; the other takes what is sent, and sends anything."""
+    """This process is one of two ranks. The other accepts whatever is sent, and sends anything."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     torch.distributed.destroy_process_group()
@@ -141,7 +141,7 @@ def test_blocks_go_to_the_host_and_back(
 
 
 class FailingStore(HostStore):
-    """Fails when a part of a copy has begun."""
+    """A host store that fails when part of a copy has begun."""
 
     def __init__(self, notes: list[str]) -> None:
         super().__init__(num_device_blocks=9, num_blocks=6, block_bytes=1)

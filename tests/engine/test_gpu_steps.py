@@ -18,12 +18,7 @@ from fastserve_backend.rank_protocol.messages import Step, StepResult
 from fastserve_backend.worker.kv_store import allocate_kv
 from fastserve_backend.worker.model_runner import LaunchedStep, ModelRunner
 from fastserve_backend.worker.staging import Staging
-from fastserve_backend.worker.step_inputs import (
-    StepLayout,
-    StepLimits,
-    WorkListInputs,
-    batch_sizes,
-)
+from fastserve_backend.worker.step_inputs import StepLayout, StepLimits, WorkListInputs, batch_sizes
 from fastserve_backend.worker.step_memory import run_largest_step
 from fastserve_kernels import ops
 from fastserve_kernels.int8_cache import codes_and_scales, is_int8
@@ -79,12 +74,18 @@ def model_config(directory: Path, values: dict[str, Any], **formats: Any) -> Any
 
 
 def empty_cache(config: Any, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
-    """Of NaN; in INT8 the scales are."""
+    """A cache full of NaN. In INT8 the scales are NaN."""
     kv = allocate_kv(config, CPU, BLOCK_SIZE, num_blocks, 0.9)
     assert kv[0].nbytes == config.kv_bytes_per_block(BLOCK_SIZE)
     values = codes_and_scales(kv)[1] if is_int8(kv) else kv
     values.fill_(torch.nan)
     return kv
+
+
+def work_list_inputs(directory: Path) -> WorkListInputs:
+    config = model_config(directory, MODELS["opt"])
+    cache = empty_cache(config)
+    return WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS)
 
 
 def generate(
@@ -130,7 +131,7 @@ def generate(
     return outputs
 
 
-# The longest is over one split of the context; the interpreter takes its time for it.
+# The longest context takes more than one split, which is slow in the interpreter.
 @pytest.mark.parametrize(
     ("name", "longest", "formats"),
     [
@@ -174,9 +175,7 @@ def test_padding_does_not_change_a_decode(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("gpu_kernels")
 def test_padded_steps_have_the_same_addresses(tmp_path: Path) -> None:
-    config = model_config(tmp_path, MODELS["opt"])
-    cache = empty_cache(config)
-    inputs = WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS)
+    inputs = work_list_inputs(tmp_path)
     of_two = Step.of(0, [(9, [7], [0]), (20, [8], [1, 2])])
     of_one = Step.of(0, [(280, [9], range(18))])
     addresses = []
@@ -194,9 +193,7 @@ def test_padded_steps_have_the_same_addresses(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("gpu_kernels")
 def test_a_step_of_more_jobs_than_graphs_have_is_refused(tmp_path: Path) -> None:
-    config = model_config(tmp_path, MODELS["opt"])
-    cache = empty_cache(config)
-    inputs = WorkListInputs(cache, config.num_heads, config.head_dim, cache.dtype, LIMITS)
+    inputs = work_list_inputs(tmp_path)
     most = Step.of(0, [(9, [7], [job]) for job in range(LIMITS.max_jobs)])
     assert len(inputs.prepare(most, 0).token_ids) == 5
     more = Step.of(0, [(9, [7], [job]) for job in range(LIMITS.max_jobs + 1)])
@@ -207,7 +204,7 @@ def test_a_step_of_more_jobs_than_graphs_have_is_refused(tmp_path: Path) -> None
 @pytest.mark.usefixtures("gpu_kernels")
 @pytest.mark.parametrize("stage", [0, 1])
 def test_largest_step_fits_the_inputs(stage: int, tmp_path: Path) -> None:
-    """What finds out how much memory a step takes, on either stage of a pipeline."""
+    """The step that measures peak memory runs on either stage of a pipeline."""
     config = model_config(tmp_path, MODELS["llama, grouped heads"])
     model = load_model(config, CPU, layers=range(stage, stage + 1))
     limits = StepLimits(max_jobs=3, max_tokens=40, max_model_len=32)

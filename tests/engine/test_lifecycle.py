@@ -15,7 +15,7 @@ from fastserve_backend import LLM, SamplingParams
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.errors import ConfigError, DrainingError, OverloadedError
 from fastserve_backend.job import FinishReason, JobOutput
-from live_engine import begin, rank_of, small_engine
+from live_engine import rank_of, small_engine, start_job
 from waiting import wait_for
 
 LONG = SamplingParams(max_tokens=300, ignore_eos=True)
@@ -41,11 +41,7 @@ def test_cancelling_in_every_state_frees_everything(checkpoint: Path, tokenizer:
 
 @pytest.mark.parametrize("name", ["with a space", "long" * 25])
 def test_the_directory_for_temporary_files_may_have_any_name(
-    checkpoint: Path,
-    tokenizer: Path,
-    tmp_path: Path,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path, tokenizer: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
@@ -64,7 +60,7 @@ def test_a_full_queue_refuses_and_recovers(checkpoint: Path, tokenizer: Path) ->
             llm.engine.cancel(number)
         for sink in sinks:
             sink.wait()
-        # More prompts than the queue takes: the offline class feeds them as room appears.
+        # There are more prompts than queue places: the offline class submits them as room appears.
         answers = llm.generate([[5]] * 9, SamplingParams(max_tokens=2), progress=False)
         assert all(answer.finish_reason is not None for answer in answers)
 
@@ -86,7 +82,7 @@ def test_closing_cancels_what_runs_and_leaves_nothing_behind(
     checkpoint: Path, tokenizer: Path
 ) -> None:
     with small_engine(checkpoint, tokenizer) as llm:
-        sink = begin(llm, LONG)
+        sink = start_job(llm, LONG)
         rank = rank_of(llm)
         directory = Path(llm.engine._supervisor.ranks.executor._directory.name)  # type: ignore[attr-defined]
         assert directory.stat().st_mode & 0o777 == 0o700
@@ -105,7 +101,7 @@ def test_a_stop_signal_to_all_processes_leaves_the_ranks_to_the_engine(
     checkpoint: Path, tokenizer: Path
 ) -> None:
     with small_engine(checkpoint, tokenizer) as llm:
-        sink = begin(llm, LONG)
+        sink = start_job(llm, LONG)
         for number in (signal.SIGTERM, signal.SIGINT):
             rank_of(llm).send_signal(number)
         assert sink.wait().finish_reason is FinishReason.LENGTH

@@ -26,10 +26,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 2,
     "eos_token_id": 2,
 }
-MODELS = {
-    "llama": LlamaConfig(**SHAPE, num_key_value_heads=2),
-    "gpt_neox": GPTNeoXConfig(**SHAPE),
-}
+MODELS = {"llama": LlamaConfig(**SHAPE, num_key_value_heads=2), "gpt_neox": GPTNeoXConfig(**SHAPE)}
 
 
 @pytest.mark.parametrize("name", MODELS)

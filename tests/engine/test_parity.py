@@ -1,4 +1,4 @@
-"""The engine's greedy tokens are those of transformers, whatever runs beside them."""
+"""The engine's greedy tokens are those of transformers, whatever other jobs run."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def prompts() -> list[list[int]]:
 def expected(llm: LLM, reference: OPTForCausalLM, prompts: list[list[int]]) -> list[list[int]]:
     """The engine's answers with all prompts in one batch, each token the reference's choice.
 
-    An answer is the reference's greedy one exactly if every token is the most likely after what
-    stands before it, which one forward pass over the whole shows for all positions.
+    An answer is the reference's greedy one exactly if each token is the most likely one after its
+    predecessors. One forward pass over the whole answer shows this for all positions.
     """
     answers = tokens(llm.generate(prompts, GREEDY, progress=False))
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -85,7 +85,7 @@ def test_prefill_in_chunks(
     expected: list[list[int]],
     options: dict[str, Any],
 ) -> None:
-    """Wherever a prompt is cut, and whatever shares the batch with the cut ends."""
+    """Tokens do not depend on where a prompt is cut, nor on the rest of the batch."""
     sampled = SamplingParams(
         max_tokens=30, seed=3, temperature=1.1, repetition_penalty=1.2, logprobs=2, ignore_eos=True
     )
@@ -125,7 +125,7 @@ def test_with_too_few_blocks_for_all(
     expected: list[list[int]],
     options: dict[str, Any],
 ) -> None:
-    """Jobs lose their KV and compute it again; nobody sees it."""
+    """Jobs lose their KV and recompute it, with the same tokens."""
     defaults = {"max_num_seqs": 10, "block_size": 16}
     options = defaults | options
     needed = sum(

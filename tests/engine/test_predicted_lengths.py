@@ -1,4 +1,4 @@
-"""An engine that predicts lengths: it learns from its jobs, and none suffers from its predictor."""
+"""An engine that predicts lengths learns from its jobs, and its predictor harms none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EACH = [SHORT, LONG, SHORT, LONG]
 def predicting(
     checkpoint: Path, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LLM]:
-    """It finds a damaged file of an earlier start, which must not matter."""
+    """An engine whose predictor finds a damaged file of an earlier start, which must not matter."""
     directory = tmp_path_factory.mktemp("lengths")
     (directory / FILE_NAME).write_bytes(b"garbage" * 100)
     with small_engine(
@@ -55,7 +55,7 @@ def predictor_of(llm: LLM) -> psutil.Process:
 
 
 def all_counted(llm: LLM) -> bool:
-    """Every ended job has had a prediction or fallen back, once."""
+    """Whether every ended job counts once as predicted or as fallen back."""
     counters = predictions_of(llm).counters
     assert set(counters.fallbacks) <= {"cold", "down", "slow"}
     counted = counters.predictions.total() + counters.fallbacks.total()
@@ -68,7 +68,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> list[list[int]]:
-    """Of an engine that predicts nothing."""
+    """The answers of an engine without prediction."""
     assert llm.engine.predictions is None
     return answers(llm)
 
@@ -102,7 +102,7 @@ def test_a_job_that_was_cut_off_teaches_nothing(predicting: LLM) -> None:
     length_before = finished["length"]
     predicting.generate("Who was Ramses?", cut_off, progress=False)
     wait_for(lambda: finished["length"] == length_before + 1)
-    # Its end was told before that of this one, which is learned.
+    # The predictor was told of that end before this one's, and learns only this one.
     predicting.generate("Name five rivers.", SHORT, progress=False)
     wait_for(lambda: predictions.num_entries > taught_before)
     assert predictions.num_entries == taught_before + 1
@@ -133,7 +133,7 @@ def test_a_stopped_predictor_costs_no_job_anything(
     stopped.send_signal(signal.SIGSTOP)
     assert answers(predicting) == expected
     assert predictions.counters.fallbacks["slow"] == slow_before + len(PROMPTS)
-    # Far more questions than it is asked at once: what comes above that is "slow" without asking.
+    # There are far more jobs than pending questions allowed; the rest count as "slow" unasked.
     monkeypatch.setattr(client_module, "MAX_UNANSWERED", len(PROMPTS) + 1)
     assert answers(predicting) == expected
     assert predictions.counters.fallbacks["slow"] == slow_before + 2 * len(PROMPTS)

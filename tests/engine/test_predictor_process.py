@@ -1,4 +1,4 @@
-"""The predictor's process and its client, without an engine: what is kept, what may go wrong."""
+"""The predictor's process and its client without an engine: its files and its failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ QUESTION, LENGTH = LESSONS[1]
 
 
 class Answers:
-    """What came for each question."""
+    """The answers to each question."""
 
     def __init__(self) -> None:
         self._answers: dict[int, Predicted] = {}
@@ -83,7 +83,7 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert answers.wait(0) == Predicted(0, None, "cold")
         client.ask(100, "Nobody tells how long this was.")
         client.tell_end(100, None)
-        client.tell_end(101, 7)  # of which nobody asked
+        client.tell_end(101, 7)  # a job that nobody asked about
         wait_for(lambda: client.num_entries == len(LESSONS), LOAD_S)
         client.ask(102, QUESTION)
         assert answers.wait(102).num_tokens is not None
@@ -195,7 +195,7 @@ def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert {path.parent for path in directories} == {
         tmp_path / "cache" / "fastserve" / "length_prediction"
     }
-    # The default is no user's mistake.
+    # The default directory is no mistake of the user.
     (tmp_path / "cache").touch()
     default = EngineConfig().with_keys(length_prediction="on")
     assert PredictorSettings.of(default) == PredictorSettings(None, 20000)

@@ -1,5 +1,4 @@
-"""KV that an engine has of other jobs, earlier ones and running ones, on real ranks: tokens are as
-without it."""
+"""On real ranks, jobs that use the KV of earlier or running jobs get the same tokens as without."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ Prompts = list[list[int]]
 
 @pytest.fixture(scope="module")
 def plain(checkpoint: Path, tokenizer: Path) -> Iterator[LLM]:
-    """Keeps nothing, and has room for all."""
+    """An engine without prefix caching and with memory for all jobs."""
     with small_engine(
         checkpoint, tokenizer, prefix_caching=False, device_blocks=600, max_num_seqs=10
     ) as llm:
@@ -45,7 +44,7 @@ def answers(llm: LLM, prompts: Prompts, params: SamplingParams = GREEDY) -> Prom
 
 
 def conversations(llm: LLM, openings: Prompts, additions: list[Prompts]) -> list[Prompts]:
-    """The answers of each turn, whose prompts are all that was said before and an addition."""
+    """The answers of each turn. A turn's prompt is the conversation so far and an addition."""
     prompts, turns = openings, []
     for addition in additions:
         turns.append(answers(llm, prompts))
@@ -69,7 +68,7 @@ def test_conversations_go_on_from_kept_kv(
     expected = conversations(plain, openings, additions)
     with small(**options) as llm:
         assert conversations(llm, openings, additions) == expected
-        # All but the first turn begin behind the full blocks of the turn before.
+        # All turns but the first start after the full blocks of the previous turn.
         least = sum(len(prompt) // BLOCK_SIZE * BLOCK_SIZE for prompt in openings) * 3
         assert llm.engine.counters.prefix_cached_tokens >= least
     assert len({tuple(answer) for turn in expected for answer in turn}) == 16
@@ -85,7 +84,7 @@ def test_running_jobs_are_begun_with(
     rng = random.Random(11)
     system = random_tokens(rng, 50)
     prompts = [system + random_tokens(rng, rng.randint(1, 30)) for _ in range(6)]
-    # As one whose own part is a block, and one that has nothing of its own.
+    # So do a prompt whose own part is one block, and a prompt without a part of its own.
     prompts += [prompts[0] + random_tokens(rng, 3), prompts[0][:48], prompts[0]]
     expected = answers(plain, prompts)
     with small(device_blocks=100, **options) as llm:
@@ -103,7 +102,7 @@ def test_running_jobs_are_begun_with(
 def test_short_memory_changes_no_token(
     plain: LLM, small: Callable[..., Any], strategy: str
 ) -> None:
-    """Jobs of few beginnings, more than there is room for, some of which leave and come back."""
+    """Many jobs share few beginnings. They do not all fit, so some leave and come back."""
     rng = random.Random(5)
     beginnings = [random_tokens(rng, length) for length in (16, 40, 64)]
     prompts = [
@@ -121,7 +120,7 @@ def test_short_memory_changes_no_token(
 def test_a_prompt_that_is_known_to_its_end_gets_the_token_that_it_got(
     plain: LLM, small: Callable[..., Any]
 ) -> None:
-    """Also in chunks, at random, and with a penalty for what is in the prompt."""
+    """This also holds for chunks, for sampling, and with a penalty on the prompt's tokens."""
     rng = random.Random(7)
     prompts = [random_tokens(rng, length) for length in (16, 17, 32, 48, 100)]
     params = SamplingParams(max_tokens=8, temperature=0.9, seed=4, repetition_penalty=1.3)

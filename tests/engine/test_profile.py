@@ -1,4 +1,4 @@
-"""The latency profile on real ranks: cached by the engine, made by the command."""
+"""The latency profile on real ranks: the engine caches it, the command measures it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROFILE = [sys.executable, "-m", "fastserve_backend", "profile"]
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where profiles lie in a cache folder that has none, but the compiled kernels."""
+    """The folder of profiles in a cache that holds only the compiled kernels."""
     (tmp_path / "fastserve").mkdir()
     (tmp_path / "fastserve" / "kernels").symlink_to(builder.cache_dir())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -90,7 +90,7 @@ def test_a_named_output_is_written_in_place(checkpoint: Path, tmp_path: Path) ->
 
 
 def test_sigterm_leaves_nothing_of_the_ranks(checkpoint: Path) -> None:
-    # Of a short name, as sockets in it need.
+    # Its path is short, as the sockets in it need.
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
         process = subprocess.Popen(
             [*PROFILE, str(checkpoint), "--output", "/dev/null"],
@@ -130,7 +130,7 @@ def test_a_cache_that_cannot_be_written_is_known_before_the_measurement(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = run_profile(str(checkpoint))
     assert done.returncode == 1
-    # One line: no bar was shown.
+    # There is one line, so no bar was shown.
     reason = f"cannot write to {tmp_path}/fastserve/profiles: Not a directory; give --output"
     assert done.stderr.startswith(f"error: output: got none, and {reason}"), done.stderr
     assert "\n" not in done.stderr.rstrip("\n")

@@ -1,4 +1,4 @@
-"""Ranks that are killed or stopped while they serve: clients see a pause and nothing else."""
+"""Ranks are killed or stopped while they serve: clients see only a pause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from waiting import wait_for
 
 NUM_JOBS = 20
 OUTPUT = 100
-# 40% of what the jobs need; quanta so short that they preempt each other at each token.
+# Memory for 40% of the jobs, and quanta so short that jobs preempt each other at each token.
 UNDER_PRESSURE = {
     "device_blocks": 80,
     "swap_space_gib": 0.02,
@@ -38,7 +38,7 @@ Jobs = list[tuple[list[int], SamplingParams]]
 
 @pytest.fixture(scope="module")
 def jobs(llm: LLM) -> Jobs:
-    """Greedy and sampled ones, with penalties, stop words and log-probabilities."""
+    """Greedy and sampled jobs, some with penalties, stop words and log-probabilities."""
     rng = random.Random(12)
     made = []
     for index in range(NUM_JOBS):
@@ -92,7 +92,7 @@ def logprobs(client: Collector) -> list[TokenLogprob]:
 
 
 class Trigger(Collector):
-    """Calls back when the job has so many outputs, before it can have more."""
+    """Calls back at the job's n-th output, before the next one can come."""
 
     def __init__(self, num_outputs: int, callback: Callable[[], None]) -> None:
         super().__init__()
@@ -169,18 +169,14 @@ def test_a_rank_that_dies_while_idle_is_replaced(
     with small_engine(checkpoint, tokenizer) as llm:
         rank_of(llm).kill()
         wait_for(lambda: llm.engine.counters.worker_restarts == 1)
-        assert "rank 0 died" in caplog.text  # it was not its silence that was noticed
+        assert "rank 0 died" in caplog.text  # its death was noticed, not its silence
         (client,) = submit(llm, jobs[:1])
         client.wait()
         assert_the_same(client, undisturbed[0])
 
 
 def test_closing_while_ranks_load_is_quick_and_leaves_nothing_behind(
-    checkpoint: Path,
-    tokenizer: Path,
-    jobs: Jobs,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path, tokenizer: Path, jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(rank_processes, "STOP_TIMEOUT_S", 2 * DEADLINE_S)
@@ -205,12 +201,12 @@ def test_closing_while_ranks_load_is_quick_and_leaves_nothing_behind(
 
 
 def test_after_three_restarts_jobs_fail_with_the_reason(checkpoint: Path, tokenizer: Path) -> None:
-    dead = set(psutil.Process().children())  # and what is not this test's
+    dead = set(psutil.Process().children())  # and processes of other tests
     with small_engine(checkpoint, tokenizer, max_num_seqs=2) as llm:
         long = SamplingParams(max_tokens=300, ignore_eos=True)
         clients = submit(llm, [([5], long)] * 20)
         wait_for(lambda: llm.engine.snapshot().running > 0)
-        for _ in range(4):  # the first while it serves, the others while they load
+        for _ in range(4):  # the first rank while it serves, the others while they load
             wait_for(lambda: bool(set(psutil.Process().children()) - dead))
             for rank in set(psutil.Process().children()) - dead:
                 rank.kill()

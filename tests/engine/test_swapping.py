@@ -1,4 +1,4 @@
-"""Jobs leave the device and return, and nobody sees it in their tokens."""
+"""Jobs leave the device and return with the same tokens."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ pytestmark = pytest.mark.usefixtures("forked_ranks")
 BLOCK_SIZE = 16
 OUTPUT = 32
 GREEDY = SamplingParams(max_tokens=OUTPUT, temperature=0, ignore_eos=True)
-# No copy of a model this small costs as much as computing again, so nothing but the host's room
-# makes a job compute again.
+# For a model this small every copy is cheaper than recomputing, so jobs recompute only when the
+# host is full.
 SWAPPING = {"max_num_seqs": 10, "swap_space_gib": 0.02, "policy": "skip_join_mlfq"}
 STRATEGIES = ("defer", "recompute", "reactive", "proactive")
-# Each starts an engine: every strategy with and without preemption, the other policies with one.
+# Each case starts an engine: every strategy with and without preemption, other policies with one
+# strategy.
 CASES = [(strategy, policy) for strategy in STRATEGIES for policy in ("fcfs", "skip_join_mlfq")]
 CASES += [("proactive", policy) for policy in ("mlfq", "fixed_priority", "srpt", "gittins")]
 
@@ -40,14 +41,15 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def blocks(prompts: list[list[int]]) -> int:
-    """30% of what all jobs need together."""
+    """Blocks for 30% of what all jobs need together."""
     needed = sum(-(-(len(prompt) + OUTPUT) // BLOCK_SIZE) for prompt in prompts)
     return max(needed * 3 // 10, MAX_MODEL_LEN // BLOCK_SIZE)
 
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    """The tokens with memory for all; ``test_parity`` compares such with transformers."""
+    """The tokens with memory for all jobs; ``test_parity`` compares such tokens with
+    transformers."""
     answers = tokens_of(llm, prompts)
     assert len({tuple(answer) for answer in answers}) == len(answers)
     return answers
@@ -79,7 +81,8 @@ def small(checkpoint: Path, tokenizer: Path, blocks: int) -> Callable[..., LLM]:
 
 
 def assert_all_free(llm: LLM) -> None:
-    """Both tiers, as soon as the last copies have ended: those may end after the last job."""
+    """Asserts that both tiers are free once the last copies have ended, maybe after the last
+    job."""
     total = llm.engine.snapshot().num_host_blocks
     wait_for(lambda: llm.engine.snapshot().free_host_blocks == total)
     snapshot = llm.engine.snapshot()
@@ -141,7 +144,8 @@ def test_tokens_with_options(
 def test_int8_blocks_on_the_host_serve_every_job(
     small: Callable[..., LLM], prompts: list[list[int]]
 ) -> None:
-    """Tokens may differ: this random model's choices are closer together than a real one's."""
+    """Tokens may differ, as the scores of this random model are closer together than a real
+    one's."""
     with small(host_dtype="int8") as llm:
         answers = tokens_of(llm, prompts)
         assert [len(answer) for answer in answers] == [OUTPUT] * 50
@@ -153,7 +157,7 @@ def test_int8_blocks_on_the_host_serve_every_job(
 def test_tokens_with_int8_blocks_on_the_device(
     small: Callable[..., LLM], prompts: list[list[int]], strategy: str
 ) -> None:
-    """A token's codes do not depend on the tokens beside it: no swap and no second computation
+    """A token's codes do not depend on its neighbours, so neither a swap nor a recomputation
     changes an answer."""
     with small(device_dtype="int8", device_blocks=600) as llm:
         expected = tokens_of(llm, prompts)
@@ -166,7 +170,7 @@ def test_tokens_with_int8_blocks_on_the_device(
 
 
 class BrokenLink(DistributedExecutor):
-    """Real ranks that cannot make every third copy."""
+    """Real ranks on which every third copy fails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +178,7 @@ class BrokenLink(DistributedExecutor):
 
     def copy(self, blocks: CopyBlocks) -> None:
         if blocks.transfer_id % 3 == 0:
-            # A host block that does not exist: the rank itself finds that and reports it.
+            # The host block does not exist, which the rank itself finds and reports.
             blocks.host_blocks = b"\xff\xff\xff\x7f" * (len(blocks.host_blocks) // 4)
             self.num_failed += 1
         super().copy(blocks)
@@ -192,7 +196,7 @@ def test_a_failed_copy_costs_time_and_nothing_else(
 
 
 class SlowLink(DistributedExecutor):
-    """Real ranks whose copies' results come only after so many steps."""
+    """Real ranks whose copies report their results some steps late."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +225,7 @@ def test_slow_copies_stop_nobody_else(
 
 
 class Deaf(DistributedExecutor):
-    """Real ranks that, from some moment on, never hear of one kind of message."""
+    """Real ranks that from some moment on lose all messages of one kind."""
 
     loses: type | None = None
 
@@ -245,7 +249,7 @@ def test_what_never_ends_costs_a_restart(
     executors = iter((deaf, DistributedExecutor()))
 
     def next_executor() -> DistributedExecutor:
-        monkeypatch.undo()  # steps of the others take the time they take
+        monkeypatch.undo()  # steps of the next ranks may take their time
         return next(executors)
 
     with small(next_executor) as llm:

@@ -27,7 +27,7 @@ def settings(
 
 
 class Pictures:
-    """A client whose watch always has the next picture."""
+    """A client whose watch always has a next picture."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.num_shown = 0

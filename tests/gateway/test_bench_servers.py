@@ -76,10 +76,10 @@ def test_both_protocols_agree_with_what_the_server_counts(
         before[0] + sum(job["prompt_tokens"] for job in jobs),
         before[1] + sum(job["output_tokens"] for job in jobs),
     )
-    # Only Triton tells when a job ran first.
+    # Only Triton reports when a job first ran.
     assert all(job["first_scheduled_s"] is not None for job in runs[0]["records"])
     assert all(job["first_scheduled_s"] is None for job in runs[2]["records"])
-    # The same jobs everywhere.
+    # All servers get the same jobs.
     lengths = [sorted((job["arrival_s"], job["output_tokens"]) for job in run["records"])
                for run in runs]  # fmt: skip
     assert lengths[0] == lengths[2]
@@ -126,7 +126,7 @@ def test_ctrl_c_cancels_what_runs_and_reports_what_has_finished(
     endpoints: Endpoints, tmp_path: Path
 ) -> None:
     output = tmp_path / "report.json"
-    # Half of the jobs have 2 tokens, the others more than this test waits for.
+    # Half of the jobs have 2 tokens, the others more than this test has time for.
     dataset = tmp_path / "lengths.csv"
     dataset.write_text("prompt_tokens,output_tokens\n8,2\n8,3000\n")
     command = [
@@ -139,7 +139,7 @@ def test_ctrl_c_cancels_what_runs_and_reports_what_has_finished(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            # Ten more than the warm-up has, in some seconds: the first has reached the client too.
+            # Ten tokens more than the warm-up take seconds, so the client has seen the first one.
             wait_for(lambda: ended_jobs(endpoints.metrics_url, "length") >= before + 14, DEADLINE_S)
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=DEADLINE_S)
@@ -193,16 +193,6 @@ def test_a_mistake_is_one_clear_error(
     assert ended.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {message}")
-
-
-def test_a_seed_is_not_negative(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["fastserve", "bench", "--rates", "1", "--seed", "-1"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert "Invalid value for '--seed'" in capsys.readouterr().err
 
 
 def test_a_model_that_the_server_does_not_have(gateway: RunningGateway) -> None:
@@ -276,7 +266,7 @@ def test_what_was_measured_before_a_server_is_gone_is_reported(
         ]  # fmt: skip
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             try:
-                # Each server's warm-up, and that and the first run of the first server.
+                # The warm-up of each server, and the first server's first run.
                 wait_for(
                     lambda: ended_jobs(endpoints.metrics_url, "length") >= before + 2 + 1 + 5,
                     DEADLINE_S,

@@ -1,4 +1,4 @@
-"""Keys, limits, routes, unknown fields, metrics, and what the log must not hold."""
+"""Keys, limits, routes, unknown fields, metrics, and secrets that the log must not hold."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECRET = "the prompt that nobody may read"
 def guarded(
     endpoints: Endpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningGateway]:
-    """With keys, strict, on all interfaces, and small limits."""
+    """A strict gateway with keys and small limits, on all interfaces."""
     directory = tmp_path_factory.mktemp("guarded")
     keys = directory / "keys"
     keys.write_text(f"{KEYS[0]}\n\n  {KEYS[1]}\n", encoding="utf-8")
@@ -192,10 +192,10 @@ def test_jobs_over_http_are_not_logged(endpoints: Endpoints, tmp_path: Path) -> 
     with running_gateway(endpoints.http_url, tmp_path / "gateway.log") as gateway:
         with gateway.client() as client:
             assert client.completions.create(model="fastserve", prompt="a", max_tokens=1).choices
-        assert gateway.log().count("\n") == 1  # where it listens
+        assert gateway.log().count("\n") == 1  # the line with its address
 
 
-# --- what an operator can do wrong --------------------------------------------------------------
+# --- mistakes of an operator --------------------------------------------------------------
 
 
 def refusal(*flags: str) -> str:

@@ -1,4 +1,4 @@
-"""The gateway's application without a model server: who may use it, and how it words and ends."""
+"""The gateway's application without a model server: access, memory, error messages and shutdown."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
 import pytest
 from fastserve_client.errors import InvalidRequest, error_from_http, error_from_status
 from fastserve_gateway.answer import event
-from fastserve_gateway.app import GatewaySettings, create_app
+from fastserve_gateway.app import create_app
 from fastserve_gateway.auth import ApiKeys
-from fastserve_gateway.command import GatewayServer, run_gateway
+from fastserve_gateway.command import run_gateway
 from fastserve_gateway.errors import from_client_error
 from fastserve_gateway.live_feed import LiveFeed
 from fastserve_gateway.schemas import CompletionRequest
+from gateway_thread import gateway_thread
 from lone_gateway import PICTURE, Pictures, settings
 from starlette.testclient import TestClient
 from waiting import wait_for
 
 DEADLINE_S = 30.0
-# Less than answers have, which a viewer that does not read must not wait for.
+# Less than the time for unfinished answers, which a stalled viewer must not get.
 STOP_LIMIT_S = 10.0
 
 
@@ -46,7 +46,7 @@ def guarded() -> Iterator[TestClient]:
         yield client
 
 
-# --- who may use it -----------------------------------------------------------------------------
+# --- access ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_without_keys_names_of_this_machine_are_answered(alone: TestClient, host
     ],
 )  # fmt: skip
 def test_without_keys_other_names_are_refused(alone: TestClient, host: str) -> None:
-    """A page of another site may have its own name lead here."""
+    """The DNS name of another site may point to this machine."""
     headers = {"Host": host}
     body = {"model": "fastserve", "prompt": "a"}
     answers = [alone.get(path, headers=headers) for path in ("/v1/models", "/metrics")]
@@ -78,7 +78,7 @@ def test_without_keys_other_names_are_refused(alone: TestClient, host: str) -> N
 
 
 def test_what_needs_no_key_needs_no_name_of_this_machine(alone: TestClient) -> None:
-    """As probes and deploy/nginx ask."""
+    """Probes and deploy/nginx use the machine's address."""
     headers = {"Host": "10.0.0.7:9000"}
     assert alone.get("/health", headers=headers).status_code == 503  # there is no server
     assert alone.head("/health", headers=headers).status_code == 503
@@ -98,7 +98,7 @@ def test_a_file_of_keys_may_begin_with_a_mark(tmp_path: Path) -> None:
 
 
 def test_a_slash_at_the_end_is_another_route(guarded: TestClient) -> None:
-    """A redirect would lead from the proxy's https:// to plain HTTP."""
+    """A redirect would lead clients from the proxy's https:// to plain HTTP."""
     answer = guarded.post("/v1/completions/", follow_redirects=False)
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == (
@@ -139,20 +139,7 @@ def test_a_body_that_says_it_is_not_compressed(alone: TestClient) -> None:
     assert alone.post("/v1/completions", headers=headers, content=b"{").status_code == 400
 
 
-# --- how much it holds --------------------------------------------------------------------------
-
-
-@contextmanager
-def listening(settings: GatewaySettings) -> Iterator[tuple[str, int]]:
-    """The address of a gateway on a thread of its own."""
-    server = GatewayServer(create_app(settings), drain_timeout_s=1.0)
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.run, [listener])
-        try:
-            yield listener.getsockname()
-        finally:
-            server.should_exit = True
-            running.result(DEADLINE_S)
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def test_bodies_together_are_bounded_until_they_are_answered() -> None:
@@ -170,8 +157,8 @@ def test_bodies_together_are_bounded_until_they_are_answered() -> None:
         headers = {"Content-Type": "application/json"}
         return httpx2.post(url, content=content, headers=headers, timeout=DEADLINE_S)
 
-    with listening(settings(max_held_bytes=1 << 20)) as (_, port), ThreadPoolExecutor(1) as pool:
-        url = f"http://127.0.0.1:{port}/v1/completions"
+    with gateway_thread(settings(max_held_bytes=1 << 20)) as gateway, ThreadPoolExecutor(1) as pool:
+        url = f"{gateway.url}/v1/completions"
         slow = pool.submit(post, slowly())
         try:
             assert halves_sent.wait(DEADLINE_S)
@@ -181,7 +168,7 @@ def test_bodies_together_are_bounded_until_they_are_answered() -> None:
             go_on.set()
         assert refused.json()["error"]["code"] == "gateway_full"
         assert int(refused.headers["Retry-After"]) > 0
-        # The rest is read: a proxy would see a reset, and make a 502 of it.
+        # The gateway reads the rest, else a proxy would see a reset and answer 502.
         assert "Connection" not in refused.headers
         # There is no model server.
         assert [slow.result().status_code, post(body).status_code] == [503, 503]
@@ -194,8 +181,8 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
         "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
     )
     with (
-        listening(settings()) as address,
-        socket.create_connection(address, DEADLINE_S) as client,
+        gateway_thread(settings()) as gateway,
+        socket.create_connection(gateway.address, DEADLINE_S) as client,
     ):
         client.sendall(head.encode())
         assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
@@ -208,12 +195,12 @@ def test_a_failed_request_is_not_left_to_the_collector(stream: bool, prompts: in
         return sum(isinstance(one, CompletionRequest) for one in gc.get_objects())
 
     body = {"model": "fastserve", "prompt": ["a"] * prompts, "stream": stream}
-    with listening(settings()) as (_, port):
+    with gateway_thread(settings()) as gateway:
         gc.collect()
         before = num_requests()
         gc.disable()
         try:
-            url = f"http://127.0.0.1:{port}/v1/completions"
+            url = f"{gateway.url}/v1/completions"
             assert httpx2.post(url, json=body, timeout=DEADLINE_S).status_code == 503
             wait_for(lambda: num_requests() == before, DEADLINE_S)
         finally:
@@ -225,7 +212,7 @@ def test_a_body_that_could_never_be_held() -> None:
         settings(max_held_bytes=1000)
 
 
-# --- how it words -------------------------------------------------------------------------------
+# --- error messages -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -260,7 +247,7 @@ def test_refusals_of_a_field_name_it() -> None:
 def test_an_event_is_one_line_for_those_who_go_by_unicode() -> None:
     text = "a\u2028b\x85c\u2029d\re\x1cf"
     sent = event({"text": text}).decode()
-    assert len(sent.splitlines()) == 2  # with the empty one
+    assert len(sent.splitlines()) == 2  # including the empty name
     assert json.loads(sent.removeprefix("data: ")) == {"text": text}
 
 
@@ -276,11 +263,11 @@ def test_an_address_that_cannot_be_is_refused_before_anybody_is_told(
     assert told == []
 
 
-# --- how the live view ends ---------------------------------------------------------------------
+# --- the end of the live view ---------------------------------------------------------------------
 
 
 class NoPictures(Pictures):
-    """As while an iteration takes long."""
+    """A watch without a picture, as during a long iteration."""
 
     async def next_json(self) -> str:
         return await asyncio.get_running_loop().create_future()
@@ -326,26 +313,18 @@ def test_a_viewer_that_does_not_read_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("fastserve_gateway.app.AsyncFastServeClient", Pictures)
-    server = GatewayServer(create_app(settings()), drain_timeout_s=60.0)
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.run, [listener])
-        address = listener.getsockname()
-        try:
-            with (
-                socket.create_connection(address) as silent,
-                httpx2.stream(
-                    "GET", f"http://127.0.0.1:{address[1]}/live/events", timeout=DEADLINE_S
-                ) as reader,
-            ):
-                silent.sendall(b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                num_bytes = 0
-                for part in reader.iter_bytes():
-                    num_bytes += len(part)
-                    if num_bytes > 1000 * len(PICTURE):  # more than any buffer of the other's
-                        server.should_exit = True
-                stopped_s = time.monotonic()
-                running.result(DEADLINE_S)
-                assert time.monotonic() - stopped_s < STOP_LIMIT_S
-        finally:
-            server.should_exit = True
+    with (
+        gateway_thread(settings(), drain_timeout_s=60.0) as gateway,
+        socket.create_connection(gateway.address) as silent,
+        httpx2.stream("GET", f"{gateway.url}/live/events", timeout=DEADLINE_S) as reader,
+    ):
+        silent.sendall(b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        num_bytes = 0
+        for part in reader.iter_bytes():
+            num_bytes += len(part)
+            if num_bytes > 1000 * len(PICTURE):  # more than any buffer of the other's
+                gateway.server.should_exit = True
+        stopped_s = time.monotonic()
+        gateway.stop()
+        assert time.monotonic() - stopped_s < STOP_LIMIT_S
     assert not caplog.records

@@ -38,7 +38,7 @@ http {{
 class Proxy:
     url: str
     trust: ssl.SSLContext
-    """Trusts the certificate of this proxy alone."""
+    """Trusts only this proxy's certificate."""
 
     def openai(self) -> OpenAI:
         http_client = httpx2.Client(verify=self.trust, timeout=REQUEST_TIMEOUT_S)
@@ -97,12 +97,7 @@ def _certificate(directory: Path) -> tuple[Path, Path]:
     command += ["-pkeyopt", "ec_paramgen_curve:prime256v1", "-subj", "/CN=gateway"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1"]
     command += ["-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(
-        command,
-        check=True,
-        capture_output=True,
-        timeout=REQUEST_TIMEOUT_S,
-    )
+    subprocess.run(command, check=True, capture_output=True, timeout=REQUEST_TIMEOUT_S)
     return certificate, key
 
 
@@ -130,7 +125,7 @@ def test_tokens_come_one_by_one_and_leaving_cancels(proxy: Proxy, gateway: Runni
             extra_body={"ignore_eos": True},
         )
         next(iter(stream))
-        # Had the proxy kept this event back, the job would have ended, and could not be cancelled.
+        # If the proxy held this event back, the job would end before it could be cancelled.
         stream.close()
     wait_for(lambda: closed_by_clients(gateway) == closed + 1, REQUEST_TIMEOUT_S)
 
@@ -139,5 +134,5 @@ def test_only_the_api_is_outside(proxy: Proxy) -> None:
     assert proxy.get("/v1/models").status_code == 200
     for path in ("/metrics", "/", "/v2/health/live"):
         assert proxy.get(path).status_code == 404
-    with pytest.raises(httpx2.ConnectError, match="certificate"):  # it is TLS, and is checked
+    with pytest.raises(httpx2.ConnectError, match="certificate"):  # it speaks TLS
         httpx2.get(f"{proxy.url}/health")

@@ -23,11 +23,11 @@ from running_gateway import COMMAND, REQUEST_TIMEOUT_S, RunningGateway, running_
 from running_server import running_server
 
 CAPITAL = "What is the capital of France? Answer in one word."
-MAX_MODEL_LEN = 128  # an answer that takes all of it is soon there
+MAX_MODEL_LEN = 128  # short, so that an answer soon fills it
 DOCS = Path(__file__).parents[2] / "docs"
 PARIS = "The capital of France is Paris."
 PARIS_TOKENS = 8  # with the end token
-DOT = 30  # its token of "."
+DOT = 30  # the token of "."
 GREEDY: dict[str, Any] = {"model": "fastserve", "temperature": 0}
 
 
@@ -180,7 +180,7 @@ def test_fields_of_messages_that_are_ignored_are_named(client: OpenAI) -> None:
     raw = client.chat.completions.with_raw_response.create(
         messages=[{"role": "user", "name": "Ada", "content": CAPITAL}],
         user="u",
-        tools=[],  # asks for nothing, as the two others
+        tools=[],  # an empty list asks for nothing, nor do the next two fields
         response_format={"type": "text"},
         logit_bias={},
         **GREEDY,

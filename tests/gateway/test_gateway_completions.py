@@ -41,11 +41,7 @@ def test_usage_says_how_much_of_the_prompts_was_kept(client: OpenAI) -> None:
     ids = [range(100, 140), range(60, 93)]
     for cached_tokens in (0, 64):
         answer = client.completions.create(
-            prompt=[list(prompt) for prompt in ids],
-            n=2,
-            max_tokens=2,
-            extra_body=FORCED,
-            **GREEDY,
+            prompt=[list(prompt) for prompt in ids], n=2, max_tokens=2, extra_body=FORCED, **GREEDY
         )
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == 73
@@ -72,12 +68,7 @@ def test_each_form_of_prompt(client: OpenAI, prompt: Any, prompt_tokens: int | N
 def test_n_answers_differ_and_a_seed_repeats_them(client: OpenAI) -> None:
     def ask(n: int, seed: int) -> list[str]:
         answer = client.completions.create(
-            model="fastserve",
-            prompt=[[5, 6], [7]],
-            n=n,
-            seed=seed,
-            max_tokens=6,
-            extra_body=FORCED,
+            model="fastserve", prompt=[[5, 6], [7]], n=n, seed=seed, max_tokens=6, extra_body=FORCED
         )
         assert answer.usage is not None
         assert answer.usage.prompt_tokens == 3  # once for each prompt
@@ -229,7 +220,7 @@ def test_sampling_fields_reach_the_server(client: OpenAI) -> None:
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [10**9]}, "prompt"),
         ({"prompt": [10**30]}, "prompt"),
-        # Triton would take their low 32 bits over HTTP, which are tokens.
+        # Over HTTP Triton would take their low 32 bits, which are valid tokens.
         ({"prompt": [2**32 + 5]}, "prompt"),
         ({"prompt": [[5], [5 - 2**32]]}, "prompt"),
         ({"prompt": {"a": 1}}, "prompt"),
@@ -312,7 +303,7 @@ PART, B, OTHER_PART, C = (
 def test_the_sampled_token_is_among_the_likeliest(
     sampled: TokenLogprob, expected: dict[str, float]
 ) -> None:
-    """Of others with one text the likeliest is shown."""
+    """Of other tokens with equal text the likeliest is shown."""
     request = CompletionRequest(model="fastserve", prompt="a", logprobs=3)
     entry = replace(sampled, top=(PART, B, OTHER_PART))
     chunk = Chunk(sampled.token, (sampled.token_id,), logprobs=(entry,))

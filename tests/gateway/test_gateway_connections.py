@@ -1,4 +1,4 @@
-"""What a connection to the gateway may do, and what it must not do to the others."""
+"""Limits of a connection to the gateway, so that none harms the others."""
 
 from __future__ import annotations
 
@@ -10,20 +10,15 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fastserve_gateway import http_connection
-from fastserve_gateway.app import create_app
 from fastserve_gateway.command import GatewayServer
-from fastserve_gateway.http_connection import (
-    MAX_HEADER_BYTES,
-    MAX_UNANSWERED,
-    HttpConnection,
-)
+from fastserve_gateway.http_connection import MAX_HEADER_BYTES, MAX_UNANSWERED, HttpConnection
+from gateway_thread import gateway_thread
 from lone_gateway import MAX_BODY_BYTES, Pictures, settings
 from running_gateway import running_gateway
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
@@ -33,11 +28,11 @@ DEADLINE_S = 30.0
 SHORT_S = 0.2
 MODELS = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 EVENTS = b"GET /live/events HTTP/1.1\r\nHost: localhost\r\n\r\n"
-# Answered before its body: there is no Content-Type.
+# Without a Content-Type the gateway answers before the body.
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 JOB = POST + b'Content-Length: 36\r\n\r\n{"model":"fastserve", "prompt": "a"}'
-# As Java's own client offers it with each request.
+# The upgrade that Java's own client offers with each request.
 H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
 WEBSOCKET = b"Connection: keep-alive, Upgrade\r\nUpgrade: websocket\r\n"
 
@@ -77,18 +72,12 @@ class Gateway:
 def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
     pictures = Jobs()
     monkeypatch.setattr("fastserve_gateway.app.AsyncFastServeClient", lambda *_, **__: pictures)
-    server = GatewayServer(create_app(settings()), drain_timeout_s=1.0)
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(server.run, [listener])
-        try:
-            yield Gateway(listener.getsockname(), pictures, server)
-        finally:
-            server.should_exit = True
-            running.result(DEADLINE_S)
+    with gateway_thread(settings()) as running:
+        yield Gateway(running.address, pictures, running.server)
 
 
 def status(connection: socket.socket, request: bytes) -> int:
-    """Sends it, and reads the whole answer."""
+    """Sends the request, reads the whole answer, and returns its status."""
     connection.sendall(request)
     answer = http.client.HTTPResponse(connection)
     answer.begin()
@@ -97,7 +86,7 @@ def status(connection: socket.socket, request: bytes) -> int:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """What comes until the gateway closes the connection."""
+    """Reads until the gateway closes the connection."""
     parts: list[bytes] = []
     try:
         while part := connection.recv(1 << 16):
@@ -293,7 +282,8 @@ def test_who_sends_too_slowly_may_go_on(gateway: Gateway, monkeypatch: pytest.Mo
         assert status(connection, b"bc" + MODELS) == 200
 
 
-# --- those that do nothing ----------------------------------------------------------------------
+# --- idle and slow connections
+# ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("before", [b"", MODELS])
@@ -325,7 +315,7 @@ def test_idle_ones_end(gateway: Gateway, monkeypatch: pytest.MonkeyPatch, before
     with gateway.connect() as connection:
         if before:
             status(connection, before)
-        connection.sendall(b"\r\n")  # some clients end a request so; it begins none
+        connection.sendall(b"\r\n")  # some clients end a request like this; it starts no new one
         assert rest(connection) == b""
 
 
@@ -335,7 +325,7 @@ def test_but_are_kept_longer_than_headers_may_take(
     monkeypatch.setattr(http_connection, "HEADERS_TIMEOUT_S", SHORT_S)
     with gateway.connect() as connection:
         for request in (MODELS, CHUNKED + b"0\r\n\r\n", MODELS):
-            time.sleep(2 * SHORT_S)  # a proxy has nothing to send
+            time.sleep(2 * SHORT_S)  # a proxy that has nothing to send
             assert status(connection, request) in (200, 415)
 
 
@@ -364,7 +354,7 @@ def test_who_reads_nothing_is_gone(
 def test_who_reads_slowly_is_not(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_connection, "STALLED_TIMEOUT_S", 5 * SHORT_S)
     with socket.socket() as connection:
-        # As in a network: the loopback device would let 64 KiB gather before it tells of room.
+        # Small segments as in a network: the loopback device reports room only after 64 KiB.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1400)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         connection.connect(gateway.address)

@@ -1,4 +1,4 @@
-"""Bodies of requests, without a server: what they cost, and which fields are refused."""
+"""Request bodies without a server: their cost in memory, and the fields that are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 MESSAGES: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
 PROMPT: dict[str, Any] = {"model": "m", "prompt": "a"}
 NUM_BYTES = 2_000_000
-# As docs/deploy.md says; Python's own objects take 64 bytes for an empty list, of 2 bytes of JSON.
+# The factor in docs/deploy.md. Python needs 64 bytes for an empty list, which has 2 bytes in JSON.
 MAX_BYTES_PER_BYTE = 45
 NESTED = "[" * 150 + "]" * 150
 
@@ -92,7 +92,7 @@ def test_a_body_that_is_no_object(schema: Any, body: str) -> None:
 def test_what_is_no_object_is_told_so_in_the_words_of_json(
     schema: Any, fields: dict[str, Any], param: str
 ) -> None:
-    """Not in Python's, with names of classes."""
+    """The message has no words of Python's, such as names of classes."""
     assert refusal(schema, **fields)["message"] == f"{param}: must be a JSON object"
 
 

@@ -20,9 +20,8 @@ from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_gateway import command
-from fastserve_gateway.app import create_app
-from fastserve_gateway.command import GatewayServer
 from fastserve_gateway.http_connection import HttpConnection
+from gateway_thread import gateway_thread
 from lone_gateway import settings
 from openai import OpenAI
 from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
@@ -94,7 +93,7 @@ async def test_a_client_that_goes_away_frees_its_blocks(
         await asyncio.to_thread(wait_until_busy, endpoints, n)
     except AssertionError:
         if reader.done():
-            await reader  # says why
+            await reader  # gives the reason
         raise
     reader.cancel()
     await asyncio.gather(reader, return_exceptions=True)
@@ -156,7 +155,7 @@ def test_a_full_queue_is_429(fragile: TritonServer, fragile_gateway: RunningGate
             with fragile_gateway.client() as client, pytest.raises(openai.RateLimitError):
                 client.completions.create(model="fastserve", prompt="Hello")
         wait_until_idle(endpoints)
-        # One of three is too many, and the two others must not stay.
+        # One of three prompts is too many, and the two others must not stay behind.
         assert http.post(url, json={**LONG, "n": 3}).status_code == 429
         wait_until_idle(endpoints)
         assert http.post(url, json={**LONG, "max_tokens": 1}).status_code == 200
@@ -175,14 +174,14 @@ def test_an_error_in_mid_stream_and_the_way_back(
             lines += [line] if line else []
     assert lines[-1].startswith('data: {"error":{"message":"the model server takes no requests')
     assert "[DONE]" not in "".join(lines)
-    # The launcher starts the server again, and the gateway finds it.
+    # The launcher restarts the server, and the gateway finds it.
     wait_for(lambda: is_healthy(fragile_gateway), DEADLINE_S)
     with fragile_gateway.client() as client:
         assert client.completions.create(model="fastserve", prompt="Hello", max_tokens=1).choices
 
 
 async def test_refusals_of_several_answers(fragile_gateway: RunningGateway) -> None:
-    """What they may leave behind shows when the server is stopped, in the next test."""
+    """Anything that they leave behind shows in the next test, which stops the server."""
     url = f"{fragile_gateway.api_url}/completions"
     async with httpx2.AsyncClient(timeout=REQUEST_TIMEOUT_S) as http:
         for stream in (False, True):
@@ -196,7 +195,7 @@ def is_healthy(gateway: RunningGateway) -> bool:
 
 
 def test_a_gateway_that_stands_still_for_a_while_loses_nothing(gateway: RunningGateway) -> None:
-    """As on a machine with too much to do. The server must not take it for dead."""
+    """This happens on an overloaded machine. The server must not take the gateway for dead."""
     url = f"{gateway.api_url}/completions"
     with httpx2.stream("POST", url, json={**LONG, "stream": True}, timeout=DEADLINE_S) as response:
         lines = response.iter_lines()
@@ -226,7 +225,7 @@ def test_a_server_that_drains_and_then_is_gone(
         stopper.start()
         wait_for(lambda: status(max_tokens=1) == 503, DEADLINE_S)
         assert status(max_tokens=1, stream=True) == 503
-        assert stopper.is_alive()  # what it had accepted goes on
+        assert stopper.is_alive()  # accepted requests go on
         assert any(line.startswith("data: {") for line in lines)
     stopper.join(DEADLINE_S)
     assert "did not end" not in caplog.text
@@ -256,23 +255,19 @@ def test_an_answer_outlives_the_signal_to_the_gateway(
 def test_what_is_unfinished_at_the_deadline_ends_with_an_error(
     endpoints: Endpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
-    app = create_app(settings(url=f"grpc://{endpoints.grpc_url}"))
-    gateway = GatewayServer(app, drain_timeout_s=0.2)
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(2) as pool:
-        running = pool.submit(gateway.run, [listener])
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+    with (
+        gateway_thread(settings(url=f"grpc://{endpoints.grpc_url}"), 0.2) as gateway,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        url = f"{gateway.url}/v1/completions"
         whole = pool.submit(httpx2.post, url, json=LONG, timeout=DEADLINE_S)
-        try:
-            body = {**LONG, "stream": True}
-            with httpx2.stream("POST", url, json=body, timeout=DEADLINE_S) as response:
-                lines = response.iter_lines()
-                next(lines)
-                wait_until_busy(endpoints, jobs=2)
-                gateway.should_exit = True
-                rest = [line for line in lines if line]
-        finally:
-            gateway.should_exit = True
-        running.result(DEADLINE_S)
+        body = {**LONG, "stream": True}
+        with httpx2.stream("POST", url, json=body, timeout=DEADLINE_S) as response:
+            lines = response.iter_lines()
+            next(lines)
+            wait_until_busy(endpoints, jobs=2)
+            gateway.server.should_exit = True
+            rest = [line for line in lines if line]
     assert json.loads(rest[-1].removeprefix("data: ")) == SHUTTING_DOWN
     assert (whole.result().status_code, whole.result().json()) == (503, SHUTTING_DOWN)
     assert not caplog.records
@@ -283,11 +278,9 @@ def test_who_does_not_read_is_cut_off_after_the_deadline(
     endpoints: Endpoints, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(command, "_ERRORS_TIMEOUT_S", 0.2)
-    app = create_app(settings(url=f"grpc://{endpoints.grpc_url}"))
-    gateway = GatewayServer(app, drain_timeout_s=0.2)
 
     def is_stuck() -> bool:
-        connections = tuple(gateway.server_state.connections)
+        connections = tuple(gateway.server.server_state.connections)
         return any(one.flow.write_paused for one in connections if isinstance(one, HttpConnection))
 
     body = {**LONG, "stream": True, "n": 6, "logprobs": 20}
@@ -295,19 +288,12 @@ def test_who_does_not_read_is_cut_off_after_the_deadline(
         socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)]
     )
     with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        ThreadPoolExecutor(1) as pool,
+        gateway_thread(settings(url=f"grpc://{endpoints.grpc_url}"), 0.2) as gateway,
         httpx2.Client(transport=small_buffer, timeout=DEADLINE_S) as http,
+        http.stream("POST", f"{gateway.url}/v1/completions", json=body),
     ):
-        running = pool.submit(gateway.run, [listener])
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
-        try:
-            with http.stream("POST", url, json=body):
-                wait_for(is_stuck, DEADLINE_S)
-                gateway.should_exit = True
-                running.result(DEADLINE_S)
-        finally:
-            gateway.should_exit = True
+        wait_for(is_stuck, DEADLINE_S)
+        gateway.stop()
     assert not caplog.records
     wait_until_idle(endpoints)
 
@@ -316,10 +302,7 @@ def test_a_second_ctrl_c_ends_answers_at_once(
     endpoints: Endpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     log_path = tmp_path_factory.mktemp("hurried") / "gateway.log"
-    with (
-        running_gateway(endpoints.grpc_url, log_path) as gateway,
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with running_gateway(endpoints.grpc_url, log_path) as gateway, ThreadPoolExecutor(1) as pool:
         log = gateway.log()
         url = httpx2.URL(f"{gateway.api_url}/completions")
 

@@ -1,4 +1,4 @@
-"""The live view's routes and its feed: one watch for all viewers, who cannot slow each other."""
+"""The live view's routes and feed: all viewers share one watch and cannot slow each other down."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from running_gateway import REQUEST_TIMEOUT_S, RunningGateway, running_gateway
 from serving_client import server_sent_events
 
 DEADLINE_S = 30.0
-# Less than the gateway leaves to answers that end by themselves.
+# Less than the gateway's time for unfinished answers.
 STOP_LIMIT_S = 20.0
 
 
@@ -79,7 +79,7 @@ def test_a_gateway_that_ends_does_not_wait_for_viewers(
         next(viewer)
         ending.process.send_signal(signal.SIGTERM)
         for _ in viewer:
-            pass  # to its end
+            pass  # to the end of the stream
         assert ending.process.wait(STOP_LIMIT_S) == 0
 
 
@@ -96,7 +96,7 @@ def test_without_a_server_viewers_are_told_but_not_where_it_is(tmp_path: Path) -
 
 
 async def picture(viewer: AsyncIterator[bytes]) -> dict[str, Any]:
-    """The next one; comments are passed over."""
+    """The viewer's next picture; comments are skipped."""
     while True:
         one = await asyncio.wait_for(anext(viewer), DEADLINE_S)
         if one.startswith(b"data: "):
@@ -112,7 +112,7 @@ async def test_a_slow_viewer_misses_pictures_and_slows_nobody(endpoints: Endpoin
         times = [(await picture(quick))["time_s"] for _ in range(12)]
         assert times == sorted(set(times))
         missed = [(await picture(slow))["time_s"] for _ in range(3)]
-        assert began_s < times[5] < missed[0]  # the first ones are gone
+        assert began_s < times[5] < missed[0]  # the viewer has missed the pictures in between
         assert missed[0] < missed[1] < missed[2]
 
 
@@ -122,20 +122,21 @@ async def test_the_server_is_watched_only_while_somebody_looks(endpoints: Endpoi
         viewer = feed.events()
         await picture(viewer)
         await viewer.aclose()
-        # All places of the server are free for others.
+        # All of the server's places for watchers are free.
         watches = [stack.enter_async_context(client.watch(0.05)) for _ in range(MAX_WATCHES)]
         for opening in watches:
             watch = await opening
             await asyncio.wait_for(accepted(watch), DEADLINE_S)
         again = feed.events()
         await asyncio.wait_for(anext(again), DEADLINE_S)
-        error = (await picture(again))["error"]  # and there is none for it now
+        error = (await picture(again))["error"]  # no place is left for it now
         assert "others watch already" in error["message"]
         await again.aclose()
 
 
 async def accepted(watch: Any) -> None:
-    """Earlier watchers are gone when the server has noticed."""
+    """Waits for the first picture; the server may not have noticed yet that earlier watchers
+    left."""
     while True:
         try:
             await anext(watch)

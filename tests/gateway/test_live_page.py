@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Page:
-    """The live view in a browser."""
+    """The live view in the browser."""
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
@@ -78,7 +78,7 @@ class Page:
         return bool(self.driver.find_elements(By.CSS_SELECTOR, "[data-writing]"))
 
     def lanes_of_jobs(self) -> dict[int, int]:
-        """Job number → its lane, 0 the highest, by where the block is going to be."""
+        """Maps job numbers to lanes, 0 the highest, by the final position of each job's block."""
         places = self.driver.execute_script(
             "return [...document.querySelectorAll('.job:not(.gone)')].map(job => "
             "[Number(job.dataset.number), new DOMMatrix(job.style.transform).f, "
@@ -88,7 +88,7 @@ class Page:
 
     @contextmanager
     def running_first(self, script: str) -> Iterator[None]:
-        """In every document, before its own scripts."""
+        """Runs the script in every document, before the document's own scripts."""
         command = "Page.addScriptToEvaluateOnNewDocument"
         added = self.driver.execute_cdp_cmd(command, {"source": script})
         try:
@@ -97,7 +97,7 @@ class Page:
             self.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
 
     def errors(self) -> list[str]:
-        """What the console has seen since it was last asked: errors, and violations of the CSP."""
+        """New errors and CSP violations in the console since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
 
@@ -119,7 +119,7 @@ def page(driver: webdriver.Chrome) -> Iterator[Page]:
     page = Page(driver)
     yield page
     driver.get("about:blank")
-    page.errors()  # of what a page leaves unfinished
+    page.errors()  # errors of requests that a closed page left unfinished
 
 
 def test_queues_memory_and_traffic_move_under_load(
@@ -164,7 +164,7 @@ def test_what_is_too_long_for_the_model_is_said_and_not_sent_again(
     page.say("", 10)
     page.until(lambda: "maximum context length is" in page.text("chat-note"))
     page.until(lambda: page.find("chat-send").is_enabled())
-    # It is no part of the conversation, and can be mended.
+    # The refused message leaves the conversation, and can be edited.
     assert page.driver.find_elements(By.CSS_SELECTOR, ".message") == []
     assert page.find("chat-input").get_attribute("value") == "x" * 100_000
     assert len(page.errors()) == 1  # one refusal
@@ -187,14 +187,15 @@ def test_a_new_chat_says_nothing_of_the_one_that_it_ends(
 def test_stop_cancels_the_job_on_the_server(
     page: Page, gateway: RunningGateway, endpoints: Endpoints
 ) -> None:
-    """Also, a model without a chat template continues the text, and its output is never HTML."""
+    """Moreover, a model without a chat template continues the text, and its output is never
+    HTML."""
     page.open(gateway)
     page.until_live()
     wait_until_idle(endpoints)
     before = ended_jobs(endpoints.metrics_url, "cancelled")
 
     def is_stopped() -> bool:
-        """Not if the answer has ended by itself a moment before."""
+        """Whether the answer was stopped, and had not ended by itself a moment before."""
         page.driver.execute_script("document.getElementById('chat-clear').click()")
         page.say("<b>Hello</b>", 3000)
         page.until(lambda: page.answers() and len(page.answers()[-1]) > 20)
@@ -207,12 +208,12 @@ def test_stop_cancels_the_job_on_the_server(
     assert page.driver.find_element(By.CSS_SELECTOR, ".message.user").text == "<b>Hello</b>"
     wait_for(lambda: ended_jobs(endpoints.metrics_url, "cancelled") == before + 1, DEADLINE_S)
     wait_for(lambda: used_blocks(endpoints.metrics_url) == 0, DEADLINE_S)
-    # The refusal that led to it is the only thing in the console.
+    # The console shows only the refusal that led to the prompt.
     assert all("/v1/chat/completions" in line and "400" in line for line in page.errors())
 
 
 def guarded_by(directory: Path) -> list[str]:
-    """Flags of a gateway that takes the key ``sk-live``."""
+    """Flags of a gateway that accepts the key ``sk-live``."""
     keys = directory / "keys"
     keys.write_text("sk-live\n", encoding="utf-8")
     return ["--api-keys-file", str(keys)]
@@ -234,7 +235,7 @@ def test_a_wrong_key_and_a_right_one(page: Page, endpoints: Endpoints, tmp_path:
         page.find("key").send_keys("sk-live" + Keys.ENTER)
         page.until_live()
         assert not page.find("key-form").is_displayed()
-        page.open(guarded)  # this tab still has it
+        page.open(guarded)  # this tab still has the key
         page.until_live()
         stored = page.driver.execute_script("return [localStorage.length, document.cookie]")
         assert stored == [0, ""]
@@ -280,7 +281,7 @@ def test_a_hidden_tab_does_not_connect(page: Page, gateway: RunningGateway) -> N
 def test_a_gateway_that_falls_silent_is_left(
     page: Page, endpoints: Endpoints, tmp_path: Path
 ) -> None:
-    """As one whose host has vanished."""
+    """So behaves a gateway whose host has vanished."""
     script = """
         const now = performance.now.bind(performance);
         window.aheadMs = 0;
@@ -315,7 +316,7 @@ def test_an_error_of_a_proxy_is_shown_by_its_status(page: Page, gateway: Running
 
 
 def test_only_what_is_news_is_read_out(page: Page, gateway: RunningGateway) -> None:
-    """By screen readers: numbers that change ten times a second are not."""
+    """Screen readers read news, but no numbers that change ten times a second."""
     page.open(gateway)
     page.until_live()
     tree = page.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
@@ -350,7 +351,7 @@ def test_chat_and_a_server_that_is_restarted(page: Page, tmp_path: Path) -> None
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         page.until(lambda: page.text("status").startswith("the model server"))
-        page.until_live()  # restarted, and found again
+        page.until_live()  # the server was restarted, and the page has found it again
         page.say("And of Spain?", 8)
         page.until(lambda: len(page.answers()) == 2 and not page.is_writing())
 

@@ -1,4 +1,4 @@
-"""Both CPU implementations, one at a time, and the limits they are held to."""
+"""Fixtures: both CPU implementations, one at a time, and their error limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of a CPU, on the caches, lengths and shapes on which the GPU's is tested."""
+"""CPU attention on the same caches, lengths and shapes as the GPU's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def prefill(
     scale: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Of jobs, (rows, context) each."""
+    """Prefills of jobs, each (rows, context)."""
     contexts = torch.tensor([context for _, context in jobs], dtype=torch.int32)
     starts = torch.tensor([0, *accumulate(rows for rows, _ in jobs)], dtype=torch.int32)
     tables = cache.block_tables, cache.table_starts
@@ -78,7 +78,7 @@ def test_prefill(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padding_decodes_are_zero(backend: str, close: Close, dtype: torch.dtype) -> None:
-    """Whatever their block tables name."""
+    """Padding rows are zero whatever their block tables hold."""
     cache = Cache.filled([5, 130, 9], SHAPE, dtype)
     query = queries(3, SHAPE, dtype)
     out = decode(query, cache, [0, 130, 0], SCALE)
@@ -92,7 +92,8 @@ def test_padding_decodes_are_zero(backend: str, close: Close, dtype: torch.dtype
 def test_a_score_that_is_no_number_is_not_hidden(
     backend: str, dtype: torch.dtype, is_int8: bool
 ) -> None:
-    """The second job's, whichever position of its context it has; the first has nothing of it."""
+    """A NaN at any position of the second job's context reaches its row, and not the first
+    job's."""
     shape = Shape(1, 1, 64)
     for position in (0, 40, 299):
         cache = Cache.filled([300, 300], shape, dtype)

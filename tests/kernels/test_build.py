@@ -79,16 +79,25 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 @pytest.fixture
 def auto_again(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For tests that break the build: what comes after finds the kernels again."""
+    """Restores the kernels after tests that break the build."""
     yield
     monkeypatch.undo()
     ops.set_cpu_backend("auto")
 
 
-def test_two_processes_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def one_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The folder of a source with one function, which the builder uses, and its empty cache."""
     source, cache = tmp_path / "src", tmp_path / "cache"
     source.mkdir()
     (source / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
+    monkeypatch.setattr(builder, "SOURCE_DIR", source)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    return source, cache
+
+
+def test_two_processes_build_at_once(one_function: tuple[Path, Path]) -> None:
+    source, cache = one_function
     both = [start(BUILD_ONE_FUNCTION, str(source), XDG_CACHE_HOME=str(cache)) for _ in range(2)]
     first, second = (Path(finish(process)[0]) for process in both)
     assert first == second
@@ -96,8 +105,6 @@ def test_two_processes_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert first.parent.stat().st_mode & 0o777 == 0o700
     assert ctypes.CDLL(str(first)).one() == 1
 
-    monkeypatch.setattr(builder, "SOURCE_DIR", source)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     built = first.stat().st_mtime_ns
     assert builder.build() == first
     assert first.stat().st_mtime_ns == built, "a cached library is not built again"
@@ -105,12 +112,8 @@ def test_two_processes_build_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert builder.build() != first
 
 
-def test_what_killed_builds_left_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, cache = tmp_path / "src", tmp_path / "cache"
-    source.mkdir()
-    (source / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
-    monkeypatch.setattr(builder, "SOURCE_DIR", source)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+@pytest.mark.usefixtures("one_function")
+def test_what_killed_builds_left_goes() -> None:
     library = builder.build()
     old, running = library.with_name("build-old"), library.with_name("build-running")
     for folder in (old, running):
@@ -137,7 +140,7 @@ def test_no_compiler_falls_back_with_a_reason(
 
 
 def test_without_leave_to_use_amx_nothing_does() -> None:
-    """An instruction of it would end the process by a signal."""
+    """An AMX instruction would end the process by a signal."""
     done = subprocess.run(
         [sys.executable, "-c", MULTIPLY_WITHOUT_AMX],
         check=False,
@@ -167,18 +170,17 @@ def test_failing_compiler_falls_back_with_its_message(
 @pytest.mark.usefixtures("auto_again")
 @pytest.mark.parametrize("broken", ["mkdtemp", "fsync", "replace"])
 def test_a_cache_that_takes_no_more_falls_back_with_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+    one_function: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    broken: str,
 ) -> None:
-    """Read-only, or past a quota: its folder is there, and the user's own."""
+    """The cache's folder exists and is the user's own, but is read-only or over its quota."""
 
     def fail(*arguments: object, **options: object) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")
 
-    source, cache = tmp_path / "src", tmp_path / "cache"
-    source.mkdir()
-    (source / "one.cpp").write_text('extern "C" int one() { return 1; }\n')
-    monkeypatch.setattr(builder, "SOURCE_DIR", source)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    _, cache = one_function
     monkeypatch.setattr(tempfile if broken == "mkdtemp" else os, broken, fail)
     assert ops.set_cpu_backend("auto") == "torch"
     assert "Disk quota exceeded; set XDG_CACHE_HOME to a directory" in caplog.text
@@ -259,7 +261,7 @@ def test_one_openmp_runtime_in_the_process() -> None:
 
 
 def test_kernels_run_on_torch_threads() -> None:
-    """Results do not depend on how many threads torch was given."""
+    """Results do not depend on torch's number of threads."""
     ops.set_cpu_backend("compiled")
     linear = ops.PackedLinear(torch.randn(256, 128))
     x = torch.randn(20, 128)

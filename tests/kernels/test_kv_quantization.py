@@ -1,4 +1,4 @@
-"""INT8 KV blocks: how far a value may be from what it was, and what must not matter."""
+"""INT8 KV blocks: the largest error of a value, and independence from everything else."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 LAYERS, BLOCK_SIZE, HEAD_DIM = 2, 16, 8
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FLOAT16_ROUNDING = 2.0**-11  # relative; of each of the two parameters
+FLOAT16_ROUNDING = 2.0**-11  # relative rounding error of each of the two parameters
 LEAST_SCALE = 2.0**-14
 NAN, INF = float("nan"), float("inf")
 
 
 def make_blocks(count: int, kv_heads: int = 2, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Channels of many means and spreads, as keys have."""
+    """Channels have many means and spreads, as those of keys."""
     channel = (count, LAYERS, 2, kv_heads, 1, HEAD_DIM)
     values = torch.randn(count, LAYERS, 2, kv_heads, BLOCK_SIZE, HEAD_DIM)
     return (values * torch.rand(channel) * 4 + torch.randn(channel) * 5).to(dtype)
@@ -105,7 +105,7 @@ def test_codes_and_values_of_the_reference(
 def test_all_codes_are_used() -> None:
     codes, _ = quantize(make_blocks(3), BLOCK_SIZE)
     low, high = torch.aminmax(codes.int(), dim=4)
-    # The rounding of the parameters moves the ends by a little.
+    # Rounding the parameters moves the ends a little.
     assert low.max() <= -128 + 8
     assert high.min() >= 127 - 8
 
@@ -126,7 +126,7 @@ def test_constant_channels_come_back(constant: float, dtype: torch.dtype) -> Non
     blocks = torch.full((2, LAYERS, 2, 1, BLOCK_SIZE, HEAD_DIM), constant, dtype=dtype)
     restored = round_trip(blocks)
     if dtype != torch.float32 and abs(constant) >= LEAST_SCALE:
-        assert torch.equal(restored, blocks)  # float16 has every such value
+        assert torch.equal(restored, blocks)  # float16 holds each of these values exactly
     else:
         torch.testing.assert_close(restored, blocks, rtol=FLOAT16_ROUNDING, atol=LEAST_SCALE / 2)
 

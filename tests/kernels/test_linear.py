@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fastserve_kernels import reference
-from fastserve_kernels.ops import PackedLinear, set_cpu_backend
+from fastserve_kernels.ops import Int8Linear, PackedLinear, set_cpu_backend
 from torch import Tensor
 
 Close = Callable[[Tensor, Tensor], None]
@@ -47,16 +47,19 @@ def test_compiled_relu_lets_nan_through() -> None:
 
 
 def test_many_rows_of_a_wide_input(backend: str, close: Close) -> None:
-    """More rows than one packed block holds."""
+    """There are more rows than one packed block holds."""
     weight, bias = torch.randn(40, 2048), torch.randn(40)
     x = torch.randn(150, 2048)
     close(PackedLinear(weight, bias)(x), reference.linear(x, weight, bias, False))
 
 
+@pytest.mark.parametrize("kind", [PackedLinear, Int8Linear])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_rows_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+def test_compiled_rows_do_not_depend_on_the_batch(
+    dtype: torch.dtype, kind: type[PackedLinear | Int8Linear]
+) -> None:
     set_cpu_backend("compiled")
-    linear = PackedLinear(torch.randn(100, 768).to(dtype), torch.randn(100).to(dtype))
+    linear = kind(torch.randn(100, 768).to(dtype), torch.randn(100).to(dtype))
     assert linear.path == "compiled"
     x = torch.randn(500, 768).to(dtype)  # more than one packed block
     together = linear(x)

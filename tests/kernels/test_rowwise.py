@@ -15,7 +15,7 @@ def test_case(backend: str, case: Case) -> None:
 @pytest.mark.parametrize("size", [33, 40, 72, 768])
 @pytest.mark.parametrize("mean", [30.0, 1000.0])
 def test_layer_norm_of_rows_far_from_zero(backend: str, size: int, mean: float) -> None:
-    """As near as float32 has the rows themselves: lanes past the end count for nothing."""
+    """The error is that of float32 rows: vector lanes past the end do not count."""
     x = torch.randn(4, size) * 0.1 + mean
     zero = torch.zeros_like(x)
     _, normed = ops.add_layer_norm(x, zero, None, None, 1e-5)

@@ -1,4 +1,4 @@
-"""The real encoder and, where meaning does not matter, random embeddings."""
+"""Fixtures: the real encoder, and torch with one thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_threads import torch_threads
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> Iterator[None]:
-    """As in the predictor's process."""
+    """The predictor's process uses one thread, too."""
     with torch_threads(1):
         yield
 

@@ -53,7 +53,7 @@ def test_asks_the_regressor_where_no_prompt_is_similar(
     encoder: Encoder, random: np.random.Generator
 ) -> None:
     predictor = LengthPredictor(encoder, 500)
-    # Where the first number of an embedding is positive outputs are long.
+    # Outputs are long where the first number of an embedding is positive.
     for embedding in random_embeddings(random, 250):
         embedding[0] = np.copysign(1.0, embedding[0])
         predictor.learn(unit(embedding), 400 if embedding[0] > 0 else 10)
@@ -70,8 +70,7 @@ def test_asks_the_regressor_where_no_prompt_is_similar(
 
 @settings(max_examples=20)
 @given(
-    lengths=st.lists(st.integers(1, 100_000), min_size=1, max_size=40),
-    seed=st.integers(0, 2**16),
+    lengths=st.lists(st.integers(1, 100_000), min_size=1, max_size=40), seed=st.integers(0, 2**16)
 )
 def test_a_prediction_is_within_what_was_learned(
     encoder: Encoder, lengths: list[int], seed: int

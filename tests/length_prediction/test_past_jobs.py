@@ -1,4 +1,4 @@
-"""The bounded memory of past jobs, whatever comes."""
+"""The bounded memory of past jobs, under random histories."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 
 def embedding_of(seed: int) -> Embedding:
-    """Random ones are all but orthogonal."""
+    """Random embeddings are nearly orthogonal."""
     vector = np.random.default_rng(seed).standard_normal(EMBEDDING_SIZE, dtype=np.float32)
     unit: Embedding = vector / np.linalg.norm(vector)
     return unit

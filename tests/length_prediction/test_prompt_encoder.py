@@ -1,4 +1,4 @@
-"""The encoder against the Transformers library, and on its own terms."""
+"""The encoder agrees with transformers, and its embeddings tell kinds of tasks apart."""
 
 from __future__ import annotations
 

@@ -14,14 +14,15 @@ from tiny_model import TINY_OPT, engine_options
 
 @pytest.fixture(scope="session")
 def log_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the server."""
+    """The server's log."""
     return tmp_path_factory.mktemp("server") / "server.log"
 
 
 @pytest.fixture(scope="session")
 def server(log_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """Short of blocks, and with quanta and patience so short that everything happens that counts:
-    preemption, demotion, promotion, swapping. Lengths are predicted, which this policy ignores."""
+    """A server short of blocks, with short quanta and starvation limits, so that every counted
+    event happens: preemption, demotion, promotion, swapping. Lengths are predicted, which this
+    policy ignores."""
     directory = tmp_path_factory.mktemp("tiny-opt")
     (directory / "config.json").write_text(json.dumps(TINY_OPT), encoding="utf-8")
     options = engine_options(directory) | {

@@ -1,4 +1,4 @@
-"""The Grafana dashboard of ``deploy/``, read as its JSON is."""
+"""The Grafana dashboard of ``deploy/``, read from its JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from running_prometheus import DEPLOY
 
 PATH = DEPLOY / "grafana" / "dashboards" / "fastserve.json"
-# What Grafana puts in place of its variables, for a test of half a minute.
+# Values of Grafana's variables, for a test of half a minute.
 VARIABLES = {"$__rate_interval": "30s", "$__range": "30s", "$model": ".*", "$slo": "0.3"}
 METRIC = re.compile(r"fastserve_\w+")
 
@@ -25,7 +25,7 @@ def load() -> dict[str, Any]:
 
 
 def panels() -> list[dict[str, Any]]:
-    """All but the headings of rows."""
+    """All panels, without the headings of rows."""
     return [panel for panel in load()["panels"] if panel["type"] != "row"]
 
 

@@ -1,4 +1,4 @@
-"""Requests of every kind to a server that is short of KV blocks, and what came of them."""
+"""Requests of every kind to a server that is short of KV blocks, and their results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from waiting import wait_for
 BLOCK_SIZE = 16
 DEVICE_BLOCKS = 120
 MAX_NUM_SEQS = 4
-NUM_STREAMS = 48  # they last for seconds, and values are published twice a second
+NUM_STREAMS = 48  # long, as values are published only twice a second
 PROMPT_TOKENS = 500
 OUTPUT_TOKENS = 40  # 34 blocks a job in the end
 IDLE_TIMEOUT_S = 30.0
@@ -23,20 +23,20 @@ IDLE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Traffic:
-    """What clients sent and got, between two scrapes of the idle server."""
+    """Clients' requests and answers between two scrapes of the idle server."""
 
     before: Scrape
     during: Scrape
-    """While jobs ran, waited and were swapped out."""
+    """A scrape while jobs ran, waited and were swapped out."""
     after: Scrape
     lengths: list[Answer]
-    """Of requests that ended at their ``max_tokens``."""
+    """Answers that ended at their ``max_tokens``."""
     stops: list[Answer]
-    """Of requests that a stop word ended."""
+    """Answers that a stop word ended."""
     cancelled: list[Answer]
-    """What had come before they were cancelled: tokens, or nothing yet."""
+    """Partial answers of cancelled requests: tokens, or nothing yet."""
     cancelled_s: float
-    """Seconds from sending to cancelling, all of them together."""
+    """Total seconds from sending to cancelling."""
     prompt_tokens: int
     num_rejected: int
 
@@ -49,7 +49,7 @@ class Traffic:
 
 
 def drive(endpoints: Endpoints) -> Traffic:
-    """Sends it all and waits until it is over and published."""
+    """Sends all requests and waits until the metrics count them."""
     url, metrics_url = endpoints.grpc_url, endpoints.metrics_url
     rng = random.Random(11)
     sent = 0
@@ -86,7 +86,7 @@ def drive(endpoints: Endpoints) -> Traffic:
     sent += len(again)
     word = whole.text[len(whole.text) // 2 :][:2]
     stops = [generate(url, input_ids=again, max_tokens=20, stop_words=[word], **flags)]
-    # One token: a first one, and none after it.
+    # One token is a first token without a later one.
     single = generate(url, input_ids=prompt(3), max_tokens=1, **flags)
     lengths += [whole, single]
 
@@ -115,7 +115,7 @@ def drive(endpoints: Endpoints) -> Traffic:
 
 
 def scrape_when(metrics_url: str, condition: Callable[[Scrape], bool]) -> Scrape:
-    """The first scrape of which ``condition`` holds."""
+    """The first scrape for which ``condition`` holds."""
     found: list[Scrape] = []
 
     def holds() -> bool:
@@ -127,8 +127,7 @@ def scrape_when(metrics_url: str, condition: Callable[[Scrape], bool]) -> Scrape
 
 
 def idle(metrics_url: str, *, ended: int, rejected: int) -> Scrape:
-    """A scrape after so many jobs have ended, and requests were refused, since the start, all of it
-    published."""
+    """A scrape that counts this many ended jobs and refused requests since the start."""
 
     def at_rest(now: Scrape) -> bool:
         return (
@@ -136,7 +135,7 @@ def idle(metrics_url: str, *, ended: int, rejected: int) -> Scrape:
             and now.total("fastserve_requests_rejected_total") == rejected
             and now.total("fastserve_jobs") == 0
             and now.total("fastserve_queue_jobs") == 0
-            # Those of the last step are free a moment after the job's end.
+            # The last step's blocks are freed a moment after the job's end.
             and now.total("fastserve_kv_blocks", state="used") == 0
         )
 

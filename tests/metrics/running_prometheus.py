@@ -1,4 +1,4 @@
-"""A real Prometheus with the configuration that ``deploy/`` ships, its targets on this machine."""
+"""A real Prometheus with the configuration of ``deploy/`` and targets on this machine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunningPrometheus:
     log_path: Path
 
     def get(self, path: str, **parameters: str) -> Any:
-        """``data`` of the answer. Fails with Prometheus' own words where it refuses."""
+        """The answer's ``data``. Fails with Prometheus' message if it refuses the query."""
         response = httpx2.get(
             f"{self.url}/api/v1/{path}", params=parameters, timeout=QUERY_TIMEOUT_S
         )
@@ -53,12 +53,12 @@ class RunningPrometheus:
         return body["data"]
 
     def values(self, expression: str) -> list[float]:
-        """Of all series that the expression gives now."""
+        """Current values of all series of the expression."""
         return [float(item["value"][1]) for item in self.get("query", query=expression)["result"]]
 
 
 def local_config(directory: Path, targets: dict[str, str], key_path: Path) -> Path:
-    """The shipped files with other addresses, another place for the key, and shorter intervals."""
+    """Writes the shipped files with other addresses, another key file and shorter intervals."""
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     config["global"] |= {
         "scrape_interval": "2s",
@@ -78,7 +78,7 @@ def local_config(directory: Path, targets: dict[str, str], key_path: Path) -> Pa
 
 @contextmanager
 def running_prometheus(config_path: Path) -> Iterator[RunningPrometheus]:
-    """Ready when the block begins."""
+    """Runs Prometheus, which is ready when the block begins."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     log_path = config_path.with_name("prometheus.log")

@@ -39,7 +39,7 @@ class Scrape:
             self.types[family.name] = family.type
             for sample in family.samples:
                 name = sample.name
-                # The library appends this to counters that have it not.
+                # The library appends this to the names of counters.
                 if family.type == "counter" and f"{family.name} counter" in self.text:
                     name = name.removesuffix("_total")
                 self._samples[name, frozenset(sample.labels.items())] = sample.value
@@ -52,7 +52,7 @@ class Scrape:
         return self._samples[name, frozenset((LABELS | labels).items())]
 
     def total(self, name: str, **labels: str) -> float:
-        """Of all its samples with these labels; 0 where none is published yet."""
+        """The sum of all samples with these labels; 0 if none is published yet."""
         wanted = frozenset(labels.items())
         return sum(
             value for (of, have), value in self._samples.items() if of == name and wanted <= have

@@ -31,7 +31,7 @@ def test_rules_ask_for_metrics_that_exist(traffic: Traffic) -> None:
 
 
 def test_a_share_of_time_is_that_of_one_server() -> None:
-    """As the alert takes it: the sum over servers passes 100%."""
+    """The alert uses the same share. A sum over servers could pass 100%."""
     (stalls,) = (query for query in dashboard.queries() if query.panel == "Stalls")
     taken = "sum by (instance, model) (rate(fastserve_swap_stall_seconds_total"
     assert stalls.expression.startswith(taken)

@@ -27,9 +27,9 @@ HISTOGRAMS = (
     "fastserve_queue_seconds",
     "fastserve_normalized_latency_seconds",
 )
-# K and V of a block in float32; hidden_size is that of all heads.
+# Bytes of K and V of a block in float32; hidden_size covers all heads.
 BLOCK_BYTES = TINY_OPT["num_hidden_layers"] * 2 * TINY_OPT["hidden_size"] * BLOCK_SIZE * 4
-# The server reports times in whole ns of which the engine's are floats of seconds.
+# The server reports whole nanoseconds, the engine floats of seconds.
 TOLERANCE_S = 1e-6
 
 
@@ -73,11 +73,11 @@ def test_tokens_are_counted(traffic: Traffic) -> None:
     generated = traffic.grown("fastserve_generation_tokens_total")
     received = sum(len(answer.token_ids) for answer in traffic.completed)
     cut_off = sum(len(answer.token_ids) for answer in traffic.cancelled)
-    # Those that were cancelled may have made more than came, yet never all.
+    # Cancelled jobs may have made more tokens than clients got, but never all.
     assert received + cut_off <= generated < received + 600 * len(traffic.cancelled)
     iterations = traffic.grown("fastserve_iterations_total")
     assert generated / MAX_NUM_SEQS <= iterations <= generated
-    # One prompt was sent twice, the second time after the first had its answer.
+    # One prompt was sent again after its first answer.
     full_blocks = PROMPT_TOKENS // BLOCK_SIZE * BLOCK_SIZE
     assert full_blocks <= traffic.grown("fastserve_prefix_cached_tokens_total")
 
@@ -85,7 +85,7 @@ def test_tokens_are_counted(traffic: Traffic) -> None:
 def test_jobs_are_preempted_demoted_and_promoted(traffic: Traffic) -> None:
     preemptions = sum(answer.outputs[protocol.NUM_PREEMPTIONS] for answer in traffic.completed)
     assert 0 < preemptions <= traffic.grown("fastserve_preemptions_total")
-    # A job that is not in the highest queue sank or joined below it.
+    # A job below the highest queue was demoted or joined below it.
     num_jobs = len(traffic.completed) + len(traffic.cancelled)
     demotions = traffic.grown("fastserve_demotions_total")
     assert 0 < traffic.grown("fastserve_promotions_total") <= demotions + num_jobs
@@ -133,7 +133,7 @@ def test_histograms_are_well_formed(traffic: Traffic, name: str) -> None:
     counts = [high - low for low, high in itertools.pairwise([0.0, *numbers])]
     least = sum(low * count for low, count in zip(bounds, counts, strict=False))
     assert least <= histogram.sum
-    assert counts[-1] == 0  # the buckets reach as far as a test takes
+    assert counts[-1] == 0  # the buckets reach beyond the length of the test
     most = sum(high * count for high, count in zip(bounds[1:-1], counts, strict=False))
     assert histogram.sum <= most
 
@@ -191,8 +191,7 @@ def test_a_restart_of_the_ranks_is_counted(server: TritonServer, traffic: Traffi
     )
     rank.kill()
     after = scrape_when(
-        server.endpoints.metrics_url,
-        lambda now: now.value("fastserve_worker_restarts_total") == 1,
+        server.endpoints.metrics_url, lambda now: now.value("fastserve_worker_restarts_total") == 1
     )
     assert traffic.after.value("fastserve_worker_restarts_total") == 0
     assert after.total("fastserve_requests_total") == traffic.after.total(

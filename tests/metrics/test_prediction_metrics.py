@@ -1,4 +1,4 @@
-"""The metrics of length prediction beside what clients got, and what must not be in a log."""
+"""The metrics of length prediction match the clients' answers, and no prompt is in a log."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from waiting import wait_for
 LOAD_S = 60.0
 OUTPUT_TOKENS = 150
 REASONS = {"cold", "down", "slow"}
-# Words that are nowhere else.
+# Words that appear nowhere else.
 WORDS = ("xylophone", "quicksilver", "marmalade")
 PROMPT = f"Write a poem about {', '.join(WORDS)}."
 
 
 def all_counted(scrape: Scrape) -> bool:
-    """Every ended job was predicted or fell back."""
+    """Whether every ended job was predicted or fell back."""
     counted = scrape.total("fastserve_predictions_total")
     counted += scrape.total("fastserve_prediction_fallbacks_total")
     return counted == scrape.total("fastserve_requests_total")
@@ -40,8 +40,8 @@ def at_rest(server: TritonServer) -> Scrape:
 
 @pytest.fixture(scope="module")
 def taught(server: TritonServer, traffic: Traffic) -> Scrape:
-    """When the predictor has learned of the traffic, whose prompts are random tokens and no words:
-    to the encoder they may all be the same one."""
+    """A scrape after the predictor has learned from the traffic. The prompts are random tokens
+    without words, which the encoder may not tell apart."""
     return scrape_when(
         server.endpoints.metrics_url,
         lambda now: now.value("fastserve_prediction_index_entries") >= 1,
@@ -79,7 +79,7 @@ def test_a_predicted_job_is_compared_with_what_its_client_got(
         )
 
     wait_for(predicted, LOAD_S)
-    # Published last of all.
+    # This value is published last.
     errors_before = scrapes[-2].value("fastserve_prediction_error_ratio_count")
     scrapes[-1] = scrape_when(
         server.endpoints.metrics_url,

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes server and gateway; rules and dashboard are read against it."""
+"""A real Prometheus scrapes server and gateway, and evaluates rules and dashboard."""
 
 from __future__ import annotations
 
@@ -14,21 +14,15 @@ import yaml
 from fastserve_backend.serving.launch import TritonServer
 from metric_traffic import Traffic
 from running_gateway import RunningGateway, running_gateway
-from running_prometheus import (
-    RULES,
-    RunningPrometheus,
-    local_config,
-    promtool,
-    running_prometheus,
-)
+from running_prometheus import RULES, RunningPrometheus, local_config, promtool, running_prometheus
 from scrape import Scrape
 from serving_client import generate
 from waiting import wait_for
 
 KEY = "sk-of-the-metrics-0123456789"
 ANSWERS_TIMEOUT_S = 60.0
-# promtool's rules are for names; Triton's own metrics break some, and so does what is a histogram
-# in all but its type (docs/metrics.md).
+# promtool checks names. Triton's own metrics break some of its rules, and so does a metric that is
+# a histogram in all but its type (docs/metrics.md).
 EXPECTED_PROBLEMS = re.compile(
     r"nv_\w+ (counter metrics should have \"_total\" suffix"
     r"|metric names should not contain abbreviated units"
@@ -43,7 +37,8 @@ EXPECTED_PROBLEMS = re.compile(
 def gateway(
     server: TritonServer, traffic: Traffic, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningGateway]:
-    """After the traffic, between whose scrapes nobody else may send anything."""
+    """A gateway that starts after the traffic, as others must not send anything between its
+    scrapes."""
     directory = tmp_path_factory.mktemp("gateway")
     keys = directory / "keys"
     keys.write_text(f"{KEY}\n", encoding="utf-8")
@@ -70,7 +65,7 @@ def prometheus(
 
 
 def request_each_way(server: TritonServer, gateway: RunningGateway) -> None:
-    # So long that the prediction of its length comes before its end.
+    # Long enough that its length is predicted before it ends.
     generate(
         server.endpoints.grpc_url, text_input="a", max_tokens=150, ignore_eos=True, stream=True
     )
@@ -89,7 +84,7 @@ def test_every_query_of_the_dashboard_gives_numbers(
         request_each_way(server, gateway)
         for query in list(waiting):
             values = prometheus.values(query.expression)
-            # A quantile or mean of nothing is NaN: as long as nothing has happened.
+            # Quantiles and means are NaN while nothing has happened.
             if values and all(math.isfinite(value) for value in values):
                 del waiting[query]
         return not waiting
@@ -108,7 +103,7 @@ def test_scrapes_leave_no_warning(prometheus: RunningPrometheus) -> None:
         assert target["lastError"] == ""
     log = prometheus.log_path.read_text(encoding="utf-8")
     assert "Server is ready to receive web requests" in log
-    # A failed scrape is reported at the level of debugging.
+    # Prometheus logs a failed scrape at debug level.
     for problem in ("level=warn", "level=error", "Scrape failed", "Append failed"):
         assert not [line for line in log.splitlines() if problem in line]
 
@@ -137,9 +132,7 @@ def test_rules_are_evaluated(prometheus: RunningPrometheus) -> None:
     assert prometheus.values('ALERTS{alertname=~"FastServe(Gateway)?Down"}') == []
 
 
-def test_promtool_finds_nothing_wrong_with_the_configuration(
-    prometheus: RunningPrometheus,
-) -> None:
+def test_promtool_finds_nothing_wrong_with_the_configuration(prometheus: RunningPrometheus) -> None:
     checked = promtool("check", "config", "--lint-fatal", str(prometheus.config_path))
     assert checked.returncode == 0, checked.stderr
 

@@ -18,7 +18,7 @@ ROTARY = {
     ),
     "llama_tied": LlamaConfig(**LLAMA | WIDE, tie_word_embeddings=True),
     "llama_biases": LlamaConfig(**LLAMA | WIDE, attention_bias=True, mlp_bias=True),
-    # 83 in 4 parts: not all ranks have as many.
+    # Four ranks cannot share 83 equally.
     "llama_uneven": LlamaConfig(**LLAMA | WIDE | {"intermediate_size": 83}),
     "neox": GPTNeoXConfig(**NEOX),
     "neox_sequential": GPTNeoXConfig(**NEOX, use_parallel_residual=False),

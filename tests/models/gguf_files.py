@@ -1,4 +1,4 @@
-"""Small random LLaMA models and the GGUF files that llama.cpp's converter would write of them."""
+"""Small random LLaMA models, and the GGUF files that llama.cpp's converter would write for them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def random_llama(**changes: Any) -> LlamaForCausalLM:
 
 @lru_cache
 def byte_level_bpe() -> Tokenizer:
-    """VOCAB_SIZE tokens, of which the first are SPECIAL."""
+    """A byte-level BPE of VOCAB_SIZE tokens; SPECIAL are the first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -108,8 +108,8 @@ def metadata(config: LlamaConfig) -> Fields:
 
 
 def permute(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of q or k in llama.cpp's order: element i of a head's first half beside that of its
-    second."""
+    """Rows of q or k in llama.cpp's order: element i of a head's first half is next to that of the
+    second half."""
     halves = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
@@ -146,8 +146,8 @@ def write_gguf(
     kind: GGMLQuantizationType = F32,
     architecture: str = "llama",
 ) -> Path:
-    """Write a GGUF file whose matrices are of `kind`; vectors stay float32, as in llama.cpp, and
-    float64 arrays what they are."""
+    """Writes a GGUF file whose matrices are of `kind`. Vectors stay float32, as in llama.cpp, and
+    float64 arrays keep their type."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in fields.items():
         if isinstance(value, str):
@@ -174,6 +174,18 @@ def write_gguf(
     return path
 
 
+def with_tokenizer_fields(values: dict[str, Any]) -> Callable[[Fields, Arrays], None]:
+    """A change of these fields of the tokenizer; None removes a field."""
+
+    def change(fields: Fields, arrays: Arrays) -> None:
+        for name, value in values.items():
+            fields[f"tokenizer.ggml.{name}"] = value
+            if value is None:
+                del fields[f"tokenizer.ggml.{name}"]
+
+    return change
+
+
 def write_llama(
     path: Path,
     model: LlamaForCausalLM,
@@ -181,7 +193,7 @@ def write_llama(
     kind: GGMLQuantizationType = F32,
     change: Callable[[Fields, Arrays], None] | None = None,
 ) -> Path:
-    """`model` as a GGUF file, after `change` of its fields and tensors."""
+    """Writes `model` as a GGUF file, after `change` has changed its fields and tensors."""
     fields, arrays = metadata(model.config), tensors(model)
     if change is not None:
         change(fields, arrays)
@@ -205,7 +217,7 @@ def llama3_factors(config: LlamaConfig, factor: float) -> np.ndarray:
 
 
 def bfloat16(model: LlamaForCausalLM) -> dict[str, Tensor]:
-    """The weights that a checkpoint of `model` in bfloat16 holds."""
+    """The weights of `model` as a checkpoint in bfloat16 holds them."""
     state = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]

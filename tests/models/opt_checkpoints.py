@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from paged_executor import POSITIONS
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import OPTConfig, OPTForCausalLM
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -56,7 +59,7 @@ def save_bin(model: OPTForCausalLM, directory: Path) -> None:
 
 
 def save_legacy_bin(model: OPTForCausalLM, directory: Path) -> None:
-    """As torch wrote before 1.6, which cannot be memory-mapped."""
+    """Saves as torch did before 1.6, in a format that cannot be memory-mapped."""
     model.config.save_pretrained(directory)
     torch.save(
         model.state_dict(), directory / "pytorch_model.bin", _use_new_zipfile_serialization=False
@@ -76,8 +79,30 @@ def save_sharded_bin(model: OPTForCausalLM, directory: Path) -> None:
     (directory / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
+def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Changes the tensors of a saved model.safetensors."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_tied_with_head(directory: Path, *, only_head: bool) -> OPTForCausalLM:
+    """Saves a model that its config.json ties, with a head of its own: alone with the table's
+    values, or beside the table with others. Returns the model as transformers reads it."""
+    random_opt().save_pretrained(directory)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        embedding = "model.decoder.embed_tokens.weight"
+        tensors["lm_head.weight"] = tensors[embedding] + (0.0 if only_head else 0.1)
+        if only_head:
+            del tensors[embedding]
+
+    rewrite(directory, change)
+    return OPTForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
 def save_bare_decoder(model: OPTForCausalLM, directory: Path) -> None:
-    """Names that begin at "decoder.", as early OPT checkpoints have them."""
+    """Saves names that begin with "decoder.", as in early OPT checkpoints."""
     model.model.save_pretrained(directory)
 
 

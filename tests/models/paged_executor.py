@@ -1,4 +1,4 @@
-"""Steps a model over a paged cache, and what transformers says of the same tokens."""
+"""Steps of a model over a paged cache, compared with transformers on the same tokens."""
 
 from __future__ import annotations
 
@@ -108,6 +108,22 @@ class PagedExecutor:
 def prompts(*lengths: int) -> list[list[int]]:
     chooser = random.Random(sum(lengths))
     return [[chooser.randrange(301) for _ in range(length)] for length in lengths]
+
+
+def check_prompt(ours: CausalLM, theirs: PreTrainedModel, length: int = 9) -> None:
+    """A whole prompt in one step gives transformers' logits."""
+    executor = PagedExecutor(ours, theirs.config, prompts(length), seed=5)
+    executor.step([(0, length)])
+    check(theirs, executor)
+
+
+def check_chunked_prompts(ours: CausalLM, theirs: PreTrainedModel) -> None:
+    """Whole prompts, and one in three chunks, give transformers' logits."""
+    executor = PagedExecutor(ours, theirs.config, prompts(20, 1, 9), seed=2)
+    executor.step([(0, 20), (1, 1), (2, 5)])
+    executor.step([(2, 3)])
+    executor.step([(2, 1)])
+    check(theirs, executor)
 
 
 def check(theirs: PreTrainedModel, executor: PagedExecutor) -> None:

@@ -1,4 +1,5 @@
-"""All ranks of a model as threads of one process: the arithmetic of parallel ranks without them."""
+"""All ranks of a model as threads of one process: the arithmetic of ranks without their
+processes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class Meeting:
-    """Where the threads of one stage meet; counts how often they sum."""
+    """The point where the threads of a stage exchange tensors. It counts their sums."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -71,7 +72,7 @@ class DividedModel:
     def forward(
         self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: Tensor
     ) -> Tensor:
-        """``kv`` is that of the whole model; every rank has a copy of its part of it."""
+        """``kv`` is the whole model's. Each rank has a copy of its part."""
         received: list[Tensor | None] = [None] * self._size
         for models, layers in zip(self._parts, self._stages, strict=True):
             views = [self._part_of(kv, layers, rank) for rank in range(self._size)]
@@ -85,7 +86,7 @@ class DividedModel:
         return hidden[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of all rows."""
+        """The logits of all rows."""
         assert len(hidden) == len(self._hidden[0])
         first, *others = self._on_all(lambda rank: self._parts[-1][rank].logits(self._hidden[rank]))
         assert first is not None
@@ -98,7 +99,7 @@ class DividedModel:
 
     def _on_all(self, run: Callable[[int], Result]) -> list[Result]:
         def without_gradients(rank: int) -> Result:
-            with torch.inference_mode():  # of this thread
+            with torch.inference_mode():  # results of this thread
                 return run(rank)
 
         return list(self._pool.map(without_gradients, range(self._size)))

@@ -1,4 +1,4 @@
-"""Which messages a chat template gets, and as what."""
+"""The messages that a chat template gets, and their form."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_arguments_of_calls_become_what_templates_expect(arguments: Any, expecte
     message = {"role": "assistant", "tool_calls": [with_arguments(arguments)]}
     (checked,) = check_messages([message])
     assert checked["tool_calls"] == [with_arguments(expected)]
-    assert message["tool_calls"] == [with_arguments(arguments)]  # the caller's stay as they are
+    assert message["tool_calls"] == [with_arguments(arguments)]  # the caller's stay as they were
 
 
 def test_other_keys_stay_and_empty_calls_do_not() -> None:

@@ -1,4 +1,5 @@
-"""Chat templates: the prompts that transformers renders, and templates that misbehave."""
+"""Chat templates render the same prompts as in transformers; templates that misbehave are
+stopped."""
 
 from __future__ import annotations
 
@@ -130,7 +131,7 @@ def test_renders_as_transformers(tmp_path: Path, name: str, messages: list[dict[
 
 
 def test_one_begin_token(tmp_path: Path) -> None:
-    """From the template, not from the tokenizer too, which gives a plain prompt its own."""
+    """The template gives a chat its begin token, so the tokenizer must not add another one."""
     tokenizer = HFTokenizer(write_tokenizer(tmp_path, chat_template=LLAMA_3), VOCAB_SIZE)
     ids = tokenizer.encode(tokenizer.render_chat(CONVERSATIONS[0]), special_tokens=False)
     assert ids.count(0) == 1

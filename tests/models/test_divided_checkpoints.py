@@ -1,4 +1,4 @@
-"""Checkpoints of several files: the index says which tensor of which file counts."""
+"""Checkpoints of several files: the index decides which file's tensor counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensors = dict[str, Tensor]
 
 
 class Checkpoint:
-    """A divided checkpoint whose files are to be changed."""
+    """A divided checkpoint whose files a test changes."""
 
     def __init__(self, directory: Path, ending: str) -> None:
         self.directory = directory
@@ -77,7 +77,7 @@ def stale(tensor: Tensor) -> Tensor:
 
 
 def test_stale_duplicates_do_not_count(theirs: OPTForCausalLM, checkpoint: Checkpoint) -> None:
-    """Every file has all tensors, but values only in those of which the index says so."""
+    """Every file has all tensors, but the right values only where the index points."""
     contents = {name: checkpoint.read(name) for name in set(checkpoint.files.values())}
     for name, own in contents.items():
         others = {
@@ -98,7 +98,7 @@ def test_an_overlay_replaces_what_its_entries_say(
         taken = sorted(tensors)[0]
         replaced[taken] = tensors[taken].clone()
         checkpoint.write(file, tensors | {taken: stale(tensors[taken])})
-    # A tensor that it has too, and that is not its to replace.
+    # The file has this tensor, too, but the index names another file for it.
     other = next(one for one in checkpoint.files if one not in replaced)
     value = checkpoint.read(checkpoint.files[other])[other]
     checkpoint.write(overlay, replaced | {other: stale(value)})
@@ -108,7 +108,7 @@ def test_an_overlay_replaces_what_its_entries_say(
 
 
 def test_a_head_without_an_entry_is_none(theirs: OPTForCausalLM, checkpoint: Checkpoint) -> None:
-    """Of a tied model: one of its own would take the place of the embedding's table."""
+    """The model is tied. A head would replace the embedding's table."""
     name = next(iter(checkpoint.files.values()))
     table = theirs.get_input_embeddings().weight.detach()
     checkpoint.write(name, checkpoint.read(name) | {"lm_head.weight": torch.ones_like(table)})
@@ -138,7 +138,7 @@ def test_files_outside_of_the_directory_are_refused(checkpoint: Checkpoint, file
 def test_links_to_files_of_other_names(
     theirs: OPTForCausalLM, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    """As in the hub's cache, where all that a snapshot has are links to blobs."""
+    """In the hub's cache all files of a snapshot are links to blobs."""
     blobs = tmp_path / "blobs"
     blobs.mkdir()
     for number, file in enumerate(one for one in tmp_path.iterdir() if one.is_file()):

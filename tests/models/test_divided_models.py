@@ -1,4 +1,4 @@
-"""Divided among ranks and stages a model gives the logits of transformers' whole one."""
+"""A model that is divided among ranks and stages gives the logits of transformers' model."""
 
 from __future__ import annotations
 
@@ -12,23 +12,21 @@ from divisible_models import MODELS, saved
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.loader import load_model
-from opt_checkpoints import FORMATS, random_opt
-from paged_executor import PagedExecutor, check, prompts
+from opt_checkpoints import FORMATS, random_opt, rewrite, save_tied_with_head
+from paged_executor import PagedExecutor, check_chunked_prompts, check_prompt, prompts
 from rank_threads import DividedModel
-from safetensors.torch import load_file, save_file
+
+
+def divided(directory: Path, tensor_size: int, num_stages: int) -> DividedModel:
+    config = load_model_config(str(directory), load_format="auto", dtype="float32")
+    return DividedModel(config, tensor_size, num_stages)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("tensor_size", "num_stages"), [(4, 1), (1, 3), (2, 2)])
 def test_logits(name: str, tensor_size: int, num_stages: int, tmp_path: Path) -> None:
     theirs = saved(name, tmp_path)
-    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
-    ours = DividedModel(config, tensor_size, num_stages)
-    executor = PagedExecutor(ours, theirs.config, prompts(20, 1, 9), seed=2)  # type: ignore[arg-type]
-    executor.step([(0, 20), (1, 1), (2, 5)])
-    executor.step([(2, 3)])
-    executor.step([(2, 1)])
-    check(theirs, executor)
+    check_chunked_prompts(divided(tmp_path, tensor_size, num_stages), theirs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -36,8 +34,7 @@ def test_logits(name: str, tensor_size: int, num_stages: int, tmp_path: Path) ->
 )
 def test_ranks_sum_as_rarely_as_they_can(name: str, sums_a_layer: int, tmp_path: Path) -> None:
     theirs = saved(name, tmp_path)
-    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
-    ours = DividedModel(config, 2, 1)
+    ours = divided(tmp_path, 2, 1)
     executor = PagedExecutor(ours, theirs.config, prompts(5), seed=2)  # type: ignore[arg-type]
     executor.step([(0, 5)])
     embedding = 1
@@ -48,28 +45,14 @@ def test_ranks_sum_as_rarely_as_they_can(name: str, sums_a_layer: int, tmp_path:
 def test_every_checkpoint_format_is_read_in_parts(tmp_path: Path, save: Any) -> None:
     theirs = random_opt()
     save(theirs, tmp_path)
-    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
-    executor = PagedExecutor(DividedModel(config, 2, 3), theirs.config, prompts(9), seed=5)  # type: ignore[arg-type]
-    executor.step([(0, 9)])
-    check(theirs, executor)
+    check_prompt(divided(tmp_path, 2, 3), theirs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("only_head", [True, False], ids=["head_only", "head_differs"])
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_a_tied_head_in_the_checkpoint(tmp_path: Path, only_head: bool, num_stages: int) -> None:
-    random_opt().save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    embedding = "model.decoder.embed_tokens.weight"
-    tensors["lm_head.weight"] = tensors[embedding] + (0.0 if only_head else 0.1)
-    if only_head:
-        del tensors[embedding]
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    theirs = type(random_opt()).from_pretrained(tmp_path, dtype=torch.float32).eval()
-    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
-    ours = DividedModel(config, 2, num_stages)
-    executor = PagedExecutor(ours, theirs.config, prompts(9), seed=5)  # type: ignore[arg-type]
-    executor.step([(0, 9)])
-    check(theirs, executor)
+    theirs = save_tied_with_head(tmp_path, only_head=only_head)
+    check_prompt(divided(tmp_path, 2, num_stages), theirs)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["opt_350m", "llama_grouped", "neox_tied"])
@@ -85,7 +68,8 @@ def test_random_weights_do_not_depend_on_the_division(name: str, tmp_path: Path)
 
 
 class TestWrongFiles:
-    """The stage that wants a tensor misses it; what no stage wants is refused by each."""
+    """The stage that needs a tensor reports it missing. Every stage refuses a tensor that none
+    needs."""
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -101,21 +85,16 @@ class TestWrongFiles:
     )
     def test_is_said(self, tmp_path: Path, change: Any, message: str) -> None:
         random_opt().save_pretrained(tmp_path)
-        tensors = load_file(tmp_path / "model.safetensors")
-        change(tensors)
-        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
+        rewrite(tmp_path, change)
         with pytest.raises(ModelError, match=message):
-            DividedModel(config, 2, 3)
+            divided(tmp_path, 2, 3)
 
     def test_what_is_no_part_of_the_model_is_named_once(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         random_opt().save_pretrained(tmp_path)
-        tensors = load_file(tmp_path / "model.safetensors") | {"score": torch.zeros(2)}
-        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
-        DividedModel(config, 2, 3)
+        rewrite(tmp_path, lambda tensors: tensors.update({"score": torch.zeros(2)}))
+        divided(tmp_path, 2, 3)
         assert [record.getMessage()[-7:] for record in caplog.records] == [": score"]
 
     def test_tensors_of_layers_that_config_json_lacks(self, tmp_path: Path) -> None:
@@ -123,6 +102,5 @@ class TestWrongFiles:
         file = tmp_path / "config.json"
         fields = json.loads(file.read_text()) | {"num_hidden_layers": 2}
         file.write_text(json.dumps(fields))
-        config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
         with pytest.raises(ModelError, match=r"layers\.2\..* is unexpected"):
-            DividedModel(config, 1, 2)
+            divided(tmp_path, 1, 2)

@@ -1,4 +1,5 @@
-"""Parts of random weights are parts of the same tensors, also of those larger than the pool."""
+"""Parts of random weights are parts of the same whole tensors, even of those larger than the
+pool."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_a_part_is_what_the_whole_has_there(
 
 
 def test_on_another_device_each_tensor_has_memory_of_its_own() -> None:
-    """Stretches of one small pool would all be in the cache of a GPU, and be read too fast."""
+    """Views of one small pool would all fit a GPU's cache, and be read too fast."""
     shapes = {"one": (30, 4), "other": (20, 5)}
     parameters = {
         name: Parameter(shape, lambda tensor: None, (slice(0, 10),))

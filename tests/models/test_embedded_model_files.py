@@ -1,4 +1,4 @@
-"""The embedded model as we convert it, against transformers' own reading of its GGUF file."""
+"""The embedded model after our conversion, compared with transformers' reading of its GGUF file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def file() -> Path:
 
 @pytest.fixture(scope="module")
 def directory(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Converted anew, as on a machine that starts the server for the first time."""
+    """The folder of a new conversion, as on a server's first start."""
     directory = tmp_path_factory.mktemp("embedded") / "model"
     convert(file, directory)
     return directory
@@ -90,7 +90,7 @@ def ours(directory: Path, config: LlamaConfig) -> Tokenizer:
 
 def test_weights_and_configuration(file: Path, directory: Path, config: LlamaConfig) -> None:
     options: dict[str, Any] = {}
-    if hasattr(transformers, "GgufConfig"):  # transformers that keeps weights quantised
+    if hasattr(transformers, "GgufConfig"):  # transformers would keep weights quantised
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.bfloat16, **options
@@ -114,10 +114,7 @@ def test_weights_and_configuration(file: Path, directory: Path, config: LlamaCon
     assert config.tie_word_embeddings is model.config.tie_word_embeddings is True
     assert config.dtype == "bfloat16"
     torch.testing.assert_close(
-        torch.tensor(config.rotary.frequencies),
-        model.model.rotary_emb.inv_freq,
-        rtol=1e-5,
-        atol=0,
+        torch.tensor(config.rotary.frequencies), model.model.rotary_emb.inv_freq, rtol=1e-5, atol=0
     )
 
 
@@ -134,8 +131,8 @@ def test_encode(ours: Tokenizer, theirs: Any, text: str) -> None:
 
 @pytest.mark.parametrize("text", [*TEXTS, "½ cup", "a ² b ¾c ٣٤ 一二 Ⅻ"])
 def test_encode_as_the_model_was_trained(ours: Tokenizer, theirs: Any, text: str) -> None:
-    """With each digit, of any kind, on its own. The file says so by a name ("smollm") that
-    transformers does not know; its merges make up for it but for digits beyond ASCII."""
+    """Each digit of any script is a token of its own. The file says so by a name ("smollm") that
+    transformers does not know. Its merges have the same effect, except for digits beyond ASCII."""
     fast = FastTokenizer.from_str(theirs.backend_tokenizer.to_str())
     fast.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
@@ -152,7 +149,8 @@ def test_encode_chat(ours: Tokenizer, theirs: Any, messages: list[dict[str, str]
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(ours: Tokenizer) -> None:
-    """They are the engine's loop and its watch, which must not stand still for a request."""
+    """The engine's loop and its watch run on such threads, and must not stand still for a
+    request."""
     num_turns = 0
     done = threading.Event()
 
@@ -168,7 +166,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(ours: Tokenizer) -> None
     after = num_turns
     done.set()
     thread.join()
-    assert after - before >= 10  # where encoding lets nobody else run, there is one at its end
+    assert after - before >= 10  # a blocking encode would leave one turn, at its end
 
 
 def test_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Which tokens end an answer: those that any file names, whatever the others say."""
+"""An answer ends at every token that any file names as an end, whatever the other files say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from fastserve_backend.checkpoints.configured_model import load_model_and_tokeni
 from fastserve_backend.checkpoints.end_tokens import TURN_ENDS
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.models.gguf_conversion import convert
-from gguf_files import END, END_OF_TURN, Arrays, Fields, random_llama, write_llama
+from gguf_files import (
+    END,
+    END_OF_TURN,
+    Arrays,
+    Fields,
+    random_llama,
+    with_tokenizer_fields,
+    write_llama,
+)
 from gguf_files import VOCAB_SIZE as GGUF_SIZE
 from tokenizer_files import write_json
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -19,7 +27,7 @@ from tokenizers.processors import TemplateProcessing
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB_SIZE = 300
-# Special tokens of names that mean nothing, and where they begin.
+# Special tokens whose names mean nothing, and the id of the first.
 NAMES = ["<a>", "<b>", "<c>", "<d>", "<e>"]
 A, B, C, D, E = range(256, 261)
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}"
@@ -35,7 +43,7 @@ def write(
     added: list[AddedToken] | None = None,
     behind_prompt: str = "",
 ) -> Path:
-    """A model's directory. `added` are tokens after NAMES, from id 261 on."""
+    """Writes a model's directory. `added` are tokens after NAMES, from id 261 on."""
     vocab = {letter: token_id for token_id, letter in enumerate(ALPHABET)}
     fast = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -81,15 +89,12 @@ def eos(value: Any) -> dict[str, Any]:
         (eos(None), eos(B), {B}),
         ({}, eos([B]), {B}),
         (eos(-1), None, set()),
-        ({}, None, {2}),  # the architecture's
+        ({}, None, {2}),  # the architecture's default
         (eos([A, VOCAB_SIZE]), None, {A}),
     ],
 )
 def test_configurations(
-    tmp_path: Path,
-    config: dict[str, Any],
-    generation: dict[str, Any] | None,
-    expected: set[int],
+    tmp_path: Path, config: dict[str, Any], generation: dict[str, Any] | None, expected: set[int]
 ) -> None:
     assert ends(write(tmp_path, config, generation=generation)) == expected
 
@@ -103,7 +108,7 @@ def test_configurations(
         {"settings": {"eos_token": "<c>"}, "special_tokens_map": {"eos_token": None}},
         {"special_tokens_map": {"eos_token": "<c>"}},
         {"settings": {"eos_token": None}, "special_tokens_map": {"eos_token": "<c>"}},
-        # Of which the second file else does not count.
+        # Fields without which the second file does not count.
         {
             "settings": {"added_tokens_decoder": {}},
             "special_tokens_map": {"eos_token": {"content": "<c>"}},
@@ -117,7 +122,7 @@ def test_configurations(
 def test_a_tokenizer_names_one(
     tmp_path: Path, files: dict[str, Any], config: dict[str, Any]
 ) -> None:
-    """The architecture's own, 2, is a letter here and ends nothing."""
+    """The architecture's default, 2, is a letter here and ends nothing."""
     named = {A} if config.get("eos_token_id") else set()
     assert ends(write(tmp_path, config, **files)) == named | {C}
 
@@ -138,7 +143,7 @@ def test_a_tokenizer_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["</s>", "<|endoftext|>", "<|eot_id|>", "<|im_end|>"])
 @pytest.mark.parametrize("special", [True, False])
 def test_tokens_of_known_names(tmp_path: Path, name: str, special: bool) -> None:
-    """Of texts where they are special, since "</s>" may be text."""
+    """Known names end an answer only if the token is special, since "</s>" may be text."""
     added = [AddedToken(name, special=special, normalized=False)]
     expected = {A, E + 1} if special or name in TURN_ENDS else {A}
     assert ends(write(tmp_path, eos(A), added=added)) == expected
@@ -151,12 +156,12 @@ def test_tokens_of_known_names(tmp_path: Path, name: str, special: bool) -> None
         (CHAT + " \n<c><d>{% endfor %}", {C}),
         (CHAT + "{{ eos_token }}{% endfor %}", {B}),
         (CHAT + "{% if m.role == 'assistant' %}<d>{% endif %}<e>{% endfor %}", {D}),
-        # Behind an answer that is not the last.
+        # After an answer that is not the last.
         (CHAT + "{% if not loop.last %}<c>{% endif %}{% endfor %}", {C}),
-        # A closing tag that is text, then the end.
+        # The template writes a closing tag as text, then the end token.
         (CHAT + "</answer><c>{% endfor %}", {C}),
         (CHAT + "<|turn end|>{% endfor %}", {E + 2}),
-        # Before the answer, or none.
+        # The token comes before the answer, or there is none.
         ("{% for m in messages %}<c>{{ m.role }}<d>{{ m.content }}{% endfor %}", {C}),
         (CHAT + "\n\n{% endfor %}", set()),
         (CHAT + ", User: <c>{% endfor %}", set()),
@@ -202,14 +207,8 @@ def test_none_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     ],
 )
 def test_gguf(tmp_path: Path, fields: dict[str, int | None], expected: set[int]) -> None:
-    """Names that are known end an answer beside fields, whichever these are."""
-
-    def change(given: Fields, arrays: Arrays) -> None:
-        for name, token_id in fields.items():
-            given[f"tokenizer.ggml.{name}_token_id"] = token_id
-            if token_id is None:
-                del given[f"tokenizer.ggml.{name}_token_id"]
-
+    """Known names end an answer in addition to the tokens in the fields."""
+    change = with_tokenizer_fields({f"{name}_token_id": value for name, value in fields.items()})
     convert(write_llama(tmp_path / "m.gguf", random_llama(), change=change), tmp_path / "out")
     assert ends(tmp_path / "out") == expected | {END, END_OF_TURN}
 

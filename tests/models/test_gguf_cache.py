@@ -1,4 +1,4 @@
-"""Where converted GGUF files are kept, whatever happens while they are made."""
+"""The cache of converted GGUF files stays whole, whatever happens during a conversion."""
 
 from __future__ import annotations
 
@@ -16,20 +16,12 @@ from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.gguf import converted_gguf
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.gguf_conversion import convert
-from gguf_files import (
-    Arrays,
-    Fields,
-    assert_equal,
-    bfloat16,
-    random_llama,
-    tensors_of,
-    write_llama,
-)
+from gguf_files import Arrays, Fields, assert_equal, bfloat16, random_llama, tensors_of, write_llama
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The directory of converted files; in the end it holds nothing but whole ones."""
+    """The directory of converted files. At the end of a test it holds only complete ones."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     directory = tmp_path / "cache" / "fastserve" / "gguf"
     yield directory
@@ -58,7 +50,7 @@ def test_two_processes_at_once_then_none(cache: Path, tmp_path: Path) -> None:
     assert [str(one) for one in cache.iterdir()] == list(directories)
     made = Path(directories.pop())
     assert_equal(tensors_of(made), bfloat16(random_llama()))
-    # What is there is taken as it is, by every name of the file.
+    # A conversion is reused unchanged, whichever name leads to the file.
     (made / "mark").touch()
     (tmp_path / "link.gguf").symlink_to(file)
     assert converted_gguf(file) == made
@@ -78,7 +70,7 @@ def test_a_file_that_changed(cache: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_nothing_is_left_of_a_failure(cache: Path, tmp_path: Path) -> None:
-    """In its last tensor, when most has been written."""
+    """The failure comes in the last tensor, when most has been written."""
 
     def change(fields: Fields, arrays: Arrays) -> None:
         *_, last = arrays

@@ -1,4 +1,4 @@
-"""GGUF files written as llama.cpp writes them, converted, against the models that they are of."""
+"""GGUF files as llama.cpp writes them are converted and compared with their original models."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def rounded(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """The same with weights of bfloat16's precision; it computes in float32."""
+    """The same model with weights rounded to bfloat16. It computes in float32."""
     copy = deepcopy(model)
     with torch.no_grad():
         for parameter in copy.parameters():
@@ -71,7 +71,7 @@ def check_logits(theirs: LlamaForCausalLM, directory: Path) -> None:
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[LlamaForCausalLM, Path]:
-    """A model in transformers, and the directory that its GGUF file became."""
+    """A model in transformers, and the directory with its converted GGUF file."""
     directory = tmp_path_factory.mktemp(request.param)
     model = random_llama(**VARIANTS[request.param])
 
@@ -89,7 +89,7 @@ def test_weights_are_the_models(pair: tuple[LlamaForCausalLM, Path]) -> None:
 
 
 def test_logits_are_the_models(pair: tuple[LlamaForCausalLM, Path]) -> None:
-    """So the rows of q and k are in the order in which our rotation pairs them."""
+    """This shows that rows of q and k are in the order of our rotation's pairs."""
     model, directory = pair
     check_logits(rounded(model), directory)
 
@@ -134,7 +134,8 @@ def test_transformers_reads_the_directory(pair: tuple[LlamaForCausalLM, Path]) -
 
 
 def test_wrong_order_of_rows_would_be_seen(tmp_path: Path) -> None:
-    """The proof that the tests above would fail: q and k as they are, and as if of other heads."""
+    """Proves that the tests above can fail: rows of q and k stay as they are, or are permuted for
+    other heads."""
     model = random_llama()
 
     def plain(fields: Fields, arrays: Arrays) -> None:
@@ -150,7 +151,7 @@ def test_wrong_order_of_rows_would_be_seen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1])
 def test_kinds_of_weights(tmp_path: Path, kind: Kind) -> None:
-    """Exactly the values that the file stands for, rounded once."""
+    """The weights are exactly the file's values, rounded once."""
     model = random_llama()
     convert(write_llama(tmp_path / "m.gguf", model, kind=kind), tmp_path / "out")
     stored = tensors(model)
@@ -258,7 +259,7 @@ class TestRotaryScaling:
 
 
 class TestRefused:
-    """Each of these is one line of text, which `converted_gguf` puts behind the file's name."""
+    """Each message is one line, which `converted_gguf` puts after the file's name."""
 
     def message(self, file: Path, tmp_path: Path) -> str:
         with pytest.raises(ModelError) as error:

@@ -1,4 +1,4 @@
-"""Fields of GGUF files that change a model's answers: they are used, or the file is refused."""
+"""Fields of GGUF files that change a model's answers are either used or refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ YARN = {f"{SCALING}.type": "yarn", f"{SCALING}.factor": 4.0}
 
 
 def rotary(tmp_path: Path, added: dict[str, Any]) -> Rotary:
-    """Of a model with heads of 16 elements and these fields."""
+    """The rotation of a model with heads of 16 elements and these fields."""
 
     def change(fields: Fields, arrays: Arrays) -> None:
         fields |= added
@@ -28,7 +28,7 @@ def rotary(tmp_path: Path, added: dict[str, Any]) -> Rotary:
 
 
 def test_attention_factor_of_yarn(tmp_path: Path) -> None:
-    """llama.cpp's converter writes transformers' attention_factor to it."""
+    """llama.cpp's converter stores transformers' attention_factor in this field."""
     given = rotary(tmp_path, YARN | {f"{SCALING}.yarn_attn_factor": 1.25})
     assert given.scale == 1.25
 

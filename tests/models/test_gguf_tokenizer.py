@@ -29,7 +29,7 @@ LLAMA3 = pre_tokenizers.Sequence(
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the plainest file becomes."""
+    """The converted directory of the plainest file."""
     folder = tmp_path_factory.mktemp("plain")
     convert(write_llama(folder / "m.gguf", random_llama()), folder / "out")
     return folder / "out"
@@ -59,7 +59,7 @@ def test_begin_token_where_the_file_asks_for_it(tmp_path: Path) -> None:
 
 
 def test_text_is_split_as_the_file_names_it(tmp_path: Path) -> None:
-    # With a merge of digits, of which none is made across the boundaries of the split.
+    # The vocabulary merges digits, but no merge crosses the boundaries of the split.
     texts = ("It's 1234567 o'CLOCK, I'LL go\n\n  now", " ½ 12", "a.b\nc")
     pieces = {
         "gpt-2": lambda text: byte_level_bpe().pre_tokenizer.pre_tokenize_str(text),
@@ -94,7 +94,7 @@ def test_llama_3_begins_with_its_begin_token(tmp_path: Path) -> None:
     convert(file, tmp_path / "out")
     ours = load_tokenizer("m", None, config_of(tmp_path / "out"))
     assert ours.encode("Hello")[0] == BEGIN
-    # The template writes it, and it is not added again.
+    # The template writes the begin token, which is not added again.
     chat = ours.encode(ours.render_chat(HELLO), special_tokens=False)
     assert chat[0] == BEGIN
     assert BEGIN not in chat[1:]
@@ -111,7 +111,7 @@ def test_a_split_that_is_not_known_is_refused(tmp_path: Path) -> None:
 
 
 def test_sentencepiece(tmp_path: Path) -> None:
-    """As LLaMA 2: scores instead of merges, bytes for what has no token."""
+    """As in LLaMA 2 there are scores instead of merges, and bytes for text without a token."""
     words = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "hello", "▁hello", "w", "▁w"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     kinds = [2, 3, 3, *([6] * 256), *([1] * len(words))]

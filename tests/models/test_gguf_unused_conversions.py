@@ -1,4 +1,4 @@
-"""How long conversions of GGUF files are kept."""
+"""When unused conversions of GGUF files are deleted."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_conversions_of_files_that_are_gone_or_changed_go_when_another_is_made(
     os.utime(files[1], (0, 0))
     assert {*cache.iterdir()} == {gone, changed, recent, used, there}
     added = converted_gguf(files[5])
-    # A server that has run for long may start ranks again with one whose file is there.
+    # A server may restart ranks after a long time, if the original file is still there.
     assert {*cache.iterdir()} == {recent, used, there, added}
     again = converted_gguf(files[1])
     assert again != changed

@@ -1,12 +1,9 @@
-"""The tokenizers of GGUF files: what a file's fields say, whatever version reads them."""
+"""The tokenizers of GGUF files follow the file's fields, in any version of the library."""
 
 from __future__ import annotations
 
 import logging
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from fastserve_backend.models.gguf_conversion import convert
-from gguf_files import VOCAB_SIZE, Arrays, Fields, random_llama, write_llama
+from gguf_files import VOCAB_SIZE, Arrays, Fields, random_llama, with_tokenizer_fields, write_llama
 
 WORDS = ["▁", "h", "e", "l", "o", "he", "ll", "hell", "lo", "hello", "▁hello", "w", "▁w"]
 ADDED = ["<|im_start|>", "<|im_end|>", "<tool call>"]
@@ -29,7 +26,7 @@ SCORES = [0.0] * 259 + [-float(n) for n in range(len(WORDS))] + [-1000.0] * len(
 
 
 def sentencepiece(tmp_path: Path, **changes: Any) -> Tokenizer:
-    """As LLaMA 2's, with tokens that were added for chat; None as a change removes a field."""
+    """A tokenizer as LLaMA 2's with added chat tokens. A change to None removes a field."""
     fields = {
         "model": "llama",
         "tokens": TOKENS,
@@ -45,13 +42,8 @@ def sentencepiece(tmp_path: Path, **changes: Any) -> Tokenizer:
 
 
 def tokenizer(tmp_path: Path, fields: dict[str, Any], vocab_size: int = 301) -> Tokenizer:
-    def change(given: Fields, arrays: Arrays) -> None:
-        for key, value in fields.items():
-            given[f"tokenizer.ggml.{key}"] = value
-            if value is None:
-                del given[f"tokenizer.ggml.{key}"]
-
-    file = write_llama(tmp_path / "m.gguf", random_llama(vocab_size=vocab_size), change=change)
+    model = random_llama(vocab_size=vocab_size)
+    file = write_llama(tmp_path / "m.gguf", model, change=with_tokenizer_fields(fields))
     convert(file, tmp_path / "out")
     return load_tokenizer("m", None, load_model_config(str(tmp_path / "out"), load_format="auto"))
 
@@ -62,10 +54,11 @@ def test_tokens_that_were_added_are_whole(tmp_path: Path) -> None:
     assert [TOKENS[one] for one in ids] == [
         "<|im_start|>", "▁hello", "<|im_end|>", "▁w", "<tool call>", "<unk>",
     ]  # fmt: skip
-    assert ours.decode(ids) == "<|im_start|> hello<|im_end|> w"  # those of the chat are text
+    assert ours.decode(ids) == "<|im_start|> hello<|im_end|> w"  # chat tokens are kept as text
 
 
-# With letters that stand for bytes in a byte-level vocabulary, and spaces as in SentencePiece's.
+# Added tokens with letters that mean bytes in byte-level vocabularies, and with spaces as in
+# SentencePiece.
 WORDS_ADDED = ["đem", "Bác", "Začnimo", "kuća", "ĉu", "Ġgantija", "日本", "x▁y", "<tool>"]
 
 
@@ -99,7 +92,7 @@ def test_tokens_that_were_added_to_sentencepieces(tmp_path: Path) -> None:
 
 
 def test_tokens_under_two_ids_have_their_text(tmp_path: Path) -> None:
-    """Whichever of the ids a text gets, a model may choose the other one."""
+    """A text gets one of the two ids, but the model may choose the other."""
     twice = {"▁hello": NORMAL, "<0x41>": BYTE, "<tool call>": CONTROL, "<|im_end|>": USER_DEFINED,
              "</s>": NORMAL, "w": UNUSED}  # fmt: skip
     ours = sentencepiece(
@@ -112,7 +105,7 @@ def test_tokens_under_two_ids_have_their_text(tmp_path: Path) -> None:
     assert last == [" hello", "A", "", "<|im_end|>", "</s>", "w"]
     first = [ours.decode([TOKENS.index(token)]) for token in twice]
     assert first == [" hello", "A", "", "<|im_end|>", "", "w"]
-    # The end token is that of the fields, and a token that is not used is never written.
+    # The fields name the end token. An unused token is never written.
     assert ours.encode("</s>w", special_tokens=False)[0] == 2
     assert ours.encode("w", special_tokens=False) == [TOKENS.index("▁w")]
     assert ours.encode("ow", special_tokens=False)[-1] == TOKENS.index("w")
@@ -131,8 +124,8 @@ def test_begin_and_end_token_of_one_text(tmp_path: Path) -> None:
 
 
 def best_pairs(text: str) -> list[str]:
-    """SentencePiece's BPE as it is described: the best token of two neighbours, the first of
-    equals, until there is none."""
+    """SentencePiece's BPE by its definition: it merges the best pair of neighbours, the first of
+    equals, until none is left."""
     score = {word: -rank for rank, word in enumerate(WORDS)}
     pieces = list(text)
     while True:
@@ -177,14 +170,3 @@ def test_a_file_that_does_not_say_how_text_is_split(
     ]
     assert len(messages) == warnings
     assert all("GPT-2's way" in message for message in messages)
-
-
-def test_a_conversion_needs_no_transformers() -> None:
-    """Of the packages that a server has installed."""
-    code = """
-import sys
-sys.modules["transformers"] = None
-import fastserve_backend.models.gguf_conversion, fastserve_backend.checkpoints.hf_tokenizer
-"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)

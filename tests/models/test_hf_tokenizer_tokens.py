@@ -1,4 +1,4 @@
-"""Texts and ids that are not as others: special tokens, spaces before, no tokens at all."""
+"""Special cases of texts and ids: special tokens, leading spaces, ids without a token."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
+
+BEGINNING = {"bos_token": SPECIAL[1]}
 
 
 def write(
@@ -85,11 +87,9 @@ def test_space_before_a_text(
 def test_tokens_around_a_text_of_llamas_classes(
     tmp_path: Path, flags: dict[str, bool], begins: bool, ends: bool, in_file: bool, named: str
 ) -> None:
-    """As transformers 4, on which authors rely: tokenizer_config.json decides, whatever
-    tokenizer.json says. transformers 5 ignores the flags there, so it gets them as arguments."""
-    directory = write(
-        tmp_path, begins=in_file, tokenizer_class=named, bos_token=SPECIAL[1], **flags
-    )
+    """tokenizer_config.json decides, whatever tokenizer.json says, as in transformers 4, on which
+    authors rely. transformers 5 ignores these flags, so it gets them as arguments."""
+    directory = write(tmp_path, begins=in_file, tokenizer_class=named, **BEGINNING, **flags)
     ids = HFTokenizer(directory, VOCAB_SIZE).encode("Hello world")
     assert (ids.count(BEGIN), ids.count(END)) == (begins, ends)
     as_arguments = {"add_bos_token": begins, "add_eos_token": ends}
@@ -109,9 +109,7 @@ def test_tokens_around_a_text_of_llamas_classes(
 def test_tokens_around_a_text_that_tokenizer_json_decides(
     tmp_path: Path, named: str, flags: dict[str, bool | None], in_file: bool
 ) -> None:
-    directory = write(
-        tmp_path, begins=in_file, tokenizer_class=named, bos_token=SPECIAL[1], **flags
-    )
+    directory = write(tmp_path, begins=in_file, tokenizer_class=named, **BEGINNING, **flags)
     ids = HFTokenizer(directory, VOCAB_SIZE).encode("Hello world")
     assert ids == AutoTokenizer.from_pretrained(directory)("Hello world").input_ids
     assert ids.count(BEGIN) == in_file
@@ -125,7 +123,7 @@ def test_a_token_to_put_before_a_text_that_has_no_name(tmp_path: Path) -> None:
 
 
 def test_a_text_that_the_library_panics_at(tmp_path: Path) -> None:
-    """As it does where a pattern goes back and forth too often; a panic is no Exception."""
+    """The library panics where a pattern backtracks too often. A panic is no Exception."""
     split = Split(Regex("(a+)+$"), behavior="isolated")
     bytes_after = ByteLevel(add_prefix_space=False, use_regex=False)
     ours = HFTokenizer(write(tmp_path, Sequence([split, bytes_after])), VOCAB_SIZE)

@@ -31,7 +31,7 @@ NEXT_COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
 SNAPSHOT = f"/cache/snapshots/{COMMIT}"
 TIMEOUT_S = 60.0
 
-# Prints where the model came to and a prompt by its tokenizer and chat template.
+# Prints the model's directory, and a prompt by its tokenizer and chat template.
 PROGRAM = """
 import sys
 from fastserve_backend.config import EngineConfig
@@ -169,7 +169,8 @@ class Hub:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A repository's files, as transformers saves them, with what a page on the hub has besides."""
+    """A repository's files as transformers saves them, with other files that the hub's pages
+    have."""
     directory = tmp_path_factory.mktemp("repository")
     model: LlamaForCausalLM = random_llama()
     model.save_pretrained(directory)
@@ -214,7 +215,7 @@ def test_revisions(hub: Hub, tmp_path: Path) -> None:
     hub.files["chat_template.jinja"] = b"{{ messages[0].content }} again"
     second, chat = parts(run(tmp_path, hub.endpoint))
     assert (first.name, second.name, chat) == (COMMIT, NEXT_COMMIT, "Hello again")
-    # What the first host of several says to the others, whatever is pushed meanwhile.
+    # The first of several hosts tells the others the commit, whatever is pushed meanwhile.
     pinned = at_commit(REPOSITORY, str(first))
     for endpoint in (hub.endpoint, None):
         assert parts(run(tmp_path, endpoint, model=pinned)) == (first, "Hello world")
@@ -245,7 +246,7 @@ def test_random_weights_need_no_weights(hub: Hub, tmp_path: Path) -> None:
     assert "config.json" in hub.fetched
     assert "model.safetensors" not in hub.fetched
     parts(run(tmp_path, None, "dummy"))
-    # Without network the weights are not to be had now: the error is not that of a broken file.
+    # Without network the weights are unavailable: the error is not that of a broken file.
     assert "cannot be fetched from the Hugging Face hub (ConnectError" in run(tmp_path, None)
 
 
@@ -278,8 +279,8 @@ def test_safetensors_of_several_files(hub: Hub, tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize("other", ["adapter_model.safetensors", "model.fp16.safetensors"])
 def test_safetensors_that_are_not_the_models(hub: Hub, tmp_path: Path, other: str) -> None:
-    """Of an adapter, or a variant that is not read: then pytorch_model.bin, with and without
-    network."""
+    """If these are of an adapter or of a variant that is not read, pytorch_model.bin is used, with
+    and without network."""
     hub.files[other] = b"never read"
     del hub.files["model.safetensors"]
     state = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Which tokenizer a model gets, and files that none can be made of."""
+"""Which tokenizer a model gets, and which files are refused."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from fastserve_backend.checkpoints.hf_tokenizer import HFTokenizer
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.checkpoints.tokenizer import ByteTokenizer, TokenizationError, load_tokenizer
-from tokenizer_files import (
-    VOCAB_SIZE,
-    train,
-    write_json,
-    write_opt_files,
-    write_tokenizer_json,
-)
+from tokenizer_files import VOCAB_SIZE, train, write_json, write_opt_files, write_tokenizer_json
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
@@ -28,11 +22,7 @@ from tokenizers import decoders, models
 def config(directory: Path | None, load_format: str, vocab_size: int = VOCAB_SIZE) -> ModelConfig:
     if directory is None:
         return load_model_config("opt-125m", load_format="dummy")
-    write_json(
-        directory,
-        "config.json",
-        {"model_type": "opt", "vocab_size": vocab_size},
-    )
+    write_json(directory, "config.json", {"model_type": "opt", "vocab_size": vocab_size})
     (directory / "model.safetensors").touch()
     return load_model_config(str(directory), load_format=load_format)  # type: ignore[arg-type]
 
@@ -59,7 +49,7 @@ def test_named_tokenizer_wins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write", [write_opt_files, write_tokenizer_json])
 def test_files_whose_path_python_cannot_spell(write: Callable[[Path], Any], tmp_path: Path) -> None:
-    """As the stub's, which takes file names for ASCII, finds a cache below /home/jürgen."""
+    """The stub, whose Python takes file names for ASCII, finds a cache below /home/jürgen."""
     write(tmp_path)
     strange = tmp_path / os.fsdecode(b"c\xe4che")
     strange.mkdir()
@@ -85,7 +75,8 @@ def test_named_tokenizer_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_name_that_the_system_refuses() -> None:
-    """As it refuses one in a directory that may not be searched, though not to root."""
+    """The name is too long. The system refuses names in unsearchable directories alike, though not
+    to root."""
     with pytest.raises(ModelError, match=r"^tokenizer '\./n{300}'"):
         load_tokenizer("m", "./" + "n" * 300, config(None, "dummy"))
 
@@ -117,7 +108,7 @@ def test_damaged_file(tmp_path: Path, name: str) -> None:
 
 
 def test_damage_that_the_library_panics_at(tmp_path: Path) -> None:
-    """A panic of `tokenizers` is no Exception: here of merges that make a token that is gone."""
+    """A merge makes a token that is gone. The library panics, which is no Exception."""
     write_opt_files(tmp_path)
     vocab = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
     del vocab[max(vocab, key=len)]

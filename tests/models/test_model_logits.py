@@ -1,4 +1,4 @@
-"""Our models against transformers' in float32: logits of every position, however served."""
+"""Our models give transformers' logits in float32 at every position, under any schedule."""
 
 from __future__ import annotations
 

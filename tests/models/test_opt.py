@@ -16,40 +16,31 @@ from opt_checkpoints import (
     FORMATS,
     VARIANTS,
     random_opt,
+    rewrite,
     save_bin,
     save_legacy_bin,
     save_safetensors,
+    save_tied_with_head,
 )
-from paged_executor import PagedExecutor, check, expected_logits, load, prompts
-from safetensors.torch import load_file, save_file
+from paged_executor import PagedExecutor, check_prompt, expected_logits, load, prompts
 from torch import Tensor
 from transformers import OPTForCausalLM
+
+Save = Callable[[OPTForCausalLM, Path], None]
 
 
 @pytest.mark.parametrize("save", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("variant", ["base", "350m"])
-def test_checkpoint_formats(
-    tmp_path: Path, variant: str, save: Callable[[OPTForCausalLM, Path], None]
-) -> None:
+def test_checkpoint_formats(tmp_path: Path, variant: str, save: Save) -> None:
     theirs = random_opt(**VARIANTS[variant])
     save(theirs, tmp_path)
-    executor = PagedExecutor(load(tmp_path), theirs.config, prompts(9), seed=5)
-    executor.step([(0, 9)])
-    check(theirs, executor)
+    check_prompt(load(tmp_path), theirs)
 
 
 def test_untied_head_in_bin(tmp_path: Path) -> None:
     theirs = random_opt(tie_word_embeddings=False)
     save_bin(theirs, tmp_path)
-    executor = PagedExecutor(load(tmp_path), theirs.config, prompts(9), seed=5)
-    executor.step([(0, 9)])
-    check(theirs, executor)
-
-
-def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    check_prompt(load(tmp_path), theirs)
 
 
 @pytest.mark.parametrize(
@@ -66,9 +57,7 @@ def test_what_is_no_part_of_the_model_is_left(
     theirs = random_opt()
     save_safetensors(theirs, tmp_path)
     rewrite(tmp_path, lambda t: t.update({name: torch.tensor(3) for name in names}))
-    executor = PagedExecutor(load(tmp_path), theirs.config, prompts(9), seed=5)
-    executor.step([(0, 9)])
-    check(theirs, executor)
+    check_prompt(load(tmp_path), theirs)
     (record,) = caplog.records
     assert record.getMessage().startswith("checkpoint tensors that the model does not use: ")
     assert all(name in record.getMessage() for name in names[:4])
@@ -77,28 +66,16 @@ def test_what_is_no_part_of_the_model_is_left(
 
 @pytest.mark.parametrize("only_head", [True, False], ids=["head_only", "head_differs"])
 def test_tied_config_with_a_head_in_the_checkpoint(tmp_path: Path, only_head: bool) -> None:
-    """As in transformers: one name for the table is enough, and two that differ are not tied."""
-    save_safetensors(random_opt(), tmp_path)
-
-    def change(tensors: dict[str, Tensor]) -> None:
-        embedding = "model.decoder.embed_tokens.weight"
-        tensors["lm_head.weight"] = tensors[embedding] + (0.0 if only_head else 0.1)
-        if only_head:
-            del tensors[embedding]
-
-    rewrite(tmp_path, change)
-    theirs = OPTForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    executor = PagedExecutor(load(tmp_path), theirs.config, prompts(9), seed=5)
-    executor.step([(0, 9)])
-    check(theirs, executor)
+    """As in transformers, one name for the table is enough, and two different tables are not
+    tied."""
+    theirs = save_tied_with_head(tmp_path, only_head=only_head)
+    check_prompt(load(tmp_path), theirs)
 
 
 def test_half_precision_checkpoint_is_computed_in_the_asked_dtype(tmp_path: Path) -> None:
     theirs = random_opt().to(torch.bfloat16)
     save_safetensors(theirs, tmp_path)
-    executor = PagedExecutor(load(tmp_path), theirs.config, prompts(9), seed=5)
-    executor.step([(0, 9)])
-    check(theirs.float(), executor)
+    check_prompt(load(tmp_path), theirs.float())
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -132,7 +109,7 @@ class TestDummyWeights:
 
     def test_are_always_the_same(self, tmp_path: Path) -> None:
         first = self.logits(tmp_path)
-        torch.manual_seed(99)  # torch's global generator has no part in it
+        torch.manual_seed(99)  # torch's global generator has no influence
         assert torch.equal(first, self.logits(tmp_path))
 
     def test_look_like_initial_weights(self, tmp_path: Path) -> None:
@@ -168,7 +145,7 @@ class TestBadWeights:
         [
             "model.decoder.layers.0.fc3.weight",
             "model.decoder.layers.0.self_attn.q_proj.lora_A.weight",
-            "model.decoder.layers.3.fc1.bias",  # of a layer that config.json does not have
+            "model.decoder.layers.3.fc1.bias",  # in a layer that config.json does not have
             "model.decoder.project_in.weight",
             "lm_head.bias",
         ],
@@ -241,18 +218,15 @@ class TestBadWeights:
         with pytest.raises(ModelError, match=r"pytorch_model\.bin\.index\.json"):
             load(tmp_path)
 
-    @pytest.mark.parametrize("keep", [0, 10, -300])
-    def test_truncated_bin(self, tmp_path: Path, keep: int) -> None:
-        save_bin(random_opt(), tmp_path)
-        file = tmp_path / "pytorch_model.bin"
-        file.write_bytes(file.read_bytes()[:keep])
-        with pytest.raises(ModelError, match=r"pytorch_model\.bin is (damaged|refused)"):
-            load(tmp_path)
-
-    @pytest.mark.parametrize("keep", [1, 18, 28, 54, 316])
-    def test_truncated_bin_as_torch_wrote_before_zip(self, tmp_path: Path, keep: int) -> None:
-        """torch's own reader fails in as many ways as the pickle has instructions."""
-        save_legacy_bin(random_opt(), tmp_path)
+    @pytest.mark.parametrize(
+        ("save", "keep"),
+        [(save_bin, keep) for keep in (0, 10, -300)]
+        + [(save_legacy_bin, keep) for keep in (1, 18, 28, 54, 316)],
+    )
+    def test_truncated_bin(self, tmp_path: Path, save: Save, keep: int) -> None:
+        """torch's reader of the legacy format fails in a different way at each instruction of the
+        pickle."""
+        save(random_opt(), tmp_path)
         file = tmp_path / "pytorch_model.bin"
         file.write_bytes(file.read_bytes()[:keep])
         with pytest.raises(ModelError, match=r"pytorch_model\.bin is (damaged|refused)"):

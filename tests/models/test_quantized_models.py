@@ -8,10 +8,10 @@ import pytest
 import torch
 from divisible_models import saved
 from fastserve_backend.checkpoints.load_config import load_model_config
-from fastserve_backend.models.causal_lm import CausalLM
+from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.models.loader import load_model
 from fastserve_kernels.weight_quantization import rounded
-from paged_executor import PagedExecutor, check, prompts
+from paged_executor import check_chunked_prompts
 from rank_threads import DividedModel
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,28 +20,26 @@ MODELS = ["opt_base", "opt_350m", "llama_grouped", "llama_biases", "neox_tied"]
 
 
 def with_rounded_linears(model: PreTrainedModel) -> PreTrainedModel:
-    """With the weights of its linear layers as INT8 has them; a head is no longer tied."""
+    """Rounds the weights of linear layers to INT8; a tied head gets weights of its own."""
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
             layer.weight = nn.Parameter(rounded(layer.weight.detach()))
     return model
 
 
-def check_prompts(ours: CausalLM | DividedModel, theirs: PreTrainedModel) -> None:
-    executor = PagedExecutor(ours, theirs.config, prompts(20, 1, 9), seed=2)  # type: ignore[arg-type]
-    executor.step([(0, 20), (1, 1), (2, 5)])
-    executor.step([(2, 3)])
-    executor.step([(2, 1)])
-    check(theirs, executor)
+def rounded_model(name: str, directory: Path) -> tuple[ModelConfig, PreTrainedModel]:
+    """A saved checkpoint's configuration in INT8, and transformers' model of that precision."""
+    theirs = with_rounded_linears(saved(name, directory))
+    config = load_model_config(
+        str(directory), load_format="auto", dtype="float32", quantization="int8"
+    )
+    return config, theirs
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_logits(name: str, tmp_path: Path) -> None:
-    theirs = with_rounded_linears(saved(name, tmp_path))
-    config = load_model_config(
-        str(tmp_path), load_format="auto", dtype="float32", quantization="int8"
-    )
-    check_prompts(load_model(config, torch.device("cpu")), theirs)
+    config, theirs = rounded_model(name, tmp_path)
+    check_chunked_prompts(load_model(config, torch.device("cpu")), theirs)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -49,9 +47,6 @@ def test_logits(name: str, tmp_path: Path) -> None:
 def test_ranks_round_as_one_does(
     name: str, tensor_size: int, num_stages: int, tmp_path: Path
 ) -> None:
-    """Also those that have parts of a row, of which another may have the largest number."""
-    theirs = with_rounded_linears(saved(name, tmp_path))
-    config = load_model_config(
-        str(tmp_path), load_format="auto", dtype="float32", quantization="int8"
-    )
-    check_prompts(DividedModel(config, tensor_size, num_stages), theirs)
+    """This includes ranks with part of a row, whose largest number another rank may have."""
+    config, theirs = rounded_model(name, tmp_path)
+    check_chunked_prompts(DividedModel(config, tensor_size, num_stages), theirs)  # type: ignore[arg-type]

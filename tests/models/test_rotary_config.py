@@ -1,4 +1,4 @@
-"""The rotary fields of a config.json: transformers' reading of them, or a refusal."""
+"""The rotary fields of a config.json are read as in transformers, or refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read(directory: Path, fields: dict[str, Any]) -> Rotary:
         LLAMA | {"rope_scaling": YARN, "rope_parameters": {}},
         LLAMA | {"rope_scaling": {}, "rope_parameters": YARN},
         LLAMA | {"rope_scaling": YARN, "rope_parameters": YARN},
-        # The same, spelled otherwise.
+        # The same values in another spelling.
         LLAMA
         | {
             "rope_scaling": {"type": "yarn", "factor": 4},
@@ -68,11 +68,7 @@ def read(directory: Path, fields: dict[str, Any]) -> Rotary:
         | {
             "rotary_pct": 0.5,
             "rope_scaling": {"type": "linear", "factor": 2.0},
-            "rope_parameters": {
-                "rope_type": "linear",
-                "factor": 2,
-                "partial_rotary_factor": 0.5,
-            },
+            "rope_parameters": {"rope_type": "linear", "factor": 2, "partial_rotary_factor": 0.5},
         },
         LLAMA | {"rope_theta": 77.0, "rope_parameters": {"rope_theta": 500.0}},
         LLAMA | {"partial_rotary_factor": 1.0},
@@ -101,7 +97,7 @@ def test_as_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        # The kernels would write beside the heads.
+        # The kernels would write outside the heads.
         (NEOX | {"rotary_pct": 25}, r"\(rotary_pct\) is 25, expected a share of a head's 32"),
         (NEOX | {"rotary_pct": 2.0}, r"\(rotary_pct\) is 2, expected a share"),
         (NEOX | {"rotary_pct": 0.03}, r"\(rotary_pct\) is 0\.03, expected a share"),
@@ -129,9 +125,9 @@ def test_as_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
             "expected the same rotation as in rope_parameters",
         ),
         (LLAMA | {"rope_theta": 1.0, "rope_scaling": YARN}, "rope_theta is 1, expected a number"),
-        # transformers would take it for the rotation alone.
+        # transformers would use it for the rotation alone.
         (NEOX | {"head_dim": 16}, "head_dim is 16, expected hidden_size / num_attention_heads, 32"),
-        # Before as many frequencies are computed.
+        # The refusal comes before that many frequencies are computed.
         (LLAMA | {"head_dim": 10**15}, "is 1000000000000000, but the attention kernels need"),
         (NEOX | {"hidden_size": 10**15}, "but the attention kernels need a multiple of 8 up to"),
     ],
@@ -142,6 +138,6 @@ def test_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
 
 
 def test_a_base_that_one_object_leaves_out_is_that_of_the_other(tmp_path: Path) -> None:
-    """``rope_scaling`` has never had a place for it."""
+    """``rope_scaling`` has never held the base."""
     alone = LLAMA | {"rope_parameters": LLAMA3 | {"rope_theta": 500.0}}
     assert read(tmp_path, alone | {"rope_scaling": LLAMA3}) == read(tmp_path, alone)

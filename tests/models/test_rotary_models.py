@@ -11,7 +11,7 @@ import torch
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.loader import load_model
-from paged_executor import PagedExecutor, check, expected_logits, load, prompts
+from paged_executor import PagedExecutor, check_prompt, expected_logits, load, prompts
 from rotary_checkpoints import LLAMA, VARIANTS, random_model
 from safetensors.torch import load_file, save_file
 
@@ -63,9 +63,7 @@ def test_older_configurations_name_their_rotation_differently(tmp_path: Path) ->
     theta = rope.pop("rope_theta")
     rope["type"] = rope.pop("rope_type")
     file.write_text(json.dumps(fields | {"rope_theta": theta, "rope_scaling": rope}))
-    executor = PagedExecutor(load(tmp_path), theirs.config, prompts(40), seed=4)
-    executor.step([(0, 40)])
-    check(theirs, executor)
+    check_prompt(load(tmp_path), theirs, 40)
 
 
 def test_buffers_of_older_checkpoints_are_ignored(tmp_path: Path) -> None:
@@ -97,9 +95,7 @@ def test_the_head_of_gpt_neox_may_have_the_name_of_transformers_5(
     theirs.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
-    executor = PagedExecutor(load(tmp_path), theirs.config, prompts(20), seed=5)
-    executor.step([(0, 20)])
-    check(theirs, executor)
+    check_prompt(load(tmp_path), theirs, 20)
 
 
 @pytest.mark.parametrize(

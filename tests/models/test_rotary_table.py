@@ -1,4 +1,4 @@
-"""Cosines and sines by which queries and keys are rotated."""
+"""The table of cosines and sines that rotates queries and keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def test_all_are_as_exact_as_their_format(scale: float) -> None:
 
 
 def test_none_are_made_by_threads_of_torch() -> None:
-    """Which are wrong so rarely that only many processes on busy cores would show it."""
+    """Such threads compute wrong values so rarely that only many processes on busy cores would show
+    it."""
     with torch.profiler.profile() as profile:
         RotaryEmbedding(Rotary(64, FREQUENCIES, 1.0, 5000), 5000, torch.device("cpu"))
     operations = {event.key for event in profile.key_averages()}

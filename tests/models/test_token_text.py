@@ -1,4 +1,4 @@
-"""What tokens stand for: for one that was added, what was added."""
+"""The text of tokens. An added token stands for the text that was added."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastserve_backend.checkpoints.hf_tokenizer import HFTokenizer
 from tokenizer_files import sentencepiece, train, write_added_tokens, write_json, write_opt_files
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 
-# With letters that stand for bytes in a byte-level vocabulary, and spaces as they are there.
+# Added tokens with letters that mean bytes in a byte-level vocabulary, and with its form of spaces.
 WORDS = ["đem", "Bác", "Začnimo", "kuća", "ñandú", "ĉu", "Ġgantija", "ÀÈ", "日本", "Ünïcode 日",
          "đ", "ñ", "č", "a  b", "▁", "x▁y", "<0x0A>", "<tool▁call>"]  # fmt: skip
 FLAGS: list[dict[str, bool]] = [
@@ -41,7 +41,7 @@ def test_added_tokens_of_a_byte_level_vocabulary(tmp_path: Path, flags: dict[str
     ours = tokenizer(tmp_path, fast)
     ids = {word: fast.token_to_id(word) for word in WORDS}
     assert {word: ours.decode([one]) for word, one in ids.items()} == {word: word for word in WORDS}
-    # Spaces at a token's side are the token's with some flags.
+    # With some flags spaces beside a token belong to it.
     text = ours.decode(ours.encode("Hello đem kuća 日本"))
     assert text.replace(" ", "") == "Hellođemkuća日本"
 
@@ -91,7 +91,7 @@ def test_what_any_file_calls_special_is_no_text(
 
 
 def test_a_vocabularys_own_text_counts_where_a_text_makes_the_token(tmp_path: Path) -> None:
-    """A list of added tokens may have those of the vocabulary too, spelled as there."""
+    """A list of added tokens may include the vocabulary's own, in the vocabulary's spelling."""
     fast = train()
     world = fast.token_to_id("Ġworld")
     fast.add_tokens([AddedToken("Ġworld", normalized=False), AddedToken("Ġ", normalized=False)])
@@ -111,7 +111,7 @@ def test_a_vocabularys_own_text_counts_where_a_text_makes_the_token(tmp_path: Pa
 
 @pytest.mark.parametrize("special", [True, False])
 def test_bytes_that_were_added_are_bytes(tmp_path: Path, special: bool) -> None:
-    """As a trainer adds those that it is given for special tokens."""
+    """A trainer adds its special tokens like this."""
     fast = sentencepiece("legacy")
     fast.add_tokens([AddedToken(f"<0x{byte:02X}>", special=special) for byte in range(256)])
     ours = tokenizer(tmp_path, fast)
@@ -130,7 +130,7 @@ def test_merges_that_are_ignored_make_no_text_of_added_tokens(tmp_path: Path) ->
 
 
 class TestIds:
-    """Added tokens have the ids that the files say, and each id its text."""
+    """Added tokens have the ids in the files, and each id has its text."""
 
     def write(self, directory: Path, change: Any, **settings: Any) -> HFTokenizer:
         fields = json.loads(train().to_str())
@@ -157,7 +157,7 @@ class TestIds:
         assert ours.encode("Hello world") == train().encode("Hello world").ids
 
     def test_gaps_in_the_vocabulary(self, tmp_path: Path) -> None:
-        """A token that is only named is none of those that are there."""
+        """A token that is only named does not exist."""
 
         def change(fields: dict[str, Any]) -> None:
             vocab = fields["model"]["vocab"]
@@ -213,7 +213,7 @@ class TestIds:
         assert name == "vocab.json" or ours.encode("<é>") == [402]
 
     def test_a_reserved_token_that_was_renamed(self, tmp_path: Path) -> None:
-        """As authors do in tokenizer_config.json alone."""
+        """Authors rename one in tokenizer_config.json alone."""
         settings = {"added_tokens_decoder": {"390": {"content": "<|call|>", "special": True}}}
 
         def change(fields: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ SENTENCEPIECE_TEXTS = [
     "a ▁ b▁c",
     "trailing ",
 ]
-# Where the text begins or goes on after a special token, the styles differ.
+# The styles differ at the beginning of a text, and after a special token.
 SPACED_TEXTS = [" ", " Hello", "    x", "a</s> b", "x<s>y", "<tool▁call>hi <tool▁call> ho"]
 
 
@@ -79,7 +79,7 @@ def test_encode_equals_transformers(both: Any, text: str) -> None:
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, VOCAB_SIZE + 3), max_size=40))
 def test_decode_equals_transformers(both: Any, ids: list[int]) -> None:
-    """Any ids, so also broken UTF-8 and ids without a token."""
+    """Any ids are decoded, including broken UTF-8 and ids without a token."""
     ours, theirs = both
     expected = theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert ours.decode(ids) == expected
@@ -117,7 +117,7 @@ class TestBothKinds:
     @settings(max_examples=100)
     @given(st.data())
     def test_stream_is_decode(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
-        """Random ids are mostly bytes that make no UTF-8: the hardest case."""
+        """Random ids are mostly bytes of invalid UTF-8, which is the hardest case."""
         ids = data.draw(st.lists(st.integers(0, 420), max_size=60))
         assert "".join(streamed(tokenizer, ids)) == tokenizer.decode(ids)
 
@@ -151,7 +151,7 @@ class TestBothKinds:
         assert streamed(tokenizer, [2, first, 1, 2]) == ["", "a", "", "", ""]
 
     def test_long_streams_stay_cheap(self, tokenizer: Tokenizer) -> None:
-        """The last thousand steps of a long run cost about what the first thousand did."""
+        """The last thousand steps of a long run cost about as much as the first thousand."""
         stream = tokenizer.stream()
         bad = next(i for i in range(4, 400) if tokenizer.token_bytes(i) == b"\xff")
 
@@ -216,8 +216,8 @@ def both_sentencepiece(
 class TestSentencePiece:
     @pytest.mark.parametrize("text", [*SENTENCEPIECE_TEXTS, *SPACED_TEXTS])
     def test_equals_transformers(self, both_sentencepiece: Any, text: str) -> None:
-        """Decoding keeps the space that transformers takes from the beginning of every text, and
-        what was added, of which transformers makes spaces."""
+        """Decoding keeps the leading space, which transformers removes from every text, and added
+        tokens, which transformers turns into spaces."""
         ours, theirs = both_sentencepiece
         ids = ours.encode(text)
         assert ids == theirs(text).input_ids
@@ -229,7 +229,7 @@ class TestSentencePiece:
 
     @pytest.mark.parametrize("text", SENTENCEPIECE_TEXTS)
     def test_equals_transformers_class_for_llama(self, tmp_path: Path, text: str) -> None:
-        """Which treats spaces at the beginning in its own way, whatever tokenizer.json says."""
+        """That class treats leading spaces in its own way, whatever tokenizer.json says."""
         from transformers import AutoTokenizer
 
         write_sentencepiece(tmp_path, "legacy", "LlamaTokenizer")
@@ -241,7 +241,7 @@ class TestSentencePiece:
         assert ours.encode(text) == theirs(text).input_ids
 
     def test_a_space_at_the_beginning_is_a_token(self, tmp_path: Path) -> None:
-        """As in SentencePiece itself, which puts one space more before every text."""
+        """SentencePiece itself does so: it puts one more space before every text."""
         write_sentencepiece(tmp_path, "legacy", "LlamaTokenizer")
         ours = HFTokenizer(tmp_path, SENTENCEPIECE_SIZE)
         assert ours.decode(ours.encode(" Hello")) == "  Hello"
@@ -249,7 +249,7 @@ class TestSentencePiece:
     @settings(max_examples=100)
     @given(st.text(max_size=40).filter(lambda text: "<" not in text and "▁" not in text))
     def test_stream_never_breaks_a_character(self, both_sentencepiece: Any, text: str) -> None:
-        """Also of bytes that have a token each, such as those of an emoji."""
+        """This includes characters whose bytes have a token each, such as emoji."""
         ours, _ = both_sentencepiece
         text = text.replace("\ufffd", "")
         pieces = streamed(ours, ours.encode(text))

@@ -73,7 +73,7 @@ def write_special_tokens_map(directory: Path) -> Path:
 
 
 def write_added_tokens(directory: Path) -> Path:
-    """Tokens that were added after training, as old repositories keep them."""
+    """Writes tokens that were added after training, as in old repositories."""
     write_opt_files(directory, pad_token="[PAD]")
     size = len(json.loads((directory / "vocab.json").read_text()))
     write_json(directory, "added_tokens.json", {"[PAD]": size + 1, "<tool call>": size})
@@ -92,9 +92,7 @@ def write_tokenizer_json(directory: Path) -> Path:
     fast.save(str(directory / "tokenizer.json"))
     named = {"bos_token": "</s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
     write_json(
-        directory,
-        "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", **named},
+        directory, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **named}
     )
     return directory
 
@@ -123,7 +121,7 @@ def sentencepiece(style: str) -> FastTokenizer:
         vocab_size=345, special_tokens=[*special, *byte_tokens], show_progress=False
     )
     fast.train_from_iterator(["Hello world, this is a text for the tokenizer"] * 20, trainer)
-    # The trainer takes byte tokens for special ones, which match in a text.
+    # The trainer would make byte tokens special, so that they match in a text.
     fields = json.loads(fast.to_str())
     fields["added_tokens"] = [one for one in fields["added_tokens"] if one["content"] in special]
     fast = FastTokenizer.from_str(json.dumps(fields))

@@ -1,4 +1,4 @@
-"""Policies that an installed package registers, on the command line."""
+"""The command line accepts policies that an installed package registers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_unknown_name_is_refused_with_all_that_are_known(tmp_path: Path) -> N
         fastserve(tmp_path, "serve", "--policy", "prompt_dedline"),
         fastserve(tmp_path, "serve", "--config", str(config)),
     ):
-        line = refusal(done)  # in the middle of a list of problems, if there are more
+        line = refusal(done)  # may stand in the middle of a list of problems
         assert "invalid configuration" in line
         assert "scheduler.policy: got 'prompt_dedline'; must be one of gittins," in done.stderr
         assert "fcfs, prompt_deadline" in done.stderr

@@ -121,7 +121,7 @@ def test_a_mistake_is_one_clear_error(arguments: list[str], message: str) -> Non
 
 @pytest.fixture
 def profile_path(tmp_path: Path) -> Path:
-    """Of OPT-125M in float16, in blocks of 32 tokens."""
+    """A profile of OPT-125M in float16, in blocks of 32 tokens."""
     model = load_model_config("opt-125m", load_format="dummy")
     measured = Identity.of(
         model, hardware="a slide rule", dtype="float16", block_size=32, parallel=ParallelSection()
@@ -139,7 +139,7 @@ def test_a_profile_is_of_its_blocks_and_its_dtype(profile_path: Path) -> None:
     arguments = ("opt-125m", "--rates", "1", "--num-jobs", "5", "--profile", str(profile_path))
     done = simulate(*arguments, "--block-size", "32", "--swap-space-gib", "1")
     assert done.returncode == 0, done.stderr
-    # Of 12 layers, keys and values, 768 channels, 32 tokens, 2 bytes.
+    # Bytes of a block: 12 layers, keys and values, 768 channels, 32 tokens, 2 bytes each.
     assert f"100 KV blocks of 32 tokens and {2**30 // (12 * 2 * 768 * 32 * 2)} on" in done.stderr
     for wrong, message in {
         (): "was measured with block_size 32, not 16; set kv_cache.block_size",

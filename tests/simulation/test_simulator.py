@@ -16,22 +16,14 @@ from fastserve_backend.simulation.simulator import Simulation, simulate
 from fastserve_bench.report.summary import summarize
 from fastserve_bench.workload import TraceJob, Workload
 
-POLICIES = (
-    "fcfs",
-    "mlfq",
-    "fixed_priority",
-    "skip_join_mlfq",
-    "srpt",
-    "speculative",
-    "gittins",
-)
+POLICIES = ("fcfs", "mlfq", "fixed_priority", "skip_join_mlfq", "srpt", "speculative", "gittins")
 BLOCK_SIZE = 8
 STRATEGIES = ("defer", "recompute", "reactive", "proactive")
 LONGEST = 24  # tokens of a random job
 
 
 class Machine(LatencyModel):
-    """10 ms, and 1 ms a token; ``num_stages`` of a pipeline."""
+    """An iteration takes 10 ms, and 1 ms a token. The pipeline has ``num_stages``."""
 
     def __init__(self, num_stages: int = 1) -> None:
         self.num_stages = num_stages
@@ -41,7 +33,7 @@ class Machine(LatencyModel):
 
 
 def random_simulation(seed: int) -> tuple[list[TraceJob], Simulation]:
-    """A small trace, and a set-up that is often short of blocks, slots and tokens."""
+    """Simulates a small trace on a set-up that is often short of blocks, seats and tokens."""
     rng = random.Random(seed)
     arrival_s, trace = 0.0, []
     for _ in range(rng.randint(1, 9)):
@@ -97,7 +89,7 @@ def test_ten_thousand_random_traces(first: int) -> None:
             assert record.arrival_s == job.arrival_s
             assert job.arrival_s <= record.first_scheduled_s < record.first_token_s
             assert record.first_token_s <= record.last_token_s <= simulation.ended_s
-            # It took part in an iteration for each token at least, and in no two at once.
+            # The job ran in at least one iteration for each token, and never in two at once.
             iterations_s = 0.010 * job.output_tokens + 0.001 * job.prompt_tokens
             assert record.executed_s >= iterations_s - 1e-9
             assert record.executed_s <= record.last_token_s - record.first_scheduled_s + 1e-9
@@ -117,7 +109,7 @@ def test_the_same_seed_gives_the_same_result_to_the_last_bit() -> None:
 
 
 def run(trace: list[TraceJob], error: float | None = None, **keys: object) -> Simulation:
-    """``error``: of predictions; None: there are none."""
+    """``error`` is that of predictions; None means no predictions."""
     config = EngineConfig().with_keys(**keys)
     predictions = None
     if error is not None:
@@ -143,7 +135,7 @@ def test_a_job_alone_takes_its_iterations_and_no_more() -> None:
 
 
 def test_preemption_saves_short_jobs_and_the_oracle_is_ahead() -> None:
-    """What the policies are for, on a workload that overloads the machine."""
+    """The policies reach their goals on a workload that overloads the machine."""
     trace = Workload("sharegpt", 150, seed=3).trace(6.0)
     mean = {
         policy: summarize(run(trace, policy=policy).records).normalized_latency_s.mean
@@ -161,7 +153,7 @@ def test_foresight_brings_policies_to_the_oracle() -> None:
         return summarize(simulation.records).latency_s.mean
 
     oracle = mean_jct_s("srpt")
-    # What comes before the oracle's order: long jobs get their first tokens early.
+    # Only this is better than the oracle's order: long jobs get their first tokens early.
     assert mean_jct_s("speculative", error=0.0) < 1.15 * oracle
     with_classes = mean_jct_s("gittins", error=0.0)
     assert with_classes < 1.2 * oracle

@@ -1,10 +1,10 @@
-"""Compiles the Triton-language kernels that launchers launch, for GPUs that are not at hand, and
-reads what the machine code needs.
+"""Compiles the Triton-language kernels of launchers for absent GPUs, and reads what the machine
+code needs.
 
-A launch is a function of `kernel_launches` that calls a launcher with tensors on the "meta" device,
-as it would with a GPU's: the JIT specialises the kernels as it does at a launch, divisibility by 16
-and the launch parameters included (an address on "meta" is 0), and nothing runs.
-`torch.cuda.get_device_capability` tells the architecture.
+A launch is a function of `kernel_launches` that calls a launcher with tensors on the "meta" device
+in place of a GPU's. The JIT specialises the kernels as at a real launch, including divisibility by
+16 and the launch parameters (an address on "meta" is 0). Nothing runs.
+`torch.cuda.get_device_capability` returns the architecture.
 
 Each architecture has a process of its own, without the interpreter's environment variable.
 """
@@ -32,8 +32,8 @@ _DEADLINE = 240  # seconds for all kernels of an architecture, on a slow machine
 
 @dataclass(frozen=True)
 class Launch:
-    """``function``: of `kernel_launches`. ``architecture``: 80 or 90. ``arguments`` by keyword; a
-    dtype is given by its name in torch."""
+    """``function`` is one of `kernel_launches`, ``architecture`` is 80 or 90. ``arguments`` go by
+    keyword, dtypes by their names in torch."""
 
     function: str
     architecture: int
@@ -48,12 +48,12 @@ class Launch:
 class CompiledKernel:
     """Machine code of one kernel of a launch.
 
-    ``variant`` tells what the JIT has specialised from what else it has made of the same kernel.
-    ``registers`` are of a thread; ``stack_bytes`` too: it holds spilled registers as well.
-    ``shared_bytes`` are of a program. ``instructions`` counts those in the code, memory accesses
-    with their width in bits: "LDG.128", "STG.64", "LDGSTS.128", "LDL.32" and "STL.32" (the stack),
-    "HMMA", "HGMMA", and "FCHK", with which a division as IEEE's begins. ``copies_ahead``: the most
-    groups of LDGSTS, each of one load of a loop's iteration, that a wait leaves under way.
+    ``variant`` distinguishes the JIT's specialisations of one kernel. ``registers`` and
+    ``stack_bytes``, which include spilled registers, are those of a thread. ``shared_bytes`` are
+    those of a program. ``instructions`` counts those in the code, memory accesses with their width
+    in bits: "LDG.128", "STG.64", "LDGSTS.128", "LDL.32" and "STL.32" (the stack), "HMMA", "HGMMA",
+    and "FCHK", with which an IEEE division begins. ``copies_ahead`` is the most groups of LDGSTS
+    that a wait leaves under way. A group is one load of a loop's iteration.
     """
 
     name: str
@@ -66,7 +66,7 @@ class CompiledKernel:
     copies_ahead: int
 
     def count(self, *names: str) -> int:
-        """Instructions of these names; one without a width counts those of all widths."""
+        """The number of instructions with these names. A name without a width counts all widths."""
         return sum(
             number
             for instruction, number in self.instructions.items()
@@ -113,7 +113,7 @@ def _start(launches: Sequence[Launch]) -> subprocess.Popen[str]:
         "architecture": launches[0].architecture,
         "launches": [(launch.function, launch.arguments) for launch in launches],
     }
-    # A file, so that a process has all of it although another one is waited for first.
+    # A file takes all of a process's output while the parent waits for another process.
     with tempfile.TemporaryFile("w+") as description:
         json.dump(job, description)
         description.seek(0)
@@ -125,7 +125,7 @@ def _start(launches: Sequence[Launch]) -> subprocess.Popen[str]:
 
 
 class _AbsentDriver:
-    """What the JIT asks of a GPU's driver before it compiles."""
+    """Answers what the JIT asks a GPU's driver before it compiles."""
 
     def __init__(self, architecture: int) -> None:
         self.architecture = architecture
@@ -204,8 +204,8 @@ def _describe(kernels: Sequence[Any], architecture: int) -> list[dict[str, Any]]
 
 
 def _disassemble(codes: Sequence[bytes], architecture: int, file: Path) -> list[str]:
-    """Of each kernel's code, its instructions. One after the other in one file: the disassembler
-    takes half a second to start."""
+    """The instructions of each kernel's code. One file holds all kernels, as the disassembler takes
+    half a second to start."""
     file.write_bytes(b"".join(codes))
     lines = _run("nvdisasm", "--binary", {80: "SM80", 90: "SM90a"}[architecture], file)
     ends = list(accumulate(map(len, codes)))
@@ -216,7 +216,7 @@ def _disassemble(codes: Sequence[bytes], architecture: int, file: Path) -> list[
 
 
 def _run(program: str, *arguments: str | Path, cwd: Path | None = None) -> str:
-    """What a program of the CUDA toolkit prints; Triton brings it along."""
+    """Returns the output of a program of the CUDA toolkit, which Triton ships."""
     from triton import knobs
 
     command = [getattr(knobs.nvidia, program).path, *arguments]

@@ -1,7 +1,7 @@
-"""Cases of the GPU's attention kernels: inputs, the launcher, what must come out.
+"""Cases of the GPU's attention kernels: inputs, launchers and expected results.
 
-For tests without a GPU, where the launchers run in Triton's interpreter, and for the check on one.
-The CPU's implementations are tested on the same caches, lengths and shapes.
+Tests without a GPU run the launchers in Triton's interpreter; the GPU check runs them on a GPU. The
+CPU's implementations are tested on the same caches, lengths and shapes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 
 LAYERS, LAYER = 3, 1
 SPARE_ITEMS = 3
-"""Of a decode work list, as those of a CUDA graph have."""
+"""Unused items of a decode work list, as in CUDA graphs."""
 SPARE_ROWS = 2
-"""Of the rows of a prefill, which belong to no job."""
+"""Rows of a prefill that belong to no job."""
 NO_BLOCK, SPARE_ENTRIES = 2**30, 2
-"""What block tables hold behind a job's blocks: the id of no block at all, so many times."""
+"""An id of no block, and how often block tables hold it after a job's blocks."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,17 @@ PREFILL: list[tuple[list[tuple[int, int]], Shape]] = [
     ([(65, 65)], Shape(2, 2, 8, block_size=8)),
     ([(19, 50)], Shape(2, 2, 16, block_size=4)),
 ]
-"""Rows of each job and the tokens of its context with them."""
+"""Rows of each job, and the tokens of its context including them."""
 
 INT8_DTYPES = (torch.float16, torch.bfloat16)
-"""Of queries to a cache in INT8; float32 differs in nothing."""
+"""Dtypes of queries to a cache in INT8. float32 would take the same path."""
 INT8_DECODE, INT8_PREFILL = DECODE[2::3], PREFILL[2::3]
-"""Only reading a token differs, so these take fewer shapes."""
+"""These need fewer shapes, as only reading a token differs."""
 SHARED_DECODE = [Shape(4, 4, 64), Shape(16, 4, 64)]
 ITEMS_OF_A_PROGRAM = 3
 FIRST_CONTEXTS = [300, 256, 0, 31]
-"""Of the rows that are decoded alone too. The others' are shorter, for the reference's sake."""
+"""Contexts of the rows that are also decoded alone. Others are shorter, for the reference's
+speed."""
 SHARED_PREFILL = [(90, 300), (17, 17), (130, 130)], Shape(2, 1, 64)
 
 
@@ -128,19 +129,19 @@ class Cache:
         )
 
     def in_int8(self) -> Cache:
-        """The same tokens."""
+        """The same tokens in INT8."""
         return replace(self, kv=in_int8(self.kv))
 
     def of(self, jobs: slice) -> Cache:
-        """Of these jobs alone."""
+        """The cache of these jobs alone."""
         return Cache(self.kv, self.block_tables, self.table_starts[jobs])
 
     def decode(self, query: Tensor, contexts: Sequence[int], scale: float) -> Tensor:
-        """What must come out for a row of each job."""
+        """Expected results for one row of each job."""
         return self._attention(query, list(enumerate(contexts)), scale)
 
     def prefill(self, query: Tensor, jobs: Sequence[tuple[int, int]], scale: float) -> Tensor:
-        """What must come out for the rows of jobs, (rows, context) each."""
+        """Expected results for the rows of jobs, each (rows, context)."""
         of_rows = [
             (job, context - rows + row + 1)
             for job, (rows, context) in enumerate(jobs)
@@ -149,7 +150,7 @@ class Cache:
         return self._attention(query, of_rows, scale)
 
     def _attention(self, query: Tensor, of_rows: Sequence[tuple[int, int]], scale: float) -> Tensor:
-        """of_rows: the job of each row, and the tokens that it attends to."""
+        """``of_rows`` holds each row's job and the number of tokens that it attends to."""
         jobs, contexts = torch.tensor(of_rows, dtype=torch.int32).view(-1, 2).T
         starts = self.table_starts[jobs]
         return reference.paged_attention(
@@ -180,13 +181,9 @@ def run_decode(
 
 
 def run_prefill(
-    cache: Cache,
-    query: Tensor,
-    jobs: Sequence[tuple[int, int]],
-    scale: float,
-    device: torch.device,
+    cache: Cache, query: Tensor, jobs: Sequence[tuple[int, int]], scale: float, device: torch.device
 ) -> Tensor:
-    """query: rows of the jobs, then any that are of none."""
+    """``query`` holds the jobs' rows, then rows of no job."""
     rows, contexts = [pair[0] for pair in jobs], [pair[1] for pair in jobs]
     starts = np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
     tile = paged_prefill.query_tile(query.shape[2], query.dtype, device)
@@ -201,13 +198,14 @@ def run_prefill(
 
 
 def _moved(view: Tensor, device: torch.device) -> Tensor:
-    """On the device, with the strides that it has here."""
+    """Copies to the device with the same strides."""
     moved = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=device)
     return moved.copy_(view)
 
 
 def cases(interpreted: bool = False) -> Iterator[Case]:
-    """interpreted: without dot products in bfloat16, which Triton's interpreter gets wrong."""
+    """If ``interpreted``, dot products in bfloat16 are left out: Triton's interpreter gets them
+    wrong."""
     caches = [(dtype, False) for dtype in DTYPES] + [(dtype, True) for dtype in INT8_DTYPES]
     for dtype, is_int8 in caches:
         no_dots = interpreted and dtype == torch.bfloat16
@@ -238,8 +236,8 @@ def _decode(
 
 
 def _shared_decode(dtype: torch.dtype, shape: Shape, device: torch.device) -> Iterator[Comparison]:
-    """So many rows that every program of this device takes several items, one after the other; and
-    some of the rows alone, which have the same bits."""
+    """With this many rows every program of the device takes several items in turn. Some of the rows
+    also run alone, with the same bits."""
     group = shape.heads // shape.kv_heads
     parameters = launch_parameters.decode(
         shape.head_dim, dtype.itemsize, group, capability(device), int8=False

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 
 def save_byte_tokenizer(directory: Path) -> Path:
-    """A byte-level BPE tokenizer of single bytes, in Hugging Face's file; returns ``directory``."""
+    """Saves a byte-level BPE tokenizer of single bytes as Hugging Face's file; returns
+    ``directory``."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
     vocab |= {symbol: index + 4 for index, symbol in enumerate(alphabet)}

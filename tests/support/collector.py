@@ -1,4 +1,4 @@
-"""What one job's client sees."""
+"""The outputs that one job's client gets."""
 
 from __future__ import annotations
 

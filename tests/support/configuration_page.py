@@ -1,7 +1,7 @@
 """Writes the tables of docs/configuration.md from the configuration and the registry of policies.
 
-``make docs`` runs it; a test fails while the page differs from what it would write. The text
-between the tables is written by hand.
+``make docs`` runs it. A test fails if the page differs from its output. The text between the tables
+is written by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastserve_backend.scheduler.registry import BUILT_IN_POLICIES
 from pydantic.fields import FieldInfo
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
-# Each table stands between a pair of these lines.
+# Each table is between a pair of these lines.
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _HEAD = "| key | flag of `serve` | values | default | meaning |\n|---|---|---|---|---|\n"
 _SIGNS = ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
@@ -24,7 +24,7 @@ _NAMES = {int: "whole number", float: "number", bool: "`true`, `false`", str: "t
 
 
 def with_tables(page: str) -> str:
-    """The page with each table written anew.
+    """Returns the page with new tables.
 
     Raises:
         ValueError: a table is missing, or there is one too many.
@@ -78,7 +78,7 @@ def _number(value: float) -> str:
 
 
 def _alternatives(annotation: Any) -> list[str]:
-    """What a field may be, without None: ``auto`` or a number, one of some words, …"""
+    """The values that a field allows besides None: ``auto`` or a number, one of some words, …"""
     if annotation in _NAMES:
         return [_NAMES[annotation]]
     if get_args(annotation):

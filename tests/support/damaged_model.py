@@ -1,4 +1,4 @@
-"""A checkpoint that loads, and with which the model computes NaN."""
+"""A checkpoint that loads, but makes the model compute NaN."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""A GPU that the CPU plays, for what the host does around a step: no machine of CI has a real one.
+"""The CPU emulates a GPU, to test the host's work around a step: machines of CI have no GPU.
 
-Tensors made on ``cuda:0`` say that they are there. Operations on them run on the CPU at once, and
-kernels in Triton's interpreter, or compiled, as `ptx`. What a real GPU would refuse raises: an
-operation on tensors of two devices, a kernel on the host's memory, a wait or a copy of pageable
-memory in a capture. What makes the host wait for the device is noted. A captured graph does again
-what was done, on the same memory.
+Tensors made on ``cuda:0`` report that device. Operations on them run on the CPU at once, and
+kernels in Triton's interpreter, or compiled, as `ptx`. Whatever a real GPU would refuse raises an
+error: operations on tensors of two devices, kernels on host memory, waits or copies of pageable
+memory in a capture. Operations that make the host wait for the device are recorded. A captured
+graph repeats its operations on the same memory.
 
-Not played: streams beside each other, memory that runs out, time.
+Not emulated: concurrent streams, memory that runs out, and time.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ _CPU = torch.device("cpu")
 _READ_BY_THE_HOST = ("_local_scalar_dense", "nonzero", "masked_select", "equal")
 _COPIES = ("_to_copy", "copy_")
 _Commands = list[tuple[Callable[[], Any], list[Tensor | None]]]
-"""Of a graph: each with its results, None for one in the memory of an argument."""
+"""A graph's commands, each with its results; None for a result in an argument's memory."""
 
 
 @contextmanager
 def emulated_gpu() -> Iterator[EmulatedGPU]:
-    """In this thread, and in inference mode: what torch has for gradients asks for a driver."""
+    """Emulates a GPU in this thread and in inference mode, as torch's code for gradients needs a
+    driver."""
     if not knobs.runtime.interpret and ptx.driver.capability() is None:
         pytest.skip("kernels are compiled, for a real GPU")
     asked = (kernel_device.capability, kernel_device.multiprocessors)
@@ -53,8 +54,8 @@ def emulated_gpu() -> Iterator[EmulatedGPU]:
 
 
 class DeviceTensor(Tensor):
-    """``on_host`` has the values. Its indexing and ``copy_`` do what torch's do, which ask for a
-    driver."""
+    """A tensor on the device; ``on_host`` has its values. It replaces torch's indexing and
+    ``copy_``, which need a driver."""
 
     on_host: Tensor
     gpu: EmulatedGPU
@@ -96,7 +97,7 @@ class DeviceTensor(Tensor):
 
 
 class EmulatedGPU(TorchDispatchMode):
-    """Of one thread; another thread's has the first one's ``pinned`` memory."""
+    """The GPU as one thread sees it. All threads share ``pinned`` memory."""
 
     def __init__(
         self, device: torch.device = DEVICE, pinned: dict[int, Tensor | None] | None = None
@@ -141,7 +142,8 @@ class EmulatedGPU(TorchDispatchMode):
         return self.execute(operation, tensors)
 
     def execute(self, operation: Callable[[], Any], arguments: list[Tensor]) -> Any:
-        """Its results, on the device; within a capture it becomes a command of the graph."""
+        """Runs an operation and returns its results on the device. Within a capture it becomes a
+        command of the graph."""
         given = {id(tensor.on_host): tensor for tensor in arguments if _is_here(tensor)}
         results = operation()
         if self._capture is not None:
@@ -173,7 +175,7 @@ class EmulatedGPU(TorchDispatchMode):
             raise RuntimeError(f"{name}: expected all tensors to be on the same device")
 
     def _check_copy(self, name: str, args: Any, kwargs: Any, to_gpu: bool) -> None:
-        """A copy to the host by ``to`` goes to pinned memory, if it does not wait."""
+        """Checks that a copy to the host by ``to`` either waits or goes to pinned memory."""
         source = args[0] if name == "_to_copy" else args[1]
         if name == "_to_copy" and not to_gpu and kwargs.get("device") is None:
             return  # of another type
@@ -214,7 +216,7 @@ class EmulatedGPU(TorchDispatchMode):
         )
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """In the place of torch.cuda, and of Triton's launches."""
+        """Replaces functions of torch.cuda and Triton's launches."""
 
         def capture(graph: _Graph, **_: Any) -> Any:
             return self.capture(graph)

@@ -1,9 +1,8 @@
-"""Fixture: ranks without their slow imports.
+"""Fixture: ranks that skip slow imports.
 
-Most of the time that a small model's rank takes to start, a processor second, goes into the import
-of torch. Modules that start many engines use ``forked_ranks``: their ranks are forked from a
-process that has imported it. Ranks of all others, and all of servers, are started as the product
-starts them.
+A small model's rank spends most of its start, a processor second, on importing torch. Modules that
+start many engines use ``forked_ranks``: a process that has imported torch forks their ranks. All
+other ranks, and all ranks of servers, start as in the product.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ RANK = [sys.executable, "-m", "fastserve_backend.worker"]
 
 
 class ForkedProcess:
-    """As much of a ``subprocess.Popen`` as ``RankProcesses`` uses."""
+    """The part of ``subprocess.Popen`` that ``RankProcesses`` uses."""
 
     def __init__(self, command: Sequence[str], pid: int, stdin: IO[bytes], end: int) -> None:
         self.pid = pid
@@ -70,7 +69,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            # Variables that libraries read when they are loaded are those of a rank.
+            # It runs with a rank's environment, which libraries read when they are loaded.
             environment = rank_processes.rank_environment()
             self._process = subprocess.Popen(
                 [sys.executable, str(SERVER)], stdin=theirs, env=environment
@@ -105,7 +104,7 @@ def fork_server() -> ForkServer:
 
 @pytest.fixture(scope="module")
 def forked_ranks() -> Iterator[None]:
-    """Of engines in this process, where they run the product's program."""
+    """Forks ranks of engines in this process, if they run the product's program."""
     start = rank_processes._start
 
     def fork_or_start(command: Sequence[str], environment: Mapping[str, str]) -> object:

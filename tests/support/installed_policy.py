@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "adding_a_policy.md"
 
 
 def example() -> tuple[str, dict[str, str]]:
-    """The module ``my_policies`` of the page, and its entry points."""
+    """The page's module ``my_policies``, and its entry points."""
     blocks = dict(re.findall(r"```(python|toml)\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL))
     project = tomllib.loads(blocks["toml"])["project"]
     return blocks["python"], project["entry-points"]["fastserve.policies"]
@@ -23,7 +23,7 @@ def example() -> tuple[str, dict[str, str]]:
 def install_policies(
     folder: Path, module: str, entry_points: Mapping[str, str], package: str = "my-policies"
 ) -> None:
-    """Put ``my_policies`` and the metadata of a package into a folder that is on the path."""
+    """Puts ``my_policies`` and a package's metadata into a folder on the path."""
     (folder / "my_policies.py").write_text(module, encoding="utf-8")
     metadata = folder / f"{package.replace('-', '_')}-1.0.dist-info"
     metadata.mkdir()
@@ -33,7 +33,7 @@ def install_policies(
 
 
 def environment_with(folder: Path) -> dict[str, str]:
-    """For a process that finds what was installed into ``folder``."""
+    """The environment of a process that finds packages installed into ``folder``."""
     backend = str(Path(fastserve_backend.__file__).parents[1])
     path = [str(folder), os.environ.get("PYTHONPATH", backend)]
     return os.environ | {"PYTHONPATH": os.pathsep.join(path)}

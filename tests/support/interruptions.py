@@ -1,4 +1,4 @@
-"""Functions that signal handlers call, and that a signal may interrupt anywhere."""
+"""Interrupts functions that signal handlers may call at any moment."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ DEADLINE_S = 10.0
 
 
 def interrupts_itself(function: Callable[[], object]) -> bool:
-    """Whether ``function`` returns when, before each line that runs in it, it is called once more
-    by the same thread, as by a signal handler."""
+    """Whether ``function`` still returns if, before each of its lines, the same thread calls it
+    again, as a signal handler would."""
 
     def interrupt(frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":

@@ -1,4 +1,4 @@
-"""Steps of a few jobs, sent one by one or each ahead of the tokens of the one before."""
+"""Steps of a few jobs, each sent after the previous step's tokens, or ahead of them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fastserve_backend.rank_protocol.messages import (
 BLOCK_SIZE = 16
 PROMPTS = [[17 + 3 * job + 5 * place for place in range(n)] for job, n in enumerate((5, 9, 20, 18))]
 BLOCKS = [[4, 7], [1, 0], [6, 2], [5, 3]]
-"""Of each job."""
+"""Blocks of each job."""
 NUM_BLOCKS = 8
 NOT_KNOWN = -1
-"""Stands in a step for a token that the rank itself has."""
+"""Stands in a step for a token that only the rank knows."""
 PENALISED = (1, 3)
 MASKED = (0, 3)
 BIASED = 2
@@ -35,9 +35,9 @@ class Turn:
 
     decoding: tuple[int, ...] = ()
     ending: tuple[int, ...] = ()
-    """Their prefill ends."""
+    """Jobs whose prefill ends."""
     chunk: tuple[int, int] | None = None
-    """A job whose prefill goes on later, and how many tokens of it run."""
+    """A job whose prefill continues later, and the number of tokens that run now."""
 
 
 TURNS = [
@@ -58,16 +58,16 @@ def run_turns(
 ) -> list[StepResult]:
     """
     Args:
-        launch: begins a step, and returns what waits for its result.
-        ahead: each step is launched before the result of the one before is waited for.
-        sampled: half of the jobs at random, with penalties, some with log-probabilities; False:
-            all greedily.
-        masked_vocab: size of the vocabulary, of which the masked jobs may choose every third token,
-            and one that is biased is certain of the last; None: no masks and biases.
+        launch: begins a step; returns a function that waits for its result.
+        ahead: launches each step before it waits for the previous result.
+        sampled: half of the jobs are sampled with penalties, some with log-probabilities. If false,
+            all are greedy.
+        masked_vocab: size of the vocabulary. Masked jobs may choose every third token, and a biased
+            job always chooses the last. None: no masks and biases.
     """
     done = [0] * len(PROMPTS)
     outputs: list[list[int]] = [[] for _ in PROMPTS]
-    chosen: list[int] = []  # the jobs of the step before that get a token
+    chosen: list[int] = []  # the jobs of the previous step that get a token
     results: list[StepResult] = []
     unanswered: list[Callable[[], StepResult]] = []
 
@@ -108,6 +108,7 @@ def run_turns(
     if ahead:
         take(chosen, unanswered.pop(0))
     assert len({tuple(tokens) for tokens in outputs}) == len(outputs)
+    assert [result.step_id for result in results] == list(range(len(TURNS)))
     return results
 
 

@@ -1,4 +1,4 @@
-"""What a case of a kernel is: a run of it on a device, and what must come out."""
+"""A case of a kernel: a run on a device, and its expected results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Comparison:
     actual: Tensor
     expected: Tensor
     limit: float = 0.0
-    """Of `error`; 0: the same values."""
+    """Limit of `error`; 0 means equal values."""
 
     @property
     def error(self) -> float:
@@ -41,7 +41,7 @@ class Comparison:
 
 
 def in_int8(kv: Tensor) -> Tensor:
-    """A cache's tokens as codes and scales, see `int8_cache`; NaN is in the scales."""
+    """A cache's tokens as codes and scales (see `int8_cache`). The scales hold the NaN."""
     rounded = torch.empty(*kv.shape[:-1], kv.shape[-1] + SCALE_BYTES, dtype=torch.int8)
     for place, part in zip(codes_and_scales(rounded), quantize_tokens(kv), strict=True):
         place.copy_(part)
@@ -49,7 +49,7 @@ def in_int8(kv: Tensor) -> Tensor:
 
 
 def near(what: str, actual: Tensor, expected: Tensor, dtype: torch.dtype) -> Comparison:
-    """With a result that is of this dtype, to its limit."""
+    """Compares a result of this dtype within the dtype's limit."""
     assert actual.dtype == dtype, f"{what}: {actual.dtype} instead of {dtype}"
     return Comparison(what, actual, expected, LIMITS[dtype])
 
@@ -61,13 +61,13 @@ class Case:
     compare: Callable[..., Iterator[Comparison]]
     """Runs the kernel, called with the arguments and a device."""
     label: str = ""
-    """Of one that its arguments do not tell from others."""
+    """Distinguishes cases with equal arguments."""
 
     def __str__(self) -> str:
         parts = (str(part).removeprefix("torch.") for part in self.arguments)
         return "-".join(filter(None, (self.operation, *parts, self.label)))
 
     def run(self, device: torch.device) -> Iterator[Comparison]:
-        """Of the same inputs on every device."""
+        """Runs the case with the same inputs on every device."""
         torch.manual_seed(zlib.crc32(str(self).encode()))
         return self.compare(*self.arguments, device)

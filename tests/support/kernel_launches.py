@@ -18,7 +18,7 @@ from torch import Tensor
 
 TOKENS, LAYERS, BLOCKS, BLOCK_SIZE = 256, 40, 4000, 16
 JOBS, ITEMS, TABLE_ENTRIES = 16, 64, 2048
-"""Of attention: jobs, items of work lists, and blocks of all jobs."""
+"""Sizes of attention: jobs, items of work lists, and blocks of all jobs."""
 
 
 def bias_relu(dtype: torch.dtype, size: int) -> None:
@@ -97,7 +97,7 @@ def prefill(
     dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, num_decodes: int = 0,
     table_entries: int = TABLE_ENTRIES, int8: bool = False,
 ) -> None:  # fmt: skip
-    """Of the rows and jobs behind the decodes."""
+    """Launches prefill for the rows and jobs after the decodes."""
     n = num_decodes
     query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
     paged_prefill.paged_prefill(
@@ -116,7 +116,7 @@ def step(
     num_decodes: int,
     table_entries: int,
 ) -> None:
-    """Decodes, and prefills behind them in the same tensors."""
+    """Decodes, followed by prefills in the same tensors."""
     decode(dtype, heads, kv_heads, head_dim, num_decodes, table_entries, items=num_decodes + 1)
     prefill(dtype, heads, kv_heads, head_dim, num_decodes, table_entries)
 
@@ -138,7 +138,7 @@ def _qkv(
 
 
 def _cache(dtype: torch.dtype, kv_heads: int, head_dim: int, int8: bool = False) -> Tensor:
-    """int8: as in `int8_cache`, for a model of `dtype`."""
+    """If ``int8``, the cache is as in `int8_cache`, for a model of `dtype`."""
     if int8:
         width = head_dim + SCALE_BYTES
         return _empty(torch.int8, BLOCKS, LAYERS, 2, kv_heads, BLOCK_SIZE, width)

@@ -37,17 +37,17 @@ sys.exit(serve(server, on_ready))
 
 @contextmanager
 def leaving_nothing() -> Iterator[list[tuple[RuntimeDirectory, Endpoints]]]:
-    """The body adds what it started; at the end all of it must be gone."""
+    """The block adds the servers that it started. At its end they must have left nothing."""
     started: list[tuple[RuntimeDirectory, Endpoints]] = []
     yield started
     for runtime, endpoints in started:
         wait_for(lambda runtime=runtime: not runtime.processes(), 10.0)
         wait_for(lambda runtime=runtime: not runtime.path.exists(), 5.0)
         assert not list(Path("/dev/shm").glob(f"{runtime.shared_memory_prefix}*"))
-        endpoints.claim()  # raises if somebody listens there
+        endpoints.claim()  # raises if a process listens there
 
 
-def start(config: EngineConfig, log_path: Path) -> TritonServer:
+def start_server(config: EngineConfig, log_path: Path) -> TritonServer:
     server = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
     server.start(START_TIMEOUT_S)
     return server
@@ -61,7 +61,7 @@ def start_launcher(
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def started_by(launcher: subprocess.Popen[str]) -> tuple[RuntimeDirectory, Endpoints]:
+def server_of(launcher: subprocess.Popen[str]) -> tuple[RuntimeDirectory, Endpoints]:
     assert launcher.stdout is not None
     path, http_port = launcher.stdout.readline().split()
     grpc_port, metrics_port = launcher.stdout.readline().split()
@@ -70,7 +70,7 @@ def started_by(launcher: subprocess.Popen[str]) -> tuple[RuntimeDirectory, Endpo
 
 
 def is_serving(server: TritonServer, restarts: int) -> bool:
-    """After so many restarts, or more."""
+    """Whether the server answers after at least this many restarts."""
     if server.restarts < restarts:
         return False
     try:

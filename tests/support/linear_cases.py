@@ -9,7 +9,7 @@ from fastserve_kernels import ops, reference
 from fastserve_kernels.weight_quantization import rounded
 from kernel_cases import DTYPES, NAN, Case, Comparison, near
 
-# Rows, out features, in features: around and beyond tiles, and no multiple of them.
+# Rows, out features, in features: near tile sizes, larger, and no multiple of them.
 SIZES = [
     (1, 64, 64), (3, 7, 33), (5, 96, 576), (16, 100, 256), (17, 40, 130), (64, 130, 96),
     (65, 33, 80), (140, 200, 64), (2, 48, 1500), (3, 40, 1),
@@ -18,7 +18,7 @@ SIZES = [
 
 
 def cases(*, interpreted: bool = False) -> Iterator[Case]:
-    """``interpreted``: without bfloat16, whose products Triton's interpreter gets wrong."""
+    """If ``interpreted``, bfloat16 is left out: Triton's interpreter gets its products wrong."""
     for dtype in DTYPES:
         if interpreted and dtype == torch.bfloat16:
             continue

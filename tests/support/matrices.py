@@ -1,8 +1,8 @@
 """Tests of many parameters: `make test` runs each value of each, `make test-all` all combinations.
 
 A test that is marked ``@pytest.mark.one_of("dtype")`` takes with each combination of its other
-parameters the next dtype, not all of them. With ``key``, a function of the parameter's value, it
-takes one of the values that have the same key.
+parameters the next dtype, not all of them. With ``key``, a function of the value, it takes one of
+the values with equal keys.
 
 The mark ``repeated`` is for what other tests do with other random numbers.
 """
@@ -52,7 +52,7 @@ def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item
 
 
 def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Combinations whose values are all in others that run."""
+    """Combinations of values that all run in other combinations."""
     # By test and by combination of the other parameters.
     matrices: dict[str, dict[object, list[pytest.Item]]] = defaultdict(lambda: defaultdict(list))
     for item in items:
@@ -70,18 +70,18 @@ def _repeated(items: list[pytest.Item]) -> set[pytest.Item]:
 def _others(
     item: pytest.Item, parameter: str, key: Callable[[object], object] = lambda _: None
 ) -> object:
-    """The places of the item's other parameters in their lists, and the parameter's key."""
+    """The indices of the item's other parameters, and the parameter's key."""
     callspec = item.callspec  # type: ignore[attr-defined]
     others = {name: place for name, place in callspec.indices.items() if name != parameter}
     return tuple(sorted(others.items())), key(callspec.params[parameter])
 
 
 def next_of_each(rows: list[list[T]]) -> set[T]:
-    """Of each row the item behind that of the row before; of a few rows, each item of one."""
+    """From each row the item after the previous row's choice; of few rows, each item of one."""
     width = max(map(len, rows))
     taken = set()
     for turn in range(max(len(rows), width)):
         row = rows[turn % len(rows)]
-        # One further with each round: another parameter may have as many values.
+        # Each round moves one further, as another parameter may have as many values.
         taken.add(row[(turn + turn // width) % len(row)])
     return taken

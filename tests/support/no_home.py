@@ -1,4 +1,4 @@
-"""A user of whom the system knows no home directory, as in containers with a number for a user."""
+"""A user without a home directory, as in containers that run as a bare user id."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A process that has imported what a rank imports, and forks into ranks. See ``forked_ranks``.
+"""A process that has imported a rank's modules and forks into ranks. See ``forked_ranks``.
 
-On its standard input, a socket, comes a request for each rank: arguments, variables and directory
-as JSON, with four descriptors: the rank's standard input, output and error, and a pipe for its
-end. The answer is the rank's process id, with a pidfd. The end is the status that ``waitpid`` has.
+Its standard input is a socket with a request for each rank: arguments, variables and directory as
+JSON, and four descriptors. These are the rank's standard input, output and error, and a pipe for
+its exit status. The answer is the rank's process id, with a pidfd. The end is the status that
+``waitpid`` has.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MOST_REQUEST_BYTES = 2**20
 
 
 def serve(requests: socket.socket) -> bool:
-    """Until the other end closes. Returns more than once: True in each rank, which is to run."""
+    """Forks ranks until the other end closes. Returns True in each rank, which then runs."""
     poller = select.poll()
     poller.register(requests, select.POLLIN)
     ends: dict[int, tuple[int, int]] = {}  # by pidfd: the process and the pipe for its end
@@ -35,7 +36,7 @@ def serve(requests: socket.socket) -> bool:
                 pid, end = ends.pop(descriptor)
                 _, status = os.waitpid(pid, 0)
                 poller.unregister(descriptor)
-                with suppress(BrokenPipeError):  # nobody may wait for it any more
+                with suppress(BrokenPipeError):  # no process may wait for it any more
                     os.write(end, str(status).encode())
                 os.close(end)
                 os.close(descriptor)

@@ -1,4 +1,4 @@
-"""A TCP relay in front of a server, for what a server itself cannot be made to do."""
+"""A TCP relay in front of a server, for faults that the server itself cannot be made to have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 CERTIFICATE = Path(__file__).parent / "tls" / "certificate.pem"
-"""Of localhost and 127.0.0.1, signed by itself; nobody but tests trusts it."""
+"""A self-signed certificate for localhost and 127.0.0.1, which only tests trust."""
 _KEY = CERTIFICATE.with_name("key.pem")
 
 
@@ -17,9 +17,9 @@ class Relay:
     """Listens on a port of 127.0.0.1 and passes all bytes on to ``host:port`` and back.
 
     Args:
-        num_refused: so many first connections are dropped.
-        delay_s: until a connection is led on: the relay's clients hear nothing before.
-        latency_s: of all that is sent, in each direction.
+        num_refused: the number of first connections to drop.
+        delay_s: time before a connection is passed on; its client gets no answer before.
+        latency_s: delay of all data in each direction.
         tls: the relay's clients speak TLS, and find ``CERTIFICATE``.
     """
 

@@ -1,6 +1,6 @@
-"""Cases of the row-wise, cache and INT8 kernels: inputs, the call, what must come out.
+"""Cases of the row-wise, cache and INT8 kernels: inputs, calls and expected results.
 
-For the implementations of a CPU, for the GPU's in Triton's interpreter, and for the check on a GPU.
+They run on a CPU's implementations, on the GPU's in Triton's interpreter, and on a GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def cases() -> Iterator[Case]:
 
 
 def cases_of_ops() -> Iterator[Case]:
-    """Of what a CPU has too: whichever implementation `ops` chooses."""
+    """Cases that a CPU has, too, for any implementation that `ops` chooses."""
     for dtype in DTYPES:
         for shape in KV_WRITE:
             yield Case("kv_write", (dtype, *shape), _kv_write)
@@ -74,8 +74,8 @@ def _cases_of_a_gpu() -> Iterator[Case]:
 
 
 def _rounding_limit(dtype: torch.dtype, device: torch.device) -> float:
-    """Of results that differ from what is expected only if they are rounded otherwise."""
-    # Triton's interpreter cuts off what bfloat16 does not hold, all others round it.
+    """Limit for results that differ from the expectation by rounding alone."""
+    # Triton's interpreter truncates to bfloat16, all others round.
     is_interpreted = device.type == "cpu" and ops.uses_triton(device)
     return LIMITS[dtype] if is_interpreted and dtype == torch.bfloat16 else 0.0
 
@@ -94,7 +94,7 @@ def _moved(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def _slots(tokens: int, kv: Tensor) -> Tensor:
-    """Shuffled; every third token has none, as padded rows, unless there is only one token."""
+    """Shuffled slots. Every third token has none, like padding, unless there is only one token."""
     slots = torch.randperm(len(kv) * kv.shape[4])[:tokens]
     if tokens > 1:
         slots[::3] = -1
@@ -102,8 +102,8 @@ def _slots(tokens: int, kv: Tensor) -> Tensor:
 
 
 def _cache(tokens: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Of 3 layers and blocks of 16, more than the tokens need; NaN, so that a write to a wrong
-    place shows, as a read does."""
+    """A cache of 3 layers and blocks of 16 slots, larger than needed. It holds NaN, so that wrong
+    reads and writes show."""
     return torch.full((5 + tokens // 16, 3, 2, kv_heads, 16, head_dim), NAN, dtype=dtype)
 
 
@@ -145,7 +145,7 @@ def _rope_kv_write(
     if ops.uses_triton(device):
         yield Comparison("key", key, key_before)
     yield Comparison("value", value, value_before)
-    # Rotated keys are near, everything else in the cache is the same.
+    # Rotated keys are near the expectation; everything else in the cache is equal.
     cached = written.cpu()
     with_slot = slots >= 0
     blocks, offsets = slots[with_slot] // 16, slots[with_slot] % 16
@@ -161,7 +161,7 @@ def _int8_kv_write(
 ) -> Iterator[Comparison]:
     kv = _int8_cache(tokens, kv_heads, head_dim)
     key, value = torch.randn(2, tokens, kv_heads, head_dim).to(dtype)
-    # A head of zeros; a number that is none, and one whose scale float32 does not hold exactly.
+    # A head of zeros, a NaN, and a value whose scale float32 does not hold exactly.
     key[:1, 0] = 0
     value[1:2, 0, 3], value[2:3, 0] = NAN, 1e-44
     slots = _slots(tokens, kv)
@@ -197,14 +197,14 @@ def _int8_rope_kv_write(
     keys = reference.widened(cached)[blocks, LAYER, 0, :, offsets]
     limit = LIMITS[dtype] + 0.5 / MOST  # half a step of the codes
     yield Comparison("cached keys", keys, rotated[with_slot], limit)
-    # Everything but the keys is the same.
+    # Everything except the keys is equal.
     for actual, part in zip(codes_and_scales(cached), codes_and_scales(expected), strict=True):
         part[blocks, LAYER, 0, :, offsets] = actual[blocks, LAYER, 0, :, offsets]
         yield Comparison("cache", actual, part)
 
 
 def _int8_cache(tokens: int, kv_heads: int, head_dim: int) -> Tensor:
-    """As `_cache`."""
+    """Like `_cache`, in INT8."""
     return in_int8(_cache(tokens, kv_heads, head_dim, torch.float32))
 
 
@@ -224,7 +224,7 @@ def _add_layer_norm(
 
 
 def _norm_of_constant_rows(device: torch.device) -> Iterator[Comparison]:
-    """They normalise to the bias."""
+    """Constant rows normalise to the bias."""
     x = torch.full((2, 100), 5.0, device=device)
     _, normed = ops.add_layer_norm(x, x, None, torch.full((100,), 0.5, device=device), 1e-5)
     yield near("normed", normed.cpu(), torch.full((2, 100), 0.5), torch.float32)
@@ -247,7 +247,7 @@ def _silu_mul(
     dtype: torch.dtype, rows: int, size: int, device: torch.device
 ) -> Iterator[Comparison]:
     x = _strided(rows, 2 * size, dtype, device)
-    x *= 4  # to where the curve is all but straight
+    x *= 4  # as far as where the curve is nearly straight
     expected = reference.silu_mul(x.cpu())
     yield near("result", ops.silu_mul(x).cpu(), expected, dtype)
 
@@ -255,7 +255,7 @@ def _silu_mul(
 def _silu_mul_of_extremes(device: torch.device) -> Iterator[Comparison]:
     gate = torch.tensor([[-1e30, -200.0, -0.0, 0.0, 200.0, 1e30]])
     out = ops.silu_mul(torch.cat([gate, torch.ones(1, 6)], dim=1).to(device)).cpu()
-    # Apart, since an error is relative to the largest value.
+    # Compared separately, as errors are relative to the largest value.
     yield near("up to 200", out[:, :5], gate[:, :5].relu(), torch.float32)
     yield near("1e30", out[:, 5:], gate[:, 5:], torch.float32)
 
@@ -277,7 +277,7 @@ def _kv_int8(
     dtype: torch.dtype, count: int, kv_heads: int, block_size: int, head_dim: int,
     num_last_tokens: int, device: torch.device,
 ) -> Iterator[Comparison]:  # fmt: skip
-    # Channels of many means and spreads, as keys have.
+    # Channels have many means and spreads, as those of keys.
     spread = torch.rand(6, 2, 2, kv_heads, 1, head_dim) * 4
     mean = torch.randn(6, 2, 2, kv_heads, 1, head_dim) * 5
     kv = torch.randn(6, 2, 2, kv_heads, block_size, head_dim) * spread + mean

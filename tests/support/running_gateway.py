@@ -44,8 +44,9 @@ class RunningGateway:
 
 @contextmanager
 def running_gateway(grpc_url: str, log_path: Path, *flags: str) -> Iterator[RunningGateway]:
-    """Listens when the block begins; ends with exit code 0 on SIGTERM when it is left."""
-    # A wide terminal, so that no line of the log is broken.
+    """Runs a gateway that listens when the block begins, and must end with exit code 0 on
+    SIGTERM."""
+    # A wide terminal keeps lines of the log whole.
     environment = os.environ | {"COLUMNS": "500"}
     with (
         log_path.open("wb") as log,

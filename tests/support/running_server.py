@@ -1,4 +1,4 @@
-"""A tritonserver of the tests' own, on free ports."""
+"""A test's own tritonserver on free ports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tiny_model import START_TIMEOUT_S
 
 @contextmanager
 def running_server(config: EngineConfig, log_path: Path) -> Iterator[TritonServer]:
-    """Has generated a token when the block begins; nothing is left of it when it is left."""
+    """Runs a server that has generated a token when the block begins, and is gone after it."""
     server = TritonServer(config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
     server.start(START_TIMEOUT_S)
     try:

@@ -56,7 +56,7 @@ def _tensor(module: Any, name: str, value: Any) -> Any:
 
 @dataclass
 class Answer:
-    """All that came back for one request."""
+    """Everything that a server returned for one request."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -119,7 +119,7 @@ class GrpcStream:
             assert self.answer.error is None, self.answer.error
 
     def finish(self) -> Answer:
-        """Reads to FINAL, then closes the stream and counts what the server still sent."""
+        """Reads to FINAL, then closes the stream and counts late responses."""
         while not self.answer.num_finals:
             self.step()
         self._client.stop_stream()
@@ -129,14 +129,14 @@ class GrpcStream:
         return self.answer
 
     def until_error(self, timeout_s: float) -> InferenceServerException:
-        """For streams whose server goes away, which get no FINAL."""
+        """Reads to an error, for streams whose server ends without a FINAL."""
         deadline = time.monotonic() + timeout_s
         while self.answer.error is None:
             self.step(max(0.0, deadline - time.monotonic()))
         return self.answer.error
 
     def pending(self) -> int:
-        """Takes all that has come so far; the number of tokens up to now."""
+        """Takes all responses so far; returns the number of tokens."""
         while not self._events.empty():
             self.step()
         return len(self.answer.token_ids)
@@ -147,7 +147,7 @@ class GrpcStream:
 
 
 def generate(url: str, **request: Any) -> Answer:
-    """One request over gRPC, to its end."""
+    """Runs one request over gRPC to its end."""
     return GrpcStream(url, **request).finish()
 
 
@@ -195,11 +195,11 @@ def ended_jobs(metrics_url: str, finish_reason: str) -> float:
 
 
 def settle(endpoints: Endpoints) -> None:
-    """Returns when the metrics count all that had ended before the call, also the token that a
-    start generates: they are published every half second, so a number read at once may be old.
+    """Returns when the metrics count all that had ended before the call, including the token that a
+    start generates. Metrics are published every half second, so they may be old before.
 
-    Refused requests are read after all else, so the second publication to count one more has begun
-    after the call.
+    Refused requests are read last, so the second publication to count one more has begun after the
+    call.
     """
     for _ in range(2):
         before = _refused(endpoints.metrics_url)
@@ -209,7 +209,7 @@ def settle(endpoints: Endpoints) -> None:
 
 
 def wait_until_idle(endpoints: Endpoints) -> None:
-    """Returns when no job is left, of earlier tests neither, and the metrics count all of them."""
+    """Returns when no job is left, not even of earlier tests, and the metrics count all of them."""
     settle(endpoints)
     wait_for(lambda: used_blocks(endpoints.metrics_url) == 0)
     settle(endpoints)

@@ -31,7 +31,7 @@ def tiny_config(tiny_model: Path) -> EngineConfig:
 def server(
     tiny_config: EngineConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    """For all tests that neither harm it nor need another configuration."""
+    """A server for all tests that neither harm it nor need another configuration."""
     log_path = tmp_path_factory.mktemp("server") / "server.log"
     with running_server(tiny_config, log_path) as running:
         yield running

@@ -1,4 +1,4 @@
-"""How many threads torch uses, for a while."""
+"""Sets torch's number of threads for a while."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """In this process, for operations of this thread."""
+    """Sets the number of threads for operations of this thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

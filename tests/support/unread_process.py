@@ -1,4 +1,4 @@
-"""A Python process whose standard error nobody reads, as behind a log driver that stalls."""
+"""A Python process whose standard error nobody reads, as with a stalled log driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ PIPE_BYTES = 4096
 
 @contextmanager
 def unread_process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """``python *arguments``, and the end for reading of a small pipe that is its standard error."""
+    """Runs ``python *arguments``; also yields the reading end of the small pipe that is its
+    standard error."""
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     with (

@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process decides."""
+"""Waits for other threads and processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEADLINE_S = 30.0
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> float:
-    """Seconds until ``condition`` held. Fails after ``timeout_s``."""
+    """Waits until ``condition`` holds; returns the seconds that took. Fails after ``timeout_s``."""
     started_s = time.monotonic()
     pause = threading.Event()
     while not condition():
@@ -25,7 +25,8 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = DEADLINE_S) -> fl
 def wait_for_log(
     process: subprocess.Popen[bytes], log: Path, pattern: str, timeout_s: float
 ) -> str:
-    """The first group of ``pattern``, once ``log`` has it. Fails if the process ends before."""
+    """Waits until ``log`` matches ``pattern``; returns the first group. Fails if the process ends
+    before."""
     found: list[str] = []
 
     def is_there() -> bool:

@@ -13,15 +13,15 @@ from waiting import wait_for
 
 @pytest.fixture(params=["grpc", "http"])
 def url(request: pytest.FixtureRequest, endpoints: Endpoints) -> str:
-    """Of the shared server, for ``fastserve_client``: each test runs over both transports."""
+    """The shared server's URL for ``fastserve_client``. Each test runs over both transports."""
     return endpoints.http_url if request.param == "http" else f"grpc://{endpoints.grpc_url}"
 
 
 @pytest.fixture
 def wait_until_cancelled(endpoints: Endpoints) -> Callable[[], None]:
-    """Waits until the server has given up a job of the test, and its memory is free.
+    """A function that waits until the server has cancelled the test's job and freed its memory.
 
-    The latter alone says little: metrics come late, and the longest job ends by itself.
+    Free memory alone proves little: metrics come late, and the longest job ends by itself.
     """
     url = endpoints.metrics_url
     wait_until_idle(endpoints)
@@ -36,7 +36,7 @@ def wait_until_cancelled(endpoints: Endpoints) -> Callable[[], None]:
 
 @pytest.fixture(scope="session")
 def chat_endpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoints]:
-    """Of a server with the embedded model, which is a trained one and has a chat template."""
+    """A server with the embedded model, which is trained and has a chat template."""
     config = EngineConfig().with_keys(
         model=EMBEDDED_MODEL, dtype="float32", max_model_len=2048, swap_space_gib=0.1
     )

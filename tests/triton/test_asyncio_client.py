@@ -23,7 +23,7 @@ from serving_client import used_blocks
 from waiting import wait_for
 
 DEADLINE_S = 30.0
-LONG = 3000  # tokens; takes far longer than any of these tests waits
+LONG = 3000  # tokens; takes far longer than any of these tests
 
 
 @pytest_asyncio.fixture
@@ -37,7 +37,7 @@ async def wait_until_idle(endpoints: Endpoints) -> None:
 
 
 async def wait_until_busy(client: AsyncFastServeClient) -> None:
-    """Metrics come too late for a job of a few seconds, where others keep the cores."""
+    """Watches the engine, as metrics come too late for a short job on a busy machine."""
     async with asyncio.timeout(DEADLINE_S), client.watch(0.05) as states:
         async for state in states:
             if state.running:
@@ -82,7 +82,7 @@ async def test_whenever_time_is_up_it_is_a_timeout(
     client: AsyncFastServeClient, endpoints: Endpoints
 ) -> None:
     async def ask_in_vain(seed: int) -> None:
-        # While the call starts, while it connects, while it sends, and after.
+        # Time is up while the call starts, connects or sends, or later.
         waits_s = random.Random(seed)
         for longest_s in [0.001, 0.002, 0.005, 0.01, 0.02] * 40:
             wait_s = waits_s.uniform(0.0, longest_s)

@@ -28,7 +28,7 @@ GOOD_PROMPT = "Once upon a time"
 
 @dataclass(frozen=True)
 class Bad:
-    """A request that must be refused, and the field that the message must begin with."""
+    """A request that must be refused, and the field that begins the message."""
 
     label: str
     field: str
@@ -257,7 +257,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def good_stream(endpoints: Endpoints) -> Iterator[GrpcStream]:
-    """A request that streams while all the bad ones come, undisturbed."""
+    """A request that streams undisturbed while all the bad ones arrive."""
     stream = GrpcStream(
         endpoints.grpc_url,
         text_input=GOOD_PROMPT,
@@ -303,7 +303,8 @@ def test_the_code_of_a_call_that_asks_for_it(
     sent_s = time.monotonic()
     stream = GrpcStream(endpoints.grpc_url, headers=STATUS_HEADER, text_input="a", **request_)
     assert stream.until_error(10.0).status() == "StatusCode.INVALID_ARGUMENT"
-    # Sooner, and one such call in thousands ends tritonserver 24.10, which still reads from it.
+    # tritonserver 24.10 still reads from the call: ending it sooner crashes the server once in
+    # thousands.
     assert time.monotonic() - sent_s >= 0.1
     stream.cancel()
 
@@ -356,7 +357,7 @@ def test_what_the_server_itself_refuses_is_an_error_too(body: bytes, endpoints: 
 def test_wrong_tensors_get_an_error_on_the_stream(
     name: str, array: Any, datatype: str, endpoints: Endpoints
 ) -> None:
-    # The server refuses these before the model sees them.
+    # Triton refuses these requests before the model sees them.
     wrong = grpcclient.InferInput(name, list(array.shape), datatype)
     wrong.set_data_from_numpy(array)
     stream = GrpcStream(endpoints.grpc_url, raw_inputs=[wrong], text_input=GOOD_PROMPT)

@@ -22,12 +22,12 @@ from serving_client import (
 from waiting import wait_for
 
 LIMIT_S = 0.25
-# One number of a busy machine says little: the best of so many counts.
+# A single measurement on a busy machine says little, so the best of several counts.
 TRIES = 8
 
 LONG_REQUEST = {"text_input": "a long one", "max_tokens": 3500, "ignore_eos": True}
 
-# A client in a process of its own, to be killed: no farewell reaches the server but the kernel's.
+# A client in a process that is killed: only the kernel tells the server of its end.
 KILLED_CLIENT = """
 import sys, threading
 sys.path[:0] = sys.argv[2:]
@@ -98,7 +98,7 @@ def test_blocks_are_free_soon(
         leave()
         wait_for(lambda: used_blocks(url) == 0, 5.0)
         times.append(time.monotonic() - started)
-        # It was cancelled, not merely fast.
+        # The job was cancelled, not merely fast.
         wait_for(lambda: ended_jobs(url, "cancelled") == cancelled + 1, 5.0)  # noqa: B023
     assert min(times) < LIMIT_S, times
 

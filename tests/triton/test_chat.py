@@ -135,7 +135,7 @@ def chat_through_pipes(
 
 
 class Terminal:
-    """``fastserve chat`` on a terminal of its own."""
+    """Runs ``fastserve chat`` on a terminal of its own."""
 
     def __init__(self, process: subprocess.Popen[bytes], screen: int) -> None:
         self.process = process
@@ -143,13 +143,13 @@ class Terminal:
         self._unread = ""
 
     def type(self, line: str) -> None:
-        """Returns when the line has appeared: what is read next comes after it."""
+        """Types a line, and returns when it has appeared, so that later reads begin after it."""
         os.write(self._screen, line.encode() + b"\n")
         self.read_to(line)
 
     def interrupt_prompt(self) -> None:
-        """Ctrl-C until there is an answer: CPython overlooks one, until the next key, that comes
-        between the prompt and the wait for a key."""
+        """Sends Ctrl-C until there is an answer: CPython delays one that comes between the prompt
+        and the wait for a key until the next key."""
         deadline = time.monotonic() + DEADLINE_S
         while _HINT not in self._unread:
             assert time.monotonic() < deadline, self._unread
@@ -162,7 +162,7 @@ class Terminal:
         os.write(self._screen, b"\x04")  # Ctrl-D
 
     def read_to(self, text: str) -> str:
-        """What appears, up to and with ``text``."""
+        """Reads output up to and including ``text``."""
         deadline = time.monotonic() + DEADLINE_S
         while text not in self._unread:
             left_s = deadline - time.monotonic()
@@ -213,7 +213,7 @@ def test_chat_remembers_and_ctrl_c_stops_only_the_answer(
         chat.read_to("(stopped)")
         wait_for(lambda: ended_jobs(url, "cancelled") == cancelled + 1, DEADLINE_S)
         chat.read_to("> ")
-        chat.interrupt_prompt()  # nothing to stop: a hint, and it goes on
+        chat.interrupt_prompt()  # nothing to stop: it prints a hint and continues
         chat.read_to("> ")
 
         chat.type("/clear")
@@ -245,9 +245,7 @@ def test_a_message_that_is_refused_is_not_kept(chat_endpoints: Endpoints) -> Non
     assert done.returncode == ExitCode.OK
 
 
-def test_answers_are_as_long_as_the_conversation_leaves_room_for(
-    chat_endpoints: Endpoints,
-) -> None:
+def test_answers_are_as_long_as_the_conversation_leaves_room_for(chat_endpoints: Endpoints) -> None:
     nearly_all = "many words " * 1000  # of the 2048 tokens
     done = chat_through_pipes(
         chat_endpoints,

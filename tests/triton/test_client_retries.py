@@ -1,4 +1,4 @@
-"""A server that comes late, is overloaded, drains or dies: retries, and errors that remain."""
+"""Retries and remaining errors if a server is late, overloaded, draining or dead."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from serving_client import used_blocks
 from waiting import wait_for
 
 DEADLINE_S = 60.0
-LONG = 3000  # tokens; takes far longer than any of these tests waits
+LONG = 3000  # tokens; takes far longer than any of these tests
 SCHEMES = ("grpc", "http")
 
 
 @pytest.fixture
 def late_server(url: str) -> Iterator[Relay]:
-    """Drops its first two connections and then leads to the server."""
+    """A relay that drops its first two connections and then leads to the server."""
     relay = Relay(Endpoint.parse(url).target, num_refused=2)
     yield relay
     relay.close()
@@ -105,7 +105,7 @@ async def test_close_ends_the_wait_for_a_retry(scheme: str) -> None:
         chunks = client.stream("Hello")
         consumer = asyncio.create_task(anext_to_the_end(chunks))
         done, _ = await asyncio.wait((consumer,), timeout=0.3)
-        assert not done  # it tries and tries
+        assert not done  # it keeps trying
         chunks.close()
         await asyncio.wait_for(consumer, DEADLINE_S)
 
@@ -168,14 +168,14 @@ def test_what_has_begun_is_not_sent_again(fragile: TritonServer, fragile_url: st
         os.kill(fragile.pid, signal.SIGKILL)
         with pytest.raises(ConnectionFailed):
             list(chunks)
-        # The same client finds the server again, which the launcher starts.
+        # The launcher restarts the server, and the same client finds it.
         assert client.generate("Hello", max_tokens=1, timeout_s=DEADLINE_S).num_output_tokens == 1
-    # Counted once the launcher's own first token has come, which may be after the client's.
+    # The restart counts after the launcher's own first token, which may come after the client's.
     wait_for(lambda: fragile.restarts == restarts + 1, DEADLINE_S)
 
 
 def test_a_server_that_drains_and_then_is_gone(fragile: TritonServer) -> None:
-    """The last test of ``fragile``."""
+    """Must be the last test of ``fragile``."""
     urls = [url_of(fragile.endpoints, scheme) for scheme in SCHEMES]
     stopper = threading.Thread(target=fragile.stop)
     with FastServeClient(urls[0]) as grpc, FastServeClient(urls[1]) as http:
@@ -184,7 +184,7 @@ def test_a_server_that_drains_and_then_is_gone(fragile: TritonServer) -> None:
             stopper.start()
             for client in (grpc, http):
                 wait_for(lambda client=client: is_draining(client), DEADLINE_S)
-            assert next(chunks).token_ids  # what it had accepted goes on
+            assert next(chunks).token_ids  # accepted requests go on
         stopper.join(DEADLINE_S)
         for client in (grpc, http):
             with pytest.raises(ConnectionFailed):
@@ -193,7 +193,8 @@ def test_a_server_that_drains_and_then_is_gone(fragile: TritonServer) -> None:
 
 
 def is_draining(client: FastServeClient) -> bool:
-    """Whether a request is refused because the server shuts down, not for its full queue."""
+    """Whether the server refuses a request because it shuts down, and not because its queue is
+    full."""
     with pytest.raises(ServerUnavailable) as caught:
         client.generate("Hello", max_tokens=1)
     return type(caught.value) is ServerUnavailable

@@ -1,4 +1,4 @@
-"""``grpcs://`` and ``https://``, through a relay that speaks TLS as a proxy in front would."""
+"""``grpcs://`` and ``https://`` through a relay that speaks TLS like a proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of README and of pages in docs/, as they stand there, on the real server."""
+"""The examples in README and docs/ run unchanged on the real server."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/requests.md", "docs/clients.md")
-# What a page shows beside the client of this server: tests/gateway has the OpenAI client's.
+# Examples of other clients; tests/gateway runs those of the OpenAI client.
 _OTHERS = ("fastserve_backend import LLM", "from openai import")
 
 
 class Enough(Exception):
-    """Ends an example that would go on for ever."""
+    """Ends an example that would run for ever."""
 
 
 def blocks(page: str, language: str = "python") -> list[str]:

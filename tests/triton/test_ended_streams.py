@@ -1,4 +1,4 @@
-"""Streams, and clients, that are closed at the last chunk leave nothing in the server."""
+"""Streams and clients that are closed at the last chunk leave nothing in the server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastserve_backend.config import EngineConfig
 from fastserve_client import AsyncFastServeClient, FastServeClient
 from running_server import running_server
 
-# Of streams that are cancelled in that moment, tritonserver 24.10 keeps one in four.
+# tritonserver 24.10 keeps one in four of the streams that are cancelled at that moment.
 NUM_STREAMS = 160
 NUM_CLIENTS = 40
 AT_ONCE = 8
@@ -71,7 +71,7 @@ def close_asyncio_clients(url: str) -> None:
 
 
 def cancel_asyncio_readers(url: str) -> None:
-    """Tasks that wait for the end of their stream, as those of a gateway's request do."""
+    """Cancels tasks that wait for the end of their stream, as the gateway's do."""
 
     async def read(client: AsyncFastServeClient, ended: asyncio.Event) -> None:
         async with client.stream("a", max_tokens=2, ignore_eos=True) as chunks:

@@ -1,4 +1,4 @@
-"""Good requests: every way in, every output."""
+"""Valid requests over every API, and every output."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ BASE = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
 
 @pytest.mark.parametrize("given", [A, [A], [1023, A], str(A), f"[{A}, 1023]", f"\ufeff[{A}]"])
 def test_stop_tokens_by_every_way(given: Any, endpoints: Endpoints, url: str) -> None:
-    """The answer would be the letter a for ever."""
+    """Without stop tokens the answer would be the letter a for ever."""
     bias = {"logit_bias": json.dumps({A: 100})}
     stop = {"stop_token_ids": given}
     answers = [
@@ -322,7 +322,7 @@ def test_stop_tokens_by_every_way(given: Any, endpoints: Endpoints, url: str) ->
             sampling_parameters=json.dumps(BASE | bias | stop),
         )
     ]
-    if not isinstance(given, list):  # which tritonserver takes for tensors alone
+    if not isinstance(given, list):  # which tritonserver accepts for tensors alone
         answers.append(
             generate(endpoints.grpc_url, text_input=PROMPT, parameters=bias | stop, **BASE)
         )
@@ -339,7 +339,8 @@ def test_stop_tokens_by_every_way(given: Any, endpoints: Endpoints, url: str) ->
 def test_stop_words_of_special_tokens_by_every_way(
     stop: str, endpoints: Endpoints, url: str
 ) -> None:
-    """The answer would be the end token for ever; a text alone is one stop word."""
+    """Without stop words the answer would be the end token for ever. A single text is one stop
+    word."""
     bias = {"logit_bias": json.dumps({2: 100})}
     expected = [2] * stop.count("</s>")
     grpc = endpoints.grpc_url

@@ -1,4 +1,4 @@
-"""A server of a model by its hub id, from the cache alone."""
+"""A server loads a model by its hub id from the cache alone."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_restarted_server_has_the_commit_that_it_started_with(
         request = {"text_input": "Hello", "max_tokens": 8, "temperature": 0.0}
         answer = post(server.endpoints.http_url, GENERATE, request).json()
         assert "text_output" in answer
-        (repository / "refs" / "main").write_text(NEXT_COMMIT)  # whose files are not here
+        (repository / "refs" / "main").write_text(NEXT_COMMIT)  # its files are not here
         os.kill(server.pid, signal.SIGKILL)
         wait_for(lambda: server.restarts == 1, RESTART_TIMEOUT_S)
         assert post(server.endpoints.http_url, GENERATE, request).json() == answer

@@ -1,4 +1,4 @@
-"""Integers beyond 32 bits over Triton's HTTP, which cuts those of tensors unseen."""
+"""Integers beyond 32 bits over Triton's HTTP, which silently cuts those in tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_in_sampling_parameters_they_keep_all_digits(
 
 
 def test_of_token_ids_the_server_keeps_32_bits(endpoints: Endpoints) -> None:
-    """As docs/requests.md says, which is to be changed where a later server refuses them."""
+    """docs/requests.md says so, and must change if a later server refuses them."""
     large = answer(endpoints, input_ids=[2**32 + 5])
     assert large.json() == answer(endpoints, input_ids=[5]).json()
 

@@ -1,4 +1,4 @@
-"""Stopping, and everything that can die. Afterwards nothing may be left."""
+"""The server stops or any of its processes dies. Afterwards nothing may be left."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from fastserve_backend.serving.endpoints import Endpoints
 from fastserve_backend.serving.launch import TritonServer
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from fastserve_client import protocol
-from launched import is_serving, leaving_nothing, start, start_launcher, started_by
+from launched import is_serving, leaving_nothing, server_of, start_launcher, start_server
 from serving_client import STATUS_HEADER, GrpcStream, metric, used_blocks
 from waiting import wait_for
 
 RESTART_TIMEOUT_S = 60.0
 # Within this time a dead rank is noticed.
 NOTICE_LIMIT_S = 3.0
-# And within this one a server that is there, and takes nothing.
+# Within this time a server that hangs is noticed.
 STALL_LIMIT_S = 60.0
-# What the stub says then. The second, which is faulthandler's, where the call under way holds the
-# interpreter's lock: metrics' calls do, those of responses do not.
+# What the stub logs then. The second text is faulthandler's, if the hanging call holds the
+# interpreter's lock. Calls for metrics hold it, those for responses do not.
 STALL_SIGNS = ("tritonserver takes no responses any more; ending", "Timeout (0:00:30)!")
 RESTARTS = "fastserve_worker_restarts_total"
 
@@ -47,7 +47,7 @@ def kill(pid: int | None) -> None:
 def rank_pids(runtime: RuntimeDirectory) -> set[int]:
     found = set()
     for pid in runtime.processes():
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             if b"fastserve_backend.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.add(pid)
     return found
@@ -59,7 +59,7 @@ def rank_pid(runtime: RuntimeDirectory) -> int:
 
 
 def kill_next_rank(runtime: RuntimeDirectory, dead: set[int]) -> None:
-    """One that is not ``dead``, to which it is added."""
+    """Kills a rank that is not in ``dead``, and adds it there."""
     wait_for(lambda: bool(rank_pids(runtime) - dead), RESTART_TIMEOUT_S)
     (pid,) = rank_pids(runtime) - dead
     kill(pid)
@@ -114,17 +114,17 @@ def test_everything_that_dies_is_restarted_a_few_times(
     tiny_config: EngineConfig, tmp_path: Path
 ) -> None:
     with leaving_nothing() as started:
-        server = start(tiny_config, tmp_path / "server.log")
+        server = start_server(tiny_config, tmp_path / "server.log")
         started.append((server.runtime, server.endpoints))
         try:
-            # The stub: tritonserver would let its clients wait for ever.
+            # The stub dies: tritonserver would let its clients wait for ever.
             stream = long_stream(server)
             kill(server.runtime.stub_pid())
             assert stream.until_error(15.0)
             stream.cancel()
             wait_for(lambda: is_serving(server, 1), RESTART_TIMEOUT_S)
 
-            # The server.
+            # The server dies.
             stream = long_stream(server)
             kill(server.pid)
             assert stream.until_error(15.0)
@@ -134,7 +134,7 @@ def test_everything_that_dies_is_restarted_a_few_times(
             kill(server.pid)
             wait_for(lambda: is_serving(server, 3), RESTART_TIMEOUT_S)
 
-            # Enough.
+            # Too many deaths.
             kill(server.pid)
             assert server.wait() == 1
             assert "given up" in (server.failure or "")
@@ -147,7 +147,7 @@ def test_a_server_that_takes_no_responses_is_restarted(
     tiny_config: EngineConfig, tmp_path: Path
 ) -> None:
     with leaving_nothing() as started:
-        server = start(tiny_config, tmp_path / "server.log")
+        server = start_server(tiny_config, tmp_path / "server.log")
         started.append((server.runtime, server.endpoints))
         try:
             stream = long_stream(server)
@@ -163,7 +163,7 @@ def test_a_server_that_takes_no_responses_is_restarted(
 
 
 def pressing_streams(server: TritonServer) -> list[GrpcStream]:
-    """More KV than the device has: 36 blocks each of 240."""
+    """Streams that need more KV than the device has: 36 blocks each, of 240."""
     rng = random.Random(4)
     return [
         GrpcStream(
@@ -184,7 +184,7 @@ def test_streams_outlive_their_rank_until_it_has_died_too_often(
     tiny_config: EngineConfig, tmp_path: Path
 ) -> None:
     with leaving_nothing() as started:
-        server = start(tiny_config, tmp_path / "server.log")
+        server = start_server(tiny_config, tmp_path / "server.log")
         runtime, metrics_url = server.runtime, server.endpoints.metrics_url
         started.append((runtime, server.endpoints))
         try:
@@ -194,7 +194,7 @@ def test_streams_outlive_their_rank_until_it_has_died_too_often(
             dead: set[int] = set()
             kill_next_rank(runtime, dead)
             wait_for(lambda: metric(metrics_url, RESTARTS) == 1, NOTICE_LIMIT_S)
-            assert is_ready(server)  # jobs wait, and new ones may come
+            assert is_ready(server)  # jobs wait, and new ones may arrive
             for stream, other in zip(streams, undisturbed, strict=True):
                 answer = stream.finish()
                 assert answer.error is None
@@ -253,13 +253,13 @@ def test_sigterm_finishes_streams_in_flight(tiny_config: EngineConfig, tmp_path:
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
     with leaving_nothing() as started:
         launcher = start_launcher(config_path, tmp_path / "server.log")
-        runtime, endpoints = started_by(launcher)
+        runtime, endpoints = server_of(launcher)
         started.append((runtime, endpoints))
         request = {"text_input": "a", "stream": True, "max_tokens": 400, "ignore_eos": True}
         streams = [GrpcStream(endpoints.grpc_url, **request) for _ in range(3)]
         for stream in streams:
             stream.first_token()
-        # One whose refusal by the server pins the model: it must not hold up the end.
+        # Triton's refusal of this request pins the model, which must not delay the end.
         pinning = GrpcStream(endpoints.grpc_url, raw_inputs=[_wrong_shape()], text_input="a")
         pinning.until_error(10.0)
         pinning.cancel()
@@ -280,17 +280,17 @@ def test_what_is_unfinished_when_time_is_up_ends_with_an_error(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Also, paths that the server's shell could not take are not given to it."""
+    """Moreover, the server's shell gets no paths that it could not handle."""
     strange = tmp_path / "a temporary directory"
     strange.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(strange))
-    server = start(tiny_config, tmp_path / "server.log")
-    monkeypatch.setattr(process, "DRAIN_TIMEOUT_S", 1)  # not before: it is also tritonserver's own
+    server = start_server(tiny_config, tmp_path / "server.log")
+    monkeypatch.setattr(process, "DRAIN_TIMEOUT_S", 1)  # only now: tritonserver writes this, too
     with leaving_nothing() as started:
         started.append((server.runtime, server.endpoints))
         (pid,) = rank_pids(server.runtime)
         stream = long_stream(server)
-        os.kill(pid, signal.SIGSTOP)  # it would be too quick
+        os.kill(pid, signal.SIGSTOP)  # else it would end too quickly
         threading.Timer(2.0, os.kill, (pid, signal.SIGCONT)).start()
         stopping = threading.Thread(target=server.stop)
         stopping.start()
@@ -307,7 +307,7 @@ def test_server_ends_with_its_launcher(tiny_config: EngineConfig, tmp_path: Path
     config_path.write_text(tiny_config.to_yaml(), encoding="utf-8")
     with leaving_nothing() as started:
         launcher = start_launcher(config_path, tmp_path / "server.log")
-        started.append(started_by(launcher))
+        started.append(server_of(launcher))
         launcher.kill()
         launcher.wait()
 
@@ -321,13 +321,13 @@ def test_a_server_has_its_own_limits_and_removes_no_others_directory(
         launcher = start_launcher(config_path, tmp_path / "server.log")
         resource.prlimit(launcher.pid, resource.RLIMIT_NOFILE, (256, 4096))
         wait_for(lambda: bool(psutil.Process(launcher.pid).children()), 30.0)
-        # A name of its own: a run that was killed may have left one.
+        # The name is unique, as a killed run may have left an old file.
         others = Path(tempfile.mkdtemp(prefix="python_env_", dir="/tmp"))
         try:
-            started.append(started_by(launcher))
+            started.append(server_of(launcher))
             (server,) = psutil.Process(launcher.pid).children()
             assert server.rlimit(resource.RLIMIT_NOFILE) == (4096, 4096)
-            # Or it would die with who reads its output.
+            # Else it would die with the reader of its output.
             status = Path(f"/proc/{server.pid}/status").read_text()
             (ignored,) = re.findall(r"SigIgn:\s*(\w+)", status)
             assert int(ignored, 16) >> (signal.SIGPIPE - 1) & 1
@@ -339,7 +339,7 @@ def test_a_server_has_its_own_limits_and_removes_no_others_directory(
 
 
 def _refuses(endpoints: Endpoints) -> bool:
-    """Whether a new request is turned away as UNAVAILABLE."""
+    """Whether a new request is refused as UNAVAILABLE."""
     late = GrpcStream(endpoints.grpc_url, headers=STATUS_HEADER, text_input="late", max_tokens=1)
     late.step()
     late.cancel()

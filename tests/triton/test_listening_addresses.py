@@ -1,5 +1,5 @@
-"""A host by name and by IPv6 address: all three ports listen there. What cannot be listened on is
-named."""
+"""All three ports listen on a host given by name or IPv6 address. Errors name an unusable
+address."""
 
 from __future__ import annotations
 

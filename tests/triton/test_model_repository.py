@@ -1,4 +1,4 @@
-"""The files that the server reads: they must say what the code says."""
+"""The files that the server reads must agree with the code."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ from pathlib import Path
 import pytest
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.serving import launch
-from fastserve_backend.serving.launch import TritonServer
-from fastserve_backend.serving.repository import (
-    ENGINE_FILE,
-    find_model_template,
-    write_repository,
-)
+from fastserve_backend.serving.repository import ENGINE_FILE, find_model_template, write_repository
 from fastserve_client import protocol
-from tiny_model import START_TIMEOUT_S
+from launched import start_server
 
 
 def test_shipped_engine_file_has_every_default() -> None:
@@ -38,7 +33,7 @@ def test_written_repository_has_the_given_configuration(tmp_path: Path) -> None:
 
 
 def test_model_directory_may_have_any_name(tmp_path: Path) -> None:
-    """The stub opens files as ASCII, so it gets another name for them."""
+    """The stub takes file names for ASCII, so it gets another name for the directory."""
     directory = tmp_path / "Größe 大"
     directory.mkdir()
     config = EngineConfig().with_keys(model=str(directory), tokenizer="someone/else")
@@ -50,7 +45,8 @@ def test_model_directory_may_have_any_name(tmp_path: Path) -> None:
 
 
 def test_a_name_that_the_system_refuses_is_left_to_who_loads_it(tmp_path: Path) -> None:
-    """As it refuses one in a directory that may not be searched, though not to root."""
+    """The name is too long. The system refuses names in unsearchable directories alike, though not
+    to root."""
     config = EngineConfig().with_keys(tokenizer="Größe" * 100)
     model = write_repository(tmp_path, config) / protocol.MODEL_NAME
     assert EngineConfig.from_yaml(model / ENGINE_FILE) == config
@@ -65,7 +61,7 @@ def test_a_gguf_file_may_have_any_name(tmp_path: Path) -> None:
     assert str(written).isascii()
     assert written.suffix == ".gguf"
     assert written.samefile(file)
-    # The launcher and the stub, which knows no names but ASCII, look for one and the same model.
+    # The launcher and the stub, which knows only ASCII names, look for the same model.
     ask = (
         "import sys; from pathlib import Path; from fastserve_backend.checkpoints import gguf; "
         "gguf._make = lambda file, directory: print(directory.name); "
@@ -104,7 +100,4 @@ def test_shim_makes_a_named_backend(
         return directory
 
     monkeypatch.setattr(launch, "write_repository", write_named)
-    log_path = tmp_path / "server.log"
-    server = TritonServer(tiny_config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
-    server.start(START_TIMEOUT_S)
-    server.stop()
+    start_server(tiny_config, tmp_path / "server.log").stop()

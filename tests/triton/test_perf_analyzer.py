@@ -19,7 +19,7 @@ from running_server import running_server
 from serving_client import ended_jobs, settle
 
 CONFIGS = Path(__file__).parents[2] / "perf_analyzer_configs"
-# Where `make perf-analyzer` puts it.
+# The place where `make perf-analyzer` installs it.
 PERF_ANALYZER = Path(sys.prefix, "perf_analyzer", "bin", "perf_analyzer")
 RUN_TIMEOUT_S = 60.0
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
@@ -41,7 +41,7 @@ def chat_endpoints(
 
 
 def run(name: str, results: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The folder's own command line, with other variables."""
+    """Runs the folder's own command line with other variables."""
     return subprocess.run(
         [str(CONFIGS / name / "run.sh")],
         env=os.environ

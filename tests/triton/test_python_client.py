@@ -25,7 +25,7 @@ from fastserve_client import (
 from fastserve_client.terminal import ExitCode, generate_to_terminal
 
 DEADLINE_S = 30.0
-LONG = 3000  # tokens; takes far longer than any of these tests waits
+LONG = 3000  # tokens; takes far longer than any of these tests
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_both_transports_bring_the_same(client: FastServeClient, endpoints: Endp
 
 
 def test_characters_of_several_tokens_come_whole(client: FastServeClient) -> None:
-    # The tokenizer has a token for each byte, and this seed draws all sorts of them.
+    # The tokenizer has a token for each byte, and this seed draws many different ones.
     chunks = list(client.stream("Hello", max_tokens=400, seed=3, top_k=-1, ignore_eos=True))
     whole = client.generate("Hello", max_tokens=400, seed=3, top_k=-1, ignore_eos=True)
     assert "".join(chunk.text for chunk in chunks) == whole.text
@@ -128,21 +128,15 @@ def test_leaving_the_block_frees_the_job(
     wait_until_cancelled()
 
 
+@pytest.mark.parametrize("client_too", [False, True])
 def test_dropping_the_iterator_frees_the_job(
-    client: FastServeClient, wait_until_cancelled: Callable[[], None]
+    client: FastServeClient, url: str, client_too: bool, wait_until_cancelled: Callable[[], None]
 ) -> None:
-    chunks = client.stream("Hello", max_tokens=LONG, ignore_eos=True)
+    # A client that nothing else refers to lives as long as its streams.
+    chunks = (FastServeClient(url) if client_too else client).stream(
+        "Hello", max_tokens=LONG, ignore_eos=True
+    )
     next(chunks)
-    del chunks
-    gc.collect()
-    wait_until_cancelled()
-
-
-def test_dropping_the_client_frees_its_jobs(
-    url: str, wait_until_cancelled: Callable[[], None]
-) -> None:
-    chunks = FastServeClient(url).stream("Hello", max_tokens=LONG, ignore_eos=True)
-    next(chunks)  # the client lives as long as its streams
     del chunks
     gc.collect()
     wait_until_cancelled()
@@ -240,7 +234,7 @@ def test_generate_shows_a_refusal_in_one_line(url: str) -> None:
 def test_a_full_disk_ends_generate_in_one_line(url: str) -> None:
     err = io.StringIO()
     with open("/dev/full", "w") as out:
-        # Many tokens: one in four of this model's has a text, which is what cannot be written.
+        # Many tokens, as only one in four has a text, and only writing a text fails.
         options = {"max_tokens": 200, "ignore_eos": True}
         code = generate_to_terminal("Hello", url=url, out=out, err=err, **options)
     assert code == ExitCode.FAILED

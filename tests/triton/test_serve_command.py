@@ -24,13 +24,19 @@ DEADLINE_S = 120.0
 FASTSERVE = [sys.executable, "-m", "fastserve_backend"]
 
 
+def serve_command(config: EngineConfig, directory: Path) -> list[str]:
+    """``fastserve serve`` on free ports, with a configuration file in ``directory``."""
+    file = directory / "engine.yaml"
+    file.write_text(config.to_yaml(), encoding="utf-8")
+    ports = [part for kind in ("http", "grpc", "metrics") for part in (f"--{kind}-port", "0")]
+    return [*FASTSERVE, "serve", "--config", str(file), *ports]
+
+
 def test_the_command_that_it_recommends_reaches_it(
     tiny_config: EngineConfig, tmp_path: Path
 ) -> None:
-    config, log = tmp_path / "engine.yaml", tmp_path / "serve.log"
-    config.write_text(tiny_config.to_yaml(), encoding="utf-8")
-    ports = [part for kind in ("http", "grpc", "metrics") for part in (f"--{kind}-port", "0")]
-    command = [*FASTSERVE, "serve", "--config", str(config), *ports]
+    log = tmp_path / "serve.log"
+    command = serve_command(tiny_config, tmp_path)
     with log.open("wb") as written, subprocess.Popen(command, stderr=written) as server:
         try:
             line = r"\(fastserve (generate .*)\)\n"
@@ -46,11 +52,8 @@ def test_the_command_that_it_recommends_reaches_it(
 
 
 def test_nobody_reads_its_log(tiny_config: EngineConfig, tmp_path: Path) -> None:
-    """It answers, replaces a rank that died, and ends."""
-    config = tmp_path / "engine.yaml"
-    config.write_text(tiny_config.to_yaml(), encoding="utf-8")
-    ports = [part for kind in ("http", "grpc", "metrics") for part in (f"--{kind}-port", "0")]
-    command = [*FASTSERVE, "serve", "--config", str(config), *ports]
+    """The server still answers, replaces a dead rank, and ends."""
+    command = serve_command(tiny_config, tmp_path)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         try:
@@ -72,7 +75,7 @@ def test_nobody_reads_its_log(tiny_config: EngineConfig, tmp_path: Path) -> None
 
 
 def _fill(pipe: int) -> None:
-    # Opened anew: those who write to it wait, as before.
+    # The pipe is opened anew, so that other writers still block.
     end = os.open(f"/proc/self/fd/{pipe}", os.O_WRONLY | os.O_NONBLOCK)
     with suppress(BlockingIOError):
         while os.write(end, b"."):
@@ -83,15 +86,12 @@ def _fill(pipe: int) -> None:
 def test_a_full_directory_for_temporary_files_is_one_line(
     tiny_config: EngineConfig, tmp_path: Path
 ) -> None:
-    config = tmp_path / "engine.yaml"
-    config.write_text(tiny_config.to_yaml(), encoding="utf-8")
-    serve = [*FASTSERVE, "serve", "--config", str(config), "--http-port", "0"]
-    ports = ["--grpc-port", "0", "--metrics-port", "0"]
-    # Of a short name, as sockets in it need.
+    command = serve_command(tiny_config, tmp_path)
+    # Its path is short, as the sockets in it need.
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
         done = subprocess.run(
-            # No file of more than 512 bytes can be written, as on a disk with no more room.
-            ["/bin/sh", "-c", 'ulimit -f 1; exec "$@"', "sh", *serve, *ports],
+            # No file over 512 bytes can be written, as on a full disk.
+            ["/bin/sh", "-c", 'ulimit -f 1; exec "$@"', "sh", *command],
             env=os.environ | {"TMPDIR": temporary},
             stderr=subprocess.PIPE,
             text=True,

@@ -1,4 +1,4 @@
-"""What the server's python backend shares with its stub, and other users of the machine not."""
+"""The server's Python backend shares memory with its stub, but not with other users."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_only_its_user_can_read_what_passes_through(tiny_model: Path, tmp_path: 
     config = EngineConfig().with_keys(**engine_options(tiny_model))
     with running_server(config, tmp_path / "server.log") as server:
         prefix = server.runtime.shared_memory_prefix
-        # Clients cannot register what is called so.
+        # Clients cannot register memory with such a name.
         assert prefix.startswith("triton_python_backend_shm_region_")
         regions = list(Path("/dev/shm").glob(f"{prefix}*"))
         assert regions

@@ -1,4 +1,4 @@
-"""Starts that fail, or are given up. Afterwards nothing may be left."""
+"""Starts fail or are interrupted. Afterwards nothing may be left."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fastserve_backend.serving.errors import ModelLoadError
 from fastserve_backend.serving.launch import TritonServer, serve
 from fastserve_backend.serving.runtime import RuntimeDirectory
 from interruptions import interrupts_itself
-from launched import leaving_nothing, start, start_launcher
+from launched import leaving_nothing, start_launcher, start_server
 from waiting import wait_for
 
-# Less than the time after which a launcher that still fetches exits at once, and the tests with it.
+# Less than the time after which a launcher that is still fetching exits, which would end the tests.
 FETCH_S = 2.0
 
 
@@ -33,12 +33,12 @@ def backend_directories() -> set[Path]:
 def test_a_model_that_cannot_load_says_why_in_one_line(tmp_path: Path) -> None:
     config = EngineConfig().with_keys(model=str(tmp_path / "nowhere"))
     with pytest.raises(ModelError, match="nowhere"):  # before anything is started
-        start(config, tmp_path / "server.log")
+        start_server(config, tmp_path / "server.log")
     config = EngineConfig().with_keys(
         model="opt-125m", load_format="dummy", tokenizer=str(tmp_path / "nowhere")
     )
     with leaving_nothing(), pytest.raises(ModelLoadError, match="nowhere") as caught:
-        start(config, tmp_path / "server.log")
+        start_server(config, tmp_path / "server.log")
     assert "\n" not in str(caught.value)
     assert "Traceback" not in str(caught.value)
 
@@ -50,7 +50,7 @@ def test_a_model_that_answers_with_an_error_is_started_only_once(
     keys = {"model": str(tmp_path / "damaged"), "load_format": "auto"}
     config = tiny_config.with_keys(**keys, tokenizer=str(save_byte_tokenizer(tmp_path)))
     with leaving_nothing(), pytest.raises(ModelLoadError) as caught:
-        start(config, tmp_path / "server.log")
+        start_server(config, tmp_path / "server.log")
     assert str(caught.value).startswith("no token from the model: the model computed NaN instead")
     assert "\n" not in str(caught.value)
     assert "start 1 of" not in caplog.text
@@ -90,7 +90,7 @@ def test_a_server_ends_with_the_launcher_that_was_killed_while_it_started(
         wait_for(log_path.exists, 30.0)  # the server's process is about to be started
         (path,) = Path(short).iterdir()
         runtime = RuntimeDirectory(path)
-        wait_for(lambda: _has_stub(runtime), 30.0)  # before that nobody would tell the server
+        wait_for(lambda: _has_stub(runtime), 30.0)  # before that nobody would stop the server
         launcher.kill()
         launcher.communicate()
         wait_for(lambda: not runtime.processes(), 30.0)

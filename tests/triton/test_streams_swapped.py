@@ -1,4 +1,4 @@
-"""More KV than the device holds, through the real server."""
+"""Streams that need more KV than the device holds, through the real server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_streams_are_unbroken_while_their_kv_goes_to_the_host_and_back(
     endpoints: Endpoints,
 ) -> None:
     rng = random.Random(4)
-    # 34 blocks each in the end; the device has 240.
+    # Each stream needs 34 blocks in the end; the device has 240.
     prompts = [[rng.randrange(3, 1024) for _ in range(500)] for _ in range(16)]
     alone = {n: generate(endpoints.grpc_url, input_ids=prompts[n], **GREEDY) for n in (0, 9)}
     settle(endpoints)

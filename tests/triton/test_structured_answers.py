@@ -1,4 +1,4 @@
-"""The form of answers and biased tokens through the real server, over gRPC and HTTP."""
+"""Structured answers and biased tokens through the real server, over gRPC and HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that watch the engine: pictures instead of tokens, and nobody is held up by them."""
+"""Requests that watch the engine get pictures instead of tokens, and delay nobody."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import tritonclient.grpc as grpcclient
 from fastserve_backend.config import EngineConfig
 from fastserve_backend.engine.watches import MAX_WATCHES
 from fastserve_backend.serving.endpoints import Endpoints
-from fastserve_backend.serving.launch import TritonServer
 from fastserve_client import (
     AsyncFastServeClient,
     EngineState,
@@ -25,6 +24,7 @@ from fastserve_client import (
     ServerUnavailable,
     protocol,
 )
+from running_server import running_server
 from serving_client import (
     GENERATE,
     GENERATE_STREAM,
@@ -36,7 +36,6 @@ from serving_client import (
     tensors,
     unfinished_jobs,
 )
-from tiny_model import START_TIMEOUT_S
 from waiting import wait_for
 
 DEADLINE_S = 30.0
@@ -94,9 +93,10 @@ class Watch:
         self._client.close()
 
     def close(self) -> None:
-        """Cancels it, if it has not been refused."""
+        """Cancels the watch, unless it was refused."""
         if self.error is not None:
-            # Cancelling what the server is ending with an error can keep it from unloading.
+            # Cancelling a request that the server is ending with an error can keep the model
+            # loaded.
             while not self.num_finals and not self._ends_with_error:
                 result, _ = self._events.get(timeout=DEADLINE_S)
                 self._count_final(result)
@@ -112,7 +112,7 @@ def watch(endpoints: Endpoints) -> Iterator[Watch]:
 
 
 def accepted(endpoints: Endpoints) -> Watch:
-    """A watch, as soon as those that earlier tests have cancelled leave a place."""
+    """A watch, as soon as the server has dropped the watches of earlier tests."""
     found: list[Watch] = []
 
     def is_accepted() -> bool:
@@ -166,7 +166,7 @@ def test_a_picture_of_jobs_and_memory(watch: Watch, endpoints: Endpoints) -> Non
     assert later.totals.iterations > state.totals.iterations
     assert state.totals.generation_tokens > first.totals.generation_tokens
     assert state.totals.prompt_tokens == first.totals.prompt_tokens + 100
-    watch.until(lambda state: state.jobs[0].level > 0)  # it has used up its quantum
+    watch.until(lambda state: state.jobs[0].level > 0)  # the job has used up its quantum
     stream.cancel()
     watch.until(idle)
 
@@ -222,7 +222,7 @@ def test_two_watchers_at_their_own_pace(endpoints: Endpoints) -> None:
         quick, slow = Watch(endpoints.grpc_url, 50), Watch(endpoints.grpc_url, 10_000)
         stack.callback(quick.close)
         stack.callback(slow.close)
-        assert slow.next() is not None  # the first comes at once
+        assert slow.next() is not None  # the first picture comes at once
         times = [quick.until(lambda state: True).time_s for _ in range(5)]
         assert all(later - earlier >= 0.05 for earlier, later in pairwise(times))
 
@@ -292,7 +292,7 @@ def test_over_http(endpoints: Endpoints) -> None:
 
 
 def test_a_watch_holds_up_no_job(watch: Watch, endpoints: Endpoints) -> None:
-    """The tokens are the same, and a watcher is no job to anyone."""
+    """The tokens are the same, and a watch never counts as a job."""
     request = {"text_input": "b", "max_tokens": 50, "seed": 3, "ignore_eos": True}
     before = watch.until(idle).totals.generation_tokens
     watched = generate(endpoints.grpc_url, **request)
@@ -334,9 +334,7 @@ async def test_the_client_says_when_there_are_too_many(endpoints: Endpoints) -> 
 
 def test_watchers_do_not_hold_up_the_end(tiny_config: EngineConfig, tmp_path: Path) -> None:
     log_path = tmp_path / "server.log"
-    server = TritonServer(tiny_config, http_port=0, grpc_port=0, metrics_port=0, log_path=log_path)
-    server.start(START_TIMEOUT_S)
-    try:
+    with running_server(tiny_config, log_path) as server:
         watches = [Watch(server.endpoints.grpc_url) for _ in range(3)]
         stream = GrpcStream(server.endpoints.grpc_url, **LONG | {"max_tokens": 300})
         stream.first_token()
@@ -352,8 +350,6 @@ def test_watchers_do_not_hold_up_the_end(tiny_config: EngineConfig, tmp_path: Pa
         assert len(answer.token_ids) == 300
         stopper.join(DEADLINE_S)
         assert not stopper.is_alive()
-    finally:
-        server.stop()
     log = log_path.read_text(encoding="utf-8")
     assert "unloading" in log  # nothing has kept the model
     assert "Traceback" not in log

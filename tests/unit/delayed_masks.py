@@ -1,4 +1,4 @@
-"""Masks without grammars, which come late, and without which tokens would be others."""
+"""Masks without grammars that come late and change the tokens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fastserve_backend.grammars.structured_output import StructuredOutput
 
 
 class DelayedMasks:
-    """A mask is a hash of the grammar and all tokens. Answers come with ``deliver``.
+    """A mask source whose masks hash the grammar and all tokens. Answers come with ``deliver``.
 
     Args:
-        most_turns: that an answer takes.
+        most_turns: the most turns that an answer takes.
     """
 
     def __init__(self, rng: random.Random, most_turns: int) -> None:
@@ -48,14 +48,14 @@ class DelayedMasks:
         self._due[number] = self._rng.randint(0, self._most_turns)
 
     def deliver(self) -> None:
-        """To be called between two cycles."""
+        """Delivers the answers that are due. Called between two cycles."""
         for number, turns in list(self._due.items()):
             if turns > 0:
                 self._due[number] -= 1
                 self.num_late += 1
                 continue
             if self._due.pop(number, None) is None:
-                continue  # it has just ended
+                continue  # the job has just ended
             bits = self._hashes[number].to_bytes(4, "little")
             self.loop.jobs.on_mask_answer(NewMasks([Mask(number, self._num_tokens[number], bits)]))
 

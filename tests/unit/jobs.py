@@ -1,4 +1,4 @@
-"""Jobs for tests of decisions: only their sizes matter."""
+"""Jobs for tests of scheduling decisions, for which only sizes matter."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def make_job(
 
 
 def run_iteration(job: Job, num_tokens: int | None = None) -> None:
-    """What an iteration does to a job: so many tokens (all that are left by default) are in the
-    cache, and there is a new one unless some are still left."""
+    """Applies an iteration to a job: ``num_tokens`` more are in the cache, by default all that are
+    left. If none is left, the job gets a new token."""
     num_tokens = job.num_uncomputed if num_tokens is None else num_tokens
     job.num_computed, job.num_shared = job.num_ready + num_tokens, 0
     job.place = Place.DEVICE

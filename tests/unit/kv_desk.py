@@ -1,4 +1,4 @@
-"""A KV manager to offer jobs to, and jobs of it."""
+"""A KV manager that tests offer jobs to."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Desk:
         going_on: Sequence[Job] | None = None,
         tokens: int | None = None,
     ) -> list[Job]:
-        """A round that offers the jobs in this order; returns those that were taken."""
+        """Runs a round that offers the jobs in this order; returns the jobs that were taken."""
         self.now += 1.0
         numbers = None if going_on is None else {job.number for job in going_on}
         self.start_round({job.number for job in in_flight}, numbers)
@@ -95,32 +95,32 @@ class Desk:
     def start_round(
         self, in_flight: Collection[int] = (), going_on: Collection[int] | None = None
     ) -> Round:
-        """The round to which jobs are offered from now on."""
+        """Starts the round to which jobs are offered from now on."""
         self.round = self.manager.start_round(self.now, in_flight, going_on)
         return self.round
 
     def offer_until_copies_begin(self, *jobs: Job) -> None:
-        """Rounds until one begins a copy; nothing else changes meanwhile."""
+        """Repeats the round until a copy begins; nothing else changes meanwhile."""
         for _ in range(LOOK_AHEAD_ROUNDS):
             self.offer(*jobs)
             if self.begun:
                 return
 
     def run(self, *jobs: Job) -> None:
-        """An iteration of exactly these jobs."""
+        """Runs an iteration of exactly these jobs."""
         assert self.offer(*jobs) == list(jobs)
         self.send(*jobs)
         self.manager.on_step_finished(self.copies)
 
     def run_first(self, *jobs: Job) -> None:
-        """An iteration of the first of these jobs, for which the others wait."""
+        """Runs an iteration of the first of these jobs, for which the others wait."""
         assert self.offer(*jobs) == [jobs[0]]
         self.send(jobs[0])
         self.manager.on_step_finished(self.copies)
 
     def send(self, *jobs: Job, tokens: int | None = None) -> None:
-        """The step of the jobs that the last round took; it runs whatever they have left, or so
-        many tokens."""
+        """Sends the step of the jobs that the last round took, with ``tokens`` or all that they
+        have left."""
         for job in jobs:
             run_iteration(job, tokens)
         self.manager.on_sent()

@@ -1,4 +1,4 @@
-"""The step loop on a virtual clock: modelled ranks, and a delivery that only counts."""
+"""The step loop on a virtual clock, with modelled ranks and a delivery that only counts."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class SimpleModel(LatencyModel):
 
 
 class WatchedExecutor(SimulatedExecutor):
-    """Checks that no block is used by two unfinished steps, but for a job's own in a step ahead,
-    and notes what was submitted.
+    """Checks that no two unfinished steps use the same block, except a job's own in a step ahead.
+    Records the submitted steps.
 
     Args:
-        ahead: take a step while another runs.
+        ahead: whether it takes a step while another runs.
     """
 
     def __init__(self, model: LatencyModel, clock: VirtualClock, link: Link, ahead: bool) -> None:
@@ -98,7 +98,7 @@ def _begins(table: tuple[int, ...], with_table: tuple[int, ...]) -> bool:
 
 
 class CountingDelivery:
-    """Counts tokens and ends by job number; ``stop_after`` ends jobs as a stop word would."""
+    """Counts tokens and ends by job number. ``stop_after`` ends jobs like a stop word."""
 
     def __init__(self) -> None:
         self.num_tokens: Counter[int] = Counter()
@@ -143,7 +143,7 @@ class CountingDelivery:
 
 
 class Rig:
-    """A step loop with everything around it, and how to drive it."""
+    """A step loop with everything around it, and methods that drive it."""
 
     most_cycles = MOST_CYCLES
 

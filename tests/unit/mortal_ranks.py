@@ -1,4 +1,4 @@
-"""Ranks that are lost at random moments, and a step loop that goes on with others."""
+"""Ranks that are lost at random moments, and a step loop that continues with new ones."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from remembering_ranks import FIRST_TOKEN, NUM_TOKENS, RememberedKV
 LINK = Link(0.4, 0.3)
 END_TOKEN = FIRST_TOKEN + NUM_TOKENS - 1
 FOR_EVER = 10**9
-DOWN_S = 50.0  # more than it takes to starve
+DOWN_S = 50.0  # longer than it takes to starve
 
 
 class MortalRanks(WatchedExecutor):
-    """Ranks that are lost at the call with a certain number.
+    """Ranks that are lost at their n-th call.
 
     Args:
-        copy_fails: asked of each copy.
+        copy_fails: decides for each copy whether it fails.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class MortalRanks(WatchedExecutor):
                 return msgspec.structs.replace(result, error="no copy, by lot")
             self._kv.copy(blocks)
         elif result is not None:
-            step, copied = self._copied.popleft()  # real ranks may do it as late as now
+            step, copied = self._copied.popleft()  # real ranks may read it as late as now
             assert np.array_equal(self._kv.copied(step), copied)
         return result
 
@@ -89,8 +89,8 @@ class MortalRanks(WatchedExecutor):
 class RecoveringRig(Rig):
     """
     Args:
-        lives: after how many calls the ranks are lost, again and again; then no more.
-        copy_fails: asked of each copy.
+        lives: numbers of calls after which ranks are lost, one after the other; then no more.
+        copy_fails: decides for each copy whether it fails.
     """
 
     def __init__(

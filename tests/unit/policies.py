@@ -1,4 +1,5 @@
-"""Policies with simple times for tests: prefill 1 s a token, decode 1 s, quanta 1, 2, 4, … s."""
+"""Policies with simple times for tests: a prefill takes 1 s a token, a decode 1 s, and quanta are
+1, 2, 4, … s."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ POLICIES = (
     "uniboost",
 )
 NEVER_S = 1e9
-ENDLESS = 10**12  # KV memory in tokens, where seats are scarcer
+ENDLESS = 10**12  # KV memory in tokens, so large that seats are scarcer
 AGING = 0.5  # of speculative
 
 
 @dataclass(frozen=True)
 class LinearTimes:
-    """A prefill takes ``token_s`` a token and no less than ``least_s``, a decode 1 s."""
+    """A prefill takes ``token_s`` a token and at least ``least_s``. A decode takes 1 s."""
 
     token_s: float = 1.0
     least_s: float = 0.0
@@ -81,7 +82,7 @@ def speculative(limits: BatchLimits | None = None, aging: float = AGING) -> Spec
     return Speculative(limits or one_job(), quanta(), TIMES, aging)
 
 
-def make(
+def make_policy(
     name: str,
     limits: BatchLimits,
     *,
@@ -89,7 +90,7 @@ def make(
     longest: float = 64.0,
     times: LinearTimes = TIMES,
 ) -> Policy:
-    """The policy of this name, as the registry would build it from these values."""
+    """Builds the policy of this name as the registry would from these values."""
     if name == "fcfs":
         return FCFS(limits)
     if name == "fixed_priority":
@@ -117,7 +118,7 @@ def make(
 
 
 class Listed:
-    """A walk along a list."""
+    """A policy's walk along a list."""
 
     def __init__(self, jobs: Iterable[Job]) -> None:
         self._jobs = iter(jobs)
@@ -134,12 +135,12 @@ class Listed:
 
 
 def by_priority(policy: Policy, jobs: Iterable[Job]) -> list[Job]:
-    """All of ``jobs``, those first that are selected first."""
-    if isinstance(policy, Speculative):  # jobs in two orders, estimates of their merging
+    """All of ``jobs`` in the order of their selection."""
+    if isinstance(policy, Speculative):  # its jobs are in two orders, which only walk() merges
         known = {job.number for job in jobs}
         return [job for job in policy.walk(0.0, ()) if job.number in known]
     key = policy.next_run_estimate(0.0)
-    if isinstance(policy, MLFQ):  # ENST may put a job ahead that starves soon
+    if isinstance(policy, MLFQ):  # ENST may move a job ahead that starves soon
         return sorted(jobs, key=lambda job: (job.queue_level, key(job)[1]))
     return sorted(jobs, key=key)
 

@@ -28,7 +28,7 @@ def identity(**changes: object) -> Identity:
 
 
 def known_profile() -> LatencyProfile:
-    """A machine that reads weights up to 16 tokens, then multiplies."""
+    """A machine whose time is that of reading weights up to 16 tokens, then that of multiplying."""
     return LatencyProfile(
         identity=identity(),
         num_blocks=4096,

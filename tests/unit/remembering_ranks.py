@@ -1,4 +1,4 @@
-"""Ranks without a model whose tokens still depend on all that a model's do."""
+"""Ranks without a model, whose tokens depend on the same state as a model's."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ NUM_TOKENS = 20
 
 
 class RememberedKV:
-    """What a rank's KV blocks hold, which is here the ids of the tokens themselves.
+    """A rank's KV blocks, which hold the ids of the tokens themselves.
 
-    A job's next token is a hash of all tokens that its block table leads to, and of what its
-    sampling adds, its mask of 4 bytes too. So KV that is missing, stale or another job's changes
-    tokens.
+    A job's next token is a hash of all tokens in its block table, of its sampling and of its mask
+    of 4 bytes. So missing, stale or foreign KV changes tokens.
     """
 
     def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
@@ -27,7 +26,7 @@ class RememberedKV:
         self._last_tokens = np.zeros(0, np.int32)
 
     def run(self, step: Step) -> bytes:
-        """The new token of each job that samples, int32."""
+        """Runs a step; returns the new token of each sampling job, int32."""
         self._device[array("i", step.copy_to)] = self.copied(step)
         ids = np.array(np.frombuffer(step.token_ids, np.int32))
         rows = np.frombuffer(step.previous_rows, np.int32)
@@ -51,7 +50,7 @@ class RememberedKV:
         return tokens.tobytes()
 
     def copied(self, step: Step) -> np.ndarray:
-        """What the blocks hold that the step copies."""
+        """The contents of the blocks that the step copies."""
         return self._device[array("i", step.copy_from)]
 
     def copy(self, blocks: CopyBlocks) -> None:

@@ -1,4 +1,4 @@
-"""Limits that follow from the latency profile, the KV memory and the SLO."""
+"""Limits derived from the latency profile, the KV memory and the SLO."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fastserve_backend.scheduler.batch_limits import batch_limits
 
 @dataclass
 class Machine(LatencyModel):
-    """Reads its weights in ``read_s``, and meanwhile computes ``knee`` tokens for nothing."""
+    """A machine that reads its weights in ``read_s``, and computes up to ``knee`` tokens in that
+    time."""
 
     read_s: float = 0.02
     knee: int = 100
@@ -47,7 +48,7 @@ def test_seats_are_as_many_as_memory_and_objective_allow() -> None:
 
 
 def test_a_slow_machine_batches_all_the_same() -> None:
-    """Where one decode takes longer than the objective allows, a batch may take twice as long."""
+    """If one decode takes longer than the objective allows, a batch may take twice its time."""
     assert limits(Machine(read_s=2.0), slo_ms=100).max_seqs == 200
 
 
@@ -77,9 +78,9 @@ def test_a_chunk_that_was_set_stays() -> None:
 @pytest.mark.parametrize(
     ("num_prompts", "num_decodes", "size"),
     [
-        (0, 50, 100),  # decodes alone: what is free
+        (0, 50, 100),  # decodes alone: the free tokens
         (1, 50, 100),
-        (50, 1, 400),  # prompts alone: what is efficient
+        (50, 1, 400),  # prompts alone: the efficient size
         (50, 0, 400),
         (0, 0, 100),
     ],
@@ -91,7 +92,7 @@ def test_the_chunk_that_delays_jobs_least(num_prompts: int, num_decodes: int, si
     assert sizes.best(num_prompts, num_decodes) == size
 
     def delay(tokens: int) -> float:
-        """Of all jobs, for each prefill token: a decode gets its own token meanwhile."""
+        """The delay of all jobs for each prefill token. Decodes get their own tokens meanwhile."""
         num_jobs = num_prompts + num_decodes
         return (num_jobs * seconds[tokens] - num_decodes * 0.025) / tokens
 

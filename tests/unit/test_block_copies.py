@@ -1,4 +1,4 @@
-"""Copies of KV blocks: neighbours go together, whichever way they are listed."""
+"""Copies of KV blocks: neighbours are copied together, in either order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastserve_backend.worker.kv_store import copy_within, neighbour_runs
         ([], [], 0),
         ([3], [9], 1),
         ([3, 4, 5], [9, 10, 11], 1),
-        ([5, 4, 3], [11, 10, 9], 1),  # as blocks come that were kept for others
+        ([5, 4, 3], [11, 10, 9], 1),  # the order of blocks that were kept for others
         ([4, 3, 5], [10, 9, 11], 1),
         ([3, 4, 5], [11, 10, 9], 3),
         ([3, 4, 6], [9, 10, 11], 2),

@@ -1,4 +1,4 @@
-"""Block tables: nothing is lost, nothing owned twice, whatever happens."""
+"""Block tables: no block is lost or owned twice, whatever happens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(job=st.integers(0, 8), kept=st.integers(0, 20))
     def release(self, job: int, kept: int) -> None:
-        """Some blocks are kept; which beginning of the same text they hold is all that differs."""
+        """Keeps some blocks. They differ only in which beginning of the same text they hold."""
         num_free, held = self.pool.num_free, self.pool.num_held(job)
         self.pool.release(job, KEYS[: min(kept, held)])
         assert self.pool.num_free == num_free + held

@@ -1,4 +1,4 @@
-"""How many blocks are kept free follows the arrivals."""
+"""The number of blocks that are kept free follows the arrivals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every command does before its own work: the streams it finds, Ctrl-C while it starts."""
+"""What every command does before its own work: closed streams, bad options, early Ctrl-C."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from fastserve_backend.cli.app import main
 
 DEADLINE_S = 60.0
 FASTSERVE = f"{sys.executable} -m fastserve_backend"
@@ -40,6 +41,25 @@ def test_a_closed_stream_is_one_that_says_and_takes_nothing(
     assert done.stderr.count("\n") == bool(message)
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [("bench", "--seed", "-1")]
+    + [("gateway", "--keep-alive-s", value) for value in ("0", "-1", "100000", "nan", "soon")],
+)
+def test_an_option_out_of_its_range_is_named(
+    command: str,
+    option: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fastserve", command, option, value])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert f"Invalid value for '{option}'" in capsys.readouterr().err
+
+
 def test_a_process_that_is_started_gets_the_streams_too() -> None:
     program = (
         "import os; from fastserve_backend.system.standard_streams import open_closed_streams\n"
@@ -55,7 +75,7 @@ def test_a_process_that_is_started_gets_the_streams_too() -> None:
     assert done.stdout == "/dev/null\n/dev/null\n"
 
 
-# Ctrl-C comes when the command line asks for one of the packages it is made of.
+# Ctrl-C comes when the command line imports one of its packages.
 _INTERRUPTED = """
 import os, runpy, signal, sys
 
@@ -64,7 +84,7 @@ class Interrupts:
         if name == "typer":
             os.kill(os.getpid(), signal.SIGINT)
 
-# Whoever started the tests in the background had them ignore it.
+# A shell that starts the tests in the background makes them ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Interrupts())
 sys.argv = ["fastserve", "generate", "hi"]

@@ -1,4 +1,4 @@
-"""engine.yaml: everything wrong is said at once."""
+"""engine.yaml: all errors are reported at once."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_impossible_values(keys: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize(
     ("content", "policy", "predicts"),
     [
-        ("on", "fcfs", True),  # which YAML reads as true
+        ("on", "fcfs", True),  # YAML reads it as true
         ("off", "gittins", False),
         ("'on'", "gittins", True),
         ("auto", "gittins", False),

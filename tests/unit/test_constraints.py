@@ -1,4 +1,4 @@
-"""constraints.txt has a version of everything that `make install` brings."""
+"""constraints.txt pins every package that `make install` installs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-# Of the same pip command; the Makefile has what it installs before.
+# The extras of one pip command; the Makefile installs other packages before.
 EXTRAS = frozenset({"server", "dev"})
 PROJECT = "fastserve-triton"
 
 
 def project_requirements() -> list[str]:
-    """With their extras as conditions, as a package says it of itself."""
+    """The project's requirements, with extras as conditions, as in a package's metadata."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     ofs = [
         (f'extra == "{name}"', one)
@@ -33,7 +33,7 @@ def joined(requirement: str, condition: str) -> str:
 
 
 def installed_for(extras: frozenset[str]) -> set[str]:
-    """Canonical names of all packages that these extras of the project lead to."""
+    """Canonical names of all packages that these extras of the project require, directly or not."""
     seen: set[tuple[str, str]] = set()
     pending = [(PROJECT, extra) for extra in ["", *extras]]
     while pending:

@@ -1,4 +1,4 @@
-"""Cores that a container leaves to the ranks."""
+"""The number of cores that a container leaves to the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links of the documentation lead somewhere: files exist, and so do headings."""
+"""Links in the documentation lead to existing files and headings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings: lower case, hyphens for spaces, no punctuation."""
+    """Anchors that GitHub makes of headings: lower case, hyphens for spaces, no punctuation."""
     titles = (title.strip().lower() for title in _HEADING.findall(prose(page)))
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
 

@@ -1,4 +1,4 @@
-"""Pictures of the engine, and who gets them when."""
+"""Pictures of the engine, and when watchers get them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_client.engine_state import MAX_LISTED_JOBS, EngineState, ListedJob
 from jobs import make_job
 from loop_driver import Rig
-from policies import POLICIES, make, one_job, skip_join
+from policies import POLICIES, make_policy, one_job, skip_join
 
 
 def picture(rig: Rig) -> EngineState:
@@ -21,7 +21,7 @@ def picture(rig: Rig) -> EngineState:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_has_a_picture(name: str) -> None:
-    rig = Rig(make(name, BatchLimits(2, 100)))
+    rig = Rig(make_policy(name, BatchLimits(2, 100)))
     for number in range(3):
         rig.loop.jobs.add(make_job(number, 4 + number, max_tokens=5))
     rig.run_cycle()
@@ -90,7 +90,7 @@ def test_kv_on_its_way_and_on_the_host() -> None:
 
 
 def test_those_that_run_are_listed_whatever_came_before() -> None:
-    rig = Rig(make("srpt", one_job()), num_blocks=400)
+    rig = Rig(make_policy("srpt", one_job()), num_blocks=400)
     for number in range(MAX_LISTED_JOBS + 10):
         rig.loop.jobs.add(make_job(number, 9, max_tokens=40))
     rig.loop.jobs.add(make_job(1000, 1, max_tokens=3))
@@ -122,7 +122,7 @@ def test_each_is_shown_what_is_due() -> None:
     assert watches.due_in_s(5.5) == 0.5
     watches.show(6.0, state)
     assert (len(quick), len(slow)) == (2, 1)
-    watches.show(10.0, state)  # late: what was missed is not made up for
+    watches.show(10.0, state)  # late: missed pictures are not sent later
     assert (len(quick), len(slow)) == (3, 2)
     assert watches.due_in_s(10.0) == 1.0
     watches.remove(number)

@@ -8,11 +8,11 @@ from fastserve_backend.offers import TAKEN, OfferAnswer, OfferOutcome
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled, fill_batch
 from fastserve_backend.scheduler.memory import UNLIMITED
 from jobs import make_job, run_iteration
-from policies import POLICIES, Listed, make, select
+from policies import POLICIES, Listed, make_policy, select
 
 
 def fill(jobs: list[Job], limits: BatchLimits) -> list[tuple[int, int]]:
-    """(job number, tokens) of the batch."""
+    """Fills a batch; returns (job number, tokens) of each entry."""
     batch = fill_batch(Listed(jobs), limits, (), UNLIMITED)
     assert all(isinstance(item, Scheduled) for item in batch)
     return [(job.number, num_tokens) for job, num_tokens in batch]
@@ -36,7 +36,7 @@ def test_prompts_wait_behind_one_that_does_not_fit_the_tokens_and_decodes_do_not
     limits = BatchLimits(max_seqs=4, max_tokens=12)
     assert fill([*prefills(8, 9, 4), *decodes(3, 2)], limits) == [(0, 8), (3, 1), (4, 1)]
     assert fill([*prefills(9, 9), *decodes(3, 4)], limits) == [(0, 9), (3, 1), (4, 1), (5, 1)]
-    # However many they are: with a burst the seats stay full.
+    # Decodes run however many there are, so a burst leaves the seats full.
     assert fill([*prefills(*[9] * 1000), *decodes(1000, 3)], limits) == [
         (0, 9), (1000, 1), (1001, 1), (1002, 1)
     ]  # fmt: skip
@@ -46,7 +46,7 @@ def test_what_might_never_fit_beside_decodes_takes_the_tokens_that_are_left() ->
     limits = BatchLimits(max_seqs=4, max_tokens=12)
     long = make_job(9, 10)
     assert fill([*decodes(0, 2), long], limits) == [(0, 1), (1, 1), (9, 10)]
-    # And leave to decodes behind them what those may need.
+    # Prompts leave later decodes the tokens that these may need.
     assert fill([*prefills(10, 10), *decodes(3, 2)], limits) == [(0, 10), (3, 1), (4, 1)]
     assert fill([*decodes(0, 3), long], limits) == [(0, 1), (1, 1), (2, 1), (9, 9)]
     run_iteration(long, 9)
@@ -56,7 +56,7 @@ def test_what_might_never_fit_beside_decodes_takes_the_tokens_that_are_left() ->
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_prompt_of_all_tokens_runs_while_others_decode(name: str) -> None:
     limits = BatchLimits(max_seqs=4, max_tokens=12)
-    policy = make(name, limits)
+    policy = make_policy(name, limits)
     others = [make_job(number, 2, max_tokens=500) for number in range(3)]
     for job in others:
         policy.add(job, 0.0)
@@ -79,7 +79,7 @@ def test_skipped_jobs_take_no_room() -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_keeps_the_token_budget(name: str) -> None:
-    policy = make(name, BatchLimits(max_seqs=3, max_tokens=12))
+    policy = make_policy(name, BatchLimits(max_seqs=3, max_tokens=12))
     first, too_long, decoding = make_job(0, 8), make_job(1, 9), make_job(2, 8, computed=True)
     for job in (first, too_long, decoding):
         policy.add(job, 0.0)
@@ -147,7 +147,7 @@ def test_the_most_urgent_prefill_is_never_passed_over_for_want_of_chunk() -> Non
 
 
 class WatchedJob(Job):
-    """Counts how often a decision asks for its size."""
+    """A job that counts how often a decision asks for its size."""
 
     __slots__ = ("num_looks",)
     num_looks: int
@@ -177,14 +177,14 @@ def watched(number: int, prompt_len: int) -> WatchedJob:
 def test_a_decision_looks_at_so_many_jobs_however_many_wait(
     name: str, limits: BatchLimits, prompt_len: int, most: int
 ) -> None:
-    policy = make(name, limits)
+    policy = make_policy(name, limits)
     jobs = [watched(number, prompt_len) for number in range(10_000)]
     for job in jobs:
         policy.add(job, 0.0)
     for job in jobs:
         job.num_looks = 0
     in_flight: set[int] = set()
-    for _ in range(3):  # with three pipeline stages, the later ones pass by those in flight
+    for _ in range(3):  # with three pipeline stages, later decisions skip the jobs in flight
         batch = select(policy, 0.0, in_flight)
         assert batch
         in_flight.update(job.number for job, _ in batch)
@@ -192,7 +192,7 @@ def test_a_decision_looks_at_so_many_jobs_however_many_wait(
 
 
 class NothingFromTheHost:
-    """Memory for all but those whose KV is on the host. It notes who is offered."""
+    """Memory for all jobs except those whose KV is on the host. It records the offered jobs."""
 
     def __init__(self, closes_host: bool) -> None:
         self._closed = frozenset({Place.HOST}) if closes_host else frozenset[Place]()

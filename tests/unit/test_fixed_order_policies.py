@@ -11,14 +11,23 @@ from fastserve_backend.scheduler.sarathi_edf import SarathiEDF
 from fastserve_backend.scheduler.srpt import SRPT
 from fastserve_backend.scheduler.uniboost import UniBoost
 from jobs import make_job
-from policies import POLICIES, TIMES, LinearTimes, by_priority, iterate, make, one_job, select
+from policies import (
+    POLICIES,
+    TIMES,
+    LinearTimes,
+    by_priority,
+    iterate,
+    make_policy,
+    one_job,
+    select,
+)
 
 # --- Every policy -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_jobs_in_flight_are_not_selected(name: str) -> None:
-    policy = make(name, one_job())
+    policy = make_policy(name, one_job())
     first, second = make_job(0, 1), make_job(1, 1)
     policy.add(first, 0.0)
     policy.add(second, 0.0)
@@ -29,7 +38,7 @@ def test_jobs_in_flight_are_not_selected(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_removed_number_can_be_added_and_selected_again(name: str) -> None:
-    policy = make(name, one_job())
+    policy = make_policy(name, one_job())
     job = make_job(0, 1)
     policy.add(job, 0.0)
     select(policy, 0.0)
@@ -40,7 +49,7 @@ def test_a_removed_number_can_be_added_and_selected_again(name: str) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_recalibration_keeps_the_order(name: str) -> None:
-    policy = make(name, one_job())
+    policy = make_policy(name, one_job())
     jobs: list[Job] = []
     for number, prompt_len in enumerate((5, 1, 3)):
         jobs.append(make_job(number, prompt_len))
@@ -132,7 +141,7 @@ def test_srpt_orders_all_jobs_by_the_times_that_hold_now() -> None:
     runs, waits = make_job(0, 1, max_tokens=15), make_job(1, 1, max_tokens=20)
     for job in (runs, waits):
         policy.add(job, 0.0)
-    DriftingTimes.decode_token_s = 3.0  # what is left of the first has 40 s now, not 14
+    DriftingTimes.decode_token_s = 3.0  # the rest of the first now takes 40 s, not 14
     policy.recalibrate()
     for now in range(3):
         assert iterate(policy, float(now)) == [runs]

@@ -1,4 +1,4 @@
-"""What the Gittins policy learns, and the order that follows from it."""
+"""The lengths that the Gittins policy learns, and the resulting order of jobs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def learned(lengths: Sequence[int], max_tokens: int = MAX_TOKENS) -> LengthDistr
 
 
 def policy(
-    objective: Objective = "jct",
-    limits: BatchLimits | None = None,
-    starvation_s: float = NEVER_S,
+    objective: Objective = "jct", limits: BatchLimits | None = None, starvation_s: float = NEVER_S
 ) -> Gittins:
     return Gittins(
         limits or one_job(),
@@ -53,7 +51,7 @@ def finish(policy: Gittins, job: Job, reason: FinishReason = FinishReason.STOP) 
 
 
 def teach(policy: Gittins, lengths: Sequence[int], predicted_tokens: int | None = None) -> None:
-    """Serve jobs of these lengths, one after the other, then let the indices follow."""
+    """Serves jobs of these lengths one by one, then updates the indices."""
     for number, length in enumerate(lengths):
         job = make_job(1_000_000 + number, 1, predicted_tokens=predicted_tokens)
         policy.add(job, 0.0)
@@ -108,7 +106,7 @@ def test_old_traffic_is_forgotten() -> None:
 
 
 def test_bins_that_nobody_came_to_follow_the_others() -> None:
-    """Of the jobs that were seen a tenth ended in each bin up to 32, the others go on there."""
+    """A tenth of the jobs ended in each bin up to 32; the others are still running there."""
     distribution = LengthDistribution(MAX_TOKENS)
     beyond = distribution.bin_of(32)
     for _ in range(50):
@@ -132,7 +130,7 @@ def test_a_class_of_predictions_begins_around_its_lengths_and_learns_what_they_a
     assert survival[16] > 0.95
     assert 0.3 < survival[47] < 0.8
     assert survival[187] < 0.3
-    for _ in range(100):  # predictions that are worth nothing
+    for _ in range(100):  # useless predictions
         reached = distribution.bin_of(300)
         distribution.count_passed(0, reached)
         distribution.count_ended(reached)
@@ -141,7 +139,7 @@ def test_a_class_of_predictions_begins_around_its_lengths_and_learns_what_they_a
 
 # --- The index --------------------------------------------------------------------------------
 
-# One job at a time, and memory without end: what a token takes is an iteration.
+# One job at a time with endless memory: a token costs an iteration.
 ONE_SEAT = Capacity(max_seqs=1, kv_tokens=ENDLESS)
 EXPONENTS: dict[Objective, float] = {"jct": 0.0, "balanced": 0.5, "normalized_latency": 1.0}
 
@@ -154,10 +152,10 @@ def by_definition(
     age: int,
     most: int,
 ) -> float:
-    """The formula, by summing over all jobs, for equally likely lengths.
+    """The formula for equally likely lengths, summed over all jobs.
 
     Args:
-        taken: by the first so many tokens.
+        taken: cost of the first n tokens.
     """
     left = [min(length, most) for length in lengths if length > age]
     return max(
@@ -207,7 +205,7 @@ def test_the_index_is_the_formula(seed: int, capacity: Capacity, objective: Obje
 def test_jobs_that_outlived_all_others_keep_an_order(
     objective: Objective, num_jobs: int, longest: int
 ) -> None:
-    """Where the share of jobs that came so far is less than rounding, and at last 0."""
+    """There the share of jobs that ran as long falls below rounding errors, and then to 0."""
     max_tokens = 32_768
     lengths = learned([1 + n % longest for n in range(num_jobs)], max_tokens)
     index = GittinsIndex(lengths, objective, ONE_SEAT)
@@ -215,7 +213,7 @@ def test_jobs_that_outlived_all_others_keep_an_order(
     values = np.array([index.of(extra, 1, age, max_tokens) for extra in (0.0, 5.0) for age in ages])
     assert np.isfinite(values).all()
     assert (values > 0).all()
-    # However old a job is, it is worth more when it is sure to end soon.
+    # A job of any age is worth more if it is sure to end soon.
     for age in (100, 1000):
         assert index.of(0.0, 1, age, age + 1) > index.of(0.0, 1, age, max_tokens)
 
@@ -228,7 +226,7 @@ def test_a_known_length_is_shortest_remaining_time() -> None:
 
 
 def test_with_a_falling_hazard_those_that_ran_least_come_first() -> None:
-    """Then the Gittins policy is what MLFQ approximates: least attained service."""
+    """In this case the Gittins policy is least attained service, which MLFQ approximates."""
     lengths = Exact([1] * 50 + [2] * 20 + [4] * 10 + [16] * 5 + [64] * 5)
     index = GittinsIndex(lengths, "jct", ONE_SEAT)
     values = [index.of(0.0, 1, age, 64) for age in (0, 1, 2, 4)]
@@ -266,28 +264,24 @@ def test_a_long_context_lowers_the_index_where_memory_is_scarcer_than_seats() ->
 # --- The policy -------------------------------------------------------------------------------
 
 
-def test_a_job_about_to_end_is_not_set_aside_for_a_new_one() -> None:
-    """All jobs have 64 tokens: who ran for 40 is nearer to its end."""
+@pytest.mark.parametrize(
+    ("lengths", "num_tokens", "old_is_first"),
+    [
+        ([64] * 40, 40, True),  # the old job is near its end
+        (([2] * 9 + [400]) * 8, 5, False),  # the old job is one of the few long ones
+    ],
+)
+def test_a_running_job_makes_way_for_a_new_one_unless_it_is_about_to_end(
+    lengths: list[int], num_tokens: int, old_is_first: bool
+) -> None:
     gittins = policy()
-    teach(gittins, [64] * 40)
+    teach(gittins, lengths)
     old, new = make_job(0, 1), make_job(1, 1)
     gittins.add(old, 0.0)
-    for _ in range(40):
+    for _ in range(num_tokens):
         iterate(gittins, 0.0)
     gittins.add(new, 1.0)
-    assert by_priority(gittins, [old, new]) == [old, new]
-
-
-def test_a_job_that_outlived_the_short_ones_makes_way() -> None:
-    """Most jobs have 2 tokens, some 400."""
-    gittins = policy()
-    teach(gittins, ([2] * 9 + [400]) * 8)
-    old, new = make_job(0, 1), make_job(1, 1)
-    gittins.add(old, 0.0)
-    for _ in range(5):
-        iterate(gittins, 0.0)
-    gittins.add(new, 1.0)
-    assert by_priority(gittins, [old, new]) == [new, old]
+    assert by_priority(gittins, [old, new]) == ([old, new] if old_is_first else [new, old])
 
 
 def test_long_prompts_wait_for_short_ones() -> None:
@@ -329,7 +323,7 @@ def test_only_lengths_of_jobs_that_ended_by_themselves_count(
 
 
 def test_starved_jobs_have_their_turns_one_after_the_other() -> None:
-    """Two long prompts wait behind short jobs, which never end, for 30 s."""
+    """For 30 s two long prompts wait behind an endless row of short jobs."""
     gittins = policy(starvation_s=30.0)
     teach(gittins, [400] * 20)
     short = make_job(0, 1)
@@ -402,7 +396,7 @@ def test_a_prediction_may_come_late() -> None:
     gittins.on_predicted(late)
     assert by_priority(gittins, [early, late]) == [late, early]
     assert select(gittins, 1.0) == [(late, 1)]
-    late.predicted_tokens = 300  # while it is in flight
+    late.predicted_tokens = 300  # while the job is in flight
     gittins.on_predicted(late)
     run_iteration(late)
     gittins.on_iteration_finished([Scheduled(late, 1)], 2.0)
@@ -410,7 +404,7 @@ def test_a_prediction_may_come_late() -> None:
 
 
 def test_what_is_learned_of_a_class_changes_its_order_alone() -> None:
-    """Those that were predicted to have 20 tokens have 200, it turns out."""
+    """Jobs with a prediction of 20 tokens turn out to have 200."""
     gittins = policy()
     teach(gittins, [200] * 30, predicted_tokens=20)
     liar, honest = make_job(0, 1, predicted_tokens=20), make_job(1, 1, predicted_tokens=60)
@@ -447,7 +441,7 @@ def test_a_pending_token_that_a_job_turns_out_not_to_have_is_not_learned() -> No
         job.on_sent(1)
         gittins.on_iteration_finished(
             [Scheduled(job, 1)], 0.0
-        )  # the next step is sent before this one's token
+        )  # the next step is sent before this step's token is known
         job.num_pending = 0  # a stop word in the second token
         finish(gittins, job)
     seen = learned([2] * 40)
@@ -469,7 +463,7 @@ def test_a_prefill_that_has_one_token_left_has_passed_no_length() -> None:
 
 
 def test_a_prefill_that_has_one_token_left_has_begun() -> None:
-    """It is walked when no new job can run any more."""
+    """The policy still offers it when no new job can start."""
     gittins = policy()
     job, new = make_job(0, 5), make_job(1, 1)
     for one in (job, new):

@@ -1,4 +1,4 @@
-"""`make gpu-check`, as far as a CPU goes: all its phases as a dry run, its JSON, its table."""
+"""`make gpu-check` as far as a CPU allows: a dry run of all phases, its JSON and its table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-# Nothing that imports torch: the workers of `CaseRuns` import this module.
+# This imports no torch, as the workers of `CaseRuns` import this module.
 from benchmarks.gpu import check, goals, phase_list
 from benchmarks.gpu import gpu_report as report
 from benchmarks.gpu.case_runs import CaseRuns
@@ -31,7 +31,7 @@ PHASES = ["machine", "correctness", "parity", "step", "swap", "kernels", "servin
 
 
 def run(*arguments: str, first: str = "") -> subprocess.CompletedProcess[str]:
-    """The program, as a user starts it.
+    """Runs the program as a user starts it.
 
     Args:
         first: code that runs before it.
@@ -89,7 +89,7 @@ def test_each_way_to_choose_tokens_is_timed(dry_run: dict[str, Any]) -> None:
 def test_each_goal_finds_its_figures(
     dry_run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a dry run they stand beside no goal; on a GPU a goal without a figure would be a gap."""
+    """A dry run compares no figure with a goal. On a GPU a goal without a figure would be a gap."""
 
     assert all(goal["measured"] is None and goal["met"] is None for goal in dry_run["goals"])
     rows = [row for phase in dry_run["phases"] for row in phase["rows"]]
@@ -187,7 +187,7 @@ def test_what_a_package_needs_itself_is_missed_too(monkeypatch: pytest.MonkeyPat
         phase_list, "find_spec", lambda name: None if name in hidden else find_spec(name)
     )
     (serving,) = (phase for phase in phase_list.PHASES if phase.name == "serving")
-    # Both of the first two: pydantic takes one version of pydantic-core alone.
+    # Both of the first two are missing, as pydantic accepts a single version of pydantic-core.
     assert serving.missing_packages() == [
         "pydantic", "pydantic-core", "typing-inspection", "markupsafe"
     ]  # fmt: skip
@@ -200,7 +200,7 @@ def test_a_phase_that_fails_is_recorded(tmp_path: Path) -> None:
     (phase,) = json.loads(path.read_text())["phases"]
     assert phase["status"] == "failed"
     assert "missing.csv" in phase["error"]
-    assert done.returncode == 0  # nothing was found to be wrong
+    assert done.returncode == 0  # no result was wrong
 
 
 def test_a_check_that_takes_too_long_has_failed(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_cases_that_are_not_reached_fail_the_check(tmp_path: Path) -> None:
 
 
 def dry_context(directory: Path, seconds: float) -> Context:
-    """Of a phase that is run in this process."""
+    """The context of a phase that runs in this process."""
 
     from benchmarks.gpu.check_device import find_device
 
@@ -339,7 +339,7 @@ def test_results_of_timed_calls_are_not_all_in_one_place() -> None:
 def test_ranks_that_last_are_made_for_the_largest_batch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On a GPU nothing larger than what the first engine's ranks were told would run."""
+    """On a GPU no batch may be larger than the limit that the first engine's ranks got."""
 
     from benchmarks.gpu import phase_serving
 
@@ -369,7 +369,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# Of torch, which brings "cuda" if it is one for CUDA, and triton.
+# Modules of torch, including "cuda" in CUDA builds, and of triton.
 OF_OTHERS = {"cuda", "cython_runtime", "mpmath", "sympy", "torchgen", "tqdm", "typing_extensions"}
 
 
@@ -379,7 +379,7 @@ OF_OTHERS = {"cuda", "cython_runtime", "mpmath", "sympy", "torchgen", "tqdm", "t
     ids=str,
 )
 def test_phases_import_no_more_than_they_say(names: tuple[str, ...]) -> None:
-    """What they import beside that would fail a phase where it is missing, not skip it."""
+    """If other imports are missing, a phase fails instead of being skipped."""
 
     (declared,) = {phase.modules for phase in phase_list.PHASES if phase.name in names}
     support = ROOT / "tests" / "support"

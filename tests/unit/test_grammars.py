@@ -1,4 +1,5 @@
-"""The process that knows what an answer may go on with, and how it comes to no harm."""
+"""The grammar process: which tokens an answer may continue with, and protection from hostile
+grammars."""
 
 from __future__ import annotations
 
@@ -96,7 +97,7 @@ class TestCompiler:
             assert (matcher.validate_tokens([*ids, EOS[0]]) > len(ids)) == is_answer
 
     def test_formats_that_are_known(self) -> None:
-        """Of those that JSON Schema and OpenAPI have, and one that nobody has."""
+        """Checks the formats of JSON Schema and OpenAPI, and an unknown one."""
         tokens = LLTokenizer(TokenizerWrapper(_Vocabulary(TOKENS, EOS[0])), eos_token=list(EOS))
         for name in (*STANDARD_FORMATS, *KNOWN_FORMATS, "colour"):
             grammar = LLMatcher.grammar_from_json_schema({"type": "string", "format": name})
@@ -140,7 +141,7 @@ class TestCompiler:
 
 
 EXACT = st.integers(-(2**53), 2**53)
-"""Whole numbers that doubles have: llguidance reads a schema's as such."""
+"""Integers that are exact as doubles, as llguidance reads those of a schema."""
 
 
 def schemas() -> st.SearchStrategy[dict[str, Any]]:
@@ -191,7 +192,7 @@ def random_answer(matcher: LLMatcher, rng: random.Random) -> bytes:
 
 
 class Asker:
-    """A client whose answers wait to be taken."""
+    """A client that keeps answers until the test takes them."""
 
     def __init__(self) -> None:
         self._others = grammars_processes()
@@ -215,7 +216,7 @@ class Asker:
 
 
 def grammars_processes() -> set[psutil.Process]:
-    """Of this process: engines of other tests may have some."""
+    """The grammar processes of this process; engines of other tests may have some."""
     children = psutil.Process().children()
     return {one for one in children if "fastserve_backend.grammars" in one.cmdline()}
 
@@ -238,7 +239,7 @@ class TestProcess:
         asker.client.end_job(1)
         b_or_c = {4 + ord("b"), 4 + ord("c")}
         assert asker.masks(2) == {0: b_or_c, 2: b_or_c}
-        asker.client.accept_tokens([(0, 4 + ord("x"))])  # which no mask allows
+        asker.client.accept_tokens([(0, 4 + ord("x"))])  # no mask allows this token
         failed = asker.answer()
         assert isinstance(failed, JobFailed)
         assert failed.number == 0
@@ -295,7 +296,7 @@ class TestProcess:
         asker.client.accept_tokens([(number, 4 + ord("x")) for number in range(4)])
         assert asker.masks(4) == {number: {4 + ord(str(number))} for number in range(4)}
         asker.process().kill()
-        again = asker.masks(4)  # what was known is told again
+        again = asker.masks(4)  # the new process is told what the old one knew
         assert again == {number: {4 + ord(str(number))} for number in range(4)}
         asker.client.accept_tokens([(2, 4 + ord("2"))])
         assert asker.masks(1) == {2: {4 + ord("y")}}
@@ -303,7 +304,7 @@ class TestProcess:
     def test_what_it_dies_at_twice_fails_and_at_last_all_that_comes(
         self, asker: Asker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        # In place of the process: it dies when the first job comes.
+        # Replaces the process, and dies when the first job comes.
         num_bytes = 4 + len(msgspec.msgpack.encode(Vocabulary(TOKENS, EOS))) + 1
         program = tmp_path / "program"
         program.write_text(f"#!/bin/sh\nexec head -c {num_bytes} > /dev/null\n")

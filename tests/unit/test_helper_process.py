@@ -1,4 +1,4 @@
-"""A helper process by itself: its messages, its death, its silence and its end."""
+"""A helper process alone: its messages, death, silence and end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 from fastserve_backend.system.helper_process import HelperProcess
 from waiting import DEADLINE_S, wait_for
 
-# It sends back what it gets; at "die" it exits with code 7, after "stay" it ignores the end.
+# It returns each message. At "die" it exits with code 7; after "stay" it ignores the request to
+# end.
 CHILD = """
 import msgspec, select, sys, time
 from fastserve_backend.system.helper_process import connect_to_engine
@@ -54,7 +55,7 @@ class Ended(NamedTuple):
 
 
 class Echo(HelperProcess[Word]):
-    """Records what happens; patient unless told otherwise."""
+    """Records events; patient unless told otherwise."""
 
     name = "the echo"
     meanwhile = "nobody waits"
@@ -148,7 +149,7 @@ def test_what_was_sent_before_the_end_is_answered(echo: Echo) -> None:
     echo.send(Word("last"))
     echo.stop(DEADLINE_S)
     assert [echo.event(), echo.event()] == [Word("last"), Ended()]
-    echo.start()  # which changes nothing now
+    echo.start()  # this changes nothing now
     assert not echo.send(Word("too late"))
 
 

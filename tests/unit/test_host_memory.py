@@ -1,4 +1,4 @@
-"""Memory that a container leaves to the ranks."""
+"""The memory that a container leaves to the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 2**20
 def container(
     directory: Path, limit: str, swap_limit: str | None = "0", used: int = 100 * MIB
 ) -> Path:
-    """Files as the kernel writes them; of what is used 30 MiB are files'."""
+    """Files as the kernel writes them. 30 MiB of the used memory are files."""
     (directory / "memory.max").write_text(f"{limit}\n")
     (directory / "memory.current").write_text(f"{used}\n")
     (directory / "memory.stat").write_text(
@@ -48,7 +48,7 @@ def test_a_limit_above_the_hosts_memory_changes_nothing(limit: str, tmp_path: Pa
 
 @pytest.mark.parametrize("in_container", [False, True])
 def test_without_limits_there_is_all(in_container: bool, tmp_path: Path) -> None:
-    """Kernels without swap accounting have no file for its limit."""
+    """All memory is available. Kernels without swap accounting have no file for its limit."""
     if in_container:
         container(tmp_path, "max", swap_limit=None)
     memory = host_memory(tmp_path)

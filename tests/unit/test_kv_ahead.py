@@ -1,4 +1,4 @@
-"""Who gets blocks while a step runs, for the one after it."""
+"""Which jobs get blocks for the next step while a step runs."""
 
 from __future__ import annotations
 

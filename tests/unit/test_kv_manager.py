@@ -1,4 +1,4 @@
-"""Who gets blocks when there are too few: under every strategy, and where nothing is swapped."""
+"""Which jobs get blocks when there are too few: under all strategies, and without swapping."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_while_a_job_waits_for_blocks_in_flight_nobody_else_gets_new_ones() -> N
     assert desk.offer(urgent, decoding, newcomer, in_flight=[flying]) == [decoding]
     assert desk.tiers.device.num_free == 1
     desk.manager.release(flying)
-    # The block that is left is not for the newcomer: ``decoding`` waits for two.
+    # The newcomer does not get the remaining block: ``decoding`` waits for two.
     assert desk.offer(urgent, decoding, newcomer) == [urgent]
     assert decoding.num_computed == 0
 
@@ -168,7 +168,7 @@ def test_the_most_urgent_runs_at_last(
     incremental: bool,
     write_back: bool,
 ) -> None:
-    """Random rounds; whoever is offered first runs after a bounded number of them."""
+    """In random rounds the first job of the offers runs after a bounded number of rounds."""
     desk = Desk(
         num_blocks,
         num_host_blocks,
@@ -188,9 +188,9 @@ def test_the_most_urgent_runs_at_last(
             desk.end_copies(succeeded=data.draw(st.sampled_from([True, True, False])))
     first = data.draw(st.sampled_from(jobs))
     others = [job for job in jobs if job is not first]
-    desk.starving.add(first.number)  # or it waits until those that began have ended
+    desk.starving.add(first.number)  # else it waits until the jobs that began have ended
     for _ in range(4):
-        if strategy == "defer":  # nobody loses anything: those before it have to end
+        if strategy == "defer":  # nobody loses blocks: the jobs before it have to end
             for job in others:
                 desk.manager.release(job)
         if first in desk.offer(first, *others):
@@ -206,7 +206,7 @@ def test_the_most_urgent_runs_at_last(
 
 
 def test_a_job_whose_step_was_not_sent_is_offered_again() -> None:
-    """Else it would keep its blocks from all others, and nobody would run."""
+    """Otherwise it would keep its blocks from all others, and no job would run."""
     desk = Desk(4, strategy="defer")
     urgent, taken = make_job(0, 40, max_tokens=8), make_job(1, 40, max_tokens=8)
     assert desk.offer(taken) == [taken]

@@ -1,10 +1,11 @@
-"""Who leaves for the host when blocks are short, and who returns: reactive and proactive."""
+"""Which jobs leave for the host when blocks are short, and which return: reactive and proactive."""
 
 from __future__ import annotations
 
 import logging
 
 import pytest
+from fastserve_backend.job import Job
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.rank_protocol.link import Link
 from jobs import make_job, run_iteration
@@ -22,7 +23,7 @@ def test_the_last_to_run_is_swapped_out_and_back(strategy: str) -> None:
     assert desk.offer(urgent) == []  # its blocks are on their way to the host
     assert desk.kinds() == [(2, "swap_out")]
     assert (desk.manager.num_away, least.num_computed, least.num_swaps) == (1, 31, 1)
-    assert desk.offer(urgent) == []  # and it does not take any more for that
+    assert desk.offer(urgent) == []  # and it takes no more blocks meanwhile
     assert desk.begun == []
     desk.end_copies()
     assert desk.offer(urgent, middle) == [urgent, middle]
@@ -60,7 +61,7 @@ def test_without_room_on_the_host_a_job_computes_again() -> None:
         desk = Desk(4, num_host_blocks)
         urgent, least = jobs_of(48, 31)
         desk.run(least)
-        assert desk.offer(urgent, least) == [least]  # it is not begun for that
+        assert desk.offer(urgent, least) == [least]  # no copy begins for that
         assert least.num_computed == 31
         desk.starving.add(urgent.number)
         assert desk.offer(urgent) == [urgent]
@@ -142,7 +143,7 @@ def test_a_new_job_leaves_room_to_grow_where_nobody_can_be_swapped() -> None:
 
 
 def test_a_new_job_leaves_alone_those_that_would_compute_again() -> None:
-    """The host holds one of the two that would have to go."""
+    """The host already holds one of the two jobs that would have to leave."""
     desk = Desk(4, 2)
     urgent, *begun = jobs_of(64, 31, 31)
     desk.starving |= {job.number for job in begun}
@@ -163,12 +164,18 @@ def test_the_speed_of_the_link_is_learnt() -> None:
     assert costs.swap_is_cheaper(job, blocks_out=2, blocks_in=2, num_running=0)
 
 
-@pytest.mark.parametrize("direction", ["out", "in"])
-def test_a_failed_copy_costs_one_job_its_kv(direction: str) -> None:
+def leaving() -> tuple[Desk, Job, Job]:
+    """A manager of four blocks, an urgent job that needs three, and the job that leaves for it."""
     desk = Desk(4)
     urgent, least = jobs_of(48, 31)
     desk.run(least)
-    desk.offer(urgent)
+    assert desk.offer(urgent) == []
+    return desk, urgent, least
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_a_failed_copy_costs_one_job_its_kv(direction: str) -> None:
+    desk, urgent, least = leaving()
     if direction == "in":
         desk.end_copies()
         desk.offer(least)
@@ -179,10 +186,7 @@ def test_a_failed_copy_costs_one_job_its_kv(direction: str) -> None:
 
 
 def test_a_job_that_ends_during_its_copy_is_forgotten_after_it() -> None:
-    desk = Desk(4)
-    urgent, least = jobs_of(48, 31)
-    desk.run(least)
-    desk.offer(urgent)
+    desk, urgent, least = leaving()
     desk.manager.release(least)
     assert desk.offer(urgent) == []
     desk.end_copies()
@@ -192,10 +196,7 @@ def test_a_job_that_ends_during_its_copy_is_forgotten_after_it() -> None:
 
 
 def test_time_in_which_a_job_waits_for_its_kv_is_counted() -> None:
-    desk = Desk(4)
-    urgent, least = jobs_of(48, 31)
-    desk.run(least)
-    desk.offer(urgent)
+    desk, urgent, least = leaving()
     desk.offer(urgent)
     desk.end_copies()
     desk.run(urgent)
@@ -213,7 +214,7 @@ def test_jobs_for_whom_no_room_is_coming_do_not_make_others_wait() -> None:
     desk.manager.release(blocker)
     running, least = [make_job(n, 200) for n in range(4)], make_job(99, 120)
     desk.run(*running, least)
-    # Eight blocks leave: for the urgent job's four, and two jobs of two.
+    # Eight blocks leave: four for the urgent job, and two for each of two jobs.
     urgent = make_job(-2, 64)
     for _ in range(2):
         assert desk.offer(*running, urgent, *waiting) == running
@@ -222,10 +223,7 @@ def test_jobs_for_whom_no_room_is_coming_do_not_make_others_wait() -> None:
 
 
 def test_nobody_waits_for_copies_when_nobody_runs() -> None:
-    desk = Desk(4)
-    urgent, least = jobs_of(48, 31)
-    desk.run(least)
-    assert desk.offer(urgent) == []
+    desk, _, _ = leaving()
     assert desk.begun
     assert not desk.manager.holds_steps
 
@@ -244,7 +242,7 @@ def test_one_stuck_copy_does_not_end_swapping() -> None:
 
 
 def arrive(desk: Desk, *sizes: int) -> None:
-    """Arrivals that come again, so that their blocks are kept free."""
+    """Repeats arrivals, so that blocks are kept free for them."""
     for number, size in enumerate(sizes):
         desk.manager.on_arrival(make_job(1000 + number, size), desk.now)
 
@@ -286,7 +284,7 @@ def test_the_next_to_run_returns_before_it_is_offered() -> None:
 
 
 def test_a_job_at_the_border_does_not_leave_and_return() -> None:
-    # 40 blocks hold ten jobs of 4; jobs return into nine tenths of that.
+    # 40 blocks hold ten jobs of 4 blocks. Jobs return to fill nine tenths of them.
     desk = Desk(40)
     jobs = jobs_of(*[60] * 11)
     desk.run(*jobs[1:])

@@ -1,4 +1,4 @@
-"""Two tiers of blocks: nothing is lost, nothing owned twice, nothing reused while it is copied."""
+"""Two tiers of blocks: no block is lost, owned twice, or reused during its copy."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ from fastserve_backend.kv_cache.blocks import OutOfBlocksError
 from fastserve_backend.kv_cache.tiers import Transfer, TransferKind, TwoTierKV
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 
 def tiers(device: int = 8, host: int = 8, *, incremental: bool = True) -> TwoTierKV:
@@ -144,10 +138,11 @@ JOBS = st.integers(0, 7)
 
 
 class Histories(RuleBasedStateMachine):
-    """Whatever happens in whatever order, and what a copy would do to the blocks' contents.
+    """Random operations in any order, with a model of the blocks' contents.
 
     The model's blocks hold (job, index of the block, tokens in it). A copy takes effect when it
-    ends, from what its source holds then: if a block were reused too early, contents would mix.
+    ends, with its source's contents at that moment. So contents would mix if a block were reused
+    too early.
     """
 
     @initialize(device=st.integers(4, 12), host=st.integers(0, 16), incremental=st.booleans())
@@ -178,7 +173,7 @@ class Histories(RuleBasedStateMachine):
         for index, block in enumerate(self.kv.device.table(job)):
             if index < self.kv.device.blocks_for(self.tokens.get(job, 0)):
                 filled = min(4, self.tokens[job] - 4 * index)
-                assert self.device[block] == (job, index, filled)  # what it attends to
+                assert self.device[block] == (job, index, filled)  # the tokens that it attends to
             self.device[block] = (job, index, min(4, total - 4 * index))
         self.tokens[job] = total
 

@@ -1,4 +1,4 @@
-"""What is observed when, on a virtual clock."""
+"""Which latencies are observed when, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fastserve_backend.metrics.latency_histograms import Histogram, LatencyHisto
 from fastserve_backend.scheduler.base import BatchLimits
 from jobs import make_job
 from loop_driver import Rig
-from policies import make, skip_join
+from policies import make_policy, skip_join
 
 
 def observed(histogram: Histogram) -> tuple[int, float]:
-    """Number and sum of what has come since the last call."""
+    """Number and sum of the observations since the last call."""
     taken = histogram.take()
     return sum(taken.counts), sum(taken.sums)
 
@@ -49,7 +49,7 @@ def test_the_slo_is_a_bound_of_normalized_latency() -> None:
 
 
 def test_a_job_that_waits_for_another_is_queueing() -> None:
-    rig = Rig(make("fcfs", BatchLimits(1, 100)))
+    rig = Rig(make_policy("fcfs", BatchLimits(1, 100)))
     rig.run([make_job(0, 4, max_tokens=3), make_job(1, 2, max_tokens=2, arrival_s=1.0)])
     latencies = rig.counters.latencies
     # The first runs from 0 to 4, 5 and 6, the second from 6 to 8 and 9.
@@ -65,7 +65,7 @@ def test_a_job_that_waits_for_another_is_queueing() -> None:
 
 
 def taken(like: Histogram, values: list[float]) -> Observations:
-    """What a histogram with the same bounds gives of these values."""
+    """The counts of a histogram with the same bounds for these values."""
     histogram = Histogram(like.bounds)
     for value in values:
         histogram.observe(value)
@@ -94,7 +94,7 @@ def test_a_cancelled_job_counts_for_its_tokens_and_not_as_completed() -> None:
 
 
 def test_a_job_cancelled_before_it_ran_is_in_no_distribution() -> None:
-    rig = Rig(make("fcfs", BatchLimits(1, 100)))
+    rig = Rig(make_policy("fcfs", BatchLimits(1, 100)))
     rig.loop.jobs.add(make_job(0, 1, max_tokens=3))
     rig.loop.jobs.add(make_job(1, 1, max_tokens=3))
     rig.run_cycle()
@@ -113,7 +113,7 @@ def test_a_snapshot_has_the_demotions_and_promotions_of_the_policy() -> None:
     assert snapshot.num_demotions == policy.num_demotions > 0
     assert snapshot.num_promotions == policy.num_promotions > 0
     for name in ("fcfs", "fixed_priority", "srpt"):
-        flat = Rig(make(name, BatchLimits(1, 100)))
+        flat = Rig(make_policy(name, BatchLimits(1, 100)))
         flat.run([make_job(n, 1, max_tokens=3) for n in range(3)])
         snapshot = take_snapshot(flat.loop, 0)
         assert (snapshot.num_demotions, snapshot.num_promotions) == (0, 0)

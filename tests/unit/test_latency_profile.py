@@ -1,4 +1,4 @@
-"""The latency profile: what it predicts, what it is for, and its file."""
+"""The latency profile: its predictions, its identity and its file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fastserve_backend.checkpoints.load_config import load_model_config
+from fastserve_backend.checkpoints.model_config import ModelConfig
 from fastserve_backend.config import ParallelSection
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.profile.iteration import IterationLoad
@@ -145,15 +146,19 @@ def test_files_that_cannot_be_read_are_one_clear_error(tmp_path: Path) -> None:
         LatencyProfile.load(binary)
 
 
+def measured_on(config: ModelConfig, parallel: ParallelSection, path: Path) -> LatencyProfile:
+    """A profile of this model, saved and loaded."""
+    identity = Identity.of(
+        config, hardware="cpu", dtype="bfloat16", block_size=16, parallel=parallel
+    )
+    replace(known_profile(), identity=identity).save(path)
+    return LatencyProfile.load(path)
+
+
 def test_a_profile_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
     small = load_model_config("opt-125m", load_format="dummy")
     large = load_model_config("opt-1.3b", load_format="dummy")
-    measured = Identity.of(
-        small, hardware="cpu", dtype="bfloat16", block_size=16, parallel=ParallelSection()
-    )
-    path = tmp_path / "profile.json"
-    replace(known_profile(), identity=measured).save(path)
-    profile = LatencyProfile.load(path)
+    profile = measured_on(small, ParallelSection(), tmp_path / "profile.json")
     profile.require(small, ParallelSection(), 16)
     profile.require(replace(small, name="a copy of it", max_model_len=512), ParallelSection(), 16)
     with pytest.raises(ConfigError, match=r"profile: .*'opt-125m' for 'opt-1\.3b'") as caught:
@@ -164,12 +169,7 @@ def test_a_profile_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_profile_of_other_ranks_is_refused_by_their_number(tmp_path: Path) -> None:
     small = load_model_config("opt-125m", load_format="dummy")
     parallel = ParallelSection(tensor_parallel_size=2, pipeline_parallel_size=3)
-    measured = Identity.of(
-        small, hardware="cpu", dtype="bfloat16", block_size=16, parallel=parallel
-    )
-    path = tmp_path / "profile.json"
-    replace(known_profile(), identity=measured).save(path)
-    profile = LatencyProfile.load(path)
+    profile = measured_on(small, parallel, tmp_path / "profile.json")
     assert profile.num_stages == 3
     profile.require(small, parallel, 16)
     with pytest.raises(ConfigError, match=r"profile: .* tensor_parallel_size 2, not 1; set"):

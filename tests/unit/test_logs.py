@@ -1,4 +1,4 @@
-"""What a process logs, whether or not somebody reads its standard error."""
+"""A process logs, whether or not its standard error is read."""
 
 from __future__ import annotations
 

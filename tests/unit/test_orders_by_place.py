@@ -1,4 +1,4 @@
-"""Jobs in order, by where their KV is: a decision finds the ones that it is about at an end."""
+"""Jobs ordered separately for each place of their KV, so that decisions find jobs at an end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastserve_backend.scheduler.ordered_jobs import OrderedJobs, SplitOrder, We
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
-from policies import POLICIES, iterate, make
+from policies import POLICIES, iterate, make_policy
 
 SEEDS = st.integers(0, 2**32)
 BLOCK_SIZE = 4
@@ -83,7 +83,7 @@ def test_weights_are_summed_in_order(seed: int) -> None:
 @given(seed=SEEDS)
 def test_jobs_of_a_place_come_in_order_of_their_next_run(name: str, seed: int) -> None:
     rng = random.Random(seed)
-    policy = make(name, BatchLimits(rng.randint(1, 4), 100), starvation_s=20.0, longest=16.0)
+    policy = make_policy(name, BatchLimits(rng.randint(1, 4), 100), starvation_s=20.0, longest=16.0)
     is_predicted = name == "speculative"  # its other jobs stay in the order of their queues
     jobs: list[Job] = []
     now = 0.0

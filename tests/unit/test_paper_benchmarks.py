@@ -1,4 +1,4 @@
-"""Every figure of the papers still runs: its table has the rows and columns it should have."""
+"""Every figure of the papers still runs, and its table has the expected rows and columns."""
 
 from __future__ import annotations
 
@@ -62,10 +62,7 @@ def run_figure(name: str, plots: Path) -> list[list[str]]:
         ),
         ("alise_fig06", ["OPT-13B TP2, Alpaca"]),
         ("alise_table3", ["PYTHIA-12B TP2, Alpaca"]),
-        (
-            "alise_fig08",
-            [f"Alpaca, 2, {strategy}" for strategy in ("defer", "recompute", "swap")],
-        ),
+        ("alise_fig08", [f"Alpaca, 2, {strategy}" for strategy in ("defer", "recompute", "swap")]),
         (
             "alise_fig09",
             [f"Alpaca, 2, {policy}" for policy in ("FCFS", "skip-join", "ALISE", "oracle")],

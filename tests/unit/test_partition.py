@@ -1,4 +1,4 @@
-"""Which rank has what: every layer, head and row exactly once, and as evenly as can be."""
+"""Each layer, head and row belongs to exactly one rank, as evenly as possible."""
 
 from __future__ import annotations
 

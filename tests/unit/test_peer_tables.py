@@ -32,7 +32,7 @@ def point(label: str, summaries: list[Any], **changes: Any) -> dict[str, Any]:
 
 
 def cells(markdown: str) -> list[list[str]]:
-    """Of the rows below the header."""
+    """The cells of the rows below the header."""
     return [line.strip("| ").split(" | ") for line in markdown.splitlines()[2:]]
 
 

@@ -17,11 +17,11 @@ from fastserve_backend.scheduler.speculative import Speculative
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import make_job, run_iteration
-from policies import POLICIES, TIMES, by_priority, make, select
+from policies import POLICIES, TIMES, by_priority, make_policy, select
 
 NUM_JOBS = 40
 LONGEST_PROMPT, MOST_OUTPUT = 40, 25
-SHORTEST_S, LONGEST_S = 0.5, 3.0  # between two ends of iterations
+SHORTEST_S, LONGEST_S = 0.5, 3.0  # the longest time between two ends of iterations
 
 
 PROMOTING = ("mlfq", "skip_join_mlfq", "gittins")
@@ -37,8 +37,8 @@ class Flight:
 class History:
     """Arrivals, iterations, refusals for want of memory, and cancellations, checked at each step.
 
-    ``num_stages`` batches at most are in flight and end in order. Where ``refuses``, some selected
-    jobs do not run, which is why starvation is bounded only elsewhere.
+    ``num_stages`` batches at most are in flight and end in order. If ``refuses``, some selected
+    jobs do not run; then starvation has no bound.
     """
 
     def __init__(self, seed: int, name: str, num_stages: int, chunk: bool, refuses: bool) -> None:
@@ -51,7 +51,7 @@ class History:
             prefill_chunk_tokens=rng.randint(1, 30) if chunk else None,
         )
         self.starvation_s = rng.choice([5.0, 30.0])
-        self.policy = make(
+        self.policy = make_policy(
             name, self.limits, starvation_s=self.starvation_s, longest=float(LONGEST_PROMPT)
         )
         self.most_known = rng.randint(3, 15)
@@ -100,7 +100,7 @@ class History:
             self.check_level_fits(self.policy, job, highest=0)
 
     def cancel(self, job: Job) -> None:
-        """At once if the job waits, else after its iteration."""
+        """Cancels a waiting job at once, and another after its iteration."""
         for flight in self.flights:
             if any(other is job for other, _ in flight.batch):
                 flight.cancelled.add(job.number)
@@ -108,7 +108,7 @@ class History:
         self.end(job)
 
     def predict(self, job: Job) -> None:
-        """Also again, and while it is in flight."""
+        """Predictions may repeat, and may come while the job is in flight."""
         job.predicted_tokens = self.rng.randint(0, 2 * MOST_OUTPUT)
         with self.order_kept(changed=[job]):
             self.policy.on_predicted(job)
@@ -158,7 +158,7 @@ class History:
             if job.number in flight.cancelled or len(job.output_ids) == job.params.max_tokens:
                 self.end(job)
 
-    # --- What must hold -----------------------------------------------------------------------
+    # --- Properties ---------------------------------------------------------------------------
 
     def by_priority(self) -> list[Job]:
         return by_priority(self.policy, self.known.values())
@@ -190,8 +190,8 @@ class History:
         self.check_work_conserved(batch, waiting)
 
     def check_work_conserved(self, batch: list[Scheduled], waiting: list[Job]) -> None:
-        """A job is left out only if it does not fit beside those that are more urgent, or is a
-        prompt, be it of one token, behind one that did not."""
+        """A job is left out only if it does not fit beside more urgent jobs, or if its prefill
+        comes after one that did not fit."""
         tokens_left, chunk_left = self.limits.max_tokens, self.limits.prefill_chunk_tokens
         slots_left, prompts_wait = self.limits.max_seqs, False
         taken = {job.number: num_tokens for job, num_tokens in batch}
@@ -219,10 +219,9 @@ class History:
 
     @contextmanager
     def order_kept(self, changed: list[Job] | None = None) -> Iterator[None]:
-        """Jobs of one queue stay in order, and those that join it stand behind them, but for the
-        promoted job, which comes first, and goes when its turn is over; a policy without queues
-        moves only the ``changed`` jobs. So does ``speculative`` with predictions; its other jobs
-        are in queues of a real MLFQ."""
+        """Jobs of one queue stay in order, and new ones join at its end. Only a promoted job comes
+        first, until its turn is over. A policy without queues moves only the ``changed`` jobs, and
+        so does ``speculative`` with predictions; its other jobs are in the queues of an MLFQ."""
         before = self.by_priority()
         levels = {job.number: job.queue_level for job in before}
         promoted = self.promoted()
@@ -238,7 +237,7 @@ class History:
                     [job for job in jobs if job not in promoted] for jobs in (queue, stayed)
                 )
                 assert queue[: len(stayed)] == stayed
-        elif not isinstance(self.policy, Gittins):  # any job may move when it learns or promotes
+        elif not isinstance(self.policy, Gittins):  # which moves any job when it learns or promotes
             moved = changed or []
             if isinstance(self.policy, Speculative):
                 before = [job for job in before if job.predicted_tokens is not None]

@@ -1,4 +1,4 @@
-"""Predictions that are as wrong as held-out ones: which job gets which error."""
+"""Predictions with the errors of held-out ones: which job gets which error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SHIFT = 0.1
 
 @pytest.fixture
 def errors(tmp_path: Path) -> PredictionErrors:
-    """Of 1,000 jobs: the shortest tenth is placed a tenth too far up, the longest too far down."""
+    """Errors of 1,000 jobs: the shortest tenth is ranked a tenth too high, the longest a tenth too
+    low."""
     rows = ["predicted_tokens,real_tokens"]
     for tokens in range(1000, 0, -1):
         wrong = 100 if tokens <= 100 else -100 if tokens > 900 else 0

@@ -1,4 +1,4 @@
-"""Which blocks are kept when they are free, who finds them, and who loses them."""
+"""Which free blocks are kept, which jobs find them, and when they are lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastserve_backend.scheduler.base import BatchLimits, fill_batch
 from jobs import make_job, run_iteration
 from kv_desk import Desk
 from loop_driver import BLOCK_SIZE, Rig
-from policies import Listed, make, skip_join
+from policies import Listed, make_policy, skip_join
 
 
 def keys_of(tokens: list[int], block_size: int = 4) -> list[bytes]:
@@ -52,7 +52,7 @@ def test_a_pool_uses_what_it_keeps_last_and_of_that_the_ends_first() -> None:
     table = list(pool.table(1))
     pool.release(1, keys)
     assert (pool.num_free, pool.num_used) == (6, 0)
-    pool.grow(2, 16)  # three that keep nothing, and the end of what is kept
+    pool.grow(2, 16)  # three blocks that keep nothing, and the last kept block
     assert table[2] in pool.table(2)
     assert not {table[0], table[1]} & set(pool.table(2))
     assert pool.reuse_kept(3, keys) == 2
@@ -87,7 +87,7 @@ def test_a_job_begins_behind_what_was_kept_and_computes_one_token_at_least() -> 
     end(desk, first)
     second, third = arrive(desk, 1, 64), arrive(desk, 2, 80)
     assert (second.num_ready, third.num_ready) == (48, 64)
-    assert desk.held(second, third) == [0, 0]  # they only know of it
+    assert desk.held(second, third) == [0, 0]  # they only know of the blocks
     assert desk.counters.prefix_cached_tokens == 0
     assert desk.offer(second) == [second]
     assert second.num_computed == 48
@@ -121,7 +121,7 @@ def test_a_job_that_waited_finds_what_was_kept_meanwhile() -> None:
 
 
 def hostage_of(desk: Desk) -> Job:
-    """A job that waits for its turn behind 64 tokens that are kept."""
+    """A waiting job whose first 64 tokens are kept."""
     first = make_job(0, 65)
     desk.run(first)
     end(desk, first)
@@ -132,13 +132,13 @@ def test_a_job_that_waits_keeps_nothing_from_a_more_urgent_one() -> None:
     desk = desk_of(10, write_back=True)
     waiting = hostage_of(desk)
     urgent = arrive(desk, 1, 65)
-    for _ in range(20):  # it is neither copied ahead nor for the reserve
+    for _ in range(20):  # its blocks are neither copied ahead nor to fill the reserve
         desk.offer()
         assert desk.begun == []
     assert desk.offer(urgent) == [urgent]
     assert (urgent.num_computed, desk.held(waiting)) == (64, [0])
     desk.send(urgent)
-    assert desk.offer(waiting) == [waiting]  # and has a copy in its turn
+    assert desk.offer(waiting) == [waiting]  # it gets a copy in its turn
     assert (waiting.num_computed, waiting.num_shared) == (0, 64)
 
 
@@ -146,7 +146,7 @@ def test_a_job_that_was_offered_in_vain_gives_back_what_it_recalled() -> None:
     desk = desk_of(10)
     waiting = hostage_of(desk)
     kv_round = desk.manager.start_round(1.0, ())
-    kv_round.find_prefix(waiting)  # and then it has no tokens
+    kv_round.find_prefix(waiting)  # and then it gets no tokens in the batch
     assert waiting.num_computed == 64
     urgent = arrive(desk, 1, 65)
     assert desk.offer(urgent, waiting) == [urgent]
@@ -298,7 +298,7 @@ def test_what_is_kept_shortens_the_prefill_for_which_a_job_queues() -> None:
 
 
 def test_of_many_jobs_with_one_beginning_one_alone_computes_it() -> None:
-    policy = make("fcfs", BatchLimits(2, 100))
+    policy = make_policy("fcfs", BatchLimits(2, 100))
     rig = Rig(policy, num_blocks=60, kv_cache=KVCacheSection(prefix_caching=True))
     jobs = [make_job(number, 4 * BLOCK_SIZE + 2, max_tokens=3) for number in range(10)]
     rig.run(jobs)
@@ -309,7 +309,7 @@ def test_of_many_jobs_with_one_beginning_one_alone_computes_it() -> None:
 
 
 def test_what_a_preempted_job_finds_of_its_own_is_no_cached_prompt() -> None:
-    policy = make("fcfs", BatchLimits(2, 100))
+    policy = make_policy("fcfs", BatchLimits(2, 100))
     kv_cache = KVCacheSection(strategy="recompute", prefix_caching=True)
     rig = Rig(policy, num_blocks=6, kv_cache=kv_cache)
     jobs = [make_job(number, 2 * BLOCK_SIZE + 1, max_tokens=9) for number in range(2)]

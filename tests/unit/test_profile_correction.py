@@ -16,7 +16,7 @@ MIXED = IterationLoad.of([(100, 1, True), (0, 200, True)])
 
 
 def observe(model: CorrectedLatency, load: IterationLoad, factor: float, times: int) -> int:
-    """How often the predictions are said to have moved."""
+    """The number of times that predictions count as moved."""
     truth_s = model.model.iteration_s(load)
     return sum(model.observe(load, factor * truth_s) for _ in range(times))
 

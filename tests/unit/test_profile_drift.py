@@ -1,4 +1,4 @@
-"""Slow spells of the machine are taken out of timings, single disturbances too."""
+"""Timings are corrected for slow spells of the machine and for single disturbances."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 
 def timings(speeds: list[float], num_things: int, seed: int) -> list[tuple[int, float]]:
-    """Each thing once a round in random order; thing n takes n + 1 s, times the round's speed."""
+    """Each round times all loads in random order. Load n takes n + 1 s times the round's speed."""
     rng = random.Random(seed)
     result = []
     for speed in speeds:

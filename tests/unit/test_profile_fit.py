@@ -1,4 +1,4 @@
-"""Fitting: known times are found again, noise does no harm."""
+"""Fitting recovers known coefficients, even from noisy times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring on modelled ranks: what is known of them is found, in the time that there is."""
+"""Measuring modelled ranks recovers their known times within the time limit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from profiles import LIMITS, LINK, identity, known_profile
 
 
 class Slower(LatencyModel):
-    """Another machine: everything takes ``factor`` times as long."""
+    """A machine on which everything takes ``factor`` times as long."""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -42,7 +42,7 @@ class Slower(LatencyModel):
 
 
 class CountingExecutor(SimulatedExecutor):
-    """Remembers what it was asked to do."""
+    """Records the steps that it gets."""
 
     def __init__(self, model: LatencyModel, clock: VirtualClock) -> None:
         super().__init__(model, clock, LINK)
@@ -195,7 +195,7 @@ def test_a_profile_of_smaller_batches_is_measured_again(tmp_path: Path) -> None:
     assert steps_for(4) == 0
     assert steps_for(16) > 0
     assert steps_for(8) == 0
-    assert steps_for(8, max_batched_tokens=2048) > 0  # whose prefills are longer
+    assert steps_for(8, max_batched_tokens=2048) > 0  # its prefills are longer
     assert steps_for(8) == 0
 
 

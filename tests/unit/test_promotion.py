@@ -1,4 +1,4 @@
-"""Turns of starving jobs: how many at a time, whose, for how long; and the bound on waiting."""
+"""Turns of starving jobs: how many at once, whose and how long; and the bound on waiting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STARVATION_S = 30.0
 
 
 def waiting(*numbers: int, since_s: float = 0.0, batch: int = 4) -> tuple[Promotion, list[Job]]:
-    """Jobs that wait, beside a batch of so many that just ran."""
+    """Waiting jobs, beside a batch of other jobs that just ran."""
     promotion = Promotion(STARVATION_S, token_s=lambda job: 0.0)
     jobs = [make_job(number, 1) for number in numbers]
     for job in jobs:
@@ -60,7 +60,7 @@ def test_a_turn_ends_after_its_time_with_a_token_and_not_in_flight() -> None:
     assert promotion.update(40.0, [0]).over == []
     changes = promotion.update(40.0, ())
     assert (changes.over, changes.begun) == ([first], [second])
-    assert promotion.update(69.9, [1]).begun == []  # the first waits since 40 s
+    assert promotion.update(69.9, [1]).begun == []  # the first has waited since 40 s
 
 
 def test_a_turn_of_a_job_that_had_a_token_lasts_for_the_threshold() -> None:
@@ -83,7 +83,7 @@ def test_a_job_that_waits_for_a_mask_gives_its_turn_back_and_has_the_next() -> N
     masked.mask = b"known"
     run_iteration(other)
     changes = promotion.update(34.0, ())
-    assert (changes.over, changes.begun) == ([other], [masked])  # it starves since 0 s
+    assert (changes.over, changes.begun) == ([other], [masked])  # it has starved since 0 s
     assert not promotion.has_turn(last)
 
 
@@ -103,15 +103,15 @@ def test_a_job_that_ends_in_its_turn_makes_room() -> None:
 def test_no_starving_job_waits_longer_than_the_bound(
     arrivals_s: list[float], batch: int, token_s: float
 ) -> None:
-    """A server beyond capacity: jobs never end, and only those with a turn run. Of them one after
-    the other gets a token, which takes ``token_s``."""
+    """An overloaded server: jobs never end, and only those with a turn run. They get tokens one by
+    one, each in ``token_s``."""
     promotion = Promotion(STARVATION_S, token_s=lambda job: token_s)
     jobs = [make_job(number, 1) for number in range(len(arrivals_s))]
     since = dict(enumerate(sorted(arrivals_s)))
     for job in jobs:
         promotion.start_waiting(job, since[job.number])
     promotion.num_turns = turns = max(1, batch // 4)
-    # A selection comes at least every token_s, or idle_s: so late may a turn begin or end.
+    # A selection comes at least every token_s or idle_s, so a turn may begin or end this late.
     idle_s = 0.25
     late_s = math.ceil(len(jobs) / turns) * 2 * (turns * token_s + idle_s)
     bound_s = (

@@ -1,12 +1,9 @@
-"""What of a prompt is sent to the length predictor."""
+"""The part of a prompt that goes to the length predictor."""
 
 from __future__ import annotations
 
 import msgspec
-from fastserve_backend.length_prediction.messages import (
-    Predict,
-    to_predictor_decoder,
-)
+from fastserve_backend.length_prediction.messages import Predict, to_predictor_decoder
 from fastserve_backend.length_prediction.prompt_text import cut, cut_tokens, last_user_words
 
 

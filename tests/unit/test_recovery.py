@@ -1,5 +1,4 @@
-"""Ranks that are lost at random moments, steps sent ahead, KV of earlier jobs: nobody sees it in a
-job's tokens."""
+"""Lost ranks, steps sent ahead and reused KV do not change a job's tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 from jobs import make_job
 from loop_driver import BLOCK_SIZE
 from mortal_ranks import DOWN_S, RecoveringRig
-from policies import POLICIES, make, skip_join
+from policies import POLICIES, make_policy, skip_join
 
 NUM_JOBS = 16
 LONGEST = 16 + 12  # tokens of a job
@@ -62,7 +61,7 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
     def serve(
         lives: list[int], *sizes: int, ahead: bool, prefix_caching: bool
     ) -> tuple[RecoveringRig, list[Collector]]:
-        policy = make(name, limits, starvation_s=20.0, longest=16.0)
+        policy = make_policy(name, limits, starvation_s=20.0, longest=16.0)
         kv_cache = KVCacheSection(strategy=strategy, prefix_caching=prefix_caching)
         masks = DelayedMasks(rng, most_turns=0 if not lives else 3)
         rig = RecoveringRig(policy, lives, *sizes, kv_cache, num_stages, ahead, masks)
@@ -76,7 +75,7 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
     )
     assert Counter(number for number, _ in rig.ends) == Counter(range(NUM_JOBS))
     for number, (client, undisturbed) in enumerate(zip(clients, expected, strict=True)):
-        if number in cancellations:  # at another token, as the run took longer
+        if number in cancellations:  # at another token, as this run took longer
             both = min(len(client.token_ids), len(undisturbed.token_ids))
             assert client.token_ids[:both] == undisturbed.token_ids[:both]
         else:
@@ -89,7 +88,7 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
 
 
 def random_jobs(seed: int) -> list[Job]:
-    """Some begin alike, but for their last tokens."""
+    """Jobs at random, some of which differ only in their last tokens."""
     rng = random.Random(seed)
     jobs = []
     for number in range(NUM_JOBS):
@@ -116,7 +115,7 @@ def client_job(number: int, prompt_len: int, max_tokens: int, arrival_s: float =
 
 
 def test_the_jobs_of_a_lost_step_are_preempted_and_run_first_again() -> None:
-    rig = rig_of(make("fcfs", BatchLimits(2, 100)), num_stages=2)
+    rig = rig_of(make_policy("fcfs", BatchLimits(2, 100)), num_stages=2)
     jobs = [client_job(number, 4, 3) for number in range(5)]
     for job in jobs:
         rig.loop.jobs.add(job)
@@ -130,14 +129,14 @@ def test_the_jobs_of_a_lost_step_are_preempted_and_run_first_again() -> None:
     assert [job.num_computed for job in jobs] == [0] * 5
     assert rig.loop.jobs.num_running == 0
     assert rig.pool.num_used == 0
-    # Tokens that had come are delivered, whether or not there are ranks.
+    # Tokens that came before are delivered, with or without ranks.
     assert [len(job.sink.token_ids) for job in jobs] == [1, 1, 0, 0, 0]
     rig.resume()
     rig.run_cycle()
     assert [job.state for job in jobs] == [JobState.RUNNING] * 2 + states[2:]
     rig.run()
     assert [len(job.sink.token_ids) for job in jobs] == [3] * 5
-    assert [job.num_preemptions for job in jobs] == [0] * 5  # for nobody's sake
+    assert [job.num_preemptions for job in jobs] == [0] * 5  # for no job
 
 
 def test_without_ranks_jobs_come_and_are_cancelled_and_nobody_starves() -> None:
@@ -165,7 +164,7 @@ def test_without_ranks_jobs_come_and_are_cancelled_and_nobody_starves() -> None:
 
 
 def test_a_job_too_long_for_the_fresh_ranks_fails_alone() -> None:
-    rig = rig_of(make("fcfs", BatchLimits(4, 100)), num_blocks=8)
+    rig = rig_of(make_policy("fcfs", BatchLimits(4, 100)), num_blocks=8)
     long, short = client_job(0, 20, 8), client_job(1, 4, 8)
     rig.loop.jobs.add(long)
     rig.loop.jobs.add(short)
@@ -176,7 +175,7 @@ def test_a_job_too_long_for_the_fresh_ranks_fails_alone() -> None:
     assert long.sink.end.finish_reason is FinishReason.ERROR
     assert "28 tokens" in long.sink.end.error
     assert "holds 24" in long.sink.end.error
-    late = client_job(2, 20, 5)  # admitted by what the ranks held before
+    late = client_job(2, 20, 5)  # admitted for the memory of the previous ranks
     rig.loop.jobs.add(late)
     assert late.sink.end.finish_reason is FinishReason.ERROR
     rig.run()

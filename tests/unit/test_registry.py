@@ -68,7 +68,7 @@ def test_derived_parameters_come_from_the_profile_and_the_slo(name: str) -> None
 
 
 class DriftingTimes(LinearTimes):
-    """The whole machine becomes slower or faster by ``factor``."""
+    """Times of a machine that as a whole becomes slower or faster by ``factor``."""
 
     factor = 1.0
 

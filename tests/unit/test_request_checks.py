@@ -1,4 +1,4 @@
-"""Prompts are refused before they cost time or memory."""
+"""Bad prompts are refused before they cost time or memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL = load_model_config("opt-125m", load_format="dummy", max_model_len=1000)
 
 
 class CountingTokenizer(ByteTokenizer):
-    """Tokens of ``width`` characters; a text has as many as its bytes make."""
+    """A tokenizer whose tokens have ``width`` bytes. It counts its calls."""
 
     def __init__(self, width: int) -> None:
         super().__init__(MODEL.vocab_size)
@@ -71,7 +71,7 @@ def test_token_ids_that_fit() -> None:
 
 
 def test_a_token_that_the_model_lacks_is_blamed_on_what_was_sent(tmp_path: Path) -> None:
-    """As that of a chat template in a tokenizer that has more tokens than the model."""
+    """The token may come from a chat template, in a tokenizer with more tokens than the model."""
     fast = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
     fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens(["<|im_start|>"])
@@ -116,7 +116,7 @@ def test_what_just_fits() -> None:
 
 
 def test_of_too_many_messages_none_is_looked_at() -> None:
-    """Hundreds of thousands would take seconds, in which no other request is accepted."""
+    """Reading hundreds of thousands would block other requests for seconds."""
     refusing = checks(ByteTokenizer(MODEL.vocab_size))
     with pytest.raises(ContextLengthError, match=r"^messages: got '1000 messages'; "):
         refusing.encode_chat([{"no": "message"}] * 1000)

@@ -1,4 +1,4 @@
-"""The systems that the papers compare with: job-level batching, and how many jobs ORCA runs."""
+"""The systems that the papers compare with: job-level batching, and ORCA's number of jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roofline times: numbers worked out by hand, and what must hold for any load and any GPU."""
+"""Roofline times: numbers worked out by hand, and properties for any load and GPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TINY = TinyConfig(
     eos_token_ids=(2,),
 )
 
-# After the shares: 1e6 FLOP/s in linear layers, 1e5 bytes/s of memory, 1e4 over NVLink, 1e3 over
+# Effective speeds: 1e6 FLOP/s in linear layers, 1e5 bytes/s of memory, 1e4 over NVLink, 1e3 over
 # PCIe; 20,000 bytes of memory.
 SLOW = Hardware(
     name="slow",
@@ -88,12 +88,12 @@ parallelism = st.sampled_from([(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (4, 4), (
 
 
 def test_rounded_weights_are_read_faster_and_leave_room() -> None:
-    """Of 4,000 weights of layers, a head of 800, and its table of 800 in 16 bits."""
+    """The model has 4,000 weights in layers, a head of 800, and a table of 800 in 16 bits."""
     exact, rounded = (
         Roofline(replace(TINY, quantization=quantization), SLOW) for quantization in (None, "int8")
     )
     one = IterationLoad.of([(0, 1, True)])
-    # 9,600 bytes at first, then 4,800; 2 operations for each weight take less.
+    # Reading 9,600 bytes, then 4,800, takes longer than 2 operations for each weight.
     assert exact.iteration_s(one) - rounded.iteration_s(one) == pytest.approx(4800 / 1e5)
     block_bytes = TINY.kv_bytes_per_block(16)
     for model, weight_bytes in ((exact, 9600), (rounded, 4800 + 1600)):

@@ -1,4 +1,4 @@
-"""Choosing tokens: distributions, filters, penalties, and independence from the batch."""
+"""The sampler's distributions, filters and penalties, and its independence from the batch."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_row_is_chosen_as_if_it_were_alone() -> None:
 
 @pytest.mark.parametrize("other", [{"top_k": 300}, {"top_p": 0.9}, {"top_p": 0.9, "top_k": 60}])
 def test_which_of_equal_tokens_are_the_first_depends_on_no_other_row(other: dict[str, Any]) -> None:
-    """Logits of bfloat16 are mostly equal to others."""
+    """In bfloat16 most logits equal some other one."""
     logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(1)).bfloat16()
     uniform = np.linspace(0.01, 0.99, 40)
     alone = choose(logits, sampling(40, uniform=uniform, top_k=50))
@@ -130,7 +130,7 @@ def test_a_row_of_nan_has_no_token(how: Sampling | None, dtype: torch.dtype) -> 
     missing, chosen = tokens.on_host().token_ids.tolist()
     assert missing == NO_TOKEN
     assert 0 <= chosen < 4
-    # What a next step runs must be of the vocabulary.
+    # The next step's token must be in the vocabulary.
     assert tokens.token_ids.min() >= 0
 
 
@@ -167,7 +167,8 @@ def ids(*values: int) -> bytes:
     ],
 )
 def test_penalties(penalties: Penalties, expected: list[float]) -> None:
-    """Repetition counts prompt and output, presence and frequency the output alone."""
+    """The repetition penalty counts prompt and output, presence and frequency penalties the output
+    alone."""
     logits = torch.tensor([[1.0, 2.0, -1.0, 3.0]])
     wanted = torch.log_softmax(torch.tensor(expected), 0)
     for uniform in (0.02, 0.2, 0.4, 0.6, 0.8):
@@ -178,7 +179,8 @@ def test_penalties(penalties: Penalties, expected: list[float]) -> None:
 
 @pytest.mark.parametrize("newest", [1, 3, 5, 8])
 def test_a_token_that_only_the_ranks_know_counts_as_one_of_the_output(newest: int) -> None:
-    """In the output already, in the prompt, in both, new: the same scores, to the last bit."""
+    """Scores are equal to the last bit, whether the token is already in the output, in the prompt,
+    in both, or new."""
     logits = torch.randn(3, 9, generator=torch.Generator().manual_seed(4))
     prompt, output = ids(3, 5, 5), ids(1, 5, 1)
     known = Penalties(1, 1.7, 0.3, 0.7, prompt, output + ids(newest), False)
@@ -213,7 +215,7 @@ INPUT_IDS = torch.arange(100, 112)
 
 
 def everything_at_once() -> Sampling:
-    """Twelve rows that want different things."""
+    """Twelve rows with different sampling parameters."""
     penalties = [
         Penalties(1, 1.7, 0.5, 0.25, ids(0, 3, 3), ids(1, 1), False),
         Penalties(4, 1.0, 1.0, 0.0, ids(), ids(7), True),

@@ -1,4 +1,4 @@
-"""Rows that may not choose every token, and logits that clients add to."""
+"""Rows with masks, and logits with biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranges of the request's fields."""
+"""Ranges of a request's sampling fields."""
 
 from __future__ import annotations
 

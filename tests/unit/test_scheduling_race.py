@@ -1,4 +1,4 @@
-"""The scheduling race: what it measures of a run, and where it says that ours is worse."""
+"""The scheduling race: its measures of a run, and the cells in which ours is worse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks import race_report as report
 
 
 def results(name: str = "gittins", **ours: float) -> dict[str, dict[str, cells.Result]]:
-    """A cell in which FCFS takes 1 s a token, on a system that takes 0.5 s alone."""
+    """Results of a cell in which FCFS takes 1 s a token, and a job alone 0.5 s."""
     numbers = (
         "idle", "mean", "p95", "p99", "first_p95", "first_p99", "gap_p95", "gap_p99", "jct",
         "jct_p95", "jct_p99", "slowdown", "tokens_per_s", "violations",

@@ -1,5 +1,5 @@
-"""Jobs that begin alike side by side: who computes, who waits for it, what is copied, and that
-nothing is copied which has gone."""
+"""Concurrent jobs with equal beginnings: which job computes, which waits, what is copied, and that
+lost KV is never copied."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastserve_backend.scheduler.base import BatchLimits, fill_batch
 from jobs import make_job
 from kv_desk import SLOW_LINK, Desk
 from loop_driver import BLOCK_SIZE, Rig
-from policies import LinearTimes, Listed, make, skip_join
+from policies import LinearTimes, Listed, make_policy, skip_join
 
 
 def desk_of(num_blocks: int, num_host_blocks: int = 100, **kv_cache: object) -> Desk:
@@ -31,7 +31,7 @@ def other_job(number: int, prompt_len: int) -> Job:
 
 
 def kept_in_part(desk: Desk) -> None:
-    """Job 1 is on the device, and two blocks that it begins with are kept of a job that ended."""
+    """Job 1 is on the device. Its first two blocks are also kept from a job that ended."""
     earlier, first = make_job(0, 33), make_job(1, 65)
     earlier.prompt_ids = earlier.prompt_ids[:32] + array("i", [7])
     desk.run(first)
@@ -78,7 +78,7 @@ def test_what_a_job_that_goes_first_has_recalled_is_not_computed_by_the_next() -
     desk.manager.on_arrival(first, desk.now)
     desk.manager.on_arrival(second, desk.now)
     assert (first.num_ready, second.num_ready) == (64, 64)
-    assert desk.held(first, second) == [0, 0]  # nobody has it before he runs
+    assert desk.held(first, second) == [0, 0]  # no job has it before this one runs
     desk.run_first(first, second)
     assert desk.offer(second) == [second]
     assert second.num_shared == 64
@@ -157,7 +157,7 @@ def test_a_source_keeps_its_blocks_until_they_are_copied(strategy: str) -> None:
     desk = desk_of(11, strategy=strategy)
     source, second, urgent = make_job(5, 64), make_job(3, 64), other_job(0, 80)
     desk.run(source)
-    assert desk.offer(second, urgent) == [second]  # which takes from nobody
+    assert desk.offer(second, urgent) == [second]  # this takes blocks from nobody
     assert desk.begun == []
     desk.send(second)
     copies = desk.copies
@@ -227,7 +227,7 @@ def test_a_source_that_ends_frees_its_blocks_when_they_are_copied(with_write_bac
     desk.manager.on_arrival(later, desk.now)
     assert (later.num_computed, later.num_shared) == (0, 48)
     desk.round.find_prefix(later)
-    # Kept, but for what was still being copied to the host.
+    # The blocks are kept, except those still being copied to the host.
     assert (later.num_computed, later.num_shared) == ((0, 48) if with_write_back else (48, 0))
 
 
@@ -281,7 +281,7 @@ def test_a_job_that_lost_its_kv_is_no_source() -> None:
     assert desk.offer(urgent) == [urgent]
     assert source.num_computed == 0
     desk.manager.on_arrival(second, desk.now)
-    assert second.num_ready == 16  # kept, and nobody has the rest
+    assert second.num_ready == 16  # the kept tokens; no job has the rest
 
 
 def test_what_a_step_that_was_not_sent_recalled_and_copied_is_there_for_the_next() -> None:
@@ -381,7 +381,7 @@ def test_of_jobs_that_come_together_one_computes_what_they_have_in_common(
     num_stages: int, ahead: bool, chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     common, own = 6 * BLOCK_SIZE, 3
-    policy = make("fcfs", BatchLimits(8, 100, chunk))
+    policy = make_policy("fcfs", BatchLimits(8, 100, chunk))
     kv_cache = KVCacheSection(prefix_caching=True)
     rig = Rig(policy, num_blocks=200, num_stages=num_stages, ahead=ahead, kv_cache=kv_cache)
     steps: list[Step] = []

@@ -1,4 +1,5 @@
-"""A day of virtual time: ranks are lost, copies fail, clients leave, and jobs come in bursts.
+"""A day of virtual time, in which ranks are lost, copies fail, clients leave, and jobs come in
+bursts.
 
 `make endurance` has the whole day, `make test` two hours of it.
 """
@@ -22,14 +23,14 @@ from fastserve_backend.scheduler.gittins import Gittins
 from fastserve_backend.scheduler.mlfq import MLFQ
 from jobs import make_job
 from mortal_ranks import DOWN_S, RecoveringRig
-from policies import POLICIES, make
+from policies import POLICIES, make_policy
 
 HOUR_S = 3600.0
 SHORT_S, DAY_S = 2 * HOUR_S, 24 * HOUR_S
 STARVATION_S = 300.0
 LIMITS = BatchLimits(max_seqs=8, max_tokens=40, prefill_chunk_tokens=8)
 LONGEST_PROMPT, LONGEST_OUTPUT = 16, 12
-# Three times the capacity for ten minutes, then twenty without jobs.
+# A load of three times the capacity for ten minutes, then twenty minutes without jobs.
 BURST_S, PAUSE_S, JOBS_PER_S = 600.0, 1200.0, 0.3
 NUM_BLOCKS, NUM_HOST_BLOCKS = 20, 60  # five jobs and fifteen
 CALLS_TO_LIVE = (100, 1000)
@@ -37,7 +38,7 @@ CANCELLED, COPIES_THAT_FAIL = 0.1, 0.02
 
 
 class DayRig(RecoveringRig):
-    """Knows how long each job has gone without having run."""
+    """A rig that knows how long each job has not run."""
 
     most_cycles = 10**8
 
@@ -65,13 +66,13 @@ class DayRig(RecoveringRig):
 
     def resume(self) -> None:
         self.num_losses += 1
-        # Without ranks nobody waits for others.
+        # Without ranks no job waits for others.
         self._runs = {number: (0, since_s + DOWN_S) for number, (_, since_s) in self._runs.items()}
         super().resume()
 
     def bound_s(self) -> float:
-        """What ``Promotion`` says, with one turn at a time."""
-        # All of the job is computed again, 1 s a token, after the step that runs.
+        """The bound in ``Promotion``, with one turn at a time."""
+        # The whole job is recomputed, 1 s a token, after the running step.
         token_s = LONGEST_PROMPT + LONGEST_OUTPUT + float(LIMITS.prefill_chunk_tokens or 0)
         starving = self.most_starving
         return (1 + starving) * STARVATION_S + 11 * (starving + 1) * token_s
@@ -90,7 +91,7 @@ def test_no_job_is_lost_and_none_waits_beyond_the_bound(
         if rng.random() < CANCELLED
     }
     rig = DayRig(
-        make(name, LIMITS, starvation_s=STARVATION_S, longest=64.0),
+        make_policy(name, LIMITS, starvation_s=STARVATION_S, longest=64.0),
         [rng.randint(*CALLS_TO_LIVE) for _ in range(len(jobs) // 20)],
         NUM_BLOCKS,
         NUM_HOST_BLOCKS,
@@ -128,10 +129,10 @@ def test_no_job_is_lost_and_none_waits_beyond_the_bound(
 
 @cache
 def undisturbed(duration_s: float) -> list[list[int]]:
-    """The tokens of each job where nothing happens and there is memory for all."""
+    """The tokens of each job without failures and with memory for all."""
     jobs = random_jobs(duration_s)
     kv_cache = KVCacheSection(strategy="defer", prefix_caching=False)
-    rig = DayRig(make("fcfs", LIMITS), [], 2000, 0, kv_cache, num_stages=1)
+    rig = DayRig(make_policy("fcfs", LIMITS), [], 2000, 0, kv_cache, num_stages=1)
     rig.run(jobs)
     return [job.sink.token_ids for job in jobs]  # type: ignore[union-attr]
 

@@ -1,4 +1,5 @@
-"""Speculative scheduling: order, wrong and late predictions, aging, EWT; against other policies."""
+"""Speculative scheduling: order, wrong and late predictions, aging, EWT, and comparison with other
+policies."""
 
 from __future__ import annotations
 
@@ -23,6 +24,14 @@ HARDLY = 1e-9  # aging that only decides between equals
 def predict(policy: Policy, job: Job, num_tokens: int) -> None:
     job.predicted_tokens = num_tokens
     policy.on_predicted(job)
+
+
+def with_predictions(*predictions: int) -> list[Job]:
+    """Jobs from number 1 on that have their first token."""
+    return [
+        make_job(number, 1, predicted_tokens=predicted, computed=True)
+        for number, predicted in enumerate(predictions, 1)
+    ]
 
 
 # --- Order ------------------------------------------------------------------------------------
@@ -107,7 +116,7 @@ def test_a_job_with_a_prediction_is_at_the_level_of_its_remaining_time() -> None
     assert sum(policy.level_sizes()) == 0
 
 
-# --- Predictions that are wrong, late or repeated -----------------------------------------------
+# --- Predictions that are wrong, late or repeated ---------------------------------------------
 
 
 def test_a_job_that_outlives_its_prediction_is_demoted() -> None:
@@ -133,10 +142,7 @@ def test_a_late_prediction_that_is_outlived_already_is_doubled_until_it_is_not()
     demotions = policy.num_demotions  # by the queues
     predict(policy, job, 3)  # 24: 4 s left
     assert policy.num_demotions == demotions
-    shorter, longer = (
-        make_job(number, 1, predicted_tokens=predicted, computed=True)
-        for number, predicted in ((1, 4), (2, 6))
-    )
+    shorter, longer = with_predictions(4, 6)
     for other in (shorter, longer):
         policy.add(other, 20.0)
     assert by_priority(policy, [job, shorter, longer]) == [shorter, job, longer]
@@ -168,10 +174,7 @@ def test_a_new_prediction_replaces_the_old_one() -> None:
 def test_a_job_in_a_queue_competes_with_its_quantum() -> None:
     policy = speculative(aging=HARDLY)
     queued = make_job(0, 3)  # quantum 4 s
-    shorter, longer = (
-        make_job(number, 1, predicted_tokens=predicted, computed=True)
-        for number, predicted in ((1, 4), (2, 6))
-    )
+    shorter, longer = with_predictions(4, 6)
     jobs = [queued, shorter, longer]
     for job in jobs:
         policy.add(job, 0.0)
@@ -182,8 +185,8 @@ def test_a_job_in_a_queue_competes_with_its_quantum() -> None:
 
 
 def test_a_long_job_comes_up_by_its_age_and_then_runs_on() -> None:
-    """Short ones arrive as fast as they are served. Those that arrive more than 40 / 0.5 = 80 s
-    later do not come before it."""
+    """Short jobs arrive as fast as they are served. Those that arrive more than 40 / 0.5 = 80 s
+    later do not overtake the long one."""
     policy = speculative(aging=0.5)
     long = make_job(0, 1, predicted_tokens=41, computed=True)
     policy.add(long, 0.0)
@@ -214,8 +217,8 @@ def test_estimated_wait_times_by_hand() -> None:
         ewt = policy.next_run_estimate(now)
         return [ewt(job)[0] for job in jobs]
 
-    # Those before a job run their remaining times, two at once; the queued one runs 4 + 8 s until
-    # it is in the queue of 16 s, 4 + 8 + 16 s until that of 32 s.
+    # Earlier jobs run their remaining times, two at once; the queued one runs 4 + 8 s until it is
+    # in the queue of 16 s, 4 + 8 + 16 s until that of 32 s.
     assert waits(0.0) == [0, (4 + 12) / 2, (4 + 10 + 28) / 2, 4 / 2]
     # 12 s later ten's 10 s are 4, the queue of 4 s, and twenty's 20 are 14.
     assert waits(12.0) == [0, 4 / 2, (4 + 10 + 12) / 2, 4 / 2]
@@ -232,9 +235,9 @@ def serve(
     new_job: Callable[[random.Random, int, float], Job],
     check: Callable[[float, list[list[Scheduled]], list[Job]], None],
 ) -> None:
-    """Serve the same random jobs by each policy, one beside the other, as a step loop would, with
-    pipeline stages and batches that could not run. ``check`` gets the time, the batch of each
-    policy, and the jobs of the first one that it could choose from."""
+    """Serves the same random jobs by all policies in parallel, as a step loop would, with pipeline
+    stages and batches that could not run. ``check`` gets the time, each policy's batch, and the
+    jobs that the first policy could choose from."""
     rng = random.Random(seed)
     num_stages = rng.randint(1, 3)
     jobs: list[dict[int, Job]] = [{} for _ in policies]
@@ -245,7 +248,7 @@ def serve(
         while number < 40 and (not jobs[0] or rng.random() < 0.5):
             state = rng.getstate()
             for policy, known in zip(policies, jobs, strict=True):
-                rng.setstate(state)  # the same job for each
+                rng.setstate(state)  # a copy of the job for each policy
                 known[number] = new_job(rng, number, now)
                 policy.add(known[number], now)
             number += 1
@@ -324,7 +327,7 @@ def test_without_predictions_the_schedule_is_that_of_skip_join(seed: int) -> Non
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32))
 def test_with_perfect_predictions_the_schedule_is_that_of_srpt(seed: int) -> None:
-    """Of jobs with their first token."""
+    """This holds for jobs with their first token."""
     limits = some_limits(seed)
 
     def new_job(rng: random.Random, number: int, now: float) -> Job:
@@ -349,7 +352,8 @@ def test_with_perfect_predictions_the_schedule_is_that_of_srpt(seed: int) -> Non
 
 
 def remaining_s(job: Job) -> float:
-    """By the prediction, doubled as often as it was outlived; 1 s a token of prompt and output."""
+    """Remaining seconds by the prediction, doubled as often as it was outlived, at 1 s a token of
+    prompt and output."""
     assert job.predicted_tokens is not None
     predicted = max(1, job.predicted_tokens)
     while len(job.output_ids) > predicted:
@@ -360,7 +364,7 @@ def remaining_s(job: Job) -> float:
 
 
 class ByDefinition(KeyedPolicy):
-    """Sorts all jobs at each selection by their remaining time, less what they have aged."""
+    """Sorts all jobs at each selection by their remaining time less their aging."""
 
     now = 0.0
 
@@ -397,7 +401,7 @@ def test_the_schedule_is_that_of_sorting_all_jobs_at_each_selection(seed: int) -
     def check(now: float, batches: list[list[Scheduled]], waiting: list[Job]) -> None:
         batch, expected = described(batches)
         assert batch == expected
-        for job in waiting:  # nobody starves: who arrives much later does not come first
+        for job in waiting:  # no job starves: much later arrivals do not overtake
             assert batches[0][0].job.arrival_s <= job.arrival_s + remaining_s(job) / AGING
 
     serve([ours, reference], seed, new_job, check)

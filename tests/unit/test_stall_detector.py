@@ -1,4 +1,4 @@
-"""When a call to Triton counts as one that will not return."""
+"""When a call to Triton counts as stalled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SIGHTINGS = 60  # 15 s at four a second
 
 
 def first_stall(calls: list[int | None]) -> int | None:
-    """How often one was asked before it saw a stall."""
+    """The number of checks before the detector sees a stall; None if it sees none."""
     detector = StallDetector()
     return next((number for number, call in enumerate(calls) if detector.is_stalled(call)), None)
 

@@ -1,4 +1,4 @@
-"""What goes to the ranks, and the randomness of a job."""
+"""Steps as they go to the ranks, and a job's randomness."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_pending_token_is_named_by_its_row_in_the_step_before() -> None:
     assert ints(step.token_ids) == [7, 0, 0, 1]
     assert ints(step.starts) == [3, 5, 0]
     assert step.sampling is not None
-    # Of its second token: one of at least two is there, or will be.
+    # The row samples its second token, and one of at least two is known or pending.
     assert np.frombuffer(step.sampling.uniform, "f8")[1] == uniform(5, 1)
     assert np.frombuffer(step.sampling.no_eos, "?").tolist() == [False, True, False]
     pending.on_sent(1)

@@ -1,4 +1,4 @@
-"""The step loop against modelled ranks on a virtual clock: what happens to jobs, and when."""
+"""The step loop with modelled ranks on a virtual clock: events of jobs and their times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from fastserve_backend.job import FinishReason, JobState
 from fastserve_backend.scheduler.base import BatchLimits
 from jobs import make_job
 from loop_driver import Rig
-from policies import make, one_job, skip_join
+from policies import make_policy, one_job, skip_join
 
 
 def test_one_job_from_arrival_to_end() -> None:
@@ -122,7 +122,7 @@ def test_a_job_whose_blocks_were_taken_computes_them_again() -> None:
 
 
 def test_a_job_without_memory_waits_and_keeps_its_place() -> None:
-    rig = Rig(make("fcfs", BatchLimits(4, 100)), num_blocks=3)
+    rig = Rig(make_policy("fcfs", BatchLimits(4, 100)), num_blocks=3)
     jobs = [make_job(n, 8, max_tokens=2) for n in range(2)]
     for job in jobs:
         rig.loop.jobs.add(job)
@@ -145,7 +145,9 @@ def test_promotions_and_chunks_do_not_stop_progress_when_memory_is_short(
     # single token for the last.
     limits = BatchLimits(1, 15, chunk_tokens)
     rig = Rig(
-        make(name, limits, starvation_s=20.0, longest=16.0), num_blocks=10, num_stages=num_stages
+        make_policy(name, limits, starvation_s=20.0, longest=16.0),
+        num_blocks=10,
+        num_stages=num_stages,
     )
     rig.run([make_job(number, 21, max_tokens=8) for number in range(12)])
     assert rig.delivery.num_tokens == dict.fromkeys(range(12), 8)
@@ -156,7 +158,7 @@ def test_promotions_and_chunks_do_not_stop_progress_when_memory_is_short(
 
 
 def test_the_first_stage_takes_the_next_batch_while_the_second_works() -> None:
-    rig = Rig(make("fcfs", one_job()), num_stages=2)
+    rig = Rig(make_policy("fcfs", one_job()), num_stages=2)
     jobs = [make_job(n, 4, max_tokens=2) for n in range(2)]
     for job in jobs:
         rig.loop.jobs.add(job)
@@ -167,14 +169,14 @@ def test_the_first_stage_takes_the_next_batch_while_the_second_works() -> None:
     assert rig.loop.jobs.num_running == 2
     assert [len(job.output_ids) for job in jobs] == [1, 0]
     rig.run()
-    # Both at once: 4 s each and decodes of 1 s, half of each in each stage.
+    # Both jobs run at once: prefills of 4 s and decodes of 1 s, half of each in each stage.
     assert [(job.first_token_s, job.last_token_s) for job in jobs] == [(4.0, 6.5), (6.0, 7.0)]
     assert [job.num_preemptions for job in jobs] == [0, 0]
     assert rig.executor.most_unfinished == 2
 
 
 def test_waiting_for_a_stage_counts_as_queueing() -> None:
-    rig = Rig(make("fcfs", one_job()), num_stages=2)
+    rig = Rig(make_policy("fcfs", one_job()), num_stages=2)
     long, short = make_job(0, 8, max_tokens=1), make_job(1, 1, max_tokens=2)
     rig.run([long, short])
     # The second stage takes its first batch at 8 s, which the first had done at 4.5 s.
@@ -186,7 +188,7 @@ def test_waiting_for_a_stage_counts_as_queueing() -> None:
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_as_many_batches_as_stages_are_in_flight(num_stages: int) -> None:
-    rig = Rig(make("fcfs", BatchLimits(2, 100)), num_stages=num_stages)
+    rig = Rig(make_policy("fcfs", BatchLimits(2, 100)), num_stages=num_stages)
     rig.run([make_job(n, 1, max_tokens=20) for n in range(2 * num_stages)])
     assert rig.executor.most_unfinished == num_stages
     assert rig.counters.iterations == 20 * num_stages
@@ -195,13 +197,13 @@ def test_as_many_batches_as_stages_are_in_flight(num_stages: int) -> None:
 
 
 def test_no_more_batches_than_stages_are_in_flight_when_their_times_differ() -> None:
-    rig = Rig(make("fcfs", one_job()), num_stages=2)
+    rig = Rig(make_policy("fcfs", one_job()), num_stages=2)
     rig.run([make_job(0, 16, max_tokens=1)] + [make_job(n, 1, max_tokens=1) for n in range(1, 5)])
     assert rig.executor.most_unfinished <= 2
 
 
 def test_a_wake_up_lets_an_arrival_enter_a_free_first_stage() -> None:
-    rig = Rig(make("fcfs", one_job()), num_stages=2)
+    rig = Rig(make_policy("fcfs", one_job()), num_stages=2)
     rig.loop.jobs.add(make_job(0, 8, max_tokens=1))
     assert rig.run_cycle() == 4.0
     late = make_job(1, 2, max_tokens=1, arrival_s=5.0)
@@ -223,7 +225,7 @@ def test_a_wake_up_lets_an_arrival_enter_a_free_first_stage() -> None:
 
 
 def test_a_job_cancelled_in_flight_keeps_its_blocks_until_its_step_ends() -> None:
-    rig = Rig(make("fcfs", one_job()), num_stages=2, num_blocks=4)
+    rig = Rig(make_policy("fcfs", one_job()), num_stages=2, num_blocks=4)
     flying, waiting = make_job(0, 8, max_tokens=2), make_job(1, 12, max_tokens=2)
     rig.loop.jobs.add(flying)
     assert rig.run_cycle() == 4.0
@@ -306,7 +308,7 @@ def test_failure_ends_also_a_job_whose_last_token_was_not_delivered() -> None:
 
 
 def test_failure_ends_every_job_with_its_reason() -> None:
-    rig = Rig(make("fcfs", one_job()), num_stages=2)
+    rig = Rig(make_policy("fcfs", one_job()), num_stages=2)
     for number in range(3):
         rig.loop.jobs.add(make_job(number, 4, max_tokens=9))
     rig.run_cycle()

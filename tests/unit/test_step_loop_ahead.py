@@ -1,4 +1,4 @@
-"""The step loop sends the next step before the running one has ended: who is in it, and when."""
+"""The step loop sends the next step before the running one has ended: its jobs and its time."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from fastserve_backend.scheduler.base import BatchLimits, Scheduled
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
 from jobs import make_job
 from loop_driver import Rig, WatchedExecutor
-from policies import TIMES, make, one_job, quanta, skip_join
+from policies import TIMES, make_policy, one_job, quanta, skip_join
 
-# An iteration of 1 s decides the next one so long before its end.
+# How long before its end an iteration of 1 s decides the next one.
 LEAD = LEAD_S + LEAD_SHARE
 
 
 def fcfs(rig_limits: BatchLimits | None = None, *, num_blocks: int = 100, **options: object) -> Rig:
-    policy = make("fcfs", rig_limits or BatchLimits(4, 100))
+    policy = make_policy("fcfs", rig_limits or BatchLimits(4, 100))
     return Rig(policy, num_blocks=num_blocks, ahead=True, **options)  # type: ignore[arg-type]
 
 
 def send_ahead(rig: Rig) -> None:
-    """The next step at once, however long the running one may still take."""
+    """Sends the next step at once, however long the running one may still take."""
     rig.loop._run_next(behind=rig.loop._end_early())
 
 
@@ -71,7 +71,7 @@ def test_the_place_of_a_job_that_is_to_end_goes_to_the_next_at_once() -> None:
 
 @pytest.mark.parametrize("name", ["fcfs", "skip_join_mlfq", "gittins", "speculative"])
 def test_a_job_that_ends_by_itself_runs_one_token_too_many_that_nobody_sees(name: str) -> None:
-    rig = Rig(make(name, BatchLimits(4, 100)), ahead=True, eos_token_ids=(0,))
+    rig = Rig(make_policy(name, BatchLimits(4, 100)), ahead=True, eos_token_ids=(0,))
     job = make_job(0, 4, max_tokens=9)
     rig.loop.jobs.add(job)
     turn_until(rig, 4.0)
@@ -142,7 +142,7 @@ def test_a_step_that_ends_before_it_was_expected_to_is_followed_as_ever() -> Non
 
 
 class Charged(SkipJoinMLFQ):
-    """Notes the tokens that it was told that each job has run."""
+    """A policy that records the tokens charged to each job."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -153,7 +153,7 @@ class Charged(SkipJoinMLFQ):
         self.tokens.update({job.number: num_tokens for job, num_tokens in ran})
 
 
-@pytest.mark.parametrize("num_blocks", [100, 8])  # with few, some choices ahead are in vain
+@pytest.mark.parametrize("num_blocks", [100, 8])  # with 8, some choices ahead are discarded
 @pytest.mark.parametrize("share", [0.25, 1.0, 1.05])
 def test_each_job_is_charged_once_for_all_its_tokens(num_blocks: int, share: float) -> None:
     policy = Charged(BatchLimits(3, 100), quanta(), TIMES)
@@ -164,7 +164,7 @@ def test_each_job_is_charged_once_for_all_its_tokens(num_blocks: int, share: flo
     for job in jobs:
         job.arrival_s = 2.5 * job.number
     ran: Counter[int] = Counter()
-    last: dict[int, int] = {}  # of the step that ends the job: it sinks to no queue any more
+    last: dict[int, int] = {}  # charged with the step that ends the job, which is demoted no more
     send_step = rig.loop._work.send_step
 
     def noting(batch: list[Scheduled], *arguments: Any, **options: Any) -> None:
@@ -195,7 +195,7 @@ def test_levels_are_those_of_steps_that_are_not_sent_ahead() -> None:
                 seen.append(job.queue_level)
         return seen
 
-    # The last step counts only as long as it was predicted to take yet.
+    # The last step counts only with its predicted remaining time.
     for slower in (1.0, 4.0):
         differ = sum(a != b for a, b in zip(levels(False, 1.0), levels(True, slower), strict=True))
         assert differ <= 4
@@ -250,7 +250,7 @@ def test_the_blocks_of_a_job_that_is_to_end_are_waited_for() -> None:
     ]
     rig.run(jobs)
     assert rig.counters.recomputed_jobs == 0
-    # It is chosen beside the decode that was sent when its blocks were still in use.
+    # The job is chosen next to the decode that was sent while its blocks were in use.
     assert (jobs[0].last_token_s, jobs[2].last_token_s) == (11.0, 20.0)
     assert rig.executor.num_ahead == rig.counters.iterations - 1
 
@@ -284,7 +284,7 @@ def test_a_job_cancelled_with_two_steps_under_way_keeps_its_blocks_until_both_en
 
 
 class NaNRanks(WatchedExecutor):
-    """Whose second step has no token."""
+    """Ranks whose second step returns NaN instead of a token."""
 
     def collect(self, timeout_s: float | None = None) -> StepResult | CopyResult | None:
         result = super().collect(timeout_s)
@@ -300,7 +300,7 @@ class NaNRig(Rig):
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_job_without_a_token_fails_and_frees_its_blocks(ahead: bool) -> None:
-    rig = NaNRig(make("fcfs", one_job()), ahead=ahead)
+    rig = NaNRig(make_policy("fcfs", one_job()), ahead=ahead)
     broken, later = make_job(0, 4, max_tokens=9), make_job(1, 4, max_tokens=2)
     rig.run([broken, later])
     assert rig.ends == [(0, FinishReason.ERROR), (1, FinishReason.LENGTH)]
@@ -322,6 +322,6 @@ def test_when_the_ranks_are_lost_both_steps_are() -> None:
     send_ahead(rig)
     assert [job.num_pending for job in jobs] == [2, 2]
     rig.loop.jobs.cancel(1)
-    rig.loop.suspend(Rig(make("fcfs", one_job())).loop.kv)
+    rig.loop.suspend(Rig(make_policy("fcfs", one_job())).loop.kv)
     assert (jobs[0].num_pending, jobs[0].num_computed, jobs[0].state) == (0, 0, JobState.PREEMPTED)
     assert sum(rig.loop.policy.level_sizes()) == 1

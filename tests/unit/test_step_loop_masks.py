@@ -1,4 +1,4 @@
-"""Jobs that wait for masks, beside jobs that do not."""
+"""Jobs that wait for masks run beside jobs that need none."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastserve_backend.sampling_params import SamplingParams
 from fastserve_backend.scheduler.base import BatchLimits
 from jobs import make_job
 from loop_driver import Rig
-from policies import make
+from policies import make_policy
 
 
 def rig_of(*, ahead: bool = False, num_stages: int = 1, late: int = 0) -> Rig:
     masks = DelayedMasks(random.Random(1), late)
-    policy = make("fcfs", BatchLimits(4, 100))
+    policy = make_policy("fcfs", BatchLimits(4, 100))
     return Rig(policy, masks=masks, ahead=ahead, num_stages=num_stages)
 
 
@@ -49,7 +49,7 @@ def test_alone_it_leaves_the_loop_idle_until_its_mask_comes() -> None:
     bound = bound_job(0)
     rig.loop.jobs.add(bound)
     assert rig.loop.is_idle
-    assert rig.loop.mask_wait_s == 0  # nobody knows how long it takes to compile
+    assert rig.loop.mask_wait_s == 0  # the time to compile is unknown
     rig.masks.deliver()
     assert not rig.loop.is_idle
     rig.run_cycle()

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jobs import make_job
 from loop_driver import BLOCK_SIZE, Rig
-from policies import POLICIES, make
+from policies import POLICIES, make_policy
 
 
-# Turns that end within prefills.
+# Turns of starving jobs that end within prefills.
 @example(seed=2**32, name="gittins", num_stages=1, ahead=False, chunk=True)
 @settings(max_examples=120)
 @given(
@@ -32,7 +32,7 @@ def test_every_job_ends_once_and_everything_is_freed(
     limits = BatchLimits(rng.randint(1, 6), rng.randint(4, 20), rng.randint(1, 12))
     if not chunk:
         limits = BatchLimits(rng.randint(1, 6), longest + rng.randint(0, 20))
-    policy = make(name, limits, starvation_s=rng.choice([20.0, 200.0]), longest=16.0)
+    policy = make_policy(name, limits, starvation_s=rng.choice([20.0, 200.0]), longest=16.0)
     num_blocks = longest // BLOCK_SIZE + rng.randint(0, 8)
     rig = Rig(policy, num_blocks=num_blocks, num_stages=num_stages, ahead=ahead)
     jobs = [
@@ -72,6 +72,6 @@ def test_every_job_ends_once_and_everything_is_freed(
         if num_tokens and reasons[job.number] is FinishReason.LENGTH:
             assert job.last_token_s is not None
             assert job.last_token_s - job.arrival_s >= job.executed_s - 1e-6
-            # A prefill of n tokens and the decodes after it, at least.
+            # The least time: a prefill of n tokens and the decodes after it.
             prefill_s = len(job.prompt_ids) if not chunk else 1
             assert job.executed_s >= prefill_s + num_tokens - 1 - 1e-6

@@ -1,4 +1,4 @@
-"""What may be asked of an answer's form, and in which company."""
+"""The forms of answers that requests may ask for, and which fields exclude each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When ranks are restarted, and an engine that goes on meanwhile, over ranks without processes."""
+"""When ranks are restarted, and how an engine goes on meanwhile, on ranks without processes."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def test_a_few_restarts_are_allowed_in_any_window() -> None:
     limiter = RestartLimiter()
     assert [limiter.take_restart(now) for now in (5.0, 100.0, 604.0)] == [1, 2, 3]
     assert limiter.take_restart(604.5) is None
-    assert limiter.take_restart(605.0) == 3  # the first is out of the window
-    assert limiter.take_restart(699.0) is None  # a refusal is no restart
+    assert limiter.take_restart(605.0) == 3  # the first restart is outside the window
+    assert limiter.take_restart(699.0) is None  # a refused restart does not count
     assert limiter.take_restart(5000.0) == 1
     assert limiter.describe() == "3 restarts in 10 minutes"
 
 
 def test_the_time_of_starts_does_not_count() -> None:
     limiter = RestartLimiter()
-    # Each start takes 600 s, and what it started dies 10 s later.
+    # Each start takes 600 s, and its ranks die 10 s later.
     for number, now in enumerate((0.0, 610.0, 1220.0), start=1):
         assert limiter.take_restart(now) == number
         limiter.leave_out(600.0)
@@ -81,8 +81,8 @@ class FakeRanks:
     """Ranks in this process, which die in the step after ``steps_to_live``.
 
     Args:
-        error: what their start ends with.
-        opens: False to have the start wait for ``opened``.
+        error: the error that their start raises.
+        opens: if false, the start waits for ``opened``.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class FakeRanks:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The hardware of which profiles were measured."""
+    """The hardware whose profiles were measured."""
     hardware = []
 
     def measure(path: object, ranks: ReadyRanks) -> LatencyProfile:
@@ -162,7 +162,7 @@ Serve = Callable[..., Engine]
 
 @pytest.fixture
 def serve(measured: list[str]) -> Iterator[Serve]:
-    """Starts an engine over these ranks, each used when those before it were lost."""
+    """Starts an engine over these ranks; each takes over when the previous ones are lost."""
     engines = []
 
     def start(*ranks: FakeRanks) -> Engine:
@@ -230,29 +230,36 @@ def test_a_job_cancelled_during_the_restart_ends_at_once(
     assert other.wait().finish_reason is FinishReason.LENGTH
 
 
-def test_closing_during_the_restart_does_not_wait_for_it(serve: Serve) -> None:
-    first, second = FakeRanks(50), FakeRanks(opens=False)
-    engine = serve(first, second)
+@pytest.fixture
+def restarting(serve: Serve) -> tuple[Engine, FakeRanks, Collector]:
+    """An engine in a restart, its next ranks, and the client of its only job."""
+    ranks = FakeRanks(opens=False)
+    engine = serve(FakeRanks(50), ranks)
     (client,) = submit(engine, PROMPTS[0])
-    assert second.starting.wait(WAIT_S)
+    assert ranks.starting.wait(WAIT_S)
     assert not engine.drain(0.0)
+    return engine, ranks, client
+
+
+def test_closing_during_the_restart_does_not_wait_for_it(
+    restarting: tuple[Engine, FakeRanks, Collector],
+) -> None:
+    engine, ranks, client = restarting
     with pytest.raises(DrainingError):
         submit(engine, PROMPTS[1])
     began_s = time.monotonic()
     engine.close()
-    assert time.monotonic() - began_s < WAIT_S / 2  # the start would take all of it
+    assert time.monotonic() - began_s < WAIT_S / 2  # the restart would take all of WAIT_S
     assert client.wait().finish_reason is FinishReason.CANCELLED
-    assert second.killed
-    assert second.closed
+    assert ranks.killed
+    assert ranks.closed
 
 
-def test_draining_waits_for_the_jobs_that_the_restart_delays(serve: Serve) -> None:
-    first, second = FakeRanks(50), FakeRanks(opens=False)
-    engine = serve(first, second)
-    (client,) = submit(engine, PROMPTS[0])
-    assert second.starting.wait(WAIT_S)
-    assert not engine.drain(0.0)
-    second.opened.set()
+def test_draining_waits_for_the_jobs_that_the_restart_delays(
+    restarting: tuple[Engine, FakeRanks, Collector],
+) -> None:
+    engine, ranks, client = restarting
+    ranks.opened.set()
     assert engine.drain(WAIT_S)
     assert client.wait().finish_reason is FinishReason.LENGTH
 

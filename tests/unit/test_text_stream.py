@@ -1,4 +1,4 @@
-"""Stop words across token boundaries, and nothing lost."""
+"""Stop words across token boundaries; no text is lost."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 
 class Pieces(Tokenizer):
-    """Token n is the n-th piece of a list; those in angle brackets are special tokens."""
+    """A tokenizer whose token n is the n-th piece of a list. Pieces in angle brackets are special
+    tokens."""
 
     def __init__(self, pieces: list[str]) -> None:
         self._pieces = pieces
@@ -83,7 +84,7 @@ def test_below_min_tokens_a_stop_word_is_text() -> None:
         (["Hi", "<a>", "x", "<b>"], "<a>x<b>", "Hi"),
         # Spelled with ordinary tokens it is text that the client sees.
         (["Hi ", "\\<e", "nd", ">", "more", "<end>"], "<end>", "Hi \\"),
-        # Special tokens that no stop word names have no text, and part no word.
+        # Special tokens that no stop word names have no text, and interrupt no word.
         (["Hi E", "<pad>", "ND", "more"], "END", "Hi "),
         (["Hi E", "<pad>", "ND", "<end>"], "END<end>", "Hi "),
     ],
@@ -124,7 +125,8 @@ def test_the_end_token_has_no_text_but_may_complete_a_stop_word(end: str) -> Non
 def test_streams_of_special_tokens_are_cut_at_the_first_stop_word(
     pieces: list[str], stop: tuple[str, ...]
 ) -> None:
-    """Against the whole text, without special tokens and with the one that words may name."""
+    """Compares with the whole text, without special tokens except the one that stop words may
+    name."""
     sent, stopped = stream(pieces, stop)
     for end in range(1, len(pieces) + 1):
         some = [piece for piece in pieces[:end] if piece != "<b>"]

@@ -6,7 +6,7 @@ import pytest
 from fastserve_backend.scheduler.base import BatchLimits
 from fastserve_backend.scheduler.mlfq import MLFQ
 from jobs import make_job
-from policies import LinearTimes, by_priority, iterate, make
+from policies import LinearTimes, by_priority, iterate, make_policy
 
 # The paper prints the mean latencies 4.23 (FCFS), 5 (MLFQ), 3.3 (skip-join) and 3 (SRPT) for
 # quanta of 1, 2, 4 and 8, but not the sizes of the jobs. Of all sizes in steps of 0.5 (prefill up
@@ -18,7 +18,7 @@ JOBS = ((2, 1), (5, 1), (1, 0))
 
 def completion_times(name: str) -> list[float]:
     limits = BatchLimits(max_seqs=1, max_tokens=1000)
-    policy = make(name, limits, longest=8.0, times=TIMES)
+    policy = make_policy(name, limits, longest=8.0, times=TIMES)
     if isinstance(policy, MLFQ):
         assert policy.quanta_s == (1, 2, 4, 8)
     jobs = []
@@ -43,7 +43,7 @@ def completion_times(name: str) -> list[float]:
     ("name", "ends"),
     [
         ("fcfs", [2, 5.5, 6]),
-        # All prefills in order of arrival, for all are in Q1; then the decodes.
+        # All jobs are in Q1, so their prefills run in order of arrival, then the decodes.
         ("mlfq", [5, 6, 4]),
         # The second skips to the queue of quantum 4; the first sinks to that of 2 after its prefill
         ("skip_join_mlfq", [2.5, 6, 1.5]),

@@ -1,4 +1,4 @@
-"""Which weights are refused before they are loaded."""
+"""Weights that do not fit are refused before they are loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastserve_backend.checkpoints.load_config import ModelConfig, load_model_co
 from fastserve_backend.errors import ConfigError
 from fastserve_backend.worker.host_limits import check_weights_fit
 
-# As many times the weights of OPT-125M no host holds.
+# No host holds this many times the weights of OPT-125M.
 MANY = 10**9
 
 
@@ -35,7 +35,7 @@ def test_weights_that_may_stay_in_mapped_files_are_not_counted() -> None:
 
 def test_rounded_weights_are_counted_as_what_they_take() -> None:
     config = replace(opt_125m("float16"), quantization="int8")
-    # A byte for each weight, its head's among them, and the table beside it.
+    # A byte for each weight, the head's included, and the table in addition.
     assert config.weight_bytes == config.num_parameters + 2 * 50272 * 768
     untied = replace(config, tie_word_embeddings=False)
     assert untied.num_parameters == config.num_parameters + 50272 * 768

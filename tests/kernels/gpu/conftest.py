@@ -12,8 +12,8 @@ from triton import knobs
 
 @pytest.fixture
 def kernel_device() -> Iterator[torch.device]:
-    """Where the GPU's kernels run, `ops` included: on a GPU, on an emulated one, or in Triton's
-    interpreter, which takes tensors on the CPU."""
+    """The device of the GPU's kernels, those of `ops` included: a GPU, an emulated one, or the CPU
+    for Triton's interpreter."""
     if ptx.driver.capability() is not None:
         with emulated_gpu():
             yield DEVICE

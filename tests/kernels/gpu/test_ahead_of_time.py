@@ -11,19 +11,20 @@ from ahead_of_time import Arguments, CompiledKernel, Launch, compile_launches
 
 @dataclass(frozen=True)
 class Expected:
-    """Of each kernel of a launch. All but ``narrow_loads`` and ``narrow_stores`` of the accesses to
-    memory in the code are 16 bytes wide; those are of single numbers and of short rows."""
+    """Expectations of each kernel of a launch. Memory accesses are 16 bytes wide, except
+    ``narrow_loads`` and ``narrow_stores``, which are of single numbers and short rows."""
 
     function: str
     arguments: Arguments
     registers: int
-    """The most that a thread may have: more would let fewer programs run at a time."""
+    """The most registers of a thread; more would reduce the number of programs that run at once."""
     narrow_loads: int = 0
     narrow_stores: int = 0
     has_wide: bool = True
     has_wide_stores: bool = True
     divides_exactly: bool = False
-    """As its results need: equal values have their mean, and INT8 the codes of a CPU."""
+    """IEEE divisions where results need them: the exact mean of equal values, and a CPU's INT8
+    codes."""
 
 
 def rowwise() -> list[Expected]:
@@ -53,7 +54,7 @@ def cache() -> list[Expected]:
         ("float32", 8, 128),
     ]:  # fmt: skip
         arguments: Arguments = {"dtype": dtype, "kv_heads": kv_heads, "head_dim": head_dim}
-        # Narrow: the slot; the block's number, and what holds for a channel in all its tokens.
+        # Narrow accesses: the slot, the block's number, and each channel's parameters.
         rows += [
             Expected("kv_write", arguments, 32, narrow_loads=1),
             # Codes are half as wide or less, and each head has a scale.
@@ -83,7 +84,7 @@ def cache() -> list[Expected]:
             "dtype": dtype, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim,
             "rotary_dim": rotary_dim,
         }  # fmt: skip
-        # Narrow: the slot, cosines and sines; and the pairs, where they are few.
+        # Narrow accesses: the slot, cosines and sines, and the pairs where they are few.
         few = rotary_dim < 32
         rows.append(
             Expected(
@@ -107,7 +108,7 @@ def cache() -> list[Expected]:
     return rows
 
 
-# Eight loads of a thread are under way before the first has to be there.
+# A thread starts eight loads before it waits for the first.
 PINNED_COPY = Expected("copy_words", {}, 32, narrow_loads=8, narrow_stores=8, has_wide=False)
 EXPECTED = [*rowwise(), *cache(), PINNED_COPY]
 CASES = list(product(EXPECTED, (80, 90)))

@@ -1,5 +1,5 @@
-"""What attention's machine code needs of a GPU, for sm_80 (A100) and sm_90 (H100, H200): all that
-its launch parameters were chosen for."""
+"""What attention's machine code needs of a GPU, for sm_80 (A100) and sm_90 (H100, H200). The launch
+parameters were chosen by it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from fastserve_kernels.gpu import launch_parameters
 
 REGISTERS = 64 * 1024
 REGISTER_UNIT = 8
-"""Registers of a multiprocessor, and in which number a thread gets them."""
+"""Registers of a multiprocessor, and the multiple in which a thread gets them."""
 SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024}
 RESERVED_SHARED_BYTES = 1024
-"""Of a multiprocessor, and what the system takes of it for each program."""
+"""Shared memory of a multiprocessor in bytes, and the system's part of it for each program."""
 MOST_SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
-"""Of a program; the row of 8.0 serves 8.6 and 8.9 too, which have less than it has."""
+"""Shared memory of a program in bytes. The launch parameters of 8.0 also serve 8.6 and 8.9, which
+have less."""
 COPIES_OF_A_TILE = 3
-"""Groups that a loop's iteration begins: of the block table, of K and of V."""
+"""Groups of copies in each iteration of the loop: the block table, K and V."""
 MATRIX_INSTRUCTION = {80: "HMMA", 90: "HGMMA"}
-"""Feeds the tensor cores at full rate."""
+"""The instruction that uses the tensor cores at full rate."""
 
 # dtype, heads, KV heads, head dimension
 DECODE = [
@@ -58,7 +59,7 @@ def check_no_spills(kernel: CompiledKernel, architecture: int) -> None:
 
 
 def check_memory(kernel: CompiledKernel, architecture: int) -> None:
-    """No spills; vectors of 16 bytes, and single numbers of 4 from lists and tables."""
+    """Checks that nothing spills, and that loads are 16 bytes wide, or 4 for single numbers."""
     check_no_spills(kernel, architecture)
     loads = kernel.count("LDG.32", "LDG.128", "LDGSTS.32", "LDGSTS.128")
     assert loads == kernel.count("LDG", "LDGSTS"), kernel
@@ -88,36 +89,37 @@ def test_no_step_waits_for_the_compiler() -> None:
     assert len(variants) == 1, variants
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("shape", DECODE, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_decode(
     compiled: dict[str, list[CompiledKernel]],
     architecture: int,
     shape: tuple[str, int, int, int],
+    int8: bool,
 ) -> None:
-    attend, merge = compiled[str(launch("decode", architecture, shape))]
+    attend, merge = compiled[str(launch("decode", architecture, shape, int8))]
     _, heads, kv_heads, head_dim = shape
     parameters = launch_parameters.decode(
-        head_dim, 2, heads // kv_heads, divmod(architecture, 10), int8=False
+        head_dim, 2, heads // kv_heads, divmod(architecture, 10), int8=int8
     )
-    check_memory(attend, architecture)
+    (check_no_spills if int8 else check_memory)(attend, architecture)
     check_memory(merge, architecture)
-    # Each has its share of the work from the outset: one that waited for a place would be late.
+    # All programs start at once with their share of the work: one that waited would end late.
     resident = resident_programs(attend, architecture)
     assert resident >= parameters.programs_per_multiprocessor, attend
-    # K and V of a tile are under way while those of the tile before it are worked on.
-    assert attend.copies_ahead >= COPIES_OF_A_TILE, attend
+    # K and V of a tile are copied while the previous tile is computed. In INT8 their scales are,
+    # too.
+    assert attend.copies_ahead >= COPIES_OF_A_TILE + (2 if int8 else 0), attend
     assert resident_programs(merge, architecture) >= 12, merge
-    if heads > kv_heads:
+    if heads > kv_heads and not int8:
         assert attend.count("HMMA") > 0, attend
 
 
 @pytest.mark.parametrize("shape", PREFILL, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_prefill(
-    compiled: dict[str, list[CompiledKernel]],
-    architecture: int,
-    shape: tuple[str, int, int, int],
+    compiled: dict[str, list[CompiledKernel]], architecture: int, shape: tuple[str, int, int, int]
 ) -> None:
     (kernel,) = compiled[str(launch("prefill", architecture, shape))]
     check_memory(kernel, architecture)
@@ -125,35 +127,14 @@ def test_prefill(
     assert resident >= (2 if shape[3] == 64 else 1), kernel
     assert kernel.count("STG") == kernel.count("STG.128") > 0, kernel
     assert kernel.count(MATRIX_INSTRUCTION[architecture]) > 0, kernel
-    # As in decode, unless there are other programs to work meanwhile.
+    # As in decode, unless other programs can compute meanwhile.
     assert kernel.copies_ahead >= COPIES_OF_A_TILE or resident >= 3, kernel
-
-
-@pytest.mark.parametrize("shape", DECODE, ids=str)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_decode_of_a_cache_in_int8(
-    compiled: dict[str, list[CompiledKernel]],
-    architecture: int,
-    shape: tuple[str, int, int, int],
-) -> None:
-    attend, _ = compiled[str(launch("decode", architecture, shape, int8=True))]
-    _, heads, kv_heads, head_dim = shape
-    parameters = launch_parameters.decode(
-        head_dim, 2, heads // kv_heads, divmod(architecture, 10), int8=True
-    )
-    check_no_spills(attend, architecture)
-    resident = resident_programs(attend, architecture)
-    assert resident >= parameters.programs_per_multiprocessor, attend
-    # K, V and the scales of both.
-    assert attend.copies_ahead >= COPIES_OF_A_TILE + 2, attend
 
 
 @pytest.mark.parametrize("shape", PREFILL, ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_prefill_of_a_cache_in_int8(
-    compiled: dict[str, list[CompiledKernel]],
-    architecture: int,
-    shape: tuple[str, int, int, int],
+    compiled: dict[str, list[CompiledKernel]], architecture: int, shape: tuple[str, int, int, int]
 ) -> None:
     (kernel,) = compiled[str(launch("prefill", architecture, shape, int8=True))]
     if (architecture, shape[3]) != (80, 256):  # see `launch_parameters.INT8_PREFILL`

@@ -18,12 +18,12 @@ def test_every_head_has_parameters() -> None:
     for head_dim, size, capability in product((64, 80, 128, 256), (2, 4), [(8, 0), (9, 0)]):
         for group, int8 in product((1, 4), (False, True)):
             parameters = launch_parameters.decode(head_dim, size, group, capability, int8)
-            # All of a split's tiles but the last of a context are full.
+            # All tiles of a split are full, except the last of a context.
             assert SPLIT_TOKENS % parameters.key_tile == 0
         plain, of_int8 = (
             launch_parameters.prefill(head_dim, size, capability, int8) for int8 in (False, True)
         )
-        # Work lists are made without asking for the cache.
+        # Work lists are built without knowing the cache's format.
         assert plain.query_tile == of_int8.query_tile
 
 

@@ -19,7 +19,8 @@ LAUNCHES = [
     )
     for architecture, dtype, rows, sizes in CASES
 ]
-# Of a program. The row for 8.0 also serves cards with less than an A100 has.
+# Shared memory of a program in bytes. The parameters for 8.0 also serve cards with less than an
+# A100.
 MOST_SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
 
 
@@ -36,7 +37,7 @@ def test_machine_code(compiled: dict[str, list[CompiledKernel]], launch: Launch)
     rows, is_narrow = int(launch.arguments["rows"]), launch.arguments["dtype"] != "float32"
     assert kernel.stack_bytes == 0, what
     assert kernel.count("LDL", "STL") == 0, what
-    # x and codes come by asynchronous copies; only scale and bias are loaded.
+    # Asynchronous copies bring x and codes; only scale and bias are loaded.
     assert kernel.count("LDGSTS.128") > 0, what
     assert kernel.copies_ahead >= 2, what
     assert (kernel.count("HMMA", "HGMMA") > 0) == is_narrow, what
@@ -48,7 +49,7 @@ def test_machine_code(compiled: dict[str, list[CompiledKernel]], launch: Launch)
 def test_steps_of_all_sizes_take_what_was_compiled_at_the_start(
     compiled: dict[str, list[CompiledKernel]],
 ) -> None:
-    """For each layer and architecture a variant for each way to choose, and no more."""
+    """Each layer and architecture has one variant for each choice of parameters, and no more."""
     for architecture, dtype, sizes in product((80, 90), ("bfloat16",), ((5120, 20480),)):
         variants = {
             compiled[str(launch)][0].variant

@@ -26,7 +26,7 @@ def test_case(case: Case, kernel_device: torch.device) -> None:
 def test_no_number_of_another_layer_or_token_counts(
     dtype: torch.dtype, kernel_device: torch.device
 ) -> None:
-    """What the cases poison with NaN, of a size at which a weight of zero would hide it."""
+    """Where the cases have NaN, the cache holds 0 or 1000 instead: the results are equal."""
     torch.manual_seed(0)
     shape, contexts = Shape(2, 1, 64), [20, 260]
     cache = Cache.filled(contexts, shape, dtype)
@@ -46,7 +46,7 @@ def test_no_number_of_another_layer_or_token_counts(
 
 @pytest.mark.parametrize("dtype", DOTS)
 def test_scores_of_any_size(dtype: torch.dtype, kernel_device: torch.device) -> None:
-    """Maxima that rise and fall from tile to tile, and scores far below them."""
+    """Maxima rise and fall from tile to tile, and other scores lie far below them."""
     torch.manual_seed(0)
     shape, length = Shape(2, 1, 64), 600
     cache = Cache.filled([length], shape, dtype)

@@ -1,4 +1,4 @@
-"""The emulator of machine code notices what a GPU would do wrong without a word."""
+"""The emulator of machine code reports errors that a GPU would make silently."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NAN = 0xFFFFFFFF
 
 
 def run(code: str, values: np.ndarray) -> None:
-    """One program. Its parameter is the address of ``values``; %r1 is the thread, %rd1 the address
-    of its own value, %r2 that of its own word in 256 bytes of shared memory, %r3 of the word of the
-    thread 32 further, in the other warp."""
+    """Runs one program whose parameter is the address of ``values``. %r1 is the thread, %rd1 the
+    address of its value, %r2 that of its word in 256 bytes of shared memory. %r3 is the address of
+    the word of the thread 32 further, in the other warp."""
     text = f""".visible .entry kernel(
 	.param .u64 .ptr .global .align 1 kernel_param_0
 )
@@ -86,7 +86,7 @@ def test_what_only_chance_makes_right(code: str, error: str) -> None:
 
 
 def test_a_copy_is_there_when_it_was_waited_for() -> None:
-    """Of two, the first; what an earlier barrier would let others read is not there yet."""
+    """Of two copies the first is there. Data is not visible at a barrier before the wait."""
     values, second = numbers(2 * THREADS), 4 * THREADS
     run(
         f"""setp.lt.s32 %p1, %r1, 32; mov.b32 %r4, 0; selp.b32 %r5, 4, 0, %p1;

@@ -10,7 +10,7 @@ from fastserve_kernels.gpu import activations, kv_int8
 from rowwise_cases import Case, cases
 
 
-@pytest.mark.filterwarnings("ignore:overflow")  # of NumPy, by which the interpreter computes
+@pytest.mark.filterwarnings("ignore:overflow")  # the interpreter computes with NumPy, which warns
 @pytest.mark.one_of("case", key=but_dtype)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_case(case: Case, kernel_device: torch.device) -> None:
@@ -33,7 +33,7 @@ def test_relu_lets_nan_through(kernel_device: torch.device) -> None:
 def test_int8_of_channels_that_float16_does_not_hold(
     value: float, kernel_device: torch.device
 ) -> None:
-    """A constant, beside it a channel that spreads as far."""
+    """One channel is constant, another has values just as large."""
     kv = torch.full((1, 1, 2, 1, 16, 16), value)
     kv[..., 1] = torch.linspace(-1, 1, 16) * value
     check_int8(kv, kernel_device)
@@ -41,7 +41,7 @@ def test_int8_of_channels_that_float16_does_not_hold(
 
 @pytest.mark.parametrize("ulps", [-1, 0, 1])
 def test_int8_of_values_between_two_codes(ulps: int, kernel_device: torch.device) -> None:
-    """Each half of a step, exactly or next to it, in channels of many scales."""
+    """Values at or next to each half step, in channels of many scales."""
     torch.manual_seed(0)
     scale = (torch.rand(64) + 0.1).half().float()
     steps = torch.arange(512).view(8, 1, 1, 1, 64, 1) / 2
@@ -53,7 +53,7 @@ def test_int8_of_values_between_two_codes(ulps: int, kernel_device: torch.device
 
 
 def check_int8(kv: torch.Tensor, device: torch.device) -> None:
-    """Codes and parameters of all blocks are those of a CPU."""
+    """Checks that codes and parameters of all blocks are those of a CPU."""
     block_ids = torch.arange(len(kv), dtype=torch.int32, device=device)
     results = kv_int8.quantize_blocks(kv.to(device), block_ids, kv.shape[4])
     for result, expected in zip(results, kv_quantization.quantize(kv, kv.shape[4]), strict=True):

@@ -1,4 +1,4 @@
-"""KV blocks to the host and back in INT8, through the kernels for a GPU."""
+"""KV blocks go to the host and back in INT8 by the GPU's kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLACES = {
     "host reversed": ([0, 1, 2, 3, 4], [8, 7, 6, 5, 4]),
     "runs": ([0, 1, 2, 4, 5], [2, 3, 5, 6, 7]),
 }
-"""Blocks on the device, of the first half, and on the host."""
+"""Blocks in the first half of the device, and the blocks on the host."""
 
 
 def make_kv(dtype: torch.dtype) -> Tensor:
@@ -42,7 +42,7 @@ def test_as_the_store_of_a_cpu(
     targets = array("i", [NUM_DEVICE - 1 - block for block in sources])
     kv = make_kv(dtype)
     plain = Int8Store(kv, NUM_HOST)
-    # A step may have left anything behind the last token.
+    # The slots after the last token may hold anything.
     kv[sources[-1], ..., 5:, :] = float("nan")
     device_kv = kv.to(kernel_device)
     monkeypatch.setattr(host_store, "_STAGING_BYTES", staged_blocks * plain.block_bytes)
@@ -53,7 +53,7 @@ def test_as_the_store_of_a_cpu(
     plain.copy_out(sources, hosts, 5)
     staged.copy_out(sources, hosts, 5)
     torch.testing.assert_close(device_kv.cpu(), kv, rtol=0, atol=0, equal_nan=True)
-    # Of the device's blocks only those that are copied in change.
+    # Only those blocks of the device change that are copied in.
     plain.copy_in(targets, hosts)
     staged.copy_in(targets, hosts)
     torch.testing.assert_close(device_kv.cpu(), kv, rtol=0, atol=0, equal_nan=True)

@@ -28,14 +28,15 @@ _COMPARISONS = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
     "gt": np.greater, "ge": np.greater_equal,
 }  # fmt: skip
-# Errors of approximations, in units of 2^-24 of the result: as documented, or more.
+# Errors of approximations in units of 2^-24 of the result, at least as large as documented.
 _DIV_FULL, _EX2, _RSQRT = 4.0, 4.0, 4.0
 
 
 def _elementwise(
     function: Callable[..., Any], machine: Machine, i: Instruction, mask: Mask
 ) -> None:
-    """Of operands of one type. Floats of 16 bits are computed in float64 and rounded by float32."""
+    """An operation on operands of one type. Floats of 16 bits are computed in float64 and rounded
+    by way of float32."""
     if i.type in _HALF_TYPES:
         half = i.type.removesuffix("x2")
         values = [_halves_of(machine, operand, i.type) for operand in i.operands[1:]]
@@ -62,7 +63,8 @@ def _halves_of(machine: Machine, operand: str, type_name: str) -> Array:
 
 
 def _least_or_most(machine: Machine, i: Instruction, mask: Mask) -> None:
-    """Of two or three; of a number and NaN the number, unless the name says otherwise."""
+    """The minimum or maximum of two or three. Numbers win over NaN, unless the name says
+    otherwise."""
     is_least = i.parts[0] == "min"
     if "NaN" in i.parts:
         choose = np.minimum if is_least else np.maximum
@@ -80,7 +82,7 @@ def _least_or_most(machine: Machine, i: Instruction, mask: Mask) -> None:
 
 
 def _multiply(machine: Machine, i: Instruction, mask: Mask) -> None:
-    """``mul`` and ``mad``: with its whole result, or the lower or upper half of it."""
+    """``mul`` and ``mad``, with the whole product or its lower or upper half."""
     if i.parts[1] not in ("wide", "hi", "lo"):
         _elementwise(np.multiply, machine, i, mask)
         return
@@ -123,7 +125,7 @@ def _approximation(
 
 
 def _shift(machine: Machine, i: Instruction, mask: Mask) -> None:
-    """By more bits than there are: to what the last of them makes of it."""
+    """Shifts by more bits than the width give the result of shifting out all bits."""
     bits = 8 * size_of(i.type)
     x, count = machine.read(i.operands[1], i.type), machine.read(i.operands[2], "u32")
     operation = np.left_shift if i.parts[0] == "shl" else np.right_shift
@@ -153,7 +155,7 @@ def _permute(machine: Machine, i: Instruction, mask: Mask) -> None:
 
 
 def _move(machine: Machine, i: Instruction, mask: Mask) -> None:
-    """Also a word to its parts, and parts to a word."""
+    """Moves a value, a word to its parts, or parts to a word."""
     target, source = i.operands
     of_target, of_source = vector(target), vector(source)
     part = f"b{8 * size_of(i.type) // max(len(of_target), len(of_source))}"
@@ -183,7 +185,7 @@ def _convert(machine: Machine, i: Instruction, mask: Mask) -> None:
     to, of = i.parts[-2:]
     values = [machine.read(operand, of) for operand in i.operands[1:]]
     if to in _HALF_TYPES:
-        # Of two, the first is the upper half.
+        # The first of two operands becomes the upper half.
         bits = np.stack([encoded(one, to.removesuffix("x2")) for one in reversed(values)], axis=1)
         result = bits.view(TYPES[to])[:, 0]
     elif of in _HALF_TYPES:

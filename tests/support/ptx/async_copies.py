@@ -10,7 +10,7 @@ from ptx.formats import Array
 from ptx.memory import GlobalMemory, SharedMemory
 
 NOTHING = -1
-"""In the place of a source's address: zeros are written."""
+"""Takes the place of a source's address where zeros are written."""
 
 
 @dataclass
@@ -18,7 +18,7 @@ class _Copy:
     threads: Array
     """Indices."""
     groups: Array
-    """Of the copies that the thread had committed before this one."""
+    """Number of groups that the thread had committed before this one."""
     sources: Array
     """Addresses, or ``NOTHING``."""
     places: Array
@@ -35,15 +35,15 @@ class _Copy:
 
 
 class AsyncCopies:
-    """They arrive when they are waited for, not before: until then there is poison."""
+    """Copies arrive only when a thread waits for them. Until then their targets hold poison."""
 
     def __init__(self, memory: GlobalMemory, shared: SharedMemory, warp_of: Array) -> None:
         self._memory, self._shared, self._warp_of = memory, shared, warp_of
         self._committed = np.zeros(len(warp_of), np.int64)  # groups, of each thread
         self._under_way: list[_Copy] = []
 
-    def begin(self, threads: Array, sources: Array, places: Array, width: int) -> None:
-        """sources: addresses, or ``NOTHING``. places: of shared memory."""
+    def start(self, threads: Array, sources: Array, places: Array, width: int) -> None:
+        """sources: addresses, or ``NOTHING``. places: indices in shared memory."""
         self._memory.check(sources[sources != NOTHING], width)
         self._shared.claim(places, width, self._warp_of[threads])
         copy = _Copy(threads, self._committed[threads], sources, places, width)
@@ -53,7 +53,7 @@ class AsyncCopies:
         self._committed[mask] += 1
 
     def wait(self, mask: Array, most: int) -> None:
-        """Until all but the last ``most`` groups of each thread have arrived."""
+        """Waits until all but the last ``most`` groups of each thread have arrived."""
         left = []
         for copy in self._under_way:
             threads = copy.threads

@@ -55,14 +55,14 @@ def _async_copy(machine: Machine, i: Instruction, mask: Mask) -> None:
     elif i.parts[3:] == ("shared", "global"):
         width = int(i.operands[2], 0)
         sources = machine.addresses(i.operands[1])[mask]
-        if len(i.operands) > 3:  # how much of it is read; the rest becomes zeros
+        if len(i.operands) > 3:  # bytes that are read; the rest becomes zeros
             read = machine.read(i.operands[3], "u32")[mask]
             if not np.isin(read, (0, width)).all():
                 raise UnknownCode(f"{i.text}: of a part")
             sources = np.where(read == width, sources, NOTHING)
         targets = machine.addresses(i.operands[0])[mask]
         places = machine.shared.places(targets, machine.program_of[mask], width)
-        machine.copies.begin(np.flatnonzero(mask), sources, places, width)
+        machine.copies.start(np.flatnonzero(mask), sources, places, width)
     else:
         raise UnknownCode(i.text)
 
@@ -90,7 +90,7 @@ def _shuffle(machine: Machine, i: Instruction, mask: Mask) -> None:
 
 
 def _nothing(machine: Machine, i: Instruction, mask: Mask) -> None:
-    """Of what orders accesses that happen one after the other here."""
+    """Does nothing for instructions that order accesses, which are in order here."""
 
 
 DATA_MOVEMENT = {

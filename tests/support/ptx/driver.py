@@ -1,4 +1,4 @@
-"""In the place of Triton's CUDA driver: launches run on the host."""
+"""Replaces Triton's CUDA driver: launches run on the host."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ptx.program import Program
 from ptx.tensor_cores import TENSOR_CORES
 
 VARIABLE = "EMULATED_GPU"
-"""Of the environment: "sm_80" or "sm_90"."""
+"""Environment variable with the architecture: "sm_80" or "sm_90"."""
 INSTRUCTIONS = {**ARITHMETIC, **DATA_MOVEMENT, **TENSOR_CORES}
 MOST_THREADS = 4096
-"""That run at a time: so many that numpy's calls cost little each, and memory not much."""
+"""Programs that run at once: enough to make numpy's calls cheap, without using much memory."""
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
-"""That a program may have, by architecture."""
+"""Shared memory of a program in bytes, by architecture."""
 _architecture: int | None = None
 
 
 def install(name: str) -> None:
-    """From now on kernels are compiled for this architecture, and emulated.
+    """Compiles kernels for this architecture from now on, and emulates them.
 
     Raises:
         ValueError: no such architecture, or Triton was told to interpret.
@@ -49,7 +49,7 @@ def install(name: str) -> None:
 
 
 def capability() -> tuple[int, int] | None:
-    """Compute capability of what is emulated; None if nothing is."""
+    """Compute capability of the emulated GPU; None without emulation."""
     return None if _architecture is None else divmod(_architecture, 10)
 
 
@@ -68,7 +68,7 @@ def _program(path: str) -> Program:
 
 
 class _Launcher:
-    """Of a compiled kernel."""
+    """Launches a compiled kernel."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self._types = source.signature.values()
@@ -84,7 +84,7 @@ class _Launcher:
             for arg, type_name in zip(args, self._types, strict=True)
             if type_name != "constexpr"
         ]
-        # Behind the kernel's own parameters there are two of scratch memory, which none asks for.
+        # The kernel's own parameters are followed by two for scratch memory, which no kernel uses.
         bits = [*map(_bits, given), 0, 0]
         parameters = dict(zip(program.parameters, bits, strict=True))
         memory = GlobalMemory(_range(one) for one in given if isinstance(one, Tensor))

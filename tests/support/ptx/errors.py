@@ -1,11 +1,11 @@
-"""What goes wrong on a GPU, and what this emulator does not know."""
+"""Errors of kernels on a GPU, and PTX unknown to this emulator."""
 
 from __future__ import annotations
 
 
 class MachineError(Exception):
-    """The code does what is undefined on a GPU, or what it refuses."""
+    """The code does something that is undefined on a GPU, or that the GPU refuses."""
 
 
 class UnknownCode(Exception):
-    """PTX that the kernels had none of when this was written."""
+    """PTX that no kernel used when this was written."""

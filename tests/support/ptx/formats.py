@@ -50,8 +50,8 @@ def halves(words: Array, type_name: str) -> Array:
 
 
 def approximate(exact: Array, ulps: float) -> Array:
-    """float32 that differ by up to so much from the exact results: any amount, but the same for the
-    same result, as hardware does."""
+    """float32 values near the exact results. As in hardware, the error is arbitrary up to a limit,
+    but the same for equal results."""
     values = np.ascontiguousarray(exact, dtype=np.float32)
     spread = (values.view(np.uint32) * np.uint32(2654435761)).astype(np.float64) / 2**31 - 1
     shifted = values.astype(np.float64) * (1 + spread * ulps * 2.0**-24)

@@ -1,4 +1,4 @@
-"""Threads that run a program: registers, who is where, and what instructions need."""
+"""Threads that run a program: their registers and positions, and helpers for instructions."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _REGISTERS = {
 _ADDRESS = re.compile(r"\[\s*(%?\w+)\s*(?:\+\s*(-?\d+))?\s*\]")
 
 Mask = Array
-"""bool [threads]: those that execute an instruction."""
+"""bool [threads]: the threads that execute an instruction."""
 Execute = Callable[["Machine", Instruction, Mask], None]
 
 
 class Machine:
     """All threads of some programs of a grid, in lockstep.
 
-    The threads that are furthest back in the code go first. So those that part meet again where
-    their ways do, as a GPU's do, and none waits for another but at barriers.
+    The threads furthest back in the code go first. So threads that diverge meet again where their
+    paths do, as on a GPU, and none waits for another except at barriers.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Machine:
             kind = re.fullmatch(r"%([a-z]+)\d+", name)
             if kind is None or kind[1] not in _REGISTERS:
                 raise UnknownCode(f"register {name}")
-            # What was never written holds anything.
+            # Registers that were never written hold arbitrary values.
             self._registers[name] = np.full(self.threads, 0xCDCD).astype(_REGISTERS[kind[1]])
         return self._registers[name]
 
@@ -141,7 +141,7 @@ class Machine:
         return start + int(offset or 0)
 
     def whole_warps(self, mask: Mask, size: int = WARP) -> Array:
-        """Which warps, or groups of so many threads, execute an instruction.
+        """The warps, or groups of another size, that execute an instruction.
 
         Raises:
             MachineError: of one of them only some threads do.

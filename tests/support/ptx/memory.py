@@ -1,4 +1,4 @@
-"""Memory that notices what a GPU would do wrong without a word."""
+"""Memory that reports errors that a GPU would make silently."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ptx.errors import MachineError
 from ptx.formats import Array
 
 SHARED_START = 1024
-"""Address of the first byte of shared memory, of every program. (Of 0 a bug might make use.)"""
+"""Address of each program's first byte of shared memory. It is not 0, which could hide a bug."""
 POISON = 0xFF
-"""Bytes of what was not written yet: NaN."""
+"""Bytes that were not written yet: NaN."""
 SEVERAL = -2
-"""In the place of a warp: more than one."""
+"""Takes the place of a warp: more than one warp."""
 
 
 class GlobalMemory:
-    """The host's memory, of some tensors only."""
+    """The host's memory, restricted to some tensors."""
 
     def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
         """ranges: (address, bytes)."""
@@ -69,11 +69,11 @@ class GlobalMemory:
 
 
 class SharedMemory:
-    """Of some programs of a grid, each with its own.
+    """The shared memories of some programs of a grid.
 
-    Between two barriers of a program a byte that a warp writes may be used by that warp alone, and
-    one that a warp reads may be written by that warp alone: else it is chance who comes first. Nor
-    may anything write what a product under way reads.
+    Between two barriers of a program, only the warp that writes a byte may use it, and only the
+    warp that reads a byte may write it: else the order is chance. Nothing may write what a product
+    under way reads.
     """
 
     def __init__(self, num_programs: int, num_bytes: int, num_groups: int) -> None:
@@ -83,11 +83,11 @@ class SharedMemory:
         size = num_programs * self._pitch
         self._bytes = np.full(size, POISON, np.uint8)
         self._barriers = np.zeros(num_programs, np.int32)
-        # Of each byte: after how many barriers, and by which warp.
+        # For each byte: the barriers before its last write or read, and the warp.
         self._written_at, self._writer = np.full(size, -1, np.int32), np.zeros(size, np.int32)
         self._read_at, self._reader = np.full(size, -1, np.int32), np.zeros(size, np.int32)
         self._products = np.zeros(size, np.int32)  # that read it and were not waited for
-        # Places of 16 bytes, whose they are, and of that warp group how many commits came before.
+        # Each: places of 16 bytes, the warp group that reads them, and its earlier commits.
         self._under_way: list[tuple[Array, Array, Array]] = []
         self._commits = np.zeros(num_groups, np.int32)
 
@@ -95,7 +95,7 @@ class SharedMemory:
         self._barriers[programs] += 1
 
     def places(self, addresses: Array, programs: Array, width: int) -> Array:
-        """Where, in what this object holds, each thread's bytes begin.
+        """The index in this object at which each thread's bytes begin.
 
         Raises:
             MachineError: an address is not a multiple of the width, or outside.
@@ -122,7 +122,7 @@ class SharedMemory:
             raise MachineError("two threads write different values to one place")
 
     def claim(self, places: Array, width: int, warps: Array) -> Array:
-        """Says that warps write here, from now on until they do; returns the place of each byte."""
+        """Reserves bytes that warps are about to write; returns the index of each byte."""
         of_bytes, at, warps = self._of_bytes(places, width, warps)
         _check(of_bytes, at, warps, self._written_at, self._writer, "written by two warps")
         _check(of_bytes, at, warps, self._read_at, self._reader, "written while it is read")
@@ -144,7 +144,7 @@ class SharedMemory:
         self._commits[groups] += 1
 
     def wait_for_products(self, groups: Array, count: int) -> None:
-        """Of these groups, so that ``count`` commits at most are under way."""
+        """Waits until at most ``count`` commits of these groups are under way."""
         left = []
         for places, of_groups, at in self._under_way:
             ended = groups[of_groups] & (at < self._commits[of_groups] - count)

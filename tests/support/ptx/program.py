@@ -10,8 +10,7 @@ from ptx.errors import UnknownCode
 
 _INSTRUCTION = re.compile(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _NOT_EXECUTED = (".loc", ".reg", ".pragma")
-# Behind an instruction's first part, of those that the kernels have; another one may change what it
-# does.
+# Known modifiers of the kernels' instructions; an unknown one could change an instruction's effect.
 _MODIFIERS = frozenset([
     "NaN", "aligned", "approx", "async", "b16", "b32", "b64", "b8", "bf16", "bf16x2", "bfly", "ca",
     "cg", "col", "commit_group", "cta", "eq", "f16", "f16x2", "f32", "fence", "ftz", "full", "ge",
@@ -26,12 +25,12 @@ _MODIFIERS = frozenset([
 class Instruction:
     text: str
     guard: str | None
-    """Register that tells which threads execute it; of the others, if ``is_negated``."""
+    """Predicate register that selects the executing threads, or the others if ``is_negated``."""
     is_negated: bool
     parts: tuple[str, ...]
-    """Of its name, as "ld", "global", "v4", "b32"."""
+    """Parts of its name, such as "ld", "global", "v4", "b32"."""
     operands: tuple[str, ...]
-    """As written; a vector with its braces, an address with its brackets."""
+    """Operands as written; a vector has its braces, an address its brackets."""
 
     @property
     def type(self) -> str:
@@ -46,7 +45,7 @@ class Program:
     parameters: tuple[str, ...]
     instructions: tuple[Instruction, ...]
     labels: dict[str, int]
-    """Index of the instruction behind each."""
+    """Index of the instruction after each label."""
 
     @staticmethod
     def parse(text: str) -> Program:
@@ -66,8 +65,8 @@ class Program:
 
 
 def _lines(body: str) -> Iterator[str]:
-    """Of a kernel, without comments, to its end. Registers of a block within it, which inline
-    assembly has, get the % that others have."""
+    """The kernel's lines to its end, without comments. Registers of inline assembly's blocks get
+    the % that others have."""
     depth, local = 0, ""
     for line in body.split("\n"):
         code = line.partition("//")[0].strip()

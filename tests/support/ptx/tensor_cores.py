@@ -1,5 +1,5 @@
-"""Products of matrices by warps (``mma``) and groups of four warps (``wgmma``), and how their
-operands come from and go to shared memory.
+"""Products of matrices by warps (``mma``) and groups of four warps (``wgmma``), and how operands
+move between registers and shared memory.
 
 Layouts are those of the PTX ISA, sections "Matrix Fragments for mma.m16n8k16", "ldmatrix" and
 "Asynchronous Warpgroup Level Matrix Shared Memory Layout".
@@ -19,9 +19,9 @@ from ptx.program import Instruction, vector
 _GROUP_WARPS = WARP_GROUP // WARP
 _LANES = np.arange(WARP)
 _ROWS, _COLUMNS = _LANES // 4, _LANES % 4 * 2
-"""Of an 8 x 8 tile, where each lane has two neighbours of a row."""
+"""Where a lane's numbers begin in an 8 x 8 tile: it has two neighbours of a row."""
 _DEPTH = 16
-"""Of each product."""
+"""The inner dimension of each product."""
 
 
 def _multiply(machine: Machine, i: Instruction, mask: Mask) -> None:
@@ -89,7 +89,8 @@ def _store_matrices(machine: Machine, i: Instruction, mask: Mask) -> None:
 def _matrix_rows(
     machine: Machine, i: Instruction, address: str, mask: Mask
 ) -> tuple[Array, Array, Array]:
-    """Places of the rows and their warps, of the warps that execute this; and which those are."""
+    """Indices of rows and their warps, for the warps that execute this; and a mask of these
+    warps."""
     executing = machine.whole_warps(mask)
     count = 8 * int(i.parts[4].removeprefix("x"))
 
@@ -112,15 +113,15 @@ def _multiply_in_group(machine: Machine, i: Instruction, mask: Mask) -> None:
 
 
 def _begin_product(machine: Machine, i: Instruction, mask: Mask) -> None:
-    """D = A B, or D + A B, of four warps: 64 x 16 by 16 x n. The result is there at once; what was
-    read of shared memory is in use until it is waited for."""
+    """D = A B, or D + A B, of four warps: 64 x 16 by 16 x n. The result is ready at once, but the
+    shared memory that it read is in use until a thread waits for it."""
     shape = re.fullmatch(r"m64n(\d+)k16", i.parts[4])
     target, a, b, adds, *signs_and_layouts = i.operands
     if shape is None or i.parts[5] != "f32" or signs_and_layouts[:2] != ["1", "1"]:
         raise UnknownCode(i.text)
     executing = machine.whole_warps(mask, WARP_GROUP)
     half = i.parts[6]
-    is_transposed = [layout == "1" for layout in signs_and_layouts[2:]]  # of A if it is in memory
+    is_transposed = [layout == "1" for layout in signs_and_layouts[2:]]  # A's, if it is in memory
     if a.startswith("{"):
         left = _left_operand(machine, vector(a), half).reshape(-1, 64, _DEPTH)[executing]
     else:
@@ -141,8 +142,8 @@ def _begin_product(machine: Machine, i: Instruction, mask: Mask) -> None:
 def _shared_operand(
     machine: Machine, descriptor: str, size: int, is_transposed: bool, half: str, executing: Array
 ) -> Array:
-    """float32 [groups, size, 16] as the descriptor says; of a transposed one, neighbours in memory
-    are neighbours along ``size``."""
+    """float32 [groups, size, 16] as the descriptor says. If transposed, neighbours in memory are
+    neighbours along ``size``."""
     words = machine.register(descriptor).reshape(-1, WARP_GROUP)[executing]
     if (words != words[:, :1]).any():
         raise UnknownCode("a descriptor that differs between threads")

@@ -79,8 +79,6 @@ class StepLoop:
         check_integrity: bool = False,
     ) -> None:
         self.policy = policy
-        self.kv = kv
-        """For the ranks as they are now; ``jobs`` has the same."""
         self._clock = clock
         self._serving_clock = ServingClock(clock)
         self._masked = MaskedJobs(mask_source)
@@ -103,6 +101,11 @@ class StepLoop:
         self._step_ids = itertools.count()
         self._num_decodes = 0  # in the latest step
         self._ran: list[Job] = []  # jobs whose step has ended since the latest step was sent
+
+    @property
+    def kv(self) -> KVManager:
+        """The one for the ranks as they are now."""
+        return self.jobs.kv
 
     @property
     def is_idle(self) -> bool:
@@ -142,7 +145,6 @@ class StepLoop:
             kv: an empty one.
         """
         self._serving_clock.stop()
-        self.kv = kv
         self.jobs.on_ranks_lost(kv)
         self._work.forget()
         self._ahead.forget()
@@ -157,7 +159,6 @@ class StepLoop:
         """
         self._serving_clock.restart()
         self._work.executor = executor
-        self.kv = kv
         self.jobs.on_ranks_replaced(kv)
 
     # --- The next step ------------------------------------------------------------------------

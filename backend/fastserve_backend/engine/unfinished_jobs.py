@@ -47,7 +47,8 @@ class UnfinishedJobs:
         self._jobs: dict[int, Job] = {}
         self._without_token: set[int] = set()
         self._policy = policy
-        self._kv = kv
+        self.kv = kv
+        """The one for the ranks as they are now."""
         self._delivery = delivery
         self._masked = masked
         self._work = work
@@ -80,7 +81,7 @@ class UnfinishedJobs:
         self._jobs[job.number] = job
         self._without_token.add(job.number)
         self._delivery.open_stream(job)
-        self._kv.on_arrival(job, self._clock.now())
+        self.kv.on_arrival(job, self._clock.now())
         self._policy.add(job, self._clock.at(job.arrival_s))
         self._counters.prompt_tokens += len(job.prompt_ids)
         self._masked.add(job)
@@ -179,7 +180,7 @@ class UnfinishedJobs:
     def release(self, job: Job) -> None:
         """The job has ended, and no unfinished step runs it: free its blocks."""
         self._policy.remove(job)
-        self._kv.release(job)
+        self.kv.release(job)
 
     # --- The ranks are replaced ---------------------------------------------------------------
 
@@ -192,7 +193,7 @@ class UnfinishedJobs:
         for job in self._work.jobs.values():
             if job.state is JobState.FINISHED:
                 self._policy.remove(job)  # its blocks are gone with the old KV manager
-        self._kv = kv
+        self.kv = kv
         self.num_running = 0
         for job in self:
             job.on_ranks_lost()
@@ -204,13 +205,13 @@ class UnfinishedJobs:
         Args:
             kv: an empty one, of the size of that cache.
         """
-        self._kv = kv
+        self.kv = kv
         for job in list(self):
             self._fail_if_too_long(job)
 
     def _fail_if_too_long(self, job: Job) -> None:
         needed = len(job.prompt_ids) + job.params.max_tokens
-        capacity = self._kv.tiers.device.capacity
+        capacity = self.kv.tiers.device.capacity
         if needed > capacity:
             self.fail(
                 job,

@@ -12,6 +12,7 @@ from itertools import islice
 
 from fastserve_backend.config import KVCacheSection
 from fastserve_backend.job import Job, Place
+from fastserve_backend.kv_cache.blocks import BlockPool
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.device_room import DeviceRoom
 from fastserve_backend.kv_cache.holders import Holders, RoundState
@@ -100,7 +101,7 @@ class LookAhead:
         border = DeviceBorder(tiers, state, device.num_blocks - reserve, self._prefixes.num_unused)
         most_returning = max(0, _MAX_RETURNING - tiers.num_unfinished(TransferKind.SWAP_IN))
         returning = list(islice(border.inside(_BAND * device.num_blocks), most_returning))
-        wanted = reserve + sum(self._room_to_return(job) for job in returning)
+        wanted = reserve + sum(_room_to_return(job, device) for job in returning)
         spare += self._prefixes.give_back(wanted - spare, state.offered)
         num_left = num_refused = 0
         for job in border.outside() if spare < wanted else ():
@@ -121,13 +122,9 @@ class LookAhead:
             if spare >= wanted or num_refused == _MOST_REFUSED:
                 break
         for job in returning:
-            if not room.has_free(self._room_to_return(job) + reserve):
+            if not room.has_free(_room_to_return(job, device) + reserve):
                 break
             self._swapping.swap_in(job, job.num_tokens, state)
-
-    def _room_to_return(self, job: Job) -> int:
-        """Blocks for all tokens of a job, so that its next step can follow at once."""
-        return self._tiers.device.blocks_for(job.num_tokens)
 
     def _write_back(self, state: RoundState) -> None:
         """Copy full blocks of one job that will leave, while the link is idle."""
@@ -146,6 +143,11 @@ class LookAhead:
                 max_blocks = max(1, int(_WRITE_BACK_S / self._costs.transfer_s(True, 1)))
                 self._swapping.write_back(job, min(max_blocks, host.num_free), state)
                 break
+
+
+def _room_to_return(job: Job, device: BlockPool) -> int:
+    """Blocks for all tokens of a swapped-out job, so that its next step can follow at once."""
+    return device.blocks_for(job.num_tokens)
 
 
 class DeviceBorder:
@@ -178,7 +180,7 @@ class DeviceBorder:
         Those that run next come first."""
         num_before = 0
         for job in self._swapped_out():
-            num_before += self._room_to_return(job)
+            num_before += _room_to_return(job, self._tiers.device)
             if not self._has_behind(job, self._num_here + num_before + band):
                 return
             yield job
@@ -195,7 +197,7 @@ class DeviceBorder:
                 before = next(swapped_out, None)
                 if before is None:
                     return
-                num_before += self._room_to_return(before)
+                num_before += _room_to_return(before, self._tiers.device)
                 last_before = self._estimate(before)
             if last_before is not None and last_before >= estimate:
                 return
@@ -230,9 +232,6 @@ class DeviceBorder:
                 num_held = self._tiers.device.num_held(job.number)
                 looked_at.append((self._estimate(job), job, num_held))
         return looked_at[index]
-
-    def _room_to_return(self, job: Job) -> int:
-        return self._tiers.device.blocks_for(job.num_tokens)
 
 
 class BurstReserve:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.backend import (
     compiled_for,
     cpu_backend,
@@ -39,6 +40,7 @@ from fastserve_kernels.int8_linear import Int8Linear
 from fastserve_kernels.linear import PackedLinear
 
 __all__ = [
+    "AttentionRule",
     "Int8Linear",
     "PackedLinear",
     "add_layer_norm",
@@ -94,7 +96,7 @@ def paged_decode(
     block_tables: Tensor,
     table_starts: Tensor,
     context_lens: Tensor,
-    scale: float,
+    rule: AttentionRule,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query row for each job over the paged cache.
@@ -103,7 +105,7 @@ def paged_decode(
         heads is a multiple of kv_heads, head_dim a multiple of 8 up to 256.
     block_tables, table_starts: [N] and [B], see the module.
     context_lens: int32 [B], contiguous. Row t attends to the positions [0, context_lens[t]) of its
-        job; 0 gives zeros (padding).
+        job, or to the last of them within the rule's window; 0 gives zeros (padding).
     out: [B, heads, head_dim] of query's dtype, to write to; each row contiguous.
 
     Returns out, or a new contiguous tensor. Blocks and slots past a context are never used,
@@ -111,8 +113,8 @@ def paged_decode(
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    kernels = compiled_for(query) or plain_torch
-    kernels.paged_decode(query, kv, layer, block_tables, table_starts, context_lens, scale, out)
+    kernels = (compiled_for(query) if rule.is_plain else None) or plain_torch
+    kernels.paged_decode(query, kv, layer, block_tables, table_starts, context_lens, rule, out)
     return out
 
 
@@ -124,7 +126,7 @@ def paged_prefill(
     table_starts: Tensor,
     context_lens: Tensor,
     query_starts: Tensor,
-    scale: float,
+    rule: AttentionRule,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of prompts, or chunks of prompts, whose keys and values are in the cache.
@@ -142,9 +144,9 @@ def paged_prefill(
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    kernels = compiled_for(query) or plain_torch
+    kernels = (compiled_for(query) if rule.is_plain else None) or plain_torch
     kernels.paged_prefill(
-        query, kv, layer, block_tables, table_starts, context_lens, query_starts, scale, out
+        query, kv, layer, block_tables, table_starts, context_lens, query_starts, rule, out
     )
     return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.gpu import (
     activations,
     cache_writes,
@@ -87,8 +88,8 @@ def decode(
     query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
     paged_decode.paged_decode(
         query[:n], _cache(dtype, kv_heads, head_dim, int8), 3, _integers(table_entries),
-        _integers(JOBS)[:n], _integers(JOBS)[:n], _integers(1 + n + 2 * items), head_dim**-0.5,
-        _empty(dtype, TOKENS, heads, head_dim)[:n],
+        _integers(JOBS)[:n], _integers(JOBS)[:n], _integers(1 + n + 2 * items),
+        AttentionRule(head_dim**-0.5), _empty(dtype, TOKENS, heads, head_dim)[:n],
         paged_decode.decode_scratch(ITEMS, heads, head_dim, query.device),
     )  # fmt: skip
 
@@ -103,7 +104,7 @@ def prefill(
     paged_prefill.paged_prefill(
         query[n:], _cache(dtype, kv_heads, head_dim, int8), 3, _integers(table_entries),
         _integers(JOBS)[n:], _integers(JOBS)[n:], _integers(JOBS - n + 1), _integers(ITEMS, 2),
-        head_dim**-0.5,
+        AttentionRule(head_dim**-0.5),
         _empty(dtype, TOKENS, heads, head_dim)[n:],
     )  # fmt: skip
 

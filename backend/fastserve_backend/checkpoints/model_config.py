@@ -77,6 +77,11 @@ class ModelConfig:
         raise NotImplementedError
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer how many tokens a token attends to, itself included; None: all before."""
+        return (None,) * self.num_layers
+
+    @property
     def num_parameters(self) -> int:
         """Elements of all weights. A tied LM head counts once."""
         raise NotImplementedError

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.cpu.builder import BuildError, build
 from fastserve_kernels.int8_cache import is_int8
 
@@ -105,7 +106,7 @@ class CompiledKernels:
 
     def paged_decode(
         self, query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_starts: Tensor,
-        context_lens: Tensor, scale: float, out: Tensor,
+        context_lens: Tensor, rule: AttentionRule, out: Tensor,
     ) -> None:  # fmt: skip
         """See `ops.paged_decode`."""
         _, layers, _, kv_heads, block_size, _ = kv.shape
@@ -115,12 +116,12 @@ class CompiledKernels:
             _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
             out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
             context_lens.data_ptr(), tokens, heads, kv_heads, head_dim, block_size, layers, layer,
-            stride_t, stride_h, out.stride(0), scale,
+            stride_t, stride_h, out.stride(0), rule.scale,
         )  # fmt: skip
 
     def paged_prefill(
         self, query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_starts: Tensor,
-        context_lens: Tensor, query_starts: Tensor, scale: float, out: Tensor,
+        context_lens: Tensor, query_starts: Tensor, rule: AttentionRule, out: Tensor,
     ) -> None:  # fmt: skip
         """See `ops.paged_prefill`."""
         _, layers, _, kv_heads, block_size, _ = kv.shape
@@ -130,7 +131,7 @@ class CompiledKernels:
             _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
             out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
             context_lens.data_ptr(), query_starts.data_ptr(), len(context_lens), heads, kv_heads,
-            head_dim, block_size, layers, layer, stride_t, stride_h, out.stride(0), scale,
+            head_dim, block_size, layers, layer, stride_t, stride_h, out.stride(0), rule.scale,
         )  # fmt: skip
 
     def add_layer_norm(

@@ -181,7 +181,7 @@ def test_padded_steps_have_the_same_addresses(tmp_path: Path) -> None:
     addresses = []
     for step in (of_two, of_one):
         tensors = inputs.bring_padded(StepLayout.of(step, BLOCK_SIZE), 4)
-        batch: Any = tensors.batch
+        batch: Any = tensors.batch.groups[0]
         named = [tensors.token_ids, tensors.positions, batch.slots, batch.block_tables]
         named += [batch.table_starts, batch.context_lens, batch.decode_work]
         addresses.append([(tensor.data_ptr(), tensor.shape) for tensor in named])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from fastserve_backend.checkpoints.load_config import load_model_config
-from fastserve_backend.models.attention import CPUBatch
+from fastserve_backend.models.attention import AttentionBatch, CPUBatch
 from fastserve_backend.models.causal_lm import CausalLM
 from fastserve_backend.models.loader import load_model
 from torch import Tensor
@@ -87,7 +87,7 @@ class PagedExecutor:
                 num_decodes += 1
             else:
                 starts.append(starts[-1] + count)
-        batch = CPUBatch(
+        group = CPUBatch(
             num_decodes=num_decodes,
             slots=torch.tensor(slots),
             block_tables=torch.tensor(tables, dtype=torch.int32),
@@ -95,6 +95,7 @@ class PagedExecutor:
             context_lens=torch.tensor(lengths, dtype=torch.int32),
             query_starts=torch.tensor(starts, dtype=torch.int32),
         )
+        batch = AttentionBatch([group])
         hidden = self._model.forward(torch.tensor(ids), torch.tensor(positions), batch, self._kv)
         logits = self._model.logits(hidden)
         assert torch.isfinite(logits).all()

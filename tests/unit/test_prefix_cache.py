@@ -55,9 +55,11 @@ def test_a_pool_uses_what_it_keeps_last_and_of_that_the_ends_first() -> None:
     pool.grow(2, 16)  # three blocks that keep nothing, and the last kept block
     assert table[2] in pool.table(2)
     assert not {table[0], table[1]} & set(pool.table(2))
-    assert pool.reuse_kept(3, keys) == 2
+    assert [pool.is_kept(key) for key in keys] == [True, True, False]
+    pool.take_kept(3, keys, [range(2)])
     assert list(pool.table(3)) == table[:2]
-    assert pool.reuse_kept(4, keys) == 0
+    assert not any(map(pool.is_kept, keys))
+    pool.take_kept(4, keys, [range(0)])
     assert pool.num_held(4) == 0
     pool.check_integrity()
 

@@ -127,6 +127,7 @@ class Engine:
                 self.profile,
                 self.counters,
                 self.model_config.max_model_len,
+                self.model_config.layer_groups.kinds,
             )
             self._loop = self._setup.make_loop(
                 ranks.memory,
@@ -141,7 +142,7 @@ class Engine:
             )
             undo.pop_all()
         self.checks = RequestChecks(
-            self.model_config, self.tokenizer, lambda: self._loop.kv.tiers.device.capacity
+            self.model_config, self.tokenizer, lambda: self._loop.kv.tiers.longest_job
         )
         _log.info(
             "ready: %s, %s, %s",

@@ -13,6 +13,7 @@ from fastserve_backend.executor.base import Executor
 from fastserve_backend.kv_cache.costs import SwapCosts
 from fastserve_backend.kv_cache.manager import KVManager
 from fastserve_backend.kv_cache.tiers import TwoTierKV
+from fastserve_backend.layer_kinds import ONE_GROUP, LayerKind
 from fastserve_backend.metrics.counters import EngineCounters
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.rank_protocol.link import Link
@@ -32,7 +33,7 @@ class KVMemory:
     num_blocks: int
     num_host_blocks: int
     block_bytes: int
-    """Size on the host of one block, all layers and ranks."""
+    """Size on the host of one block, all layers of its group and all ranks."""
     link: Link
     """Time to copy one block, every rank its part."""
 
@@ -52,6 +53,8 @@ class LoopSetup:
     """Predicts step durations, for the policy, for swapping and for steps ahead."""
     counters: EngineCounters
     max_model_len: int
+    kinds: Sequence[LayerKind] = ONE_GROUP
+    """Of the model's layers."""
 
     def make_kv(self, memory: KVMemory, policy: Policy) -> KVManager:
         """A KV manager for ranks on which no job has KV."""
@@ -60,6 +63,8 @@ class LoopSetup:
             memory.num_host_blocks if self.kv_cache.is_swapping else 0,
             self.kv_cache.block_size,
             incremental=self.kv_cache.incremental,
+            kinds=self.kinds,
+            step_tokens=self.scheduler.max_num_batched_tokens,
         )
         costs = SwapCosts(self.latency, memory.block_bytes, memory.link)
         return KVManager(tiers, policy, self.kv_cache, costs, self.counters)
@@ -100,7 +105,9 @@ class LoopSetup:
         )
 
     def _make_policy(self, memory: KVMemory, policy_of: MakePolicy | None) -> Policy:
-        kv_tokens = memory.num_blocks * self.kv_cache.block_size
+        # Of jobs within their windows. Longer jobs take less memory a token.
+        num_groups = sum(kind.num_groups for kind in self.kinds)
+        kv_tokens = memory.num_blocks * self.kv_cache.block_size // num_groups
         sizes = {"max_model_len": self.max_model_len, "kv_tokens": kv_tokens}
         if policy_of is None:
             return make_policy(self.scheduler, self.latency, **sizes)

@@ -165,6 +165,9 @@ class Step(msgspec.Struct, tag="step", array_like=True):
 
     The order of the jobs: first those that decode, then those whose prefill ends in this step, then
     those whose prefill goes on in a later step.
+
+    The model has layers of K kinds (`layer_kinds`). A job's table for a kind of m groups has m
+    entries for each block of a group.
     """
 
     step_id: int
@@ -175,8 +178,8 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     token_ids: bytes  # int32 [T], job after job
     query_lens: bytes  # int32 [S]: tokens of each job in this step
     starts: bytes  # int32 [S]: position of each job's first token
-    block_counts: bytes  # int32 [S]
-    block_ids: bytes  # int32 [sum(block_counts)]
+    block_counts: bytes  # int32 [K, S]: entries of each job's table, for each kind of layers
+    block_ids: bytes  # int32 [sum(block_counts)], kind after kind and in each job after job
     sampling: Sampling | None
     """None: choose every new token greedily, and return nothing but tokens."""
     previous_rows: bytes = b""  # int32 [num_decodes], or empty
@@ -186,6 +189,8 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     copy_from: bytes = b""  # int32 [n]
     """Blocks that the step copies on the device before anything else."""
     copy_to: bytes = b""  # int32 [n]: blocks of the step's jobs, none of them in copy_from
+    first_blocks: bytes = b""  # int32 [K, S], or empty
+    """With which block of a group each table begins. Empty: with block 0."""
 
     @classmethod
     def of(
@@ -260,7 +265,8 @@ class CopyBlocks(msgspec.Struct, tag="copy", array_like=True):
     device_blocks: bytes  # int32 [n]
     host_blocks: bytes  # int32 [n]
     num_last_tokens: int
-    """Tokens in the last block; the others are full."""
+    """Tokens in each of the last ``num_last`` blocks; the others are full."""
+    num_last: int = 1
 
 
 class CopyResult(msgspec.Struct, tag="copied", array_like=True):

@@ -279,7 +279,7 @@ class Prefixes:
         while len(kept) < len(self._device.kinds):
             part, longest = range(min(num_kept, length)), length
             if self._device.kinds[len(kept)].window is not None:
-                part, longest = self._last_blocks(len(kept), keys[:length], may_take_over, may_copy)
+                part, longest = self._last_blocks(len(kept), keys, length, may_take_over, may_copy)
             if longest == length:
                 kept.append(part)
             else:  # all kinds again, for a shorter prefix
@@ -308,15 +308,15 @@ class Prefixes:
         return keys, num_own
 
     def _last_blocks(
-        self, kind: int, keys: Sequence[bytes], may_take_over: bool, may_copy: bool
+        self, kind: int, keys: Sequence[bytes], length: int, may_take_over: bool, may_copy: bool
     ) -> tuple[range, int]:
-        """What layers with a window get for a prefix of ``len(keys)`` blocks.
+        """What layers with a window get for a prefix of ``length`` blocks.
 
         Returns:
-            the kept blocks that the job can take over, behind which it copies, and ``len(keys)``.
+            the kept blocks that the job can take over, behind which it copies, and ``length``.
             Or, if some block is missing, how many blocks a shorter prefix has at most.
         """
-        block_size, length = self._device.block_size, len(keys)
+        block_size = self._device.block_size
         seen = self._device.kinds[kind].first_seen(length * block_size, block_size)
         first_copy = length
         while may_copy and first_copy > seen and keys[first_copy - 1] in self._jobs_with[kind]:

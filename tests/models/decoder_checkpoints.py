@@ -24,10 +24,16 @@ WINDOWED = {"sliding_window": WINDOW}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 
-def make(family: str, **fields: Any) -> PreTrainedConfig:
-    """The family's configuration with small sizes and these fields."""
-    config: PreTrainedConfig = getattr(transformers, f"{family}Config")(**SIZES | fields)
-    return config
+class Variant:
+    """Fields of a family's configuration, beside small sizes."""
+
+    def __init__(self, family: str, **fields: Any) -> None:
+        self._class = getattr(transformers, f"{family}Config")
+        self._fields = SIZES | fields
+
+    def config(self, **changes: Any) -> PreTrainedConfig:
+        config: PreTrainedConfig = self._class(**self._fields | changes)
+        return config
 
 
 def long_rope(pairs: int, trained: int) -> dict[str, Any]:
@@ -39,22 +45,22 @@ def long_rope(pairs: int, trained: int) -> dict[str, Any]:
     }
 
 
-VARIANTS: dict[str, PreTrainedConfig] = {
-    "arcee": make("Arcee", mlp_bias=True),
-    "cohere2": make("Cohere2", **WINDOWED, **ALTERNATING),
-    "cwm": make("Cwm", **HEAD_DIM, **WINDOWED, rope_parameters={"rope_theta": 1e4}),
-    "ernie4_5": make("Ernie4_5", **HEAD_DIM, use_bias=True),
-    "exaone4": make("Exaone4", **WINDOWED, **ALTERNATING),
-    "exaone4_without_windows": make(
+FAMILIES: dict[str, Variant] = {
+    "arcee": Variant("Arcee", mlp_bias=True),
+    "cohere2": Variant("Cohere2", **WINDOWED, **ALTERNATING),
+    "cwm": Variant("Cwm", **HEAD_DIM, **WINDOWED, rope_parameters={"rope_theta": 1e4}),
+    "ernie4_5": Variant("Ernie4_5", **HEAD_DIM, use_bias=True),
+    "exaone4": Variant("Exaone4", **WINDOWED, **ALTERNATING),
+    "exaone4_without_windows": Variant(
         "Exaone4", sliding_window=None, layer_types=3 * ["full_attention"]
     ),
-    "gemma": make("Gemma", **HEAD_DIM),
-    "gemma2": make("Gemma2", **HEAD_DIM, **WINDOWED, query_pre_attn_scalar=20),
-    "gemma2_capped": make(
+    "gemma": Variant("Gemma", **HEAD_DIM),
+    "gemma2": Variant("Gemma2", **HEAD_DIM, **WINDOWED, query_pre_attn_scalar=20),
+    "gemma2_capped": Variant(
         "Gemma2", **HEAD_DIM, **WINDOWED, attn_logit_softcapping=1.5, final_logit_softcapping=2.5
     ),
-    "gemma3": make("Gemma3Text", **HEAD_DIM, **WINDOWED, **ALTERNATING),
-    "gemma3_scaled": make(
+    "gemma3": Variant("Gemma3Text", **HEAD_DIM, **WINDOWED, **ALTERNATING),
+    "gemma3_scaled": Variant(
         "Gemma3Text",
         **HEAD_DIM,
         **WINDOWED,
@@ -64,22 +70,22 @@ VARIANTS: dict[str, PreTrainedConfig] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
         },
     ),
-    "glm": make("Glm", **HEAD_DIM),
-    "glm4": make("Glm4", **HEAD_DIM),
-    "granite": make(
+    "glm": Variant("Glm", **HEAD_DIM),
+    "glm4": Variant("Glm4", **HEAD_DIM),
+    "granite": Variant(
         "Granite",
         embedding_multiplier=12.0,
         residual_multiplier=0.22,
         attention_multiplier=0.3,
         logits_scaling=8.0,
     ),
-    "helium": make("Helium", head_dim=8),
-    "ministral": make("Ministral", **HEAD_DIM, **WINDOWED, **ALTERNATING),
-    "mistral": make("Mistral", **WINDOWED),
-    "mistral_without_windows": make("Mistral", **HEAD_DIM, sliding_window=None),
-    "olmo": make("Olmo", clip_qkv=0.4),
-    "olmo2": make("Olmo2"),
-    "olmo3": make(
+    "helium": Variant("Helium", head_dim=8),
+    "ministral": Variant("Ministral", **HEAD_DIM, **WINDOWED, **ALTERNATING),
+    "mistral": Variant("Mistral", **WINDOWED),
+    "mistral_without_windows": Variant("Mistral", **HEAD_DIM, sliding_window=None),
+    "olmo": Variant("Olmo", clip_qkv=0.4),
+    "olmo2": Variant("Olmo2"),
+    "olmo3": Variant(
         "Olmo3",
         **WINDOWED,
         **ALTERNATING,
@@ -90,28 +96,29 @@ VARIANTS: dict[str, PreTrainedConfig] = {
             "attention_factor": 1.2,
         },
     ),
-    "phi3": make("Phi3", **WINDOWED),
-    "phi3_long": make(
+    "phi3": Variant("Phi3", **WINDOWED),
+    "phi3_long": Variant(
         "Phi3", max_position_embeddings=4 * POSITIONS, rope_parameters=long_rope(4, POSITIONS)
     ),
-    "phi4_mini": make(
+    "phi4_mini": Variant(
         "Phi3",
         hidden_size=64,
         tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.75},
     ),
-    "qwen2": make("Qwen2"),
-    "qwen2_windows": make(
+    "qwen2": Variant("Qwen2"),
+    "qwen2_windows": Variant(
         "Qwen2", use_sliding_window=True, max_window_layers=1, **WINDOWED, tie_word_embeddings=True
     ),
-    "qwen3": make("Qwen3", **HEAD_DIM),
-    "qwen3_biases": make("Qwen3", **HEAD_DIM, attention_bias=True),
-    "seed_oss": make("SeedOss", **HEAD_DIM),
-    "smollm3": make("SmolLM3", no_rope_layer_interval=2),
-    "smollm3_windows": make(
+    "qwen3": Variant("Qwen3", **HEAD_DIM),
+    "qwen3_biases": Variant("Qwen3", **HEAD_DIM, attention_bias=True),
+    "seed_oss": Variant("SeedOss", **HEAD_DIM),
+    "smollm3": Variant("SmolLM3", no_rope_layer_interval=2),
+    "smollm3_windows": Variant(
         "SmolLM3", no_rope_layers=[0, 1, 0], use_sliding_window=True, **WINDOWED
     ),
-    "starcoder2": make("Starcoder2", **WINDOWED),
-    "starcoder2_without_biases": make("Starcoder2", use_bias=False),
-    "vaultgemma": make("VaultGemma", **HEAD_DIM, **WINDOWED),
+    "starcoder2": Variant("Starcoder2", **WINDOWED),
+    "starcoder2_without_biases": Variant("Starcoder2", use_bias=False),
+    "vaultgemma": Variant("VaultGemma", **HEAD_DIM, **WINDOWED),
 }
+VARIANTS = {name: variant.config() for name, variant in FAMILIES.items()}

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypedDict, Unpack
+from typing import Literal, TypedDict
 
-from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.layer_groups import LayerGroups
 
 LoadFormat = Literal["auto", "dummy"]
@@ -68,18 +67,6 @@ class ModelConfig:
     adds those of the other files."""
     eos_is_default: bool = False
     """Whether neither file names an end token, so that the architecture's default is used."""
-
-    # Built-in configurations: name -> the fields of a config.json.
-    builtin: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
-
-    @classmethod
-    def from_hf(cls, raw: HFConfig, **common: Unpack[CommonFields]) -> ModelConfig:
-        """Build it from the fields of a config.json. `max_model_len` is all positions.
-
-        Raises:
-            ModelError: a field is wrong.
-        """
-        raise NotImplementedError
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -44,7 +44,7 @@ def paged_decode(
     jobs = zip(table_starts.tolist(), context_lens.tolist(), strict=True)
     for row, (table_start, context) in enumerate(jobs):
         one = slice(row, row + 1)
-        out[one] = _attend(query[one], kv, layer, block_tables[table_start:], context, rule)
+        out[one] = _attend(query[one], kv, layer, (block_tables, table_start), context, rule)
 
 
 def paged_prefill(
@@ -56,7 +56,7 @@ def paged_prefill(
     jobs = zip(spans, table_starts.tolist(), context_lens.tolist(), strict=True)
     for (start, end), table_start, context in jobs:
         rows = slice(start, end)
-        out[rows] = _attend(query[rows], kv, layer, block_tables[table_start:], context, rule)
+        out[rows] = _attend(query[rows], kv, layer, (block_tables, table_start), context, rule)
 
 
 def add_layer_norm(
@@ -70,9 +70,18 @@ def add_layer_norm(
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `ops.add_rms_norm`."""
     total = x + residual
-    values = total.float()
+    return total, _rms_norm(total, weight, eps)
+
+
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> None:
+    """See `ops.rms_norm_heads`."""
+    x.copy_(_rms_norm(x, weight, eps))
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    values = x.float()
     inverse = torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps)
-    return total, (values * inverse * weight.float()).to(x.dtype)
+    return (values * inverse * weight.float()).to(x.dtype)
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> None:
@@ -90,20 +99,27 @@ def silu_mul(x: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    """See `ops.gelu_tanh_mul`."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+
 def argmax_rows(logits: Tensor) -> Tensor:
     """See `ops.argmax_rows`."""
     return logits.argmax(dim=-1)
 
 
 def _attend(
-    query: Tensor, kv: Tensor, layer: int, table: Tensor, context: int, rule: AttentionRule
-) -> Tensor:
+    query: Tensor, kv: Tensor, layer: int, table: tuple[Tensor, int], context: int,
+    rule: AttentionRule,
+) -> Tensor:  # fmt: skip
     """Attention of the last n rows of a job's context: query [n, heads, head_dim] -> same shape.
 
     An empty context gives zeros.
 
-    table: int32, block ids from the job's first on. Those before the first row's window are not
-        used.
+    table: int32, block ids, and where the job's first would be, perhaps below 0. Those before the
+        first row's window are not used.
     """
     if context == 0:
         return torch.zeros_like(query)
@@ -111,7 +127,9 @@ def _attend(
     count = len(query)
     first_block = rule.first_visible(context - count) // block_size
     first = first_block * block_size
-    tokens = kv[table[first_block : -(-context // block_size)].long(), layer]
+    block_ids, start = table
+    used = slice(start + first_block, start - (-context // block_size))
+    tokens = kv[block_ids[used].long(), layer]
     if is_int8(kv):
         tokens = dequantize_tokens(*codes_and_scales(tokens), query.dtype)
     # [2, kv_heads, context - first, head_dim]

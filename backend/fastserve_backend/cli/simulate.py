@@ -30,7 +30,7 @@ from fastserve_backend.profile.latency import LatencyProfile
 from fastserve_backend.profile.roofline import Roofline
 from fastserve_backend.simulation.memory import memory_of_profile, memory_of_roofline
 from fastserve_backend.simulation.predictions import make_predictions
-from fastserve_backend.simulation.simulator import simulate
+from fastserve_backend.simulation.simulator import longest_job, simulate
 
 # The largest --prediction-error: a prediction that is off by a factor of e¹⁰ says nothing.
 _MOST_ERROR = 10.0
@@ -88,7 +88,11 @@ def simulate_command(
     for rate in rates or (None,):
         loads.append(_Load.of(workload, rate, prediction_error))
         check_trace_fits(loads[-1].trace, model.max_model_len)
-        check_trace_fits(loads[-1].trace, memory.num_blocks * block_size, "device_blocks")
+        check_trace_fits(
+            loads[-1].trace,
+            longest_job(memory, config.kv_cache, config.scheduler),
+            "device_blocks",
+        )
     points = _sweep(modelled, config.kv_cache, schedulers, loads, console)
     try:
         if output.json is not None:
@@ -131,7 +135,8 @@ class _Modelled:
             parallel.tensor_parallel_size,
             parallel.pipeline_parallel_size,
         )
-        return cls(model, roofline, memory_of_roofline(roofline, model, kv))
+        step_tokens = config.scheduler.max_num_batched_tokens
+        return cls(model, roofline, memory_of_roofline(roofline, model, kv, step_tokens))
 
 
 def _measured_dtype(profile: LatencyProfile, config: EngineConfig) -> DType:

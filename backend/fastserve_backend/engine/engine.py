@@ -127,7 +127,6 @@ class Engine:
                 self.profile,
                 self.counters,
                 self.model_config.max_model_len,
-                self.model_config.layer_groups.kinds,
             )
             self._loop = self._setup.make_loop(
                 ranks.memory,

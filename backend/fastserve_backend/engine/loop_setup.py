@@ -36,11 +36,13 @@ class KVMemory:
     """Size on the host of one block, all layers of its group and all ranks."""
     link: Link
     """Time to copy one block, every rank its part."""
+    kinds: tuple[LayerKind, ...] = ONE_GROUP
+    """Of the model's layers."""
 
     @classmethod
-    def of_ranks(cls, ready: Ready) -> KVMemory:
+    def of_ranks(cls, ready: Ready, kinds: tuple[LayerKind, ...]) -> KVMemory:
         link = Link(ready.block_out_s, ready.block_in_s)
-        return cls(ready.num_blocks, ready.num_host_blocks, ready.block_bytes, link)
+        return cls(ready.num_blocks, ready.num_host_blocks, ready.block_bytes, link, kinds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,6 @@ class LoopSetup:
     """Predicts step durations, for the policy, for swapping and for steps ahead."""
     counters: EngineCounters
     max_model_len: int
-    kinds: Sequence[LayerKind] = ONE_GROUP
-    """Of the model's layers."""
 
     def make_kv(self, memory: KVMemory, policy: Policy) -> KVManager:
         """A KV manager for ranks on which no job has KV."""
@@ -63,7 +63,7 @@ class LoopSetup:
             memory.num_host_blocks if self.kv_cache.is_swapping else 0,
             self.kv_cache.block_size,
             incremental=self.kv_cache.incremental,
-            kinds=self.kinds,
+            kinds=memory.kinds,
             step_tokens=self.scheduler.max_num_batched_tokens,
         )
         costs = SwapCosts(self.latency, memory.block_bytes, memory.link)
@@ -106,7 +106,7 @@ class LoopSetup:
 
     def _make_policy(self, memory: KVMemory, policy_of: MakePolicy | None) -> Policy:
         # Of jobs within their windows. Longer jobs take less memory a token.
-        num_groups = sum(kind.num_groups for kind in self.kinds)
+        num_groups = sum(kind.num_groups for kind in memory.kinds)
         kv_tokens = memory.num_blocks * self.kv_cache.block_size // num_groups
         sizes = {"max_model_len": self.max_model_len, "kv_tokens": kv_tokens}
         if policy_of is None:

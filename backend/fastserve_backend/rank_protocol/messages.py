@@ -196,17 +196,21 @@ class Step(msgspec.Struct, tag="step", array_like=True):
     def of(
         cls,
         step_id: int,
-        jobs: Sequence[tuple[int, Sequence[int], Sequence[int]]],
+        jobs: Sequence[tuple[int, Sequence[int], *tuple[Sequence[int], ...]]],
         *,
         num_partial: int = 0,
+        first_blocks: Sequence[Sequence[int]] = (),
     ) -> Step:
         """A greedy step that knows all its tokens.
 
         Args:
-            jobs: (position of the first token, tokens, blocks) of each, in the step's order. A job
-                decodes if it runs a single token and gets one.
+            jobs: (position of the first token, tokens, a block table for each kind of layers) of
+                each, in the step's order. A job decodes if it runs a single token and gets one.
+            first_blocks: for each kind of layers, with which block each job's table begins. Empty:
+                with block 0.
         """
-        starts, tokens, blocks = zip(*jobs, strict=True)
+        starts, tokens, *kinds = zip(*jobs, strict=True)
+        tables = list(chain.from_iterable(kinds))
         return cls(
             step_id=step_id,
             num_decodes=sum(len(ids) == 1 for ids in tokens[: len(jobs) - num_partial]),
@@ -214,9 +218,10 @@ class Step(msgspec.Struct, tag="step", array_like=True):
             token_ids=_ints(chain.from_iterable(tokens)),
             query_lens=_ints(map(len, tokens)),
             starts=_ints(starts),
-            block_counts=_ints(map(len, blocks)),
-            block_ids=_ints(chain.from_iterable(blocks)),
+            block_counts=_ints(map(len, tables)),
+            block_ids=_ints(chain.from_iterable(tables)),
             sampling=None,
+            first_blocks=_ints(chain.from_iterable(first_blocks)),
         )
 
 

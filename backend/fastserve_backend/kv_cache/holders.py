@@ -66,9 +66,12 @@ class Holders:
 
     def admit(self, job: Job) -> bool:
         """Strategy ``defer``: reserve the most blocks that the job can need, if they are free."""
-        # A step sent ahead needs blocks before the step before it gives any back.
-        needed = self._tiers.needs.most(len(job.prompt_ids) + job.params.max_tokens, num_steps=2)
-        if self._num_admitted_blocks + needed > self._tiers.device.num_blocks:
+        num_blocks = self._tiers.device.num_blocks
+        num_tokens = len(job.prompt_ids) + job.params.max_tokens
+        # A step sent ahead takes blocks before the step before it gives any back. A job for which
+        # there is no room for that runs without steps ahead.
+        needed = min(self._tiers.needs.most(num_tokens, num_steps=2), num_blocks)
+        if self._num_admitted_blocks + needed > num_blocks:
             return False
         self._admitted[job.number] = needed
         self._num_admitted_blocks += needed

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from paged_executor import POSITIONS
 from transformers import PreTrainedConfig
 
+POSITIONS = 48
 WINDOW = 9
 SIZES: dict[str, Any] = {
     "vocab_size": 301,
@@ -30,6 +30,10 @@ class Variant:
     def __init__(self, family: str, **fields: Any) -> None:
         self._class = getattr(transformers, f"{family}Config")
         self._fields = SIZES | fields
+
+    @property
+    def has_windows(self) -> bool:
+        return self._fields.get("sliding_window") is not None
 
     def config(self, **changes: Any) -> PreTrainedConfig:
         config: PreTrainedConfig = self._class(**self._fields | changes)
@@ -79,7 +83,7 @@ FAMILIES: dict[str, Variant] = {
         attention_multiplier=0.3,
         logits_scaling=8.0,
     ),
-    "helium": Variant("Helium", head_dim=8),
+    "helium": Variant("Helium", **HEAD_DIM, hidden_size=64),
     "ministral": Variant("Ministral", **HEAD_DIM, **WINDOWED, **ALTERNATING),
     "mistral": Variant("Mistral", **WINDOWED),
     "mistral_without_windows": Variant("Mistral", **HEAD_DIM, sliding_window=None),

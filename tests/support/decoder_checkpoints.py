@@ -51,6 +51,7 @@ def long_rope(pairs: int, trained: int) -> dict[str, Any]:
 
 FAMILIES: dict[str, Variant] = {
     "arcee": Variant("Arcee", mlp_bias=True),
+    "cohere": Variant("Cohere"),
     "cohere2": Variant("Cohere2", **WINDOWED, **ALTERNATING),
     "cwm": Variant("Cwm", **HEAD_DIM, **WINDOWED, rope_parameters={"rope_theta": 1e4}),
     "ernie4_5": Variant("Ernie4_5", **HEAD_DIM, use_bias=True),
@@ -85,8 +86,22 @@ FAMILIES: dict[str, Variant] = {
     ),
     "helium": Variant("Helium", **HEAD_DIM, hidden_size=64),
     "ministral": Variant("Ministral", **HEAD_DIM, **WINDOWED, **ALTERNATING),
+    "ministral3": Variant(
+        "Ministral3",
+        **HEAD_DIM,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 12,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
     "mistral": Variant("Mistral", **WINDOWED),
     "mistral_without_windows": Variant("Mistral", **HEAD_DIM, sliding_window=None),
+    "nemotron": Variant("Nemotron", **HEAD_DIM),
     "olmo": Variant("Olmo", clip_qkv=0.4),
     "olmo2": Variant("Olmo2"),
     "olmo3": Variant(
@@ -121,6 +136,7 @@ FAMILIES: dict[str, Variant] = {
     "smollm3_windows": Variant(
         "SmolLM3", no_rope_layers=[0, 1, 0], use_sliding_window=True, **WINDOWED
     ),
+    "stablelm": Variant("StableLm", hidden_size=64, use_qkv_bias=True),
     "starcoder2": Variant("Starcoder2", **WINDOWED),
     "starcoder2_without_biases": Variant("Starcoder2", use_bias=False),
     "vaultgemma": Variant("VaultGemma", **HEAD_DIM, **WINDOWED),

@@ -23,16 +23,12 @@ MAX_LOGIT_BIAS = 100.0
 LEAST_TEMPERATURE = 1e-5
 
 
-class _LeftOut:
-    """Marks a number as the default of a field, which a default of the model replaces."""
+class _DefaultFloat(float):
+    """The default of a field, as a number that tells that the field was left out."""
 
 
-class _LeftOutFloat(_LeftOut, float):
-    """A default that is a float."""
-
-
-class _LeftOutInt(_LeftOut, int):
-    """A default that is an integer."""
+class _DefaultInt(int):
+    """The same as an integer."""
 
 
 MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
@@ -54,13 +50,13 @@ class SamplingParams:
     min_tokens: int = 0
     """Before this many tokens, end-of-sequence and stop tokens are not chosen, and stop words are
     ignored."""
-    temperature: float = _LeftOutFloat(1.0)
+    temperature: float = _DefaultFloat(1.0)
     """0 means greedy, and so does anything below ``LEAST_TEMPERATURE``."""
-    top_p: float = _LeftOutFloat(1.0)
+    top_p: float = _DefaultFloat(1.0)
     """Smallest set of tokens whose probability reaches this; in (0, 1]."""
-    top_k: int = _LeftOutInt(-1)
+    top_k: int = _DefaultInt(-1)
     """Only the k most likely tokens; -1 (or 0) means all."""
-    repetition_penalty: float = _LeftOutFloat(1.0)
+    repetition_penalty: float = _DefaultFloat(1.0)
     """> 1 makes tokens of the prompt and the output less likely (CTRL, Keskar et al. 2019)."""
     presence_penalty: float = 0.0
     """Subtracted once from the logit of every token that was generated; in [-2, 2]."""
@@ -137,9 +133,9 @@ class SamplingParams:
         left_out = {
             name: value
             for name in MODEL_DEFAULTS
-            if isinstance(value := getattr(self, name), _LeftOut)
+            if isinstance(value := getattr(self, name), _DefaultFloat | _DefaultInt)
         }
-        # A plus makes a plain number, as messages to the ranks need.
+        # A plus makes a plain number, because messages to the ranks take no other.
         chosen: dict[str, Any] = {
             name: defaults.get(name, +value) for name, value in left_out.items()
         }

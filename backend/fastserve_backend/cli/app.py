@@ -272,7 +272,8 @@ def _print_endpoints(endpoints: Endpoints) -> None:
 @app.command()
 @with_config_flags(
     without=(
-        "policy", "tokenizer", "device", "prefix_caching", "max_queued_requests", "stream_interval",
+        "policy", "tokenizer", "device", "generation_config",
+        "prefix_caching", "max_queued_requests", "stream_interval",
         "length_prediction", "length_prediction_dir", "length_prediction_capacity",
         "nnodes", "node_rank", "master_addr", "master_port",
     )

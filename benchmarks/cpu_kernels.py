@@ -114,7 +114,7 @@ def paged(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:
     lengths = torch.full((len(query),), context, dtype=torch.int32)
     flat, firsts = flattened(tables)
     for layer in range(LAYERS):
-        ops.paged_decode(query, kv, layer, flat, firsts, lengths, HEAD_DIM**-0.5)
+        ops.paged_decode(query, kv, layer, flat, firsts, lengths, ops.AttentionRule(HEAD_DIM**-0.5))
 
 
 def flattened(tables: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,7 +159,9 @@ def prefill(query: Tensor, kv: Tensor, tables: Tensor, context: int) -> None:
     rows = query.flatten(0, 1)
     flat, firsts = flattened(tables)
     for layer in range(LAYERS):
-        ops.paged_prefill(rows, kv, layer, flat, firsts, lengths, starts, HEAD_DIM**-0.5)
+        ops.paged_prefill(
+            rows, kv, layer, flat, firsts, lengths, starts, ops.AttentionRule(HEAD_DIM**-0.5)
+        )
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor) -> None:

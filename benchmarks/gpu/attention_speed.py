@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.gpu.paged_decode import decode_scratch, paged_decode
 from fastserve_kernels.gpu.paged_prefill import paged_prefill, query_tile
 from fastserve_kernels.gpu.work_lists import SPLIT_TOKENS, decode_work, num_splits, prefill_work
@@ -137,7 +138,16 @@ def time_decode(context: Context, shape: Shape, int8: bool = False) -> Decode:
     timing = context.device.time(
         [
             lambda: paged_decode(
-                query, kv, layer, flat, firsts, context_lens, work, scale, out, scratch
+                query,
+                kv,
+                layer,
+                flat,
+                firsts,
+                context_lens,
+                work,
+                AttentionRule(scale),
+                out,
+                scratch,
             )
         ]
     )
@@ -214,7 +224,9 @@ def _prefill(context: Context, shape: Shape, gemm_flops_s: float) -> None:
         out = torch.empty_like(query)
 
         def call() -> None:
-            paged_prefill(query, kv, 0, table, first, context_lens, starts, work, scale, out)
+            paged_prefill(
+                query, kv, 0, table, first, context_lens, starts, work, AttentionRule(scale), out
+            )
 
         return call, sum(one.numel() * one.element_size() for one in (kv, query, out))
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.backend import (
     compiled_for,
     cpu_backend,
@@ -39,15 +40,18 @@ from fastserve_kernels.int8_linear import Int8Linear
 from fastserve_kernels.linear import PackedLinear
 
 __all__ = [
+    "AttentionRule",
     "Int8Linear",
     "PackedLinear",
     "add_layer_norm",
     "add_rms_norm",
     "argmax_rows",
     "cpu_backend",
+    "gelu_tanh_mul",
     "kv_write",
     "paged_decode",
     "paged_prefill",
+    "rms_norm_heads",
     "rope_kv_write",
     "rotate",
     "silu_mul",
@@ -94,7 +98,7 @@ def paged_decode(
     block_tables: Tensor,
     table_starts: Tensor,
     context_lens: Tensor,
-    scale: float,
+    rule: AttentionRule,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of one query row for each job over the paged cache.
@@ -103,7 +107,7 @@ def paged_decode(
         heads is a multiple of kv_heads, head_dim a multiple of 8 up to 256.
     block_tables, table_starts: [N] and [B], see the module.
     context_lens: int32 [B], contiguous. Row t attends to the positions [0, context_lens[t]) of its
-        job; 0 gives zeros (padding).
+        job, or to the last of them within the rule's window; 0 gives zeros (padding).
     out: [B, heads, head_dim] of query's dtype, to write to; each row contiguous.
 
     Returns out, or a new contiguous tensor. Blocks and slots past a context are never used,
@@ -111,8 +115,8 @@ def paged_decode(
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    kernels = compiled_for(query) or plain_torch
-    kernels.paged_decode(query, kv, layer, block_tables, table_starts, context_lens, scale, out)
+    kernels = (compiled_for(query) if rule.is_plain else None) or plain_torch
+    kernels.paged_decode(query, kv, layer, block_tables, table_starts, context_lens, rule, out)
     return out
 
 
@@ -124,7 +128,7 @@ def paged_prefill(
     table_starts: Tensor,
     context_lens: Tensor,
     query_starts: Tensor,
-    scale: float,
+    rule: AttentionRule,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of prompts, or chunks of prompts, whose keys and values are in the cache.
@@ -142,9 +146,9 @@ def paged_prefill(
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    kernels = compiled_for(query) or plain_torch
+    kernels = (compiled_for(query) if rule.is_plain else None) or plain_torch
     kernels.paged_prefill(
-        query, kv, layer, block_tables, table_starts, context_lens, query_starts, scale, out
+        query, kv, layer, block_tables, table_starts, context_lens, query_starts, rule, out
     )
     return out
 
@@ -175,6 +179,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return kernels_for(x).add_rms_norm(x, residual, weight, eps)
 
 
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> None:
+    """RMS norm of each head of T tokens, in place, in fp32.
+
+    x: [T, heads, head_dim]; only the last dimension must be contiguous.
+    weight: [head_dim] of x's dtype, contiguous; all heads share it.
+    """
+    kernels_for(x).rms_norm_heads(x, weight, eps)
+
+
 def rotate(x: Tensor, cos_sin: Tensor) -> None:
     """Rotary position embedding of T tokens, in place, in fp32.
 
@@ -193,6 +206,15 @@ def silu_mul(x: Tensor) -> Tensor:
     x: rows contiguous. Returns a new contiguous tensor of x's dtype.
     """
     return kernels_for(x).silu_mul(x)
+
+
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    """GELU, in its tanh approximation, of the first half of each row times the second half, in
+    fp32: [T, 2n] -> [T, n] (Hendrycks and Gimpel 2016).
+
+    x: rows contiguous. Returns a new contiguous tensor of x's dtype.
+    """
+    return kernels_for(x).gelu_tanh_mul(x)
 
 
 def argmax_rows(logits: Tensor) -> Tensor:

@@ -21,7 +21,14 @@ def decode(
 ) -> Tensor:
     lengths = torch.tensor(contexts, dtype=torch.int32)
     return ops.paged_decode(
-        query, cache.kv, LAYER, cache.block_tables, cache.table_starts, lengths, scale, out
+        query,
+        cache.kv,
+        LAYER,
+        cache.block_tables,
+        cache.table_starts,
+        lengths,
+        ops.AttentionRule(scale),
+        out,
     )
 
 
@@ -36,7 +43,8 @@ def prefill(
     contexts = torch.tensor([context for _, context in jobs], dtype=torch.int32)
     starts = torch.tensor([0, *accumulate(rows for rows, _ in jobs)], dtype=torch.int32)
     tables = cache.block_tables, cache.table_starts
-    return ops.paged_prefill(query, cache.kv, LAYER, *tables, contexts, starts, scale, out)
+    rule = ops.AttentionRule(scale)
+    return ops.paged_prefill(query, cache.kv, LAYER, *tables, contexts, starts, rule, out)
 
 
 @pytest.mark.one_of("dtype")

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import kernel_reference as reference
 import numpy as np
 import torch
-from fastserve_kernels import reference
+from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.gpu import launch_parameters, paged_decode, paged_prefill, work_lists
 from fastserve_kernels.gpu.device import capability, multiprocessors
 from kernel_cases import DTYPES, NAN, Case, Comparison, in_int8, near
@@ -175,7 +176,7 @@ def run_decode(
     paged_decode.paged_decode(
         _moved(query, device), cache.kv.to(device), LAYER, cache.block_tables.to(device),
         cache.table_starts.to(device), torch.tensor(contexts, dtype=torch.int32).to(device),
-        work.to(device), scale, out, scratch,
+        work.to(device), AttentionRule(scale), out, scratch,
     )  # fmt: skip
     return out.cpu()
 
@@ -192,7 +193,7 @@ def run_prefill(
     paged_prefill.paged_prefill(
         _moved(query, device), cache.kv.to(device), LAYER, cache.block_tables.to(device),
         cache.table_starts.to(device), torch.tensor(contexts, dtype=torch.int32).to(device),
-        torch.from_numpy(starts).to(device), work.to(device), scale, out,
+        torch.from_numpy(starts).to(device), work.to(device), AttentionRule(scale), out,
     )  # fmt: skip
     return out.cpu()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.gpu import (
     activations,
     cache_writes,
@@ -29,6 +30,10 @@ def silu_mul(dtype: torch.dtype, size: int) -> None:
     activations.silu_mul(_empty(dtype, TOKENS, 2 * size))
 
 
+def gelu_tanh_mul(dtype: torch.dtype, size: int) -> None:
+    activations.gelu_tanh_mul(_empty(dtype, TOKENS, 2 * size))
+
+
 def add_layer_norm(dtype: torch.dtype, size: int) -> None:
     x = _empty(dtype, TOKENS, size)
     norms.add_layer_norm(x, x, _empty(dtype, size), _empty(dtype, size), 1e-5)
@@ -37,6 +42,11 @@ def add_layer_norm(dtype: torch.dtype, size: int) -> None:
 def add_rms_norm(dtype: torch.dtype, size: int) -> None:
     x = _empty(dtype, TOKENS, size)
     norms.add_rms_norm(x, x, _empty(dtype, size), 1e-5)
+
+
+def rms_norm_heads(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+    query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
+    norms.rms_norm_heads(query, _empty(dtype, head_dim), 1e-5)
 
 
 def kv_write(dtype: torch.dtype, kv_heads: int, head_dim: int, int8: bool = False) -> None:
@@ -87,8 +97,8 @@ def decode(
     query, _, _ = _qkv(dtype, heads, kv_heads, head_dim)
     paged_decode.paged_decode(
         query[:n], _cache(dtype, kv_heads, head_dim, int8), 3, _integers(table_entries),
-        _integers(JOBS)[:n], _integers(JOBS)[:n], _integers(1 + n + 2 * items), head_dim**-0.5,
-        _empty(dtype, TOKENS, heads, head_dim)[:n],
+        _integers(JOBS)[:n], _integers(JOBS)[:n], _integers(1 + n + 2 * items),
+        AttentionRule(head_dim**-0.5), _empty(dtype, TOKENS, heads, head_dim)[:n],
         paged_decode.decode_scratch(ITEMS, heads, head_dim, query.device),
     )  # fmt: skip
 
@@ -103,7 +113,7 @@ def prefill(
     paged_prefill.paged_prefill(
         query[n:], _cache(dtype, kv_heads, head_dim, int8), 3, _integers(table_entries),
         _integers(JOBS)[n:], _integers(JOBS)[n:], _integers(JOBS - n + 1), _integers(ITEMS, 2),
-        head_dim**-0.5,
+        AttentionRule(head_dim**-0.5),
         _empty(dtype, TOKENS, heads, head_dim)[n:],
     )  # fmt: skip
 

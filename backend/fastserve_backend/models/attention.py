@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from fastserve_kernels import ops
+from fastserve_kernels.ops import AttentionRule
 from torch import Tensor
 
 from fastserve_backend.checkpoints.model_config import ModelConfig
@@ -23,21 +24,27 @@ class Attention:
 
     layer: its number in the cache, from 0.
     heads, kv_heads: those of this rank; kv_heads < heads is grouped-query attention.
-    scale: multiplies the scores.
     """
 
     layer: int
     heads: int
     kv_heads: int
     head_dim: int
-    scale: float
+    rule: AttentionRule
 
     @classmethod
-    def of(cls, config: ModelConfig, layer: int, part: ModelPart) -> Attention:
-        """Attention of this rank's heads in layer `part.layers[layer]`, with the usual scale."""
+    def of(
+        cls, config: ModelConfig, layer: int, part: ModelPart, rule: AttentionRule | None = None
+    ) -> Attention:
+        """Attention of this rank's heads in layer `part.layers[layer]`.
+
+        Args:
+            rule: None: the usual scale and nothing else.
+        """
         size = part.tensor.size
         heads, kv_heads = config.num_heads // size, config.num_kv_heads // size
-        return cls(layer, heads, kv_heads, config.head_dim, config.head_dim**-0.5)
+        usual = AttentionRule(config.head_dim**-0.5)
+        return cls(layer, heads, kv_heads, config.head_dim, rule or usual)
 
     def __call__(
         self, qkv: Tensor, batch: AttentionBatch, kv: Tensor, cos_sin: Tensor | None = None
@@ -54,7 +61,7 @@ class Attention:
             ops.kv_write(kv, self.layer, key, value, batch.slots)
         else:
             ops.rope_kv_write(by_head, self.heads, cos_sin, kv, self.layer, batch.slots)
-        out = batch.attend(by_head[:, : self.heads], kv, self.layer, self.scale)
+        out = batch.attend(by_head[:, : self.heads], kv, self.layer, self.rule)
         return out.view(len(qkv), -1)
 
 
@@ -78,7 +85,7 @@ class AttentionBatch(ABC):
     context_lens: Tensor
     query_starts: Tensor
 
-    def attend(self, query: Tensor, kv: Tensor, layer: int, scale: float) -> Tensor:
+    def attend(self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule) -> Tensor:
         """Causal attention of one layer: query [T, heads, head_dim] -> the same shape, contiguous.
 
         The step's keys and values must be in the cache `kv` already.
@@ -86,9 +93,9 @@ class AttentionBatch(ABC):
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         n = self.num_decodes
         if n:
-            self._decode(query[:n], kv, layer, scale, out[:n])
+            self._decode(query[:n], kv, layer, rule, out[:n])
         if n < len(query):
-            self._prefill(query[n:], kv, layer, scale, out[n:])
+            self._prefill(query[n:], kv, layer, rule, out[n:])
         return out
 
     def _contexts_of(self, jobs: slice) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,29 +103,37 @@ class AttentionBatch(ABC):
         return self.block_tables, self.table_starts[jobs], self.context_lens[jobs]
 
     @abstractmethod
-    def _decode(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+    def _decode(
+        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
+    ) -> None:
         """Fill `out` for the jobs that decode."""
 
     @abstractmethod
-    def _prefill(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+    def _prefill(
+        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
+    ) -> None:
         """Fill `out` for the jobs in prefill."""
 
 
 class CPUBatch(AttentionBatch):
     """For a CPU, whose kernels take the arrays as they are."""
 
-    def _decode(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+    def _decode(
+        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
+    ) -> None:
         n = self.num_decodes
         ops.paged_decode(
             query,
             kv,
             layer,
             *self._contexts_of(slice(n)),
-            scale,
+            rule,
             out,
         )
 
-    def _prefill(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+    def _prefill(
+        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
+    ) -> None:
         n = self.num_decodes
         ops.paged_prefill(
             query,
@@ -126,7 +141,7 @@ class CPUBatch(AttentionBatch):
             layer,
             *self._contexts_of(slice(n, None)),
             self.query_starts,
-            scale,
+            rule,
             out,
         )
 
@@ -146,7 +161,9 @@ class WorkListBatch(AttentionBatch):
     prefill_work: Tensor
     decode_scratch: Tensor
 
-    def _decode(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+    def _decode(
+        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
+    ) -> None:
         from fastserve_kernels.gpu.paged_decode import paged_decode
 
         n = self.num_decodes
@@ -156,12 +173,14 @@ class WorkListBatch(AttentionBatch):
             layer,
             *self._contexts_of(slice(n)),
             self.decode_work,
-            scale,
+            rule,
             out,
             self.decode_scratch,
         )
 
-    def _prefill(self, query: Tensor, kv: Tensor, layer: int, scale: float, out: Tensor) -> None:
+    def _prefill(
+        self, query: Tensor, kv: Tensor, layer: int, rule: AttentionRule, out: Tensor
+    ) -> None:
         from fastserve_kernels.gpu.paged_prefill import paged_prefill
 
         n = self.num_decodes
@@ -172,6 +191,6 @@ class WorkListBatch(AttentionBatch):
             *self._contexts_of(slice(n, None)),
             self.query_starts,
             self.prefill_work,
-            scale,
+            rule,
             out,
         )

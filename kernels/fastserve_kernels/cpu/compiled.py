@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.cpu.builder import BuildError, build
 from fastserve_kernels.int8_cache import is_int8
 
@@ -24,8 +25,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_paged_prefill": (None, [_INT] * 2 + [_POINTER] * 7 + [_INT] * 10 + [_REAL]),
     "fs_add_layer_norm": (None, [_INT] + [_POINTER] * 6 + [_INT] * 4 + [_REAL]),
     "fs_add_rms_norm": (None, [_INT] + [_POINTER] * 5 + [_INT] * 4 + [_REAL]),
+    "fs_rms_norm_heads": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5 + [_REAL]),
     "fs_rotate": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5),
     "fs_silu_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
+    "fs_gelu_tanh_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_argmax_rows": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_packed_size": (_INT, [_INT] * 3),
     "fs_pack_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
@@ -60,8 +63,10 @@ class CompiledKernels:
         self._paged_prefill = functions.fs_paged_prefill
         self._add_layer_norm = functions.fs_add_layer_norm
         self._add_rms_norm = functions.fs_add_rms_norm
+        self._rms_norm_heads = functions.fs_rms_norm_heads
         self._rotate = functions.fs_rotate
         self._silu_mul = functions.fs_silu_mul
+        self._gelu_tanh_mul = functions.fs_gelu_tanh_mul
         self._argmax_rows = functions.fs_argmax_rows
         self._packed_size = functions.fs_packed_size
         self._pack_weight = functions.fs_pack_weight
@@ -105,7 +110,7 @@ class CompiledKernels:
 
     def paged_decode(
         self, query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_starts: Tensor,
-        context_lens: Tensor, scale: float, out: Tensor,
+        context_lens: Tensor, rule: AttentionRule, out: Tensor,
     ) -> None:  # fmt: skip
         """See `ops.paged_decode`."""
         _, layers, _, kv_heads, block_size, _ = kv.shape
@@ -115,12 +120,12 @@ class CompiledKernels:
             _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
             out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
             context_lens.data_ptr(), tokens, heads, kv_heads, head_dim, block_size, layers, layer,
-            stride_t, stride_h, out.stride(0), scale,
+            stride_t, stride_h, out.stride(0), rule.scale,
         )  # fmt: skip
 
     def paged_prefill(
         self, query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_starts: Tensor,
-        context_lens: Tensor, query_starts: Tensor, scale: float, out: Tensor,
+        context_lens: Tensor, query_starts: Tensor, rule: AttentionRule, out: Tensor,
     ) -> None:  # fmt: skip
         """See `ops.paged_prefill`."""
         _, layers, _, kv_heads, block_size, _ = kv.shape
@@ -130,7 +135,7 @@ class CompiledKernels:
             _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
             out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
             context_lens.data_ptr(), query_starts.data_ptr(), len(context_lens), heads, kv_heads,
-            head_dim, block_size, layers, layer, stride_t, stride_h, out.stride(0), scale,
+            head_dim, block_size, layers, layer, stride_t, stride_h, out.stride(0), rule.scale,
         )  # fmt: skip
 
     def add_layer_norm(
@@ -159,6 +164,15 @@ class CompiledKernels:
         )  # fmt: skip
         return total, normed
 
+    def rms_norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """See `ops.rms_norm_heads`."""
+        tokens, heads, head_dim = x.shape
+        stride_t, stride_h, _ = x.stride()
+        self._rms_norm_heads(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), weight.data_ptr(), tokens, heads, head_dim,
+            stride_t, stride_h, eps,
+        )  # fmt: skip
+
     def rotate(self, x: Tensor, cos_sin: Tensor) -> None:
         """See `ops.rotate`."""
         tokens, heads, _ = x.shape
@@ -170,12 +184,11 @@ class CompiledKernels:
 
     def silu_mul(self, x: Tensor) -> Tensor:
         """See `ops.silu_mul`."""
-        rows, double = x.shape
-        out = torch.empty((rows, double // 2), dtype=x.dtype)
-        self._silu_mul(
-            _DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, double // 2, x.stride(0)
-        )
-        return out
+        return _gate_mul(self._silu_mul, x)
+
+    def gelu_tanh_mul(self, x: Tensor) -> Tensor:
+        """See `ops.gelu_tanh_mul`."""
+        return _gate_mul(self._gelu_tanh_mul, x)
 
     def argmax_rows(self, logits: Tensor) -> Tensor:
         """See `ops.argmax_rows`."""
@@ -240,3 +253,10 @@ class CompiledKernels:
             x.stride(0), relu,
         )  # fmt: skip
         return y
+
+
+def _gate_mul(function: Any, x: Tensor) -> Tensor:
+    rows, double = x.shape
+    out = torch.empty((rows, double // 2), dtype=x.dtype)
+    function(_DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, double // 2, x.stride(0))
+    return out

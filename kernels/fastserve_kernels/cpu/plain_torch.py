@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.int8_cache import (
     codes_and_scales,
     dequantize_tokens,
@@ -37,25 +38,25 @@ def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) 
 
 def paged_decode(
     query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_starts: Tensor,
-    context_lens: Tensor, scale: float, out: Tensor,
+    context_lens: Tensor, rule: AttentionRule, out: Tensor,
 ) -> None:  # fmt: skip
     """See `ops.paged_decode`."""
     jobs = zip(table_starts.tolist(), context_lens.tolist(), strict=True)
     for row, (table_start, context) in enumerate(jobs):
         one = slice(row, row + 1)
-        out[one] = _attend(query[one], kv, layer, block_tables[table_start:], context, scale)
+        out[one] = _attend(query[one], kv, layer, block_tables[table_start:], context, rule)
 
 
 def paged_prefill(
     query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_starts: Tensor,
-    context_lens: Tensor, query_starts: Tensor, scale: float, out: Tensor,
+    context_lens: Tensor, query_starts: Tensor, rule: AttentionRule, out: Tensor,
 ) -> None:  # fmt: skip
     """See `ops.paged_prefill`."""
     spans = pairwise(query_starts.tolist())
     jobs = zip(spans, table_starts.tolist(), context_lens.tolist(), strict=True)
     for (start, end), table_start, context in jobs:
         rows = slice(start, end)
-        out[rows] = _attend(query[rows], kv, layer, block_tables[table_start:], context, scale)
+        out[rows] = _attend(query[rows], kv, layer, block_tables[table_start:], context, rule)
 
 
 def add_layer_norm(
@@ -69,9 +70,18 @@ def add_layer_norm(
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `ops.add_rms_norm`."""
     total = x + residual
-    values = total.float()
+    return total, _rms_norm(total, weight, eps)
+
+
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> None:
+    """See `ops.rms_norm_heads`."""
+    x.copy_(_rms_norm(x, weight, eps))
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    values = x.float()
     inverse = torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps)
-    return total, (values * inverse * weight.float()).to(x.dtype)
+    return (values * inverse * weight.float()).to(x.dtype)
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> None:
@@ -89,37 +99,74 @@ def silu_mul(x: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(x.dtype)
 
 
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    """See `ops.gelu_tanh_mul`."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+
 def argmax_rows(logits: Tensor) -> Tensor:
     """See `ops.argmax_rows`."""
     return logits.argmax(dim=-1)
 
 
 def _attend(
-    query: Tensor, kv: Tensor, layer: int, table: Tensor, context: int, scale: float
+    query: Tensor, kv: Tensor, layer: int, table: Tensor, context: int, rule: AttentionRule
 ) -> Tensor:
     """Attention of the last n rows of a job's context: query [n, heads, head_dim] -> same shape.
 
     An empty context gives zeros.
 
-    table: int32, block ids from the job's first on.
+    table: int32, block ids from the job's first on. Those before the first row's window are not
+        used.
     """
     if context == 0:
         return torch.zeros_like(query)
     kv_heads, block_size = kv.shape[3:5]
-    blocks = table[: -(-context // block_size)].long()
-    tokens = kv[blocks, layer]
+    count = len(query)
+    first_block = rule.first_visible(context - count) // block_size
+    first = first_block * block_size
+    tokens = kv[table[first_block : -(-context // block_size)].long(), layer]
     if is_int8(kv):
         tokens = dequantize_tokens(*codes_and_scales(tokens), query.dtype)
-    # [2, kv_heads, context, head_dim]
-    key, value = tokens.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]
-    count = len(query)
-    visible = torch.ones(count, context, dtype=torch.bool, device=query.device)
-    out = F.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        key[None],
-        value[None],
-        attn_mask=visible.tril(context - count),
-        scale=scale,
-        enable_gqa=query.shape[1] != kv_heads,
-    )
-    return out[0].transpose(0, 1)
+    # [2, kv_heads, context - first, head_dim]
+    key, value = tokens.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : context - first]
+    row = torch.arange(context - count, context, device=query.device)[:, None]
+    position = torch.arange(first, context, device=query.device)
+    visible = position <= row
+    if rule.window is not None:
+        visible &= position > row - rule.window
+        # What lies before a row's window may be anything, even NaN, which no weight of 0 hides.
+        seen = visible.any(dim=0)[:, None]
+        key, value = key.masked_fill(~seen, 0), value.masked_fill(~seen, 0)
+    query = query.transpose(0, 1)
+    if rule.soft_cap is None and rule.sinks is None:
+        out = F.scaled_dot_product_attention(
+            query[None],
+            key[None],
+            value[None],
+            attn_mask=visible,
+            scale=rule.scale,
+            enable_gqa=len(query) != kv_heads,
+        )[0]
+    else:
+        out = _capped_attention(query, key, value, visible, rule)
+    return out.transpose(0, 1)
+
+
+def _capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, rule: AttentionRule
+) -> Tensor:
+    """query [heads, n, head_dim], key and value [kv_heads, c, head_dim], visible bool [n, c] ->
+    [heads, n, head_dim]."""
+    group = len(query) // len(key)
+    key, value = (one.repeat_interleave(group, dim=0).float() for one in (key, value))
+    scores = query.float() @ key.transpose(1, 2) * rule.scale
+    if rule.soft_cap is not None:
+        scores = torch.tanh(scores / rule.soft_cap) * rule.soft_cap
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if rule.sinks is not None:
+        sinks = rule.sinks[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : key.shape[1]]
+    return (weights @ value).to(query.dtype)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.device import capability, multiprocessors
 from fastserve_kernels.gpu.paged_cache import LOG2_E, NO_SCORE, load_tokens, token_offsets
@@ -37,7 +38,7 @@ def paged_decode(
     table_starts: Tensor,
     context_lens: Tensor,
     work: Tensor,
-    scale: float,
+    rule: AttentionRule,
     out: Tensor,
     scratch: Tensor,
 ) -> None:
@@ -49,7 +50,7 @@ def paged_decode(
     block_tables, table_starts: [N] and [B], see `fastserve_kernels.ops`.
     context_lens: int32 [B]; 0 is padding, whose row of out is zeros.
     work: from `work_lists.decode_work` for these lengths.
-    scale: positive factor for the scores.
+    rule: only its scale may be set.
     out: [B, heads, head_dim] of query's dtype; only the last dimension must be contiguous.
     scratch: from `decode_scratch`, for at least the capacity of work.
 
@@ -74,7 +75,7 @@ def paged_decode(
     if capacity:
         _attend_splits[(min(programs, capacity * kv_heads),)](
             query, kv, block_tables, table_starts, context_lens, work, out, scratch,
-            layer, scale * LOG2_E, rows, capacity,
+            layer, rule.scale * LOG2_E, rows, capacity,
             query.stride(0), query.stride(1), out.stride(0), out.stride(1),
             kv.stride(0), kv.stride(1),
             KV_HEADS=kv_heads, GROUP=group, QUERY_ROWS=query_rows(group),

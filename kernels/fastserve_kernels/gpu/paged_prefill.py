@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.device import capability
 from fastserve_kernels.gpu.paged_cache import LOG2_E, NO_SCORE, load_tokens, token_offsets
@@ -31,7 +32,7 @@ def paged_prefill(
     context_lens: Tensor,
     query_starts: Tensor,
     work: Tensor,
-    scale: float,
+    rule: AttentionRule,
     out: Tensor,
 ) -> None:
     """Causal attention of the rows of S jobs, whose K and V are already in the cache.
@@ -45,7 +46,7 @@ def paged_prefill(
     block_tables, table_starts: [N] and [S], see `fastserve_kernels.ops`.
     context_lens: int32 [S]. query_starts: int32 [S + 1].
     work: int32 [n, 2] from `work_lists.prefill_work`, with tiles of `query_tile` rows.
-    scale: positive factor for the scores.
+    rule: only its scale may be set.
     out: [T, heads, head_dim] of query's dtype; only the last dimension must be contiguous. Rows
         that belong to no job are not written.
 
@@ -62,7 +63,7 @@ def paged_prefill(
     )
     _attend_tiles[(work.shape[0] * heads,)](
         query, kv, block_tables, table_starts, context_lens, query_starts, work, out,
-        layer, scale * LOG2_E,
+        layer, rule.scale * LOG2_E,
         query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         kv.stride(0), kv.stride(1),
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import kernel_reference as reference
 import torch
-from fastserve_kernels import kv_quantization, ops, reference
+from fastserve_kernels import kv_quantization, ops
 from fastserve_kernels.gpu import activations, kv_int8, pinned_copies
 from fastserve_kernels.int8_cache import MOST, codes_and_scales
 from kernel_cases import DTYPES, LIMITS, NAN, Case, Comparison, in_int8, near

@@ -13,8 +13,6 @@ import torch
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.int8_cache import codes_and_scales, is_int8
 from torch import Tensor
-from fastserve_kernels.int8_cache import codes_and_scales, is_int8
-from torch import Tensor
 
 
 def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> Tensor:

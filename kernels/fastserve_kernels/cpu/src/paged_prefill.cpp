@@ -199,8 +199,8 @@ static void prefill(const PrefillArgs& a) {
             const int64_t first_visible = a.first_visible(tile.job, tile.first);
             const Chunk* chunk = &chunks[first_chunks[tile.job]];
             chunk += first_visible / CHUNK - chunk->first_position / CHUNK;
-            for (; chunk->first_position < context; ++chunk) {
-                const int64_t position = chunk->first_position;
+            for (int64_t position = chunk->first_position; position < context;
+                 position += CHUNK, ++chunk) {
                 const int seen = (int)std::min<int64_t>(CHUNK, context - position);
                 // Panels before it are of positions that no row of the tile sees.
                 const int begin =

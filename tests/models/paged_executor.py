@@ -61,6 +61,7 @@ class PagedExecutor:
         for tokens in prompts:
             blocks = [[order.pop() for _ in range(longest)] for _ in self._kind_of_group]
             self.jobs.append(Job(tokens, blocks))
+        config = config.get_text_config()
         heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
         self._kv = torch.full(
@@ -102,7 +103,7 @@ class PagedExecutor:
             )
         batch = AttentionBatch(groups)
         rows = torch.arange(len(ids))
-        logits = self._model(
+        logits = self._model.forward(
             torch.tensor(ids), torch.tensor(positions), batch, self._kv, None, rows
         )
         assert logits is not None

@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-
 WINDOWED = (LayerKind(None, 1), LayerKind(6, 2))
 
 

@@ -167,8 +167,8 @@ class WorkListBatch(GroupBatch):
 
     The kernels are imported on use: they need Triton, which only a GPU needs.
 
-    decode_work, prefill_work: int32, the work of decodes and of prefills, made by
-        `fastserve_kernels.gpu.work_lists`.
+    decode_work, prefill_work: int32, the work of decodes and of prefills in layers with the group's
+        window, made by `fastserve_kernels.gpu.work_lists`.
     decode_scratch: float32, see `gpu.paged_decode`.
     """
 

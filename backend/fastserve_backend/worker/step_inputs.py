@@ -299,19 +299,19 @@ class WorkListInputs:
         num_blocks, block_size = len(kv), kv.shape[4]
         self._block_size = block_size
         self._kinds = kinds
-        self.num_groups = sum(kind.num_groups for kind in kinds)
+        self._kind_of_group = [
+            index for index, kind in enumerate(kinds) for _ in range(kind.num_groups)
+        ]
+        self.num_groups = len(self._kind_of_group)
         # Each block belongs to one job and group, so the jobs' tables are no longer than the cache.
         # But the largest step is tried on a cache of one block.
         most_blocks = max(num_blocks, limits.max_blocks(block_size))
         self._most_tables = np.zeros(most_blocks, dtype=np.int32)
-        # Two bounds on decode work: every job is of the greatest length, or the jobs fill the
-        # cache and each begins one more split. Behind windows, jobs are longer than their blocks.
-        self._splits_a_job = int(work_lists.num_splits(limits.max_model_len))
-        self._splits_in_cache = limits.max_jobs * self._splits_a_job
-        if kinds[0].window is None:
-            self._splits_in_cache = int(work_lists.num_splits(num_blocks * block_size))
+        self._splits_a_job = [_most_splits(limits.max_model_len, kind.window) for kind in kinds]
+        self._splits_in_cache = int(work_lists.num_splits(num_blocks * block_size))
         self._tile = query_tile(head_dim, dtype, kv.device)
-        self._scratch = decode_scratch(self._capacity(limits.max_jobs), heads, head_dim, kv.device)
+        capacity = max(self._capacities(limits.max_jobs))
+        self._scratch = decode_scratch(capacity, heads, head_dim, kv.device)
         self._staging = Staging(self._most_bytes(limits), kv.device)
         self._padded_places: dict[int, Places] = {}  # by the padded number of jobs
 
@@ -328,13 +328,16 @@ class WorkListInputs:
     def bring(self, layout: StepLayout) -> StepTensors:
         """The tensors of any step, without padding."""
         n = layout.num_decodes
-        capacity = int(work_lists.num_splits(layout.context_lens[:n]).sum())
-        decode_work = work_lists.decode_work(layout.context_lens[:n], capacity)
-        prefill_work = work_lists.prefill_work(
-            layout.query_lens[n:], self._tile, layout.context_lens[n:]
-        )
+        decode_works, prefill_works = [], []
+        for kind in self._kinds:
+            contexts, window = layout.context_lens, kind.window
+            capacity = int(work_lists.num_splits(contexts[:n], window).sum())
+            decode_works.append(work_lists.decode_work(contexts[:n], capacity, window))
+            prefill_works.append(
+                work_lists.prefill_work(layout.query_lens[n:], self._tile, contexts[n:], window)
+            )
         arrays = _arrays(
-            layout, decode_work, prefill_work, layout.query_starts[n:] - n, layout.sampled
+            layout, decode_works, prefill_works, layout.query_starts[n:] - n, layout.sampled
         )
         return self._tensors(layout, n, arrays, self._staging.places(arrays))
 
@@ -344,8 +347,12 @@ class WorkListInputs:
         Shapes and addresses are the same for equal ``num_jobs``.
         """
         padded = layout.padded(num_jobs)
-        decode_work = work_lists.decode_work(padded.context_lens, self._capacity(num_jobs))
-        arrays = _arrays(padded, decode_work, _NO_TILES, _NO_STARTS, _NO_SAMPLED)
+        decode_works = [
+            work_lists.decode_work(padded.context_lens, capacity, kind.window)
+            for kind, capacity in zip(self._kinds, self._capacities(num_jobs), strict=True)
+        ]
+        no_tiles = [_NO_TILES] * len(self._kinds)
+        arrays = _arrays(padded, decode_works, no_tiles, _NO_STARTS, _NO_SAMPLED)
         if num_jobs not in self._padded_places:
             places = self._staging.places([*arrays[:-1], self._most_tables])
             self._padded_places[num_jobs] = places
@@ -362,20 +369,21 @@ class WorkListInputs:
         is_padded: bool = False,
     ) -> StepTensors:
         token_ids, positions, sampled, *of_batch = self._staging.bring(arrays, places)
-        slots, starts, context_lens, decode_work, prefill_work, query_starts, tables = of_batch
+        slots, starts, context_lens, query_starts, *of_kinds, tables = of_batch
+        decode_works, prefill_works = of_kinds[: len(self._kinds)], of_kinds[len(self._kinds) :]
         groups = [
             WorkListBatch(
                 num_decodes=num_decodes,
-                slots=slots_of_group,
+                slots=slots[group],
                 block_tables=tables,
-                table_starts=starts_of_group,
+                table_starts=starts[group],
                 context_lens=context_lens,
-                decode_work=decode_work,
-                prefill_work=prefill_work,
+                decode_work=decode_works[kind],
+                prefill_work=prefill_works[kind],
                 query_starts=query_starts,
                 decode_scratch=self._scratch,
             )
-            for slots_of_group, starts_of_group in zip(slots, starts, strict=True)
+            for group, kind in enumerate(self._kind_of_group)
         ]
         return StepTensors(
             num_jobs=layout.num_jobs,
@@ -389,24 +397,46 @@ class WorkListInputs:
             batch=AttentionBatch(groups),
         )
 
-    def _capacity(self, num_jobs: int) -> int:
-        """The most items of decode work for ``num_jobs`` jobs."""
-        return min(num_jobs * self._splits_a_job, num_jobs + self._splits_in_cache)
+    def _capacities(self, num_jobs: int) -> list[int]:
+        """For each kind of layers the most items of decode work for ``num_jobs`` jobs."""
+        capacities = []
+        for kind, splits_a_job in zip(self._kinds, self._splits_a_job, strict=True):
+            most = num_jobs * splits_a_job
+            if kind.window is None:  # the jobs fill the cache, and each begins one more split
+                most = min(most, num_jobs + self._splits_in_cache)
+            capacities.append(most)
+        return capacities
 
     def _most_bytes(self, limits: StepLimits) -> int:
         jobs, tokens = limits.max_jobs, limits.max_tokens
-        decode_work = work_lists.decode_work(np.zeros(jobs), self._capacity(jobs))
+        no_jobs = np.zeros(jobs)
+        decode_works = [work_lists.decode_work(no_jobs, most) for most in self._capacities(jobs)]
         tiles = np.zeros((jobs + tokens // self._tile, 2), dtype=np.int32)
+        prefill_works = [tiles] * len(self._kinds)
         groups = self.num_groups
         by_token = [np.zeros(tokens, dtype=np.int64)] * 2
         by_token.append(np.zeros((groups, tokens), dtype=np.int64))
         by_job = [np.zeros(jobs, dtype=np.int64)] * 2 + [np.zeros(jobs + 1, dtype=np.int32)]
         by_job.append(np.zeros((groups, jobs), dtype=np.int64))
-        return Staging.size_of([*by_token, *by_job, decode_work, tiles, self._most_tables])
+        return Staging.size_of(
+            [*by_token, *by_job, *decode_works, *prefill_works, self._most_tables]
+        )
+
+
+def _most_splits(max_model_len: int, window: int | None) -> int:
+    """The most items of decode work that one job makes."""
+    most = int(work_lists.num_splits(max_model_len))
+    if window is None:
+        return most
+    return min(most, 1 + int(work_lists.num_splits(window)))
 
 
 def _arrays(
-    layout: StepLayout, decode_work: Array, prefill_work: Array, query_starts: Array, sampled: Array
+    layout: StepLayout,
+    decode_works: Sequence[Array],
+    prefill_works: Sequence[Array],
+    query_starts: Array,
+    sampled: Array,
 ) -> list[Array]:
     """In the order that `Staging` needs: block tables last, because their length varies."""
     return [
@@ -416,8 +446,8 @@ def _arrays(
         layout.slots,
         layout.table_starts,
         layout.context_lens,
-        decode_work,
-        prefill_work,
         query_starts,
+        *decode_works,
+        *prefill_works,
         layout.block_tables,
     ]

@@ -174,6 +174,7 @@ class RoundState:
     def __init__(
         self,
         tiers: TwoTierKV,
+        holders: Holders,
         order: RunningOrder,
         now: float,
         in_flight: Collection[int],
@@ -192,6 +193,7 @@ class RoundState:
         self.transfers: list[Transfer] = []
         """Transfers that this round starts, in order."""
         self._tiers = tiers
+        self._holders = holders
         self._order = order
         self._copy_sources = copy_sources
 
@@ -218,7 +220,10 @@ class RoundState:
 
     def may_leave(self, job: Job) -> bool:
         """Whether the job has device blocks that no step, no copy and no offered job uses. The
-        running step counts as ended if the round is ahead of it."""
+        running step counts as ended if the round is ahead of it.
+
+        Kept blocks that a job took over in this round do not count: it gives them back.
+        """
         number = job.number
         if number in self.offered or number in self._copy_sources:
             return False
@@ -226,6 +231,7 @@ class RoundState:
             return True
         return (
             number not in self.busy
+            and number in self._holders.numbers
             and not self._tiers.is_read(number)
             and self._tiers.transfer(number) is None
             and self._tiers.device.num_held(number) > 0

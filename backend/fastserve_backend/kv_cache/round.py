@@ -98,7 +98,13 @@ class Round:
         staying = set(in_flight).difference(going_on or ())  # the policy does not offer these
         self.prefixes = parts.prefixes.for_round(parts.holders.with_numbers(staying))
         self._state = RoundState(
-            parts.tiers, parts.order, now, in_flight, going_on, self.prefixes.copies.sources
+            parts.tiers,
+            parts.holders,
+            parts.order,
+            now,
+            in_flight,
+            going_on,
+            self.prefixes.copies.sources,
         )
         self._busy, self._offered = self._state.busy, self._state.offered
         self._room = DeviceRoom(parts, self._state, ending=() if going_on is None else staying)

@@ -191,7 +191,7 @@ class Rig:
             BLOCK_SIZE,
             incremental=kv_cache.incremental,
             kinds=kinds,
-            step_tokens=policy.limits.prefill_chunk_tokens or policy.limits.max_tokens,
+            step_tokens=policy.limits.job_tokens,
         )
         self.pool, self.host = tiers.device, tiers.host
         costs = SwapCosts(model, BLOCK_BYTES, link)

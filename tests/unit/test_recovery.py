@@ -56,7 +56,7 @@ def test_clients_see_what_they_would_have_seen_had_no_rank_been_lost(
     limits = BatchLimits(
         rng.randint(1, 6), LONGEST + rng.randint(0, 20), rng.choice([None, rng.randint(1, 12)])
     )
-    needs = BlockNeeds(BLOCK_SIZE, kinds, limits.prefill_chunk_tokens or limits.max_tokens)
+    needs = BlockNeeds(BLOCK_SIZE, kinds, limits.job_tokens)
     num_blocks = needs.most(LONGEST) + needs.num_groups * rng.randint(0, 8)
     num_host_blocks = needs.num_groups * rng.choice([0, 4, 60])
     cancellations = {number: rng.uniform(0, 60) for number in range(0, NUM_JOBS, 6)}

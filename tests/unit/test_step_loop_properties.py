@@ -40,7 +40,7 @@ def test_every_job_ends_once_and_everything_is_freed(
     if not chunk:
         limits = BatchLimits(rng.randint(1, 6), longest + rng.randint(0, 20))
     policy = make_policy(name, limits, starvation_s=rng.choice([20.0, 200.0]), longest=16.0)
-    needs = BlockNeeds(BLOCK_SIZE, kinds, limits.prefill_chunk_tokens or limits.max_tokens)
+    needs = BlockNeeds(BLOCK_SIZE, kinds, limits.job_tokens)
     num_blocks = needs.most(longest) + needs.num_groups * rng.randint(0, 8)
     rig = Rig(policy, num_blocks=num_blocks, num_stages=num_stages, ahead=ahead, kinds=kinds)
     jobs = [

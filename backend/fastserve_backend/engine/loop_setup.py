@@ -64,7 +64,7 @@ class LoopSetup:
             self.kv_cache.block_size,
             incremental=self.kv_cache.incremental,
             kinds=memory.kinds,
-            step_tokens=self.scheduler.max_num_batched_tokens,
+            step_tokens=policy.limits.job_tokens,
         )
         costs = SwapCosts(self.latency, memory.block_bytes, memory.link)
         return KVManager(tiers, policy, self.kv_cache, costs, self.counters)

@@ -116,9 +116,9 @@ class BlockPool:
         """Blocks to add before the job can run its tokens from ``first_token`` up to
         ``num_tokens``."""
         # Each job of a step asks this, so it calls no other method.
-        tables = self._tables.get(job_number)
         if self.has_windows:
             return sum(self._missing_of_kinds(job_number, num_tokens, first_token))
+        tables = self._tables.get(job_number)
         num_held = len(tables[0]) if tables is not None else 0
         missing = -(-num_tokens // self.block_size) - num_held
         return missing if missing > 0 else 0

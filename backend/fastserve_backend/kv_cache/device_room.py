@@ -86,11 +86,12 @@ class DeviceRoom:
         self.num_promised += missing
         return True
 
-    def give(self, job: Job, num_tokens: int, *, is_new: bool) -> OfferOutcome:
-        """Give a new job, or one on the device, blocks for its first ``num_tokens`` tokens."""
-        missing = self._device.missing(job.number, num_tokens, job.num_ready)
+    def give(self, job: Job, first_token: int, num_tokens: int, *, is_new: bool) -> OfferOutcome:
+        """Give a new job, or one on the device, blocks to run its tokens from ``first_token`` up to
+        ``num_tokens``."""
+        missing = self._device.missing(job.number, num_tokens, first_token)
         if missing:
-            outcome = self._give_missing(job, num_tokens, missing, is_new=is_new)
+            outcome = self._give_missing(job, first_token, num_tokens, missing, is_new=is_new)
             if outcome is not TAKEN.outcome:
                 return outcome
         if is_new or missing:
@@ -115,7 +116,7 @@ class DeviceRoom:
         )
 
     def _give_missing(
-        self, job: Job, num_tokens: int, missing: int, *, is_new: bool
+        self, job: Job, first_token: int, num_tokens: int, missing: int, *, is_new: bool
     ) -> OfferOutcome:
         parts = self._parts
         # With this strategy nobody computes again for a new job, unless that starves.
@@ -124,7 +125,7 @@ class DeviceRoom:
             parts.prefixes.give_back_of(job)  # jobs that have begun may need these blocks
             return OfferOutcome.NO_ROOM
         if self._reserve(job, missing, keeps_work=keeps_work):
-            self._device.grow(job.number, num_tokens, job.num_ready)
+            self._device.grow(job.number, num_tokens, first_token)
             return OfferOutcome.TAKEN
         if keeps_work:
             parts.prefixes.give_back_of(job)

@@ -148,7 +148,8 @@ class Round:
         elif begins and self.prefixes.pays_to_wait(job) and self._room.promise_if_it_fits(job):
             return self._pass_over(_WAITS_FOR_PREFIX)
         else:
-            outcome = self._room.give(job, job.num_ready + num_tokens, is_new=is_new)
+            first_token = job.num_ready
+            outcome = self._room.give(job, first_token, first_token + num_tokens, is_new=is_new)
             if outcome is TAKEN.outcome:
                 if begins or (self._uses_prefixes and num_tokens > 1):
                     self._counters.prefix_cached_tokens += self.prefixes.on_taken(job, num_tokens)

@@ -37,6 +37,17 @@ def silu_mul(x: Tensor) -> Tensor:
     return out
 
 
+def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `ops.clamped_swiglu`. Grid: (T, blocks of n)."""
+    rows, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty((rows, size), dtype=x.dtype, device=x.device)
+    if rows:
+        _clamped_swiglu[(rows, cdiv(size, _BLOCK))](
+            x, out, x.stride(0), size, alpha, limit, BLOCK=_BLOCK, num_warps=4
+        )
+    return out
+
+
 @triton.jit
 def _bias_relu(x, bias, stride, size, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
     row = x + tl.program_id(0).to(tl.int64) * stride
@@ -56,3 +67,15 @@ def _silu_mul(x, out, stride, size, BLOCK: tl.constexpr):
     gate = tl.load(x + token * stride + columns, inside).to(tl.float32)
     up = tl.load(x + token * stride + size + columns, inside).to(tl.float32)
     tl.store(out + token * size + columns, gate / (1.0 + tl.exp(-gate)) * up, inside)
+
+
+@triton.jit
+def _clamped_swiglu(x, out, stride, size, alpha, limit, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < size
+    gate = tl.load(x + token * stride + columns, inside).to(tl.float32)
+    up = tl.load(x + token * stride + size + columns, inside).to(tl.float32)
+    gate = tl.minimum(gate, limit, tl.PropagateNan.ALL)
+    up = tl.maximum(tl.minimum(up, limit, tl.PropagateNan.ALL), -limit, tl.PropagateNan.ALL)
+    tl.store(out + token * size + columns, (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate)), inside)

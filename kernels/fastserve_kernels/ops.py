@@ -52,9 +52,11 @@ __all__ = [
     "argmax_rows",
     "clamped_swiglu",
     "cpu_backend",
+    "gelu_tanh_mul",
     "kv_write",
     "paged_decode",
     "paged_prefill",
+    "rms_norm_heads",
     "rope_kv_write",
     "rotate",
     "silu_mul",
@@ -184,6 +186,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return kernels_for(x).add_rms_norm(x, residual, weight, eps)
 
 
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> None:
+    """RMS norm of each head of T tokens, in place, in fp32.
+
+    x: [T, heads, head_dim]; only the last dimension must be contiguous.
+    weight: [head_dim] of x's dtype, contiguous; all heads share it.
+    """
+    kernels_for(x).rms_norm_heads(x, weight, eps)
+
+
 def rotate(x: Tensor, cos_sin: Tensor) -> None:
     """Rotary position embedding of T tokens, in place, in fp32.
 
@@ -207,8 +218,8 @@ def silu_mul(x: Tensor) -> Tensor:
 def clamped_swiglu(x: Tensor, alpha: float, limit: float) -> Tensor:
     """The gate of gpt-oss, in fp32: [T, 2n] -> [T, n].
 
-    The first half g of each row is at most `limit`, the second half u within ±`limit`. The result is
-    (u + 1) · g · sigmoid(alpha · g).
+    The first half g of each row is cut to at most `limit`, the second half u to ±`limit`. The
+    result is (u + 1) · g · sigmoid(alpha · g).
 
     x: rows contiguous. Returns a new contiguous tensor of x's dtype.
     """
@@ -235,6 +246,15 @@ def sum_choices(y: Tensor, weights: Tensor, routes: Routes) -> Tensor:
     Returns a new contiguous tensor of y's dtype.
     """
     return kernels_for(y).sum_choices(y, weights, routes)
+
+
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    """GELU, in its tanh approximation, of the first half of each row times the second half, in
+    fp32: [T, 2n] -> [T, n] (Hendrycks and Gimpel 2016).
+
+    x: rows contiguous. Returns a new contiguous tensor of x's dtype.
+    """
+    return kernels_for(x).gelu_tanh_mul(x)
 
 
 def argmax_rows(logits: Tensor) -> Tensor:

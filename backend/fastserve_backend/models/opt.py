@@ -75,7 +75,7 @@ class OPTModel(CausalLM):
             config.max_position_embeddings + POSITION_OFFSET, hidden, part=part
         )
         self._project_in = linear(embed, {"project_in": hidden}) if projected else None
-        self._project_out = linear(hidden, {"project_out": embed}) if projected else None
+        project_out = linear(hidden, {"project_out": embed}) if projected else None
         self._layers = [OPTLayer(config, layer, part) for layer in range(len(part.layers))]
         self._final_norm = (
             LayerNorm(hidden, affine=config.layer_norm_elementwise_affine, part=part)
@@ -87,9 +87,9 @@ class OPTModel(CausalLM):
         last: dict[str, Parameter] = {}
         if self._final_norm is not None:
             last |= prefixed("final_layer_norm", self._final_norm.parameters())
-        if self._project_in is not None and self._project_out is not None:
+        if self._project_in is not None and project_out is not None:
             first |= self._project_in.parameters()
-            last |= self._project_out.parameters()
+            last |= project_out.parameters()
         tied_to = ("embed_tokens.weight", self._tokens) if config.tie_word_embeddings else None
         super().__init__(
             part,
@@ -98,7 +98,14 @@ class OPTModel(CausalLM):
             first=first,
             layers=[layer.parameters() for layer in self._layers],
             last=last,
-            head=LMHead("lm_head", embed, config.vocab_size, tied_to=tied_to, part=part),
+            head=LMHead(
+                "lm_head",
+                embed,
+                config.vocab_size,
+                tied_to=tied_to,
+                part=part,
+                projection=project_out,
+            ),
         )
 
     def forward(
@@ -119,11 +126,6 @@ class OPTModel(CausalLM):
         if self.config.do_layer_norm_before:
             return self._pre_norm(update, residual, batch, kv)
         return self._post_norm(update + residual, batch, kv)
-
-    def logits(self, hidden: Tensor) -> Tensor | None:
-        if self._project_out is not None:
-            hidden = self._project_out(hidden)
-        return super().logits(hidden)
 
     def _pre_norm(
         self, update: Tensor, residual: Tensor, batch: AttentionBatch, kv: Tensor

@@ -26,11 +26,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_paged_prefill": (None, [_INT] * 2 + [_POINTER] * 7 + [_INT] * 10 + [_REAL]),
     "fs_add_layer_norm": (None, [_INT] + [_POINTER] * 6 + [_INT] * 4 + [_REAL]),
     "fs_add_rms_norm": (None, [_INT] + [_POINTER] * 5 + [_INT] * 4 + [_REAL]),
+    "fs_rms_norm_heads": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5 + [_REAL]),
     "fs_rotate": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5),
     "fs_silu_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_clamped_swiglu": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3 + [_REAL] * 2),
     "fs_sort_choices": (None, [_POINTER] * 4 + [_INT] * 4),
     "fs_sum_choices": (None, [_INT] + [_POINTER] * 5 + [_INT] * 3),
+    "fs_gelu_tanh_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_argmax_rows": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_packed_size": (_INT, [_INT] * 3),
     "fs_pack_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
@@ -66,11 +68,13 @@ class CompiledKernels:
         self._paged_prefill = functions.fs_paged_prefill
         self._add_layer_norm = functions.fs_add_layer_norm
         self._add_rms_norm = functions.fs_add_rms_norm
+        self._rms_norm_heads = functions.fs_rms_norm_heads
         self._rotate = functions.fs_rotate
         self._silu_mul = functions.fs_silu_mul
         self._clamped_swiglu = functions.fs_clamped_swiglu
         self._sort_choices = functions.fs_sort_choices
         self._sum_choices = functions.fs_sum_choices
+        self._gelu_tanh_mul = functions.fs_gelu_tanh_mul
         self._argmax_rows = functions.fs_argmax_rows
         self._packed_size = functions.fs_packed_size
         self._pack_weight = functions.fs_pack_weight
@@ -169,6 +173,15 @@ class CompiledKernels:
         )  # fmt: skip
         return total, normed
 
+    def rms_norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """See `ops.rms_norm_heads`."""
+        tokens, heads, head_dim = x.shape
+        stride_t, stride_h, _ = x.stride()
+        self._rms_norm_heads(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), weight.data_ptr(), tokens, heads, head_dim,
+            stride_t, stride_h, eps,
+        )  # fmt: skip
+
     def rotate(self, x: Tensor, cos_sin: Tensor) -> None:
         """See `ops.rotate`."""
         tokens, heads, _ = x.shape
@@ -180,22 +193,15 @@ class CompiledKernels:
 
     def silu_mul(self, x: Tensor) -> Tensor:
         """See `ops.silu_mul`."""
-        rows, double = x.shape
-        out = torch.empty((rows, double // 2), dtype=x.dtype)
-        self._silu_mul(
-            _DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, double // 2, x.stride(0)
-        )
-        return out
+        return _gate_mul(self._silu_mul, x)
+
+    def gelu_tanh_mul(self, x: Tensor) -> Tensor:
+        """See `ops.gelu_tanh_mul`."""
+        return _gate_mul(self._gelu_tanh_mul, x)
 
     def clamped_swiglu(self, x: Tensor, alpha: float, limit: float) -> Tensor:
         """See `ops.clamped_swiglu`."""
-        rows, double = x.shape
-        out = torch.empty((rows, double // 2), dtype=x.dtype)
-        self._clamped_swiglu(
-            _DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, double // 2, x.stride(0),
-            alpha, limit,
-        )  # fmt: skip
-        return out
+        return _gate_mul(self._clamped_swiglu, x, alpha, limit)
 
     def sort_choices(self, experts: Tensor, first: int, count: int) -> Routes:
         """See `ops.sort_choices`. experts: contiguous."""
@@ -323,3 +329,12 @@ class CompiledKernels:
             out_features, x.stride(0),
         )  # fmt: skip
         return y
+
+
+def _gate_mul(function: Any, x: Tensor, *more: float) -> Tensor:
+    rows, double = x.shape
+    out = torch.empty((rows, double // 2), dtype=x.dtype)
+    function(
+        _DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, double // 2, x.stride(0), *more
+    )
+    return out

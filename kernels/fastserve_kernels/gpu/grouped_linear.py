@@ -13,7 +13,7 @@ from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
 
 
 def variants(groups: int, dtype: torch.dtype, device: torch.device) -> list[int]:
-    """Numbers of rows such that each compiles another variant of `grouped_linear` for this dtype."""
+    """Numbers of rows such that each compiles another variant of `grouped_linear`."""
     ways = launch_parameters.linear_ways(dtype.itemsize, capability(device))
     return [way.row_tile * groups for way in ways]
 
@@ -34,7 +34,7 @@ def grouped_linear(
     biases: [groups, out], contiguous, of x's dtype, or None.
 
     Returns a new contiguous tensor [R, out].
-    Grid: (as many tiles of rows as there may be, tiles of out). Each program finds its group itself,
+    Grid: (as many tiles of rows as there may be, tiles of out). Each program finds its own group,
     so the host need not know how many rows a group has.
     """
     count = len(x) if rows is None else len(rows)

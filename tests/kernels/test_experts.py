@@ -25,7 +25,8 @@ def test_choices_are_sorted_by_expert_and_then_by_token(
 ) -> None:
     chosen = choices_of(Mixture(tokens, 3, 9, present))
     routes = ops.sort_choices(chosen, present.start, len(present))
-    for expert, start, end in zip(present, routes.starts, routes.starts[1:], strict=True):
+    bounds = routes.starts[:-1].tolist(), routes.starts[1:].tolist()
+    for expert, start, end in zip(present, *bounds, strict=True):
         of_expert = (chosen == expert).nonzero()
         assert routes.tokens[start:end].tolist() == of_expert[:, 0].tolist()
         assert routes.places[chosen == expert].tolist() == list(range(start, end))

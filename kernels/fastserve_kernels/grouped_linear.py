@@ -107,7 +107,6 @@ class GroupedLinear:
         for count in variants(groups, self._dtype, device):
             x = torch.zeros(count, self.in_features, dtype=self._dtype, device=device)
             apply(x, starts, None)
-            apply(x, starts, torch.zeros(count, dtype=torch.int32, device=device))
         return apply
 
     def _plain(self, x: Tensor, starts: Tensor, rows: Tensor | None) -> Tensor:

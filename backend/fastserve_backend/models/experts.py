@@ -20,11 +20,11 @@ class Experts:
     """A router chooses experts for each token; the results are summed with the router's weights.
 
     Each rank has whole experts, and computes the tokens that chose them; the sum over the ranks
-    joins the results. So a rank reads only its experts' tensors, and products keep their width. In
-    return the ranks' work differs from step to step. (Divided features would be equal shares, but of
-    products that are narrow already, and gpt-oss's 32 neighbours with one scale could not be divided
-    evenly.) The router is whole on every rank, and never quantized: its scores decide, and its
-    weight is small.
+    joins the results. So a rank reads only its experts' tensors, products keep their width, and the
+    scales of INT8 and MXFP4 need no division. The price is that the ranks' work is unequal, and
+    differs from step to step.
+
+    The router is whole on every rank. It is never quantized: it is small, and its scores decide.
     """
 
     def __init__(self, config: ExpertsConfig, hidden: int, part: ModelPart) -> None:
@@ -52,8 +52,8 @@ class Experts:
         )
 
     def parameters(self) -> dict[str, Parameter]:
-        """The tensors of the router ("gate"), of this rank's experts ("experts.<number>") and of the
-        shared one."""
+        """The tensors of the router ("gate"), of this rank's experts ("experts.<number>") and of
+        the shared one."""
         wanted = self._router.parameters()
         for place, number in enumerate(self._own):
             wanted |= prefixed(f"experts.{number}", self._parameters_of(place))

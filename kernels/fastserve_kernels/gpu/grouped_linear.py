@@ -42,14 +42,16 @@ def grouped_linear(
     y = torch.empty((count, out_features), dtype=x.dtype, device=x.device)
     if count == 0:
         return y
+    if rows is None:  # rather than a second variant of the kernel
+        rows = torch.arange(count, dtype=torch.int32, device=x.device)
     parameters = launch_parameters.linear(
         cdiv(count, groups), x.element_size(), capability(x.device)
     )
     tiles = min(count, count // parameters.row_tile + groups)
     _grouped_linear[(tiles, cdiv(out_features, parameters.out_tile))](
-        x, starts, x if rows is None else rows, weights, x if scales is None else scales,
+        x, starts, rows, weights, x if scales is None else scales,
         x if biases is None else biases, y, groups, out_features, in_features, x.stride(0),
-        HAS_ROWS=rows is not None, HAS_SCALES=scales is not None, HAS_BIASES=biases is not None,
+        HAS_SCALES=scales is not None, HAS_BIASES=biases is not None,
         GROUPS=next_power_of_2(groups), ROW_TILE=parameters.row_tile, OUT_TILE=parameters.out_tile,
         IN_TILE=parameters.in_tile, num_warps=parameters.num_warps,
         num_stages=parameters.num_stages,
@@ -61,7 +63,7 @@ def grouped_linear(
 @triton.jit
 def _grouped_linear(
     x, starts, rows, weights, scales, biases, y, groups, out_features, in_features, x_stride,
-    HAS_ROWS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIASES: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_BIASES: tl.constexpr,
     GROUPS: tl.constexpr, ROW_TILE: tl.constexpr, OUT_TILE: tl.constexpr, IN_TILE: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
@@ -81,9 +83,7 @@ def _grouped_linear(
     row = tl.load(starts + group) + tile_of_group * ROW_TILE + tl.arange(0, ROW_TILE)
     out = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
     has_row, has_out = row < end, out < out_features
-    row_of_x = row
-    if HAS_ROWS:
-        row_of_x = tl.load(rows + row, has_row, other=0)
+    row_of_x = tl.load(rows + row, has_row, other=0)
     inner = tl.arange(0, IN_TILE)
     of_x = x + row_of_x.to(tl.int64)[None, :] * x_stride
     row_of_weights = group.to(tl.int64) * out_features + out

@@ -155,6 +155,8 @@ class LMHead:
         tied_to: the name of the embedding's tensor, and the embedding whose table the head shares;
             None if the head has a table of its own.
         projection: a layer of the architecture that comes before the head.
+        factor: of the logits.
+        soft_cap: c turns each logit l into c · tanh(l / c), after the factor.
     """
 
     def __init__(
@@ -166,9 +168,12 @@ class LMHead:
         tied_to: tuple[str, VocabEmbedding] | None,
         part: ModelPart,
         projection: Linear | None = None,
+        factor: float = 1.0,
+        soft_cap: float | None = None,
     ) -> None:
         self.name = name
         self._projection = projection
+        self._factor, self._soft_cap = factor, soft_cap
         self._linear = ColumnLinear(hidden, {name: vocab}, bias=False, part=part)
         self._tensor_name = f"{name}.weight"
         self._vocab = vocab
@@ -191,7 +196,14 @@ class LMHead:
         others."""
         if self._projection is not None:
             hidden = self._projection(hidden)
-        return self._part.tensor.gather_columns(self._linear(hidden), self._vocab)
+        logits = self._part.tensor.gather_columns(self._linear(hidden), self._vocab)
+        if logits is None:
+            return None
+        if self._factor != 1.0:
+            logits.mul_(self._factor)
+        if self._soft_cap is not None:
+            logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        return logits
 
     def load_stage(
         self, parameters: Mapping[str, Parameter], source: WeightSource, elsewhere: Collection[str]

@@ -34,7 +34,8 @@ class OPTLayer:
         hidden, ffn = config.hidden_size, config.intermediate_size
         column = partial(ColumnLinear, bias=config.enable_bias, part=part)
         row = partial(RowLinear, bias=config.enable_bias, part=part)
-        norm = partial(LayerNorm, hidden, affine=config.layer_norm_elementwise_affine, part=part)
+        affine = config.layer_norm_elementwise_affine
+        norm = partial(LayerNorm, hidden, has_weight=affine, has_bias=affine, part=part)
         self._qkv = column(hidden, {"q_proj": hidden, "k_proj": hidden, "v_proj": hidden})
         self._attend = Attention.of(config, layer, part)
         self._out = row(hidden, {"out_proj": hidden})
@@ -77,8 +78,9 @@ class OPTModel(CausalLM):
         self._project_in = linear(embed, {"project_in": hidden}) if projected else None
         project_out = linear(hidden, {"project_out": embed}) if projected else None
         self._layers = [OPTLayer(config, layer, part) for layer in range(len(part.layers))]
+        affine = config.layer_norm_elementwise_affine
         self._final_norm = (
-            LayerNorm(hidden, affine=config.layer_norm_elementwise_affine, part=part)
+            LayerNorm(hidden, has_weight=affine, has_bias=affine, part=part)
             if config.has_final_layer_norm
             else None
         )

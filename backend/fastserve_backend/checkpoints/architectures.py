@@ -20,6 +20,7 @@ from fastserve_backend.checkpoints.families import (
     granite,
     llama,
     mistral,
+    mixtures,
     olmo,
     phi,
     qwen,
@@ -42,6 +43,8 @@ class Architecture:
     """"module:class" of the model class, in ``fastserve_backend.models``."""
     builtin: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Built-in configurations: name -> the fields of a config.json."""
+    quantizations: tuple[str, ...] = ()
+    """Of checkpoints that can be read: ``quant_method`` in ``quantization_config``."""
 
     def model_class(self) -> Any:
         """The `CausalLM` subclass. Importing it imports torch."""
@@ -65,18 +68,25 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "gpt_neox": Architecture(
             GPTNeoXConfig.from_hf, "gpt_neox:GPTNeoXModel", GPTNeoXConfig.builtin
         ),
+        "gpt_oss": Architecture(
+            mixtures.read_gpt_oss, builtin=mixtures.GPT_OSS, quantizations=("mxfp4",)
+        ),
         "granite": Architecture(granite.read_granite),
         "helium": Architecture(llama.read_helium),
         "llama": Architecture(llama.read_llama, builtin=llama.BUILTIN),
         "ministral": Architecture(mistral.read_ministral),
         "mistral": Architecture(mistral.read_mistral),
+        "mixtral": Architecture(mixtures.read_mixtral, builtin=mixtures.MIXTRAL),
         "olmo": Architecture(olmo.read_olmo),
         "olmo2": Architecture(olmo.read_olmo2),
         "olmo3": Architecture(olmo.read_olmo3),
+        "olmoe": Architecture(mixtures.read_olmoe, builtin=mixtures.OLMOE),
         "opt": Architecture(OPTConfig.from_hf, "opt:OPTModel", OPTConfig.builtin),
         "phi3": Architecture(phi.read_phi3),
         "qwen2": Architecture(qwen.read_qwen2),
+        "qwen2_moe": Architecture(mixtures.read_qwen2_moe),
         "qwen3": Architecture(qwen.read_qwen3),
+        "qwen3_moe": Architecture(mixtures.read_qwen3_moe, builtin=mixtures.QWEN3_MOE),
         "seed_oss": Architecture(llama.read_seed_oss),
         "smollm3": Architecture(smollm.read_smollm3),
         "starcoder2": Architecture(starcoder.read_starcoder2),

@@ -31,7 +31,8 @@ _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = torch.tensor([*_FP4, *(-one for one in _FP4)], dtype=torch.bfloat16)
 # Of each byte, whose lower half comes first.
 _PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], dim=1)
-_E8M0_BIAS = 127
+# Of each scale: exponents are stored plus 127.
+_POWERS = torch.ldexp(torch.ones(256), torch.arange(256) - 127).bfloat16()
 
 
 def experts_apart(source: WeightSource, config: ExpertsConfig) -> Iterator[StoredTensor]:
@@ -84,8 +85,8 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     blocks: uint8 [..., rows, groups, 16], two numbers of 4 bits in each.
     scales: uint8 [..., rows, groups], exponents of 2, plus 127.
     """
-    powers = torch.ldexp(torch.ones(()), scales.int() - _E8M0_BIAS).bfloat16()
-    return (_PAIRS[blocks.int()].flatten(-2) * powers[..., None]).flatten(-2)
+    scaled = _PAIRS[blocks.int()].flatten(-2) * _POWERS[scales.int()][..., None]
+    return scaled.flatten(-2)
 
 
 def _parts(stored: StoredTensor, config: ExpertsConfig) -> Iterator[StoredTensor]:

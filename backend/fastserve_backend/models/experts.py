@@ -15,6 +15,9 @@ from fastserve_backend.models.layers import ColumnLinear, Linear, RowLinear, pre
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.weights import Parameter
 
+Load = Callable[[Tensor, Tensor | None], None]
+"""Takes a weight [out, in] and a bias [out] or None."""
+
 
 class Experts:
     """A router chooses experts for each token; the results are summed with the router's weights.
@@ -81,7 +84,7 @@ class Experts:
         up, down = partial(self._up.load, place), partial(self._down.load, place)
         if self._config.is_fused:
             rows = {"gate_up_proj": 2 * ffn}
-            first = _Product(rows, hidden, has_bias, lambda *taken: up(*map(_in_halves, taken)))
+            first = _Product(rows, hidden, has_bias, partial(_load_in_halves, up))
         else:
             first = _Product({"gate_proj": ffn, "up_proj": ffn}, hidden, has_bias, up)
         second = _Product({"down_proj": hidden}, ffn, has_bias, down)
@@ -93,7 +96,6 @@ class _Product:
 
     Args:
         parts: checkpoint layers, name -> out features. They are stacked in this order.
-        load: takes the weight [out, in] and the bias [out] or None.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class _Product:
         parts: Mapping[str, int],
         in_features: int,
         has_bias: bool,
-        load: Callable[[Tensor, Tensor | None], None],
+        load: Load,
     ) -> None:
         self._parts, self._in_features = parts, in_features
         self._has_bias, self._load = has_bias, load
@@ -130,9 +132,10 @@ class _Product:
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _in_halves(rows: Tensor | None) -> Tensor | None:
-    """Rows 0, 2, 4, …, then the others."""
-    return None if rows is None else torch.cat([rows[0::2], rows[1::2]])
+def _load_in_halves(load: Load, weight: Tensor, bias: Tensor | None) -> None:
+    """Rows 0, 2, 4, … come first, then the others."""
+    order = [*range(0, len(weight), 2), *range(1, len(weight), 2)]
+    load(weight[order], None if bias is None else bias[order])
 
 
 def _choose(scores: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:

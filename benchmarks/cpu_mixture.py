@@ -58,8 +58,8 @@ def main() -> None:
         del data
         console.print(
             f"{MODEL} with {options.layers} layers: {config.num_parameters / 1e9:.2f} billion "
-            f"parameters, {config.num_active_parameters / 1e9:.2f} active; {options.threads} threads read "
-            f"{bandwidth / 1e9:.1f} GB/s"
+            f"parameters, {config.num_active_parameters / 1e9:.2f} active; {options.threads} "
+            f"threads read {bandwidth / 1e9:.1f} GB/s"
         )
         model = load_model(config, torch.device("cpu"))
         ours = {jobs: seconds(decode(model, config, jobs), options.repeats) for jobs in BATCHES}
@@ -106,7 +106,7 @@ def decode(model: CausalLM, config: ModelConfig, jobs: int) -> Callable[[], obje
     @torch.inference_mode()
     def step() -> Tensor | None:
         tokens = torch.randint(VOCAB_SIZE, (jobs,))
-        return model.logits(model.forward(tokens, positions, batch, kv))
+        return model.forward(tokens, positions, batch, kv, sampled=number)
 
     return step
 

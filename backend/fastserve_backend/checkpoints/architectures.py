@@ -18,6 +18,7 @@ from fastserve_backend.checkpoints.families import (
     gemma,
     glm,
     granite,
+    layer_norm,
     llama,
     mistral,
     mixtures,
@@ -25,7 +26,6 @@ from fastserve_backend.checkpoints.families import (
     phi,
     qwen,
     smollm,
-    starcoder,
 )
 from fastserve_backend.checkpoints.gpt_neox_config import GPTNeoXConfig
 from fastserve_backend.checkpoints.model_config import ModelConfig
@@ -56,13 +56,14 @@ class Architecture:
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "arcee": Architecture(llama.read_arcee),
+        "cohere": Architecture(cohere.read_cohere),
         "cohere2": Architecture(cohere.read_cohere2),
         "cwm": Architecture(llama.read_cwm),
         "ernie4_5": Architecture(llama.read_ernie4_5),
         "exaone4": Architecture(olmo.read_exaone4),
         "gemma": Architecture(gemma.read_gemma),
         "gemma2": Architecture(gemma.read_gemma2),
-        "gemma3_text": Architecture(gemma.read_gemma3),
+        "gemma3_text": Architecture(gemma.read_gemma3, builtin=gemma.GEMMA3),
         "glm": Architecture(glm.read_glm),
         "glm4": Architecture(glm.read_glm4),
         "gpt_neox": Architecture(
@@ -75,21 +76,24 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "helium": Architecture(llama.read_helium),
         "llama": Architecture(llama.read_llama, builtin=llama.BUILTIN),
         "ministral": Architecture(mistral.read_ministral),
-        "mistral": Architecture(mistral.read_mistral),
+        "ministral3": Architecture(mistral.read_ministral3),
+        "mistral": Architecture(mistral.read_mistral, builtin=mistral.MISTRAL),
         "mixtral": Architecture(mixtures.read_mixtral, builtin=mixtures.MIXTRAL),
+        "nemotron": Architecture(layer_norm.read_nemotron),
         "olmo": Architecture(olmo.read_olmo),
         "olmo2": Architecture(olmo.read_olmo2),
         "olmo3": Architecture(olmo.read_olmo3),
         "olmoe": Architecture(mixtures.read_olmoe, builtin=mixtures.OLMOE),
         "opt": Architecture(OPTConfig.from_hf, "opt:OPTModel", OPTConfig.builtin),
         "phi3": Architecture(phi.read_phi3),
-        "qwen2": Architecture(qwen.read_qwen2),
+        "qwen2": Architecture(qwen.read_qwen2, builtin=qwen.QWEN2),
         "qwen2_moe": Architecture(mixtures.read_qwen2_moe),
-        "qwen3": Architecture(qwen.read_qwen3),
+        "qwen3": Architecture(qwen.read_qwen3, builtin=qwen.QWEN3),
         "qwen3_moe": Architecture(mixtures.read_qwen3_moe, builtin=mixtures.QWEN3_MOE),
         "seed_oss": Architecture(llama.read_seed_oss),
         "smollm3": Architecture(smollm.read_smollm3),
-        "starcoder2": Architecture(starcoder.read_starcoder2),
+        "stablelm": Architecture(layer_norm.read_stablelm),
+        "starcoder2": Architecture(layer_norm.read_starcoder2),
         "vaultgemma": Architecture(gemma.read_vaultgemma),
     }
 )

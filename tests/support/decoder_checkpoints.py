@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import transformers
-from paged_executor import POSITIONS
 from transformers import PreTrainedConfig
 
+POSITIONS = 48
 WINDOW = 9
 SIZES: dict[str, Any] = {
     "vocab_size": 301,
@@ -30,6 +30,10 @@ class Variant:
     def __init__(self, family: str, **fields: Any) -> None:
         self._class = getattr(transformers, f"{family}Config")
         self._fields = SIZES | fields
+
+    @property
+    def has_windows(self) -> bool:
+        return self._fields.get("sliding_window") is not None
 
     def config(self, **changes: Any) -> PreTrainedConfig:
         config: PreTrainedConfig = self._class(**self._fields | changes)
@@ -71,6 +75,7 @@ MIXTURES: dict[str, Variant] = {
 }
 FAMILIES: dict[str, Variant] = {
     "arcee": Variant("Arcee", mlp_bias=True),
+    "cohere": Variant("Cohere"),
     "cohere2": Variant("Cohere2", **WINDOWED, **ALTERNATING),
     "cwm": Variant("Cwm", **HEAD_DIM, **WINDOWED, rope_parameters={"rope_theta": 1e4}),
     "ernie4_5": Variant("Ernie4_5", **HEAD_DIM, use_bias=True),
@@ -103,10 +108,24 @@ FAMILIES: dict[str, Variant] = {
         attention_multiplier=0.3,
         logits_scaling=8.0,
     ),
-    "helium": Variant("Helium", head_dim=8),
+    "helium": Variant("Helium", **HEAD_DIM, hidden_size=64),
     "ministral": Variant("Ministral", **HEAD_DIM, **WINDOWED, **ALTERNATING),
+    "ministral3": Variant(
+        "Ministral3",
+        **HEAD_DIM,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 12,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
     "mistral": Variant("Mistral", **WINDOWED),
     "mistral_without_windows": Variant("Mistral", **HEAD_DIM, sliding_window=None),
+    "nemotron": Variant("Nemotron", **HEAD_DIM),
     "olmo": Variant("Olmo", clip_qkv=0.4),
     "olmo2": Variant("Olmo2"),
     "olmo3": Variant(
@@ -141,6 +160,7 @@ FAMILIES: dict[str, Variant] = {
     "smollm3_windows": Variant(
         "SmolLM3", no_rope_layers=[0, 1, 0], use_sliding_window=True, **WINDOWED
     ),
+    "stablelm": Variant("StableLm", hidden_size=64, use_qkv_bias=True),
     "starcoder2": Variant("Starcoder2", **WINDOWED),
     "starcoder2_without_biases": Variant("Starcoder2", use_bias=False),
     "vaultgemma": Variant("VaultGemma", **HEAD_DIM, **WINDOWED),

@@ -162,6 +162,13 @@ def test_int8(name: str, tensor_size: int, num_stages: int, tmp_path: Path) -> N
     check_chunked_prompts(DividedModel(config, tensor_size, num_stages), theirs)  # type: ignore[arg-type]
 
 
+def test_more_ranks_than_experts(tmp_path: Path) -> None:
+    theirs = saved("mixtral_windows", tmp_path, num_key_value_heads=4)
+    config = load_model_config(str(tmp_path), load_format="auto", dtype="float32")
+    assert config.experts.count == 3
+    check_prompt(DividedModel(config, 4, 1), theirs)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe"])
 def test_random_weights_do_not_depend_on_the_division(name: str, tmp_path: Path) -> None:
     theirs = saved(name, tmp_path)

@@ -40,7 +40,7 @@ def grouped_linear(
     count = len(x) if rows is None else len(rows)
     groups, out_features, in_features = weights.shape
     y = torch.empty((count, out_features), dtype=x.dtype, device=x.device)
-    if count == 0:
+    if count == 0 or groups == 0:
         return y
     if rows is None:  # rather than a second variant of the kernel
         rows = torch.arange(count, dtype=torch.int32, device=x.device)

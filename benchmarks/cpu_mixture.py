@@ -53,20 +53,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "config.json").write_text(json.dumps(fields))
         config = load_model_config(directory, load_format="dummy", dtype="bfloat16")
-        data = torch.ones(BANDWIDTH_BYTES // 4)
-        bandwidth = BANDWIDTH_BYTES / min(seconds(data.sum, options.repeats))
-        del data
-        console.print(
-            f"{MODEL} with {options.layers} layers: {config.num_parameters / 1e9:.2f} billion "
-            f"parameters, {config.num_active_parameters / 1e9:.2f} active; {options.threads} "
-            f"threads read {bandwidth / 1e9:.1f} GB/s"
-        )
         model = load_model(config, torch.device("cpu"))
-        ours = {jobs: seconds(decode(model, config, jobs), options.repeats) for jobs in BATCHES}
+        data = torch.ones(BANDWIDTH_BYTES // 4)
+        reads, ours = seconds(data.sum, options.repeats), {}
+        for jobs in BATCHES:
+            ours[jobs] = seconds(decode(model, config, jobs), options.repeats)
+            reads += seconds(data.sum, options.repeats)  # the machine's speed may have changed
+        bandwidth = BANDWIDTH_BYTES / min(reads)
         del model
         theirs: dict[int, list[float]] = {}
         if not options.without_transformers:
             theirs = transformers_seconds(directory, options.repeats)
+    console.print(
+        f"{MODEL} with {options.layers} layers: {config.num_parameters / 1e9:.2f} billion "
+        f"parameters, {config.num_active_parameters / 1e9:.2f} active; {options.threads} "
+        f"threads read {bandwidth / 1e9:.1f} GB/s"
+    )
     table = Table("jobs", "reading the weights, ms", "a step, ms", "share of memory speed")
     table.add_column("transformers, ms")
     for batch, times in ours.items():

@@ -66,6 +66,7 @@ def hf_config(file: GGUFFile, family: Family) -> dict[str, Any]:
         key = file.key(theirs.key)
         config[ours] = file.required(key) if theirs.required else file.field(key, theirs.default)
     config = {key: value for key, value in config.items() if value is not None}
+    config["pad_token_id"] = None  # transformers' defaults may lie beyond the vocabulary
     config |= {ours: tensor in file.shapes for ours, tensor in family.biases.items()}
     config |= family.constants
     # Refuse what cannot be served before anything is computed with it.

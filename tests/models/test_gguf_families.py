@@ -15,7 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 # Fields of transformers' configurations that a conversion may change: they name files and formats,
 # say what end tokens are, or are for training.
-_OTHER_FIELDS = {"_name_or_path", "architectures", "dtype", "bos_token_id", "eos_token_id", "pad_token_id"}
+_OTHER_FIELDS = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+}
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

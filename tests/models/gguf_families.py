@@ -156,6 +156,15 @@ def _gemma3_fields(config: Any) -> Fields:
     return fields | ({"rope.freq_base_swa": local} if local != 1e4 else {})
 
 
+def _olmo3_fields(config: Any) -> Fields:
+    return {
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": [
+            kind == "sliding_attention" for kind in config.layer_types
+        ],
+    }
+
+
 def _phi3_fields(config: Any) -> Fields:
     rope = config.rope_parameters
     head_dim = config.hidden_size // config.num_attention_heads
@@ -251,6 +260,7 @@ VARIANTS: dict[str, Variant] = {
         },
     ),
     "qwen3": Variant("qwen3", "qwen3", {**_HEADS, "rope_parameters": {"rope_theta": 1e6}}),
+    "gemma": Variant("gemma", "gemma", {"head_dim": 16}, norm_offset=1.0),
     "gemma2": _gemma2({"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16}),
     "gemma2_largest": _gemma2(
         {
@@ -301,6 +311,25 @@ VARIANTS: dict[str, Variant] = {
         "smollm3", "smollm3", {"num_hidden_layers": 5}, _llama_fields, permuted=True
     ),
     "olmo2": Variant("olmo2", "olmo2"),
+    "olmo3": Variant(
+        "olmo2",
+        "olmo3",
+        {
+            "sliding_window": 8,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 5e5,
+                    "factor": 4.0,
+                    "beta_fast": 32.0,
+                    "beta_slow": 1.0,
+                    "original_max_position_embeddings": 12,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+        fields=_olmo3_fields,
+    ),
     "starcoder2": Variant(
         "starcoder2",
         "starcoder2",

@@ -19,7 +19,8 @@ from fastserve_backend.models.gguf_rotary import (
     SHORT_FACTORS,
     partial_rotary,
     rotary,
-    rotary_of_sliding_layers_apart,
+    rotary_by_layer_type,
+    rotary_of_gemma3,
     untruncated_yarn,
 )
 from fastserve_backend.models.gguf_tensors import (
@@ -80,9 +81,10 @@ class Family:
 
 def family_of(file: GGUFFile) -> Family:
     """The family of a file. Raises ModelError if its architecture is not known here."""
-    has_experts = file.own("expert_count", 0) > 0
-    table = {**_FAMILIES, **_WITH_EXPERTS} if has_experts else _FAMILIES
-    family = table.get(file.architecture)
+    family = _FAMILIES.get(file.architecture)
+    for (architecture, key), other in _BY_FIELD.items():
+        if architecture == file.architecture and file.own(key, 0) > 0:
+            family = other
     if family is None or family.model_type not in ARCHITECTURES:
         raise ModelError(
             f"its architecture is {file.architecture!r}; GGUF files are supported for "
@@ -137,7 +139,8 @@ def _norms(names: Mapping[str, str], offset: float = 0.0) -> tuple[TensorRule, .
     return tuple(weight(theirs, ours, "hidden", offset=offset) for theirs, ours in names.items())
 
 
-_PRE_NORMS = _norms({"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"})
+_PRE_NORM_NAMES = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_PRE_NORMS = _norms(_PRE_NORM_NAMES)
 _POST_NORMS = _norms(
     {
         "post_attention_norm": "post_attention_layernorm",
@@ -153,6 +156,7 @@ _GEMMA_NORMS = _norms(
     },
     offset=1.0,
 )
+_GEMMA_ACTIVATION = {"hidden_activation": "gelu_pytorch_tanh"}
 _GEMMA_LAST_NORM = (weight("output_norm", "model.norm", "hidden", offset=1.0),)
 
 
@@ -217,6 +221,7 @@ _LLAMA_BIASES = {
     "attention_bias": "blk.0.attn_q.bias",
     "mlp_bias": "blk.0.ffn_gate.bias",
 }
+_OLMO2_LAYER = (*_attention(), *_head_norms("q", "kv"), *_mlp(), *_POST_NORMS)
 _LLAMA_LAYER = (
     *_attention(bias="attention_bias", permuted=True),
     *_mlp(bias="mlp_bias"),
@@ -300,6 +305,14 @@ _FAMILIES: Mapping[str, Family] = {
         fields=_RMS_EPS,
         biases={"attention_bias": "blk.0.attn_q.bias"},
     ),
+    "gemma": Family(
+        "gemma",
+        "GemmaForCausalLM",
+        (*_attention(), *_mlp(), *_norms(_PRE_NORM_NAMES, offset=1.0)),
+        _GEMMA_LAST_NORM,
+        fields=_RMS_EPS | {"head_dim": Field("attention.key_length")},
+        constants={"hidden_act": "gelu_pytorch_tanh"},
+    ),
     "gemma2": Family(
         "gemma2",
         "Gemma2ForCausalLM",
@@ -312,7 +325,7 @@ _FAMILIES: Mapping[str, Family] = {
             "attn_logit_softcapping": _optional("attn_logit_softcapping", 50.0),
             "final_logit_softcapping": _optional("final_logit_softcapping", 30.0),
         },
-        constants={"hidden_activation": "gelu_pytorch_tanh"},
+        constants=_GEMMA_ACTIVATION,
         computed=_gemma(period=2, layers_of_largest=46),
         used=frozenset({_PATTERN}),
     ),
@@ -332,9 +345,9 @@ _FAMILIES: Mapping[str, Family] = {
             "sliding_window": _optional(_WINDOW),
             "final_logit_softcapping": _optional("final_logit_softcapping"),
         },
-        constants={"hidden_activation": "gelu_pytorch_tanh"},
+        constants=_GEMMA_ACTIVATION,
         computed=_gemma(period=6, layers_of_largest=62),
-        rotary=rotary_of_sliding_layers_apart,
+        rotary=rotary_of_gemma3,
         used=frozenset({_PATTERN, "rope.freq_base_swa"}),
     ),
     "phi3": Family(
@@ -380,7 +393,7 @@ _FAMILIES: Mapping[str, Family] = {
     "olmo2": Family(
         "olmo2",
         "Olmo2ForCausalLM",
-        (*_attention(), *_head_norms("q", "kv"), *_mlp(), *_POST_NORMS),
+        _OLMO2_LAYER,
         fields=_RMS_EPS,
     ),
     "starcoder2": Family(
@@ -450,9 +463,9 @@ _FAMILIES: Mapping[str, Family] = {
     ),
 }
 
-# Models with experts whose files have the name of another architecture.
-_WITH_EXPERTS: Mapping[str, Family] = {
-    "llama": Family(
+# Families whose files have another family's architecture: they have this field too.
+_BY_FIELD: Mapping[tuple[str, str], Family] = {
+    ("llama", "expert_count"): Family(
         "mixtral",
         "MixtralForCausalLM",
         (
@@ -461,5 +474,14 @@ _WITH_EXPERTS: Mapping[str, Family] = {
             *_PRE_NORMS,
         ),
         fields=_RMS_EPS | _EXPERTS_PER_TOKEN | {"num_local_experts": Field("expert_count")},
+    ),
+    ("olmo2", _WINDOW): Family(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        _OLMO2_LAYER,
+        fields=_RMS_EPS | {"sliding_window": Field(_WINDOW)},
+        computed=_sliding_layers(4),
+        rotary=rotary_by_layer_type,
+        used=frozenset({_PATTERN, "rope.freq_base_swa"}),
     ),
 }

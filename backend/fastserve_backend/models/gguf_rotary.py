@@ -56,13 +56,21 @@ def rotary(file: GGUFFile, config: Config) -> dict[str, Any]:
     return rope
 
 
-def rotary_of_sliding_layers_apart(file: GGUFFile, config: Config) -> dict[str, Any]:
-    """Gemma 3's two rotations: sliding layers have a base of their own and no scaling."""
-    theta = file.own("rope.freq_base_swa", 1e4)
+def rotary_by_layer_type(file: GGUFFile, config: Config) -> dict[str, Any]:
+    """OLMo 3's two rotations: layers with a window have no scaling, and may have another base."""
+    whole = rotary(file, config)
+    theta = file.own("rope.freq_base_swa", whole["rope_theta"])
     return {
-        "full_attention": rotary(file, config),
+        "full_attention": whole,
         "sliding_attention": {"rope_type": "default", "rope_theta": theta},
     }
+
+
+def rotary_of_gemma3(file: GGUFFile, config: Config) -> dict[str, Any]:
+    """As OLMo 3's. Older files have no field for the other base."""
+    rope = rotary_by_layer_type(file, config)
+    rope["sliding_attention"]["rope_theta"] = file.own("rope.freq_base_swa", 1e4)
+    return rope
 
 
 def partial_rotary(file: GGUFFile, config: Config) -> dict[str, Any]:

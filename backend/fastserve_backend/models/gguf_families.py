@@ -13,6 +13,21 @@ from typing import Any
 from fastserve_backend.checkpoints.architectures import ARCHITECTURES
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.models.gguf_file import GGUFFile
+from fastserve_backend.models.gguf_layers import (
+    GEMMA_LAST_NORM,
+    GEMMA_NORMS,
+    GPT_OSS_EXPERTS,
+    MLP_EXPERTS,
+    POST_NORMS,
+    PRE_NORM_NAMES,
+    PRE_NORMS,
+    attention,
+    experts,
+    gated_mlp,
+    head_norms,
+    layer_norm,
+    norms,
+)
 from fastserve_backend.models.gguf_rotary import (
     LLAMA3_FACTORS,
     LONG_FACTORS,
@@ -23,15 +38,7 @@ from fastserve_backend.models.gguf_rotary import (
     rotary_of_gemma3,
     untruncated_yarn,
 )
-from fastserve_backend.models.gguf_tensors import (
-    TensorRule,
-    interleaved,
-    interleaved_and_transposed,
-    linear,
-    transposed,
-    unpermuted,
-    weight,
-)
+from fastserve_backend.models.gguf_tensors import TensorRule, linear, weight
 
 Config = dict[str, Any]
 
@@ -102,117 +109,7 @@ def known_architectures() -> list[str]:
     )
 
 
-def _attention(
-    *, bias: bool | str = False, output_bias: bool | str | None = None, permuted: bool = False
-) -> tuple[TensorRule, ...]:
-    """Separate projections.
-
-    Args:
-        bias: of q, k and v; see `linear`.
-        output_bias: of the output; None: as `bias`.
-        permuted: whether llama.cpp's converter reorders rows of q and k.
-    """
-    q, k = ({"change": unpermuted(heads)} if permuted else {} for heads in ("heads", "kv_heads"))
-    return (
-        *linear("attn_q", "self_attn.q_proj", "q", "hidden", bias=bias, **q),
-        *linear("attn_k", "self_attn.k_proj", "kv", "hidden", bias=bias, **k),
-        *linear("attn_v", "self_attn.v_proj", "kv", "hidden", bias=bias),
-        *linear(
-            "attn_output",
-            "self_attn.o_proj",
-            "hidden",
-            "q",
-            bias=bias if output_bias is None else output_bias,
-        ),
-    )
-
-
-def _head_norms(q: str, k: str, offset: float = 0.0) -> tuple[TensorRule, ...]:
-    """Norms of queries and keys, of these sizes."""
-    return (
-        weight("attn_q_norm", "self_attn.q_norm", q, offset=offset),
-        weight("attn_k_norm", "self_attn.k_norm", k, offset=offset),
-    )
-
-
-def _norms(names: Mapping[str, str], offset: float = 0.0) -> tuple[TensorRule, ...]:
-    return tuple(weight(theirs, ours, "hidden", offset=offset) for theirs, ours in names.items())
-
-
-_PRE_NORM_NAMES = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-_PRE_NORMS = _norms(_PRE_NORM_NAMES)
-_POST_NORMS = _norms(
-    {
-        "post_attention_norm": "post_attention_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    }
-)
-_GEMMA_NORMS = _norms(
-    {
-        "attn_norm": "input_layernorm",
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_norm": "pre_feedforward_layernorm",
-        "post_ffw_norm": "post_feedforward_layernorm",
-    },
-    offset=1.0,
-)
 _GEMMA_ACTIVATION = {"hidden_activation": "gelu_pytorch_tanh"}
-_GEMMA_LAST_NORM = (weight("output_norm", "model.norm", "hidden", offset=1.0),)
-
-
-def _layer_norm(source: str, target: str) -> tuple[TensorRule, ...]:
-    return tuple(
-        TensorRule(f"{target}.{part}", (f"{source}.{part}",), ("hidden",))
-        for part in ("weight", "bias")
-    )
-
-
-def _mlp(bias: bool | str = False) -> tuple[TensorRule, ...]:
-    return (
-        *linear("ffn_gate", "mlp.gate_proj", "ffn", "hidden", bias=bias),
-        *linear("ffn_up", "mlp.up_proj", "ffn", "hidden", bias=bias),
-        *linear("ffn_down", "mlp.down_proj", "hidden", "ffn", bias=bias),
-    )
-
-
-def _experts(parent: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
-    """The router and the experts, which a checkpoint has one by one."""
-    rows = ("experts", "expert_ffn", "hidden")
-    expert = f"{parent}.experts.{{expert}}"
-    return (
-        *linear("ffn_gate_inp", f"{parent}.gate", "experts", "hidden"),
-        weight("ffn_gate_exps", f"{expert}.{gate}", *rows),
-        weight("ffn_up_exps", f"{expert}.{up}", *rows),
-        weight("ffn_down_exps", f"{expert}.{down}", "experts", "hidden", "expert_ffn"),
-    )
-
-
-_MLP_EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
-
-# gpt-oss has all experts in one tensor, gate and up by turns, and matrices the other way round.
-_GPT_OSS_EXPERTS = (
-    *linear("ffn_gate_inp", "mlp.router", "experts", "hidden", bias=True),
-    TensorRule(
-        "mlp.experts.gate_up_proj",
-        ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
-        ("experts", "expert_ffn", "hidden"),
-        interleaved_and_transposed,
-    ),
-    TensorRule(
-        "mlp.experts.gate_up_proj_bias",
-        ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
-        ("experts", "expert_ffn"),
-        interleaved,
-    ),
-    TensorRule(
-        "mlp.experts.down_proj",
-        ("ffn_down_exps.weight",),
-        ("experts", "hidden", "expert_ffn"),
-        transposed,
-    ),
-    TensorRule("mlp.experts.down_proj_bias", ("ffn_down_exps.bias",), ("experts", "hidden")),
-)
-
 _RMS_EPS = {"rms_norm_eps": Field("attention.layer_norm_rms_epsilon")}
 _WINDOW = "attention.sliding_window"
 _PATTERN = "attention.sliding_window_pattern"
@@ -221,11 +118,11 @@ _LLAMA_BIASES = {
     "attention_bias": "blk.0.attn_q.bias",
     "mlp_bias": "blk.0.ffn_gate.bias",
 }
-_OLMO2_LAYER = (*_attention(), *_head_norms("q", "kv"), *_mlp(), *_POST_NORMS)
+_OLMO2_LAYER = (*attention(), *head_norms("q", "kv"), *gated_mlp(), *POST_NORMS)
 _LLAMA_LAYER = (
-    *_attention(bias="attention_bias", permuted=True),
-    *_mlp(bias="mlp_bias"),
-    *_PRE_NORMS,
+    *attention(bias="attention_bias", permuted=True),
+    *gated_mlp(bias="mlp_bias"),
+    *PRE_NORMS,
 )
 
 
@@ -283,24 +180,24 @@ _FAMILIES: Mapping[str, Family] = {
     "mistral3": Family(
         "mistral",
         "MistralForCausalLM",
-        (*_attention(permuted=True), *_mlp(), *_PRE_NORMS),
+        (*attention(permuted=True), *gated_mlp(), *PRE_NORMS),
         fields=_RMS_EPS,
         constants={"sliding_window": None},
     ),
     "qwen2": Family(
         "qwen2",
         "Qwen2ForCausalLM",
-        (*_attention(bias=True, output_bias=False), *_mlp(), *_PRE_NORMS),
+        (*attention(bias=True, output_bias=False), *gated_mlp(), *PRE_NORMS),
         fields=_RMS_EPS,
     ),
     "qwen3": Family(
         "qwen3",
         "Qwen3ForCausalLM",
         (
-            *_attention(bias="attention_bias"),
-            *_head_norms("head_dim", "head_dim"),
-            *_mlp(),
-            *_PRE_NORMS,
+            *attention(bias="attention_bias"),
+            *head_norms("head_dim", "head_dim"),
+            *gated_mlp(),
+            *PRE_NORMS,
         ),
         fields=_RMS_EPS,
         biases={"attention_bias": "blk.0.attn_q.bias"},
@@ -308,16 +205,16 @@ _FAMILIES: Mapping[str, Family] = {
     "gemma": Family(
         "gemma",
         "GemmaForCausalLM",
-        (*_attention(), *_mlp(), *_norms(_PRE_NORM_NAMES, offset=1.0)),
-        _GEMMA_LAST_NORM,
+        (*attention(), *gated_mlp(), *norms(PRE_NORM_NAMES, offset=1.0)),
+        GEMMA_LAST_NORM,
         fields=_RMS_EPS | {"head_dim": Field("attention.key_length")},
         constants={"hidden_act": "gelu_pytorch_tanh"},
     ),
     "gemma2": Family(
         "gemma2",
         "Gemma2ForCausalLM",
-        (*_attention(), *_mlp(), *_GEMMA_NORMS),
-        _GEMMA_LAST_NORM,
+        (*attention(), *gated_mlp(), *GEMMA_NORMS),
+        GEMMA_LAST_NORM,
         fields=_RMS_EPS
         | {
             "head_dim": Field("attention.key_length"),
@@ -333,12 +230,12 @@ _FAMILIES: Mapping[str, Family] = {
         "gemma3_text",
         "Gemma3ForCausalLM",
         (
-            *_attention(),
-            *_head_norms("head_dim", "head_dim", offset=1.0),
-            *_mlp(),
-            *_GEMMA_NORMS,
+            *attention(),
+            *head_norms("head_dim", "head_dim", offset=1.0),
+            *gated_mlp(),
+            *GEMMA_NORMS,
         ),
-        _GEMMA_LAST_NORM,
+        GEMMA_LAST_NORM,
         fields=_RMS_EPS
         | {
             "head_dim": Field("attention.key_length"),
@@ -358,7 +255,7 @@ _FAMILIES: Mapping[str, Family] = {
             *linear("attn_output", "self_attn.o_proj", "hidden", "q"),
             *linear("ffn_up", "mlp.gate_up_proj", "gate_up", "hidden"),
             *linear("ffn_down", "mlp.down_proj", "hidden", "ffn"),
-            *_PRE_NORMS,
+            *PRE_NORMS,
         ),
         fields=_RMS_EPS
         | {
@@ -400,13 +297,13 @@ _FAMILIES: Mapping[str, Family] = {
         "starcoder2",
         "Starcoder2ForCausalLM",
         (
-            *_attention(bias="use_bias"),
+            *attention(bias="use_bias"),
             *linear("ffn_up", "mlp.c_fc", "ffn", "hidden", bias="use_bias"),
             *linear("ffn_down", "mlp.c_proj", "hidden", "ffn", bias="use_bias"),
-            *_layer_norm("attn_norm", "input_layernorm"),
-            *_layer_norm("ffn_norm", "post_attention_layernorm"),
+            *layer_norm("attn_norm", "input_layernorm"),
+            *layer_norm("ffn_norm", "post_attention_layernorm"),
         ),
-        _layer_norm("output_norm", "model.norm"),
+        layer_norm("output_norm", "model.norm"),
         fields={"norm_epsilon": Field("attention.layer_norm_epsilon")},
         biases={"use_bias": "blk.0.attn_q.bias"},
     ),
@@ -414,10 +311,10 @@ _FAMILIES: Mapping[str, Family] = {
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         (
-            *_attention(bias="attention_bias"),
-            *_head_norms("head_dim", "head_dim"),
-            *_MLP_EXPERTS,
-            *_PRE_NORMS,
+            *attention(bias="attention_bias"),
+            *head_norms("head_dim", "head_dim"),
+            *MLP_EXPERTS,
+            *PRE_NORMS,
         ),
         fields=_RMS_EPS
         | _EXPERTS_PER_TOKEN
@@ -431,7 +328,7 @@ _FAMILIES: Mapping[str, Family] = {
     "olmoe": Family(
         "olmoe",
         "OlmoeForCausalLM",
-        (*_attention(), *_head_norms("q", "kv"), *_MLP_EXPERTS, *_PRE_NORMS),
+        (*attention(), *head_norms("q", "kv"), *MLP_EXPERTS, *PRE_NORMS),
         fields=_RMS_EPS | _EXPERTS_PER_TOKEN | {"num_experts": Field("expert_count")},
         constants={"norm_topk_prob": False},
     ),
@@ -439,10 +336,10 @@ _FAMILIES: Mapping[str, Family] = {
         "gpt_oss",
         "GptOssForCausalLM",
         (
-            *_attention(bias=True),
+            *attention(bias=True),
             TensorRule("self_attn.sinks", ("attn_sinks.weight",), ("heads",)),
-            *_GPT_OSS_EXPERTS,
-            *_norms(
+            *GPT_OSS_EXPERTS,
+            *norms(
                 {
                     "attn_norm": "input_layernorm",
                     "post_attention_norm": "post_attention_layernorm",
@@ -469,9 +366,9 @@ _BY_FIELD: Mapping[tuple[str, str], Family] = {
         "mixtral",
         "MixtralForCausalLM",
         (
-            *_attention(permuted=True),
-            *_experts("block_sparse_moe", "w1", "w3", "w2"),
-            *_PRE_NORMS,
+            *attention(permuted=True),
+            *experts("block_sparse_moe", "w1", "w3", "w2"),
+            *PRE_NORMS,
         ),
         fields=_RMS_EPS | _EXPERTS_PER_TOKEN | {"num_local_experts": Field("expert_count")},
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -116,7 +115,7 @@ _ABOUT_COLUMNS = f"""- **Load**: the rate over what FCFS serves when all jobs ar
 The baselines `sarathi_edf` and `uniboost` order jobs anew at each token. Where KV memory is short,
 they swap at each token, and tokens/s fall: no rule keeps their jobs in place.
 
-[scheduling_race.csv](scheduling_race.csv) has all columns of all cells: also P99 of normalized
+With `--output race.json` the command writes all columns of all cells: also P99 of normalized
 latency, P95 of the other times, the idle latency, and the slowdown of the longest tenth of jobs
 (completion time over that on an idle system)."""
 
@@ -211,7 +210,7 @@ def table(name: str, cell: Mapping[str, Result]) -> Table:
 def write_markdown(
     directory: Path, cells: Mapping[str, Mapping[str, Result]], command: str, commit: str
 ) -> None:
-    """``scheduling_race.md``, ``.csv`` and ``.png`` in ``directory``.
+    """``scheduling_race.md`` and ``.png`` in ``directory``.
 
     ``command`` is what measured them, on the code of ``commit``.
     """
@@ -225,7 +224,6 @@ def write_markdown(
     for column, title in _MEASURES:
         lines += [f"## {title}", "", *_measure_table(cells, column), ""]
     (directory / "scheduling_race.md").write_text("\n".join(lines), encoding="utf-8")
-    _write_csv(directory / "scheduling_race.csv", cells)
     _plot(directory / "scheduling_race.png", cells)
 
 
@@ -241,17 +239,6 @@ def _measure_table(cells: Mapping[str, Mapping[str, Result]], column: str) -> li
         )
         lines.append(f"| {name} | " + " | ".join(values) + " |")
     return lines
-
-
-def _write_csv(path: Path, cells: Mapping[str, Mapping[str, Result]]) -> None:
-    columns = ("idle", *(column for column, _ in _COLUMNS))
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("cell", "policy", *columns))
-        for name, cell in cells.items():
-            for variant, result in cell.items():
-                values = (number(getattr(result, column)) for column in columns)
-                writer.writerow((name, variant, *values))
 
 
 def _plot(path: Path, cells: Mapping[str, Mapping[str, Result]]) -> None:

@@ -240,8 +240,22 @@ class _Run:
 def _write(document: Mapping[str, Any], output: Path) -> Path:
     output.mkdir(parents=True, exist_ok=True)
     path = output / file_name(document)
-    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(_as_table(document) + "\n", encoding="utf-8")
     return path
+
+
+def _as_table(value: Any, indent: str = "") -> str:
+    """JSON with a line for each measured row and for each goal."""
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        items = [_as_table(item, indent + " ") for item in value]
+        begin, end = "[]"
+    elif isinstance(value, Mapping) and ("phases" in value or "rows" in value):
+        items = [f"{json.dumps(key)}: {_as_table(one, indent + ' ')}" for key, one in value.items()]
+        begin, end = "{}"
+    else:
+        return json.dumps(value, allow_nan=False, ensure_ascii=False)
+    lines = ",\n".join(f"{indent} {item}" for item in items)
+    return f"{begin}\n{lines}\n{indent}{end}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -75,6 +75,8 @@ class _Speed:
             "add_rms_norm": self._rms_norm,
             "bias_relu": self._bias_relu,
             "silu_mul": self._silu_mul,
+            "gelu_tanh_mul": self._gelu_tanh_mul,
+            "rms_norm_heads": self._rms_norm_heads,
             "kv_write": self._kv_write,
             "rope_kv_write": self._rope_kv_write,
         }
@@ -109,6 +111,14 @@ class _Speed:
     def _silu_mul(self) -> tuple[Call, Sequence[Tensor]]:
         x = self._random(self._rows, 2 * self._wide)
         return lambda: activations.silu_mul(x), [x, x[:, : self._wide]]
+
+    def _gelu_tanh_mul(self) -> tuple[Call, Sequence[Tensor]]:
+        x = self._random(self._rows, 2 * self._wide)
+        return lambda: activations.gelu_tanh_mul(x), [x, x[:, : self._wide]]
+
+    def _rms_norm_heads(self) -> tuple[Call, Sequence[Tensor]]:
+        x, weight = self._random(self._rows, self._heads, HEAD_DIM), self._random(HEAD_DIM)
+        return lambda: norms.rms_norm_heads(x, weight, 1e-5), [x, x]
 
     def _cache(self) -> tuple[Tensor, Tensor]:
         """A cache with room for the rows, and their slots in random order."""

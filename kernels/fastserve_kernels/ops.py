@@ -47,9 +47,11 @@ __all__ = [
     "add_rms_norm",
     "argmax_rows",
     "cpu_backend",
+    "gelu_tanh_mul",
     "kv_write",
     "paged_decode",
     "paged_prefill",
+    "rms_norm_heads",
     "rope_kv_write",
     "rotate",
     "silu_mul",
@@ -177,6 +179,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return kernels_for(x).add_rms_norm(x, residual, weight, eps)
 
 
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> None:
+    """RMS norm of each head of T tokens, in place, in fp32.
+
+    x: [T, heads, head_dim]; only the last dimension must be contiguous.
+    weight: [head_dim] of x's dtype, contiguous; all heads share it.
+    """
+    kernels_for(x).rms_norm_heads(x, weight, eps)
+
+
 def rotate(x: Tensor, cos_sin: Tensor) -> None:
     """Rotary position embedding of T tokens, in place, in fp32.
 
@@ -195,6 +206,15 @@ def silu_mul(x: Tensor) -> Tensor:
     x: rows contiguous. Returns a new contiguous tensor of x's dtype.
     """
     return kernels_for(x).silu_mul(x)
+
+
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    """GELU, in its tanh approximation, of the first half of each row times the second half, in
+    fp32: [T, 2n] -> [T, n] (Hendrycks and Gimpel 2016).
+
+    x: rows contiguous. Returns a new contiguous tensor of x's dtype.
+    """
+    return kernels_for(x).gelu_tanh_mul(x)
 
 
 def argmax_rows(logits: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import kernel_reference as reference
 import pytest
 import torch
-from fastserve_kernels import reference
 from fastserve_kernels.kv_quantization import dequantize, quantize
 from hypothesis import given, settings
 from hypothesis import strategies as st

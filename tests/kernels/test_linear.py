@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import kernel_reference as reference
 import pytest
 import torch
-from fastserve_kernels import reference
 from fastserve_kernels.ops import Int8Linear, PackedLinear, set_cpu_backend
 from torch import Tensor
 

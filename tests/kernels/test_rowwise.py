@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import kernel_reference as reference
 import pytest
 import torch
-from fastserve_kernels import ops, reference
+from fastserve_kernels import ops
 from rowwise_cases import Case, cases_of_ops
 
 

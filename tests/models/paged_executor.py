@@ -95,8 +95,11 @@ class PagedExecutor:
             context_lens=torch.tensor(lengths, dtype=torch.int32),
             query_starts=torch.tensor(starts, dtype=torch.int32),
         )
-        hidden = self._model.forward(torch.tensor(ids), torch.tensor(positions), batch, self._kv)
-        logits = self._model.logits(hidden)
+        rows = torch.arange(len(ids))
+        logits = self._model(
+            torch.tensor(ids), torch.tensor(positions), batch, self._kv, None, rows
+        )
+        assert logits is not None
         assert torch.isfinite(logits).all()
         start = padding
         for index, count in work:

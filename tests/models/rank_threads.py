@@ -69,29 +69,28 @@ class DividedModel:
             for layers, meeting in zip(self._stages, self.meetings, strict=True)
         ]
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, kv: Tensor
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv: Tensor,
+        hidden: None,
+        sampled: Tensor,
     ) -> Tensor:
         """``kv`` is the whole model's. Each rank has a copy of its part."""
         received: list[Tensor | None] = [None] * self._size
         for models, layers in zip(self._parts, self._stages, strict=True):
             views = [self._part_of(kv, layers, rank) for rank in range(self._size)]
             parts = [view.contiguous() for view in views]
-            forward = partial(_forward, models, parts, received, token_ids, positions, batch)
-            hidden = self._on_all(forward)
-            received = list(hidden)
+            step = (token_ids, positions, batch)
+            received = self._on_all(partial(_run, models, parts, received, step, sampled))
             for view, part in zip(views, parts, strict=True):
                 view.copy_(part)
-        self._hidden = hidden
-        return hidden[0]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of all rows."""
-        assert len(hidden) == len(self._hidden[0])
-        first, *others = self._on_all(lambda rank: self._parts[-1][rank].logits(self._hidden[rank]))
-        assert first is not None
+        logits, *others = received
+        assert logits is not None
         assert others == [None] * len(others)
-        return first
+        return logits
 
     def _part_of(self, kv: Tensor, layers: range, rank: int) -> Tensor:
         heads = span(self._config.num_kv_heads, rank, self._size)
@@ -110,13 +109,12 @@ def _load(config: ModelConfig, layers: range, meeting: Meeting, rank: int) -> Ca
     return load_model(config, torch.device("cpu"), layers=layers, tensor=tensor)
 
 
-def _forward(
+def _run(
     models: list[CausalLM],
     parts: list[Tensor],
     received: list[Tensor | None],
-    token_ids: Tensor,
-    positions: Tensor,
-    batch: AttentionBatch,
+    step: tuple[Tensor, Tensor, AttentionBatch],
+    sampled: Tensor,
     rank: int,
-) -> Tensor:
-    return models[rank].forward(token_ids, positions, batch, parts[rank], received[rank])
+) -> Tensor | None:
+    return models[rank](*step, parts[rank], received[rank], sampled)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fastserve_backend.models.gguf_conversion import convert
-from gguf_families import VARIANTS, Variant
+from gguf_families import SERVED, VARIANTS, Variant
 from gguf_files import assert_equal, tensors_of
 from paged_executor import PagedExecutor, check, expected_logits, load, prompts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -25,7 +25,7 @@ _OTHER_FIELDS = {
 }
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=SERVED)
 def converted(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PreTrainedModel, Path]:

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from decoder_checkpoints import VARIANTS as DECODER_VARIANTS
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.loader import load_model
 from paged_executor import PagedExecutor, check_prompt, expected_logits, load, prompts
 from rotary_checkpoints import LLAMA, VARIANTS, random_model
 from safetensors.torch import load_file, save_file
+
+MODELS = VARIANTS | DECODER_VARIANTS
 
 
 def test_low_precision_stays_near(tmp_path: Path) -> None:
@@ -46,9 +49,9 @@ def test_published_sizes(name: str) -> None:
     assert round(config.num_parameters / 1e6, 1) == known[name]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_counted(name: str, tmp_path: Path) -> None:
-    theirs = random_model(VARIANTS[name])
+    theirs = random_model(MODELS[name])
     theirs.save_pretrained(tmp_path)
     config = load_model_config(str(tmp_path), load_format="auto")
     assert config.num_parameters == sum(p.numel() for p in theirs.parameters())
@@ -102,10 +105,10 @@ def test_the_head_of_gpt_neox_may_have_the_name_of_transformers_5(
     ("changes", "message"),
     [
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a divisor of the 4 heads"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', expected one of silu"),
+        ({"hidden_act": "mish"}, "hidden_act is 'mish', expected one of silu, swish, gelu"),
         (
-            {"rope_parameters": {"rope_type": "longrope"}},
-            "rope_type is 'longrope', expected one of",
+            {"rope_parameters": {"rope_type": "ntk"}},
+            "rope_type is 'ntk', expected one of default, linear, dynamic",
         ),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor is None, expected a number above 0"),
         ({"rope_parameters": 5}, "rope_parameters is 5, expected an object"),

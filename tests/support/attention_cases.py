@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import kernel_reference as reference
 import numpy as np
 import torch
-from fastserve_kernels import reference
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.gpu import launch_parameters, paged_decode, paged_prefill, work_lists
 from fastserve_kernels.gpu.device import capability, multiprocessors

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import kernel_reference as reference
 import torch
-from fastserve_kernels import ops, reference
+from fastserve_kernels import ops
 from fastserve_kernels.weight_quantization import rounded
 from kernel_cases import DTYPES, NAN, Case, Comparison, near
 

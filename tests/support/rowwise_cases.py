@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import kernel_reference as reference
 import torch
-from fastserve_kernels import kv_quantization, ops, reference
+from fastserve_kernels import kv_quantization, ops
 from fastserve_kernels.gpu import activations, kv_int8, pinned_copies
 from fastserve_kernels.int8_cache import MOST, codes_and_scales
 from kernel_cases import DTYPES, LIMITS, NAN, Case, Comparison, in_int8, near
@@ -29,6 +30,8 @@ ROPE_KV_WRITE = [
 NORMS = [
     (1, 768), (3, 16), (5, 100), (70, 1024), (2, 576), (2, 5120), (2, 16384), (0, 64)
 ]  # fmt: skip
+# Tokens, heads, head dimension
+HEAD_NORMS = [(1, 14, 64), (5, 3, 80), (70, 8, 128), (3, 1, 256), (4, 5, 40), (0, 2, 64)]
 ACTIVATIONS = [(1, 3072), (3, 7), (17, 1024), (40, 1536), (2, 2500), (0, 8)]
 # Blocks, KV heads, block size, head dimension, tokens of the last block
 KV_INT8 = [
@@ -57,8 +60,12 @@ def cases_of_ops() -> Iterator[Case]:
             yield Case("add_rms_norm", (dtype, *rows), _add_rms_norm)
         for rows in ACTIVATIONS:
             yield Case("silu_mul", (dtype, *rows), _silu_mul)
+            yield Case("gelu_tanh_mul", (dtype, *rows), _gelu_tanh_mul)
+        for heads in HEAD_NORMS:
+            yield Case("rms_norm_heads", (dtype, *heads), _rms_norm_heads)
     yield Case("add_layer_norm", (), _norm_of_constant_rows, "constant rows")
     yield Case("silu_mul", (), _silu_mul_of_extremes, "extremes")
+    yield Case("gelu_tanh_mul", (), _gelu_tanh_mul_of_extremes, "extremes")
 
 
 def _cases_of_a_gpu() -> Iterator[Case]:
@@ -243,6 +250,20 @@ def _add_rms_norm(
     yield near("normed", normed, expected, dtype)
 
 
+def _rms_norm_heads(
+    dtype: torch.dtype, tokens: int, heads: int, head_dim: int, device: torch.device
+) -> Iterator[Comparison]:
+    """The heads are a part of a fused projection; the others stay."""
+    fused = torch.randn(tokens, heads + 2, head_dim).to(dtype)
+    weight = torch.randn(head_dim).to(dtype)
+    normed = fused.to(device, copy=True)
+    ops.rms_norm_heads(normed[:, 1:-1], weight.to(device), 1e-5)
+    result = normed.cpu()
+    expected = reference.rms_norm_heads(fused[:, 1:-1], weight, 1e-5)
+    yield near("normed", result[:, 1:-1], expected, dtype)
+    yield Comparison("other heads", result[:, [0, -1]], fused[:, [0, -1]])
+
+
 def _silu_mul(
     dtype: torch.dtype, rows: int, size: int, device: torch.device
 ) -> Iterator[Comparison]:
@@ -256,6 +277,21 @@ def _silu_mul_of_extremes(device: torch.device) -> Iterator[Comparison]:
     gate = torch.tensor([[-1e30, -200.0, -0.0, 0.0, 200.0, 1e30]])
     out = ops.silu_mul(torch.cat([gate, torch.ones(1, 6)], dim=1).to(device)).cpu()
     # Compared separately, as errors are relative to the largest value.
+    yield near("up to 200", out[:, :5], gate[:, :5].relu(), torch.float32)
+    yield near("1e30", out[:, 5:], gate[:, 5:], torch.float32)
+
+
+def _gelu_tanh_mul(
+    dtype: torch.dtype, rows: int, size: int, device: torch.device
+) -> Iterator[Comparison]:
+    x = _strided(rows, 2 * size, dtype, device)
+    expected = reference.gelu_tanh_mul(x.cpu())
+    yield near("result", ops.gelu_tanh_mul(x).cpu(), expected, dtype)
+
+
+def _gelu_tanh_mul_of_extremes(device: torch.device) -> Iterator[Comparison]:
+    gate = torch.tensor([[-1e30, -200.0, -0.0, 0.0, 200.0, 1e30]])
+    out = ops.gelu_tanh_mul(torch.cat([gate, torch.ones(1, 6)], dim=1).to(device)).cpu()
     yield near("up to 200", out[:, :5], gate[:, :5].relu(), torch.float32)
     yield near("1e30", out[:, 5:], gate[:, 5:], torch.float32)
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from fastserve_backend.job import Job, Place
+from fastserve_backend.offers import TAKEN, OfferAnswer
 from fastserve_backend.scheduler.base import BatchLimits, Policy, Scheduled, fill_batch
 from fastserve_backend.scheduler.fcfs import FCFS
 from fastserve_backend.scheduler.fixed_priority import FixedPriority
 from fastserve_backend.scheduler.gittins import Gittins
-from fastserve_backend.scheduler.memory import UNLIMITED
 from fastserve_backend.scheduler.mlfq import MLFQ, Quanta
 from fastserve_backend.scheduler.sarathi_edf import SarathiEDF
 from fastserve_backend.scheduler.skip_join_mlfq import SkipJoinMLFQ
@@ -34,6 +34,19 @@ POLICIES = (
 NEVER_S = 1e9
 ENDLESS = 10**12  # KV memory in tokens, so large that seats are scarcer
 AGING = 0.5  # of speculative
+
+
+class Unlimited:
+    """Memory for everyone."""
+
+    def find_prefix(self, job: Job) -> None:
+        pass
+
+    def offer(self, job: Job, num_tokens: int) -> OfferAnswer:
+        return TAKEN
+
+
+UNLIMITED = Unlimited()
 
 
 @dataclass(frozen=True)

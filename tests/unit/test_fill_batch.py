@@ -6,9 +6,8 @@ import pytest
 from fastserve_backend.job import Job, Place
 from fastserve_backend.offers import TAKEN, OfferAnswer, OfferOutcome
 from fastserve_backend.scheduler.base import BatchLimits, Scheduled, fill_batch
-from fastserve_backend.scheduler.memory import UNLIMITED
 from jobs import make_job, run_iteration
-from policies import POLICIES, Listed, make_policy, select
+from policies import POLICIES, UNLIMITED, Listed, make_policy, select
 
 
 def fill(jobs: list[Job], limits: BatchLimits) -> list[tuple[int, int]]:

@@ -29,7 +29,6 @@ def test_a_quarter_of_a_batch_has_turns_in_the_order_in_which_they_starved() -> 
     promotion, jobs = waiting(*range(5), batch=11)
     assert promotion.update(29.9, ()).begun == []
     assert promotion.update(30.0, ()).begun == jobs[:2]
-    assert list(promotion.jobs_with_turns()) == jobs[:2]
     assert promotion.turn_number(jobs[0]) < promotion.turn_number(jobs[1])
     assert [promotion.has_turn(job) for job in jobs] == [True, True, False, False, False]
 
@@ -121,7 +120,7 @@ def test_no_starving_job_waits_longer_than_the_bound(
     now = min(since.values())
     for _ in range(100 + 20 * len(jobs)):
         promotion.update(now, ())
-        running = list(promotion.jobs_with_turns())
+        running = sorted(filter(promotion.has_turn, jobs), key=promotion.turn_number)
         for job in running:
             now += token_s
             run_iteration(job)

@@ -1,6 +1,7 @@
 """`CausalLM`: the base of every model, and `LMHead`.
 
-`CausalLM` loads the weights and computes logits. An architecture adds its layers and `forward`.
+`CausalLM` loads the weights, runs a step and computes its logits. An architecture adds its layers
+and `forward`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastserve_backend.models.attention import AttentionBatch
-from fastserve_backend.models.layers import ColumnLinear, VocabEmbedding, prefixed
+from fastserve_backend.models.layers import ColumnLinear, Linear, VocabEmbedding, prefixed
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.weights import (
     Parameter,
@@ -82,6 +83,24 @@ class CausalLM(ABC):
         """
         self._head.load_stage(self._parameters, self._canonical(source), elsewhere)
 
+    def __call__(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        batch: AttentionBatch,
+        kv: Tensor,
+        hidden: Tensor | None,
+        sampled: Tensor,
+    ) -> Tensor | None:
+        """Run the step as `forward` does. Returns its hidden states, but in the last stage the
+        `logits` of the rows ``sampled``, int64 [R] in ascending order."""
+        hidden = self.forward(token_ids, positions, batch, kv, hidden)
+        if not self._part.is_last:
+            return hidden
+        if len(sampled) != len(hidden):
+            hidden = hidden[sampled]  # a prefill needs only its last token's
+        return self.logits(hidden)
+
     @abstractmethod
     def forward(
         self,
@@ -101,9 +120,9 @@ class CausalLM(ABC):
         """
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """hidden [R, hidden] -> logits [R, vocab] on the first rank of the stage, None on the
-        others. `hidden` are rows of what the last stage's `forward` returned."""
-        return self._head(hidden)
+        """Logits of rows of what the last stage's `forward` returned: [R, hidden] -> [R, vocab].
+        None if there are no rows, and on all ranks of the stage but the first."""
+        return self._head(hidden) if len(hidden) else None
 
     def _canonical(self, source: WeightSource) -> Iterator[StoredTensor]:
         unused = []
@@ -135,6 +154,9 @@ class LMHead:
         name: of its checkpoint layer.
         tied_to: the name of the embedding's tensor, and the embedding whose table the head shares;
             None if the head has a table of its own.
+        projection: a layer of the architecture that comes before the head.
+        factor: of the logits.
+        soft_cap: c turns each logit l into c · tanh(l / c), after the factor.
     """
 
     def __init__(
@@ -145,8 +167,13 @@ class LMHead:
         *,
         tied_to: tuple[str, VocabEmbedding] | None,
         part: ModelPart,
+        projection: Linear | None = None,
+        factor: float = 1.0,
+        soft_cap: float | None = None,
     ) -> None:
         self.name = name
+        self._projection = projection
+        self._factor, self._soft_cap = factor, soft_cap
         self._linear = ColumnLinear(hidden, {name: vocab}, bias=False, part=part)
         self._tensor_name = f"{name}.weight"
         self._vocab = vocab
@@ -167,7 +194,16 @@ class LMHead:
     def __call__(self, hidden: Tensor) -> Tensor | None:
         """hidden [R, hidden] -> logits [R, vocab] on the first rank of the stage, None on the
         others."""
-        return self._part.tensor.gather_columns(self._linear(hidden), self._vocab)
+        if self._projection is not None:
+            hidden = self._projection(hidden)
+        logits = self._part.tensor.gather_columns(self._linear(hidden), self._vocab)
+        if logits is None:
+            return None
+        if self._factor != 1.0:
+            logits.mul_(self._factor)
+        if self._soft_cap is not None:
+            logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        return logits
 
     def load_stage(
         self, parameters: Mapping[str, Parameter], source: WeightSource, elsewhere: Collection[str]

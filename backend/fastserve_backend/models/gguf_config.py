@@ -79,7 +79,7 @@ def hf_config(file: GGUFFile, family: Family) -> dict[str, Any]:
 
 
 def _check_served(config: dict[str, Any]) -> None:
-    ARCHITECTURES[config["model_type"]].config.from_hf(
+    ARCHITECTURES[config["model_type"]].read(
         HFConfig(config, "its metadata"),
         name="",
         directory=None,

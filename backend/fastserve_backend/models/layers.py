@@ -229,22 +229,30 @@ class VocabEmbedding(Embedding):
 
 
 class LayerNorm:
-    """Layer normalisation of a sum, [T, width]. Without `affine` it has no weights."""
+    """Layer normalisation of a sum, [T, width], with a weight and a bias if it has them."""
 
-    def __init__(self, width: int, *, affine: bool, part: ModelPart, eps: float = 1e-5) -> None:
+    def __init__(
+        self,
+        width: int,
+        *,
+        has_weight: bool = True,
+        has_bias: bool = True,
+        part: ModelPart,
+        eps: float = 1e-5,
+    ) -> None:
         self._eps = eps
         empty = partial(torch.empty, width, dtype=part.dtype, device=part.device)
-        self._weight = empty() if affine else None
-        self._bias = empty() if affine else None
+        self._weight = empty() if has_weight else None
+        self._bias = empty() if has_bias else None
 
     def parameters(self) -> dict[str, Parameter]:
-        if self._weight is None or self._bias is None:
-            return {}
-        shape = tuple(self._weight.shape)
-        return {
-            "weight": Parameter(shape, self._weight.copy_, is_scale=True),
-            "bias": Parameter(shape, self._bias.copy_),
-        }
+        wanted: dict[str, Parameter] = {}
+        if self._weight is not None:
+            shape = tuple(self._weight.shape)
+            wanted["weight"] = Parameter(shape, self._weight.copy_, is_scale=True)
+        if self._bias is not None:
+            wanted["bias"] = Parameter(tuple(self._bias.shape), self._bias.copy_)
+        return wanted
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x and residual [T, width] -> (their sum, the normalised sum), both [T, width]."""
@@ -252,19 +260,48 @@ class LayerNorm:
 
 
 class RMSNorm:
-    """Root-mean-square normalisation of a sum, [T, width]."""
+    """Root-mean-square normalisation.
 
-    def __init__(self, width: int, *, part: ModelPart, eps: float) -> None:
-        self._eps = eps
-        self._weight = torch.empty(width, dtype=part.dtype, device=part.device)
+    Args:
+        plus_one: the checkpoint's weight is to be increased by 1 (Gemma).
+        shard: this rank's part of the weight; () is the whole.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        part: ModelPart,
+        eps: float,
+        plus_one: bool = False,
+        shard: tuple[slice, ...] = (),
+    ) -> None:
+        self.eps, self.width = eps, width
+        self._shard, self._plus_one = shard, plus_one
+        own = len(range(width)[shard[0]]) if shard else width
+        self.weight = torch.empty(own, dtype=part.dtype, device=part.device)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all of the weight."""
+        return len(self.weight) == self.width
 
     def parameters(self) -> dict[str, Parameter]:
-        shape = tuple(self._weight.shape)
-        return {"weight": Parameter(shape, self._weight.copy_, is_scale=True)}
+        load = self._take_plus_one if self._plus_one else self.weight.copy_
+        is_scale = not self._plus_one
+        return {"weight": Parameter((self.width,), load, self._shard, is_scale)}
+
+    def _take_plus_one(self, tensor: Tensor) -> None:
+        self.weight.copy_(tensor.float() + 1.0)
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x and residual [T, width] -> (their sum, the normalised sum), both [T, width]."""
-        return ops.add_rms_norm(x, residual, self._weight, self._eps)
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """x [T, width], normalised in place. Rows must be contiguous."""
+        ops.rms_norm_heads(x[:, None], self.weight, self.eps)
+        return x
 
 
 def prefixed(prefix: str, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:

@@ -34,7 +34,8 @@ class OPTLayer:
         hidden, ffn = config.hidden_size, config.intermediate_size
         column = partial(ColumnLinear, bias=config.enable_bias, part=part)
         row = partial(RowLinear, bias=config.enable_bias, part=part)
-        norm = partial(LayerNorm, hidden, affine=config.layer_norm_elementwise_affine, part=part)
+        affine = config.layer_norm_elementwise_affine
+        norm = partial(LayerNorm, hidden, has_weight=affine, has_bias=affine, part=part)
         self._qkv = column(hidden, {"q_proj": hidden, "k_proj": hidden, "v_proj": hidden})
         self._attend = Attention.of(config, layer, part)
         self._out = row(hidden, {"out_proj": hidden})
@@ -75,10 +76,11 @@ class OPTModel(CausalLM):
             config.max_position_embeddings + POSITION_OFFSET, hidden, part=part
         )
         self._project_in = linear(embed, {"project_in": hidden}) if projected else None
-        self._project_out = linear(hidden, {"project_out": embed}) if projected else None
+        project_out = linear(hidden, {"project_out": embed}) if projected else None
         self._layers = [OPTLayer(config, layer, part) for layer in range(len(part.layers))]
+        affine = config.layer_norm_elementwise_affine
         self._final_norm = (
-            LayerNorm(hidden, affine=config.layer_norm_elementwise_affine, part=part)
+            LayerNorm(hidden, has_weight=affine, has_bias=affine, part=part)
             if config.has_final_layer_norm
             else None
         )
@@ -87,9 +89,9 @@ class OPTModel(CausalLM):
         last: dict[str, Parameter] = {}
         if self._final_norm is not None:
             last |= prefixed("final_layer_norm", self._final_norm.parameters())
-        if self._project_in is not None and self._project_out is not None:
+        if self._project_in is not None and project_out is not None:
             first |= self._project_in.parameters()
-            last |= self._project_out.parameters()
+            last |= project_out.parameters()
         tied_to = ("embed_tokens.weight", self._tokens) if config.tie_word_embeddings else None
         super().__init__(
             part,
@@ -98,7 +100,14 @@ class OPTModel(CausalLM):
             first=first,
             layers=[layer.parameters() for layer in self._layers],
             last=last,
-            head=LMHead("lm_head", embed, config.vocab_size, tied_to=tied_to, part=part),
+            head=LMHead(
+                "lm_head",
+                embed,
+                config.vocab_size,
+                tied_to=tied_to,
+                part=part,
+                projection=project_out,
+            ),
         )
 
     def forward(
@@ -119,11 +128,6 @@ class OPTModel(CausalLM):
         if self.config.do_layer_norm_before:
             return self._pre_norm(update, residual, batch, kv)
         return self._post_norm(update + residual, batch, kv)
-
-    def logits(self, hidden: Tensor) -> Tensor | None:
-        if self._project_out is not None:
-            hidden = self._project_out(hidden)
-        return super().logits(hidden)
 
     def _pre_norm(
         self, update: Tensor, residual: Tensor, batch: AttentionBatch, kv: Tensor

@@ -29,9 +29,16 @@ class RotaryLayer(Protocol):
     def parameters(self) -> dict[str, Parameter]: ...
 
     def __call__(
-        self, update: Tensor, residual: Tensor, cos_sin: Tensor, batch: AttentionBatch, kv: Tensor
+        self,
+        update: Tensor,
+        residual: Tensor,
+        rotations: Sequence[Tensor],
+        batch: AttentionBatch,
+        kv: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """(update, residual), both [T, hidden], of the layer before -> those of this layer.
+
+        rotations: float32 [T, dim] each, see `RotaryEmbedding`.
 
         Their sum is the hidden state. The next norm adds them, in the same kernel.
         """
@@ -42,30 +49,34 @@ class RotaryLM(CausalLM):
     """Embeds tokens, runs the layers with their rotations, and normalises.
 
     Args:
-        prefix, computed: as in `CausalLM`; the rotary tables need not be named.
+        prefixes, computed: as in `CausalLM`; the rotary tables need not be named.
         tokens, final_norm: blocks with their checkpoint names.
+        embedding_factor: factor of the embeddings. It is rounded to the model's dtype.
+        rotaries: the layers' rotations, from which each layer chooses.
         layers: those of the part, in order.
     """
 
     def __init__(
         self,
         *,
-        prefix: str,
+        prefixes: tuple[str, ...],
         computed: tuple[str, ...] = (),
         part: ModelPart,
         tokens: tuple[str, VocabEmbedding],
-        rotary: RotaryEmbedding,
+        embedding_factor: float = 1.0,
+        rotaries: Sequence[RotaryEmbedding],
         layers: Sequence[RotaryLayer],
         final_norm: tuple[str, LayerNorm | RMSNorm],
         head: LMHead,
     ) -> None:
         tokens_name, self._tokens = tokens
-        self._rotary = rotary
+        self._embedding_factor = float(torch.tensor(embedding_factor, dtype=part.dtype))
+        self._rotaries = rotaries
         self._layers = layers
         final_norm_name, self._final_norm = final_norm
         super().__init__(
             part,
-            prefixes=(prefix,),
+            prefixes=prefixes,
             computed=(*_ROTARY_BUFFERS, *computed),
             first=prefixed(tokens_name, self._tokens.parameters()),
             layers=[layer.parameters() for layer in layers],
@@ -81,14 +92,19 @@ class RotaryLM(CausalLM):
         kv: Tensor,
         hidden: Tensor | None = None,
     ) -> Tensor:
-        cos_sin = self._rotary(positions)
-        residual = self._tokens(token_ids) if hidden is None else hidden
+        rotations = [rotary(positions) for rotary in self._rotaries]
+        residual = self._embedded(token_ids) if hidden is None else hidden
         update = torch.zeros_like(residual)
         for layer in self._layers:
-            update, residual = layer(update, residual, cos_sin, batch, kv)
+            update, residual = layer(update, residual, rotations, batch, kv)
         if not self._part.is_last:
             return residual + update
         return self._final_norm(update, residual)[1]
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        embedded = self._tokens(token_ids)
+        factor = self._embedding_factor
+        return embedded if factor == 1.0 else embedded.mul_(factor)
 
 
 class RotaryEmbedding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from fastserve_backend.job import Job
-from fastserve_backend.offers import TAKEN, OfferAnswer
+from fastserve_backend.offers import OfferAnswer
 
 
 class Memory(Protocol):
@@ -22,16 +22,3 @@ class Memory(Protocol):
     def offer(self, job: Job, num_tokens: int) -> OfferAnswer:
         """Give the job memory for its next ``num_tokens`` tokens, if there is any for it."""
         ...
-
-
-class Unlimited:
-    """Memory for everyone."""
-
-    def find_prefix(self, job: Job) -> None:
-        pass
-
-    def offer(self, job: Job, num_tokens: int) -> OfferAnswer:
-        return TAKEN
-
-
-UNLIMITED = Unlimited()

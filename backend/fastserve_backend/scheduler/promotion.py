@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -109,10 +109,6 @@ class Promotion:
     def turn_number(self, job: Job) -> int:
         """The number of the job's turn. Later turns have higher numbers. The job must have one."""
         return self._turns[job.number].number
-
-    def jobs_with_turns(self) -> Iterable[Job]:
-        """The jobs that have turns, the earliest turn first."""
-        return (turn.job for turn in self._turns.values())
 
     def update(self, now: float, in_flight: Collection[int]) -> TurnChanges:
         """End turns and begin new ones.

@@ -125,42 +125,45 @@ class ModelRunner:
         received = self._pipeline.receive(inputs.num_tokens) if self.has_earlier_stage else None
         # Not earlier: an idle device would start the watch while the host still prepares.
         watch = Stopwatch(self.device)
-        hidden = self._run_model(inputs, received)
+        output = self._run_model(inputs, received)
         tokens = None
         if self._place.is_last_stage:
-            tokens = self._sample(hidden, step, inputs)
+            tokens = self._sample(output, step, inputs)
         else:
-            self._pipeline.send(hidden)
+            assert output is not None
+            self._pipeline.send(output)
         watch.stop()
         if self._place.tensor_rank != 0:
             return None
         return LaunchedStep(step.step_id, watch, tokens, self._place.is_last_stage)
 
-    def _run_model(self, inputs: StepTensors, received: Tensor | None) -> Tensor:
-        """The activations for the next stage, [T, width]. On the last stage only the rows whose
-        logits are needed, [R, width]."""
-        if self._graphs is not None and inputs.is_padded:
-            hidden = self._graphs.run(inputs, received)
-            # The graph may run again before these activations have been sent.
-            return hidden if self._place.is_last_stage else hidden.clone()
-        hidden = self._forward(inputs, received)
-        if self._place.is_last_stage and inputs.num_sampled != inputs.num_tokens:
-            hidden = hidden[inputs.sampled]  # a prefill needs only its last token's
-        return hidden
+    def _run_model(self, inputs: StepTensors, received: Tensor | None) -> Tensor | None:
+        """The activations for the next stage, [T, width]. On the last stage the sampled rows'
+        logits (see `CausalLM.logits`)."""
+        if self._graphs is None or not inputs.is_padded:
+            return self._model(
+                inputs.token_ids, inputs.positions, inputs.batch, self._kv, received, inputs.sampled
+            )
+        hidden = self._graphs.run(inputs, received)
+        if self._place.is_last_stage:
+            return self._model.logits(hidden)
+        # The graph may run again before these activations have been sent.
+        return hidden.clone()
 
     def _forward(self, inputs: StepTensors, received: Tensor | None) -> Tensor:
+        """What the graphs capture."""
         return self._model.forward(
             inputs.token_ids, inputs.positions, inputs.batch, self._kv, received
         )
 
-    def _sample(self, hidden: Tensor, step: Step, inputs: StepTensors) -> SampledTokens | None:
-        """Choose a token for each row and keep it for the next step. None if no row gets one, and
-        on all ranks of the stage but the first."""
+    def _sample(
+        self, logits: Tensor | None, step: Step, inputs: StepTensors
+    ) -> SampledTokens | None:
+        """Choose a token for each row and keep it for the next step. None if there are no logits:
+        no row gets a token, or another rank of the stage chooses."""
         tokens = None
-        if inputs.num_sampled > 0:
-            logits = self._model.logits(hidden)
-            if logits is not None:
-                tokens = sample(logits, step.sampling, self._eos_token_ids, inputs.token_ids)
+        if logits is not None:
+            tokens = sample(logits, step.sampling, self._eos_token_ids, inputs.token_ids)
         self._last_tokens.keep(inputs.num_sampled, None if tokens is None else tokens.token_ids)
         return tokens
 

@@ -78,13 +78,12 @@ def run_largest_step(
     received = None
     if not place.is_first_stage:
         received = torch.zeros(shape, dtype=torch_dtype(config), device=kv.device)
-    hidden = model.forward(tensors.token_ids, tensors.positions, tensors.batch, kv, received)
-    if not place.is_last_stage:
-        return
-    logits = model.logits(hidden[tensors.sampled])
-    if logits is not None:
+    output = model(
+        tensors.token_ids, tensors.positions, tensors.batch, kv, received, tensors.sampled
+    )
+    if place.is_last_stage and output is not None:
         sample(
-            logits, _costliest_sampling(limits.max_jobs, config.vocab_size), config.eos_token_ids
+            output, _costliest_sampling(limits.max_jobs, config.vocab_size), config.eos_token_ids
         )
 
 

@@ -25,8 +25,10 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_paged_prefill": (None, [_INT] * 2 + [_POINTER] * 7 + [_INT] * 10 + [_REAL]),
     "fs_add_layer_norm": (None, [_INT] + [_POINTER] * 6 + [_INT] * 4 + [_REAL]),
     "fs_add_rms_norm": (None, [_INT] + [_POINTER] * 5 + [_INT] * 4 + [_REAL]),
+    "fs_rms_norm_heads": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5 + [_REAL]),
     "fs_rotate": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5),
     "fs_silu_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
+    "fs_gelu_tanh_mul": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_argmax_rows": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
     "fs_packed_size": (_INT, [_INT] * 3),
     "fs_pack_weight": (None, [_INT] + [_POINTER] * 2 + [_INT] * 3),
@@ -61,8 +63,10 @@ class CompiledKernels:
         self._paged_prefill = functions.fs_paged_prefill
         self._add_layer_norm = functions.fs_add_layer_norm
         self._add_rms_norm = functions.fs_add_rms_norm
+        self._rms_norm_heads = functions.fs_rms_norm_heads
         self._rotate = functions.fs_rotate
         self._silu_mul = functions.fs_silu_mul
+        self._gelu_tanh_mul = functions.fs_gelu_tanh_mul
         self._argmax_rows = functions.fs_argmax_rows
         self._packed_size = functions.fs_packed_size
         self._pack_weight = functions.fs_pack_weight
@@ -160,6 +164,15 @@ class CompiledKernels:
         )  # fmt: skip
         return total, normed
 
+    def rms_norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """See `ops.rms_norm_heads`."""
+        tokens, heads, head_dim = x.shape
+        stride_t, stride_h, _ = x.stride()
+        self._rms_norm_heads(
+            _DTYPE_CODES[x.dtype], x.data_ptr(), weight.data_ptr(), tokens, heads, head_dim,
+            stride_t, stride_h, eps,
+        )  # fmt: skip
+
     def rotate(self, x: Tensor, cos_sin: Tensor) -> None:
         """See `ops.rotate`."""
         tokens, heads, _ = x.shape
@@ -171,12 +184,11 @@ class CompiledKernels:
 
     def silu_mul(self, x: Tensor) -> Tensor:
         """See `ops.silu_mul`."""
-        rows, double = x.shape
-        out = torch.empty((rows, double // 2), dtype=x.dtype)
-        self._silu_mul(
-            _DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, double // 2, x.stride(0)
-        )
-        return out
+        return _gate_mul(self._silu_mul, x)
+
+    def gelu_tanh_mul(self, x: Tensor) -> Tensor:
+        """See `ops.gelu_tanh_mul`."""
+        return _gate_mul(self._gelu_tanh_mul, x)
 
     def argmax_rows(self, logits: Tensor) -> Tensor:
         """See `ops.argmax_rows`."""
@@ -241,3 +253,10 @@ class CompiledKernels:
             x.stride(0), relu,
         )  # fmt: skip
         return y
+
+
+def _gate_mul(function: Any, x: Tensor) -> Tensor:
+    rows, double = x.shape
+    out = torch.empty((rows, double // 2), dtype=x.dtype)
+    function(_DTYPE_CODES[x.dtype], x.data_ptr(), out.data_ptr(), rows, double // 2, x.stride(0))
+    return out

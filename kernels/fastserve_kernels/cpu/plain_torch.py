@@ -70,9 +70,18 @@ def add_layer_norm(
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `ops.add_rms_norm`."""
     total = x + residual
-    values = total.float()
+    return total, _rms_norm(total, weight, eps)
+
+
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> None:
+    """See `ops.rms_norm_heads`."""
+    x.copy_(_rms_norm(x, weight, eps))
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    values = x.float()
     inverse = torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps)
-    return total, (values * inverse * weight.float()).to(x.dtype)
+    return (values * inverse * weight.float()).to(x.dtype)
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> None:
@@ -88,6 +97,12 @@ def silu_mul(x: Tensor) -> Tensor:
     """See `ops.silu_mul`."""
     gate, up = x.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(x.dtype)
+
+
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    """See `ops.gelu_tanh_mul`."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
 
 
 def argmax_rows(logits: Tensor) -> Tensor:

@@ -1,14 +1,16 @@
 """The GPU's operations, except attention, under one name for `ops` and `backend`."""
 
-from fastserve_kernels.gpu.activations import bias_relu, silu_mul
+from fastserve_kernels.gpu.activations import bias_relu, gelu_tanh_mul, silu_mul
 from fastserve_kernels.gpu.cache_writes import kv_write, rope_kv_write
-from fastserve_kernels.gpu.norms import add_layer_norm, add_rms_norm
+from fastserve_kernels.gpu.norms import add_layer_norm, add_rms_norm, rms_norm_heads
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "bias_relu",
+    "gelu_tanh_mul",
     "kv_write",
+    "rms_norm_heads",
     "rope_kv_write",
     "silu_mul",
 ]

@@ -1,4 +1,4 @@
-"""Residual addition and normalisation of a row in one pass over memory.
+"""Normalisation of a row, with or without residual addition, in one pass over memory.
 
 A program holds a whole row in its registers, with 16 elements for each thread, so that four loads
 of 16 bytes are under way at once. Rows of over 16384 elements have more elements for each thread;
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastserve_kernels.gpu.launch_parameters import next_power_of_2
+from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
 
 _ELEMENTS_OF_A_WARP = 32 * 16
 _MOST_WARPS = 32
@@ -43,6 +43,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
             **_launch_parameters(x.shape[1]),
         )  # fmt: skip
     return total, normed
+
+
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> None:
+    """See `ops.rms_norm_heads`. Grid: (T, tiles of heads)."""
+    num_tokens, heads, head_dim = x.shape
+    dim_tile = next_power_of_2(head_dim)
+    heads_tile = max(_ELEMENTS_OF_A_WARP // dim_tile, 1)
+    if num_tokens:
+        _rms_norm_heads[(num_tokens, cdiv(heads, heads_tile))](
+            x, weight, x.stride(0), x.stride(1), heads, eps,
+            HEAD_DIM=head_dim, HEADS_TILE=heads_tile, DIM_TILE=dim_tile, num_warps=1,
+        )  # fmt: skip
 
 
 def _results(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,3 +116,18 @@ def _add_rms_norm(
     inverse = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
     result = values * inverse * scale.to(tl.float32)
     tl.store(normed + tl.program_id(0).to(tl.int64) * size + columns, result, inside)
+
+
+@triton.jit
+def _rms_norm_heads(
+    x, weight, token_stride, head_stride, heads, eps,
+    HEAD_DIM: tl.constexpr, HEADS_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)[:, None]
+    dim = tl.arange(0, DIM_TILE)[None, :]
+    inside = (head < heads) & (dim < HEAD_DIM)
+    scale = tl.load(weight + dim, dim < HEAD_DIM)
+    rows = x + tl.program_id(0).to(tl.int64) * token_stride + head * head_stride + dim
+    values = tl.load(rows, inside, other=0.0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, 1, keep_dims=True) / HEAD_DIM + eps)
+    tl.store(rows, values * inverse * scale.to(tl.float32), inside)

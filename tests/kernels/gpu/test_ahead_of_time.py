@@ -34,6 +34,7 @@ def rowwise() -> list[Expected]:
         rows += [
             Expected("bias_relu", {"dtype": dtype, "size": 20480}, 32),
             Expected("silu_mul", {"dtype": dtype, "size": 11008}, 32),
+            Expected("gelu_tanh_mul", {"dtype": dtype, "size": 11008}, 32),
         ]
     for dtype, size in [
         ("bfloat16", 768), ("bfloat16", 5120), ("bfloat16", 16384), ("float16", 5120)
@@ -44,6 +45,10 @@ def rowwise() -> list[Expected]:
             Expected("add_layer_norm", arguments, 56, divides_exactly=True),
             Expected("add_rms_norm", arguments, 48),
         ]
+    for dtype, head_dim in [("bfloat16", 128), ("bfloat16", 256), ("float16", 64)]:
+        arguments = {"dtype": dtype, "heads": 16, "kv_heads": 8, "head_dim": head_dim}
+        # The weight, which all heads of a tile share, is spread over more threads.
+        rows.append(Expected("rms_norm_heads", arguments, 64, narrow_loads=1))
     return rows
 
 

@@ -1,4 +1,4 @@
-// Memory-bound operations on whole rows: cache writes, residual + norm, rotation, gating, argmax.
+// Memory-bound operations on whole rows: cache writes, norms, rotation, gating, argmax.
 #include <algorithm>
 #include <cmath>
 
@@ -79,6 +79,27 @@ static void add_rms_norm(const T* x, const T* residual, const T* weight, T* sum,
     }
 }
 
+template <typename T>
+static void rms_norm_heads(T* x, const T* weight, int64_t tokens, int64_t heads, int64_t dim,
+                           int64_t stride_t, int64_t stride_h, float eps) {
+#pragma omp parallel for if (tokens > 1 && tokens * heads * dim >= PARALLEL_ELEMENTS)
+    for (int64_t t = 0; t < tokens; ++t) {
+        for (int64_t h = 0; h < heads; ++h) {
+            T* head = x + t * stride_t + h * stride_h;
+            vf squares = {};
+            for_pairs(dim, [&](int64_t at, int n) {
+                const Pair p = load_pair_n(head + at, n);
+                squares += p.a * p.a + p.b * p.b;
+            });
+            const float inverse = 1.f / std::sqrt(hsum(squares) / dim + eps);
+            for_pairs(dim, [&](int64_t at, int n) {
+                const Pair p = load_pair_n(head + at, n), w = load_pair_n(weight + at, n);
+                store_pair_n(head + at, {p.a * inverse * w.a, p.b * inverse * w.b}, n);
+            });
+        }
+    }
+}
+
 constexpr int64_t MAX_HEAD_DIM = 256;
 
 template <typename T>
@@ -105,17 +126,29 @@ static void rotate(T* x, const float* cos_sin, int64_t tokens, int64_t heads, in
     }
 }
 
-// x / (1 + e^-x), by e^-|x| alone, which cannot overflow.
-static inline vf silu(vf x) {
+// x / (1 + e^-y), by e^-|y| alone, which cannot overflow.
+static inline vf times_sigmoid(vf x, vf y) {
     constexpr float LOG2_E = 1.44269504f;
-    const vf magnitude = vmax(x, -x);
-    const vf small = exp2_nonpositive(-magnitude * LOG2_E);  // e^-|x|
-    const vf numerator = x > splat(0.f) ? splat(1.f) : small;
+    const vf magnitude = vmax(y, -y);
+    const vf small = exp2_nonpositive(-magnitude * LOG2_E);  // e^-|y|
+    const vf numerator = y > splat(0.f) ? splat(1.f) : small;
     return x * numerator / (small + 1.f);
 }
 
-template <typename T>
-static void silu_mul(const T* x, T* out, int64_t rows, int64_t size, int64_t stride) {
+struct Silu {
+    static inline vf of(vf x) { return times_sigmoid(x, x); }
+};
+
+// x (1 + tanh(u)) / 2, as tanh(u) = 2 sigmoid(2u) - 1.
+struct GeluTanh {
+    static inline vf of(vf x) {
+        constexpr float LINEAR = 1.5957691216f, CUBIC = 0.0713548163f;  // sqrt(8/pi) {1, 0.044715}
+        return times_sigmoid(x, x * (x * x * CUBIC + LINEAR));
+    }
+};
+
+template <typename F, typename T>
+static void gate_mul(const T* x, T* out, int64_t rows, int64_t size, int64_t stride) {
 #pragma omp parallel for if (rows > 1 && rows * size >= PARALLEL_ELEMENTS)
     for (int64_t r = 0; r < rows; ++r) {
         const T* gate = x + r * stride;
@@ -123,7 +156,7 @@ static void silu_mul(const T* x, T* out, int64_t rows, int64_t size, int64_t str
         for (int64_t at = 0; at < size; at += PAIR) {
             const int n = (int)std::min<int64_t>(PAIR, size - at);
             const Pair g = load_pair_n(gate + at, n), u = load_pair_n(gate + size + at, n);
-            store_pair_n(out + r * size + at, {silu(g.a) * u.a, silu(g.b) * u.b}, n);
+            store_pair_n(out + r * size + at, {F::of(g.a) * u.a, F::of(g.b) * u.b}, n);
         }
     }
 }
@@ -245,6 +278,16 @@ extern "C" void fs_add_rms_norm(int64_t dtype, const void* x, const void* residu
     });
 }
 
+extern "C" void fs_rms_norm_heads(int64_t dtype, void* x, const void* weight, int64_t tokens,
+                                  int64_t heads, int64_t dim, int64_t stride_t, int64_t stride_h,
+                                  double eps) {
+    fastserve::with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        fastserve::rms_norm_heads((T*)x, (const T*)weight, tokens, heads, dim, stride_t, stride_h,
+                                  (float)eps);
+    });
+}
+
 extern "C" void fs_rotate(int64_t dtype, void* x, const float* cos_sin, int64_t tokens,
                           int64_t heads, int64_t half, int64_t stride_t, int64_t stride_h) {
     fastserve::with_type(dtype, [&](auto type) {
@@ -256,7 +299,15 @@ extern "C" void fs_silu_mul(int64_t dtype, const void* x, void* out, int64_t row
                             int64_t stride) {
     fastserve::with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        fastserve::silu_mul((const T*)x, (T*)out, rows, size, stride);
+        fastserve::gate_mul<fastserve::Silu>((const T*)x, (T*)out, rows, size, stride);
+    });
+}
+
+extern "C" void fs_gelu_tanh_mul(int64_t dtype, const void* x, void* out, int64_t rows,
+                                 int64_t size, int64_t stride) {
+    fastserve::with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        fastserve::gate_mul<fastserve::GeluTanh>((const T*)x, (T*)out, rows, size, stride);
     });
 }
 

@@ -6,12 +6,12 @@ float64 unless a docstring says otherwise.
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import torch
-from torch import Tensor
-
 from fastserve_kernels.int8_cache import codes_and_scales, is_int8
+from torch import Tensor
 
 
 def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> Tensor:
@@ -115,6 +115,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return total, torch.stack(rows) if rows else total.double()
 
 
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The content of x after `ops.rms_norm_heads`."""
+    out = x.double().clone()
+    for head in out.flatten(0, 1):
+        head *= (head.square().mean() + eps).rsqrt() * weight.double()
+    return out
+
+
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     """The rotated x of `ops.rotate`. Each pair is a complex number here."""
     out, half = x.double().clone(), cos_sin.shape[1] // 2
@@ -129,6 +137,13 @@ def silu_mul(x: Tensor) -> Tensor:
     """See `ops.silu_mul`."""
     gate, up = x.double().chunk(2, dim=-1)
     return gate / (1 + (-gate).exp()) * up
+
+
+def gelu_tanh_mul(x: Tensor) -> Tensor:
+    """See `ops.gelu_tanh_mul`."""
+    gate, up = x.double().chunk(2, dim=-1)
+    inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+    return 0.5 * gate * (1 + inner.tanh()) * up
 
 
 def argmax_rows(logits: Tensor) -> Tensor:

@@ -18,13 +18,13 @@ from fastserve_backend.checkpoints.families import (
     gemma,
     glm,
     granite,
+    layer_norm,
     llama,
     mistral,
     olmo,
     phi,
     qwen,
     smollm,
-    starcoder,
 )
 from fastserve_backend.checkpoints.gpt_neox_config import GPTNeoXConfig
 from fastserve_backend.checkpoints.model_config import ModelConfig
@@ -53,6 +53,7 @@ class Architecture:
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         "arcee": Architecture(llama.read_arcee),
+        "cohere": Architecture(cohere.read_cohere),
         "cohere2": Architecture(cohere.read_cohere2),
         "cwm": Architecture(llama.read_cwm),
         "ernie4_5": Architecture(llama.read_ernie4_5),
@@ -69,7 +70,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "helium": Architecture(llama.read_helium),
         "llama": Architecture(llama.read_llama, builtin=llama.BUILTIN),
         "ministral": Architecture(mistral.read_ministral),
+        "ministral3": Architecture(mistral.read_ministral3),
         "mistral": Architecture(mistral.read_mistral),
+        "nemotron": Architecture(layer_norm.read_nemotron),
         "olmo": Architecture(olmo.read_olmo),
         "olmo2": Architecture(olmo.read_olmo2),
         "olmo3": Architecture(olmo.read_olmo3),
@@ -79,7 +82,8 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "qwen3": Architecture(qwen.read_qwen3),
         "seed_oss": Architecture(llama.read_seed_oss),
         "smollm3": Architecture(smollm.read_smollm3),
-        "starcoder2": Architecture(starcoder.read_starcoder2),
+        "stablelm": Architecture(layer_norm.read_stablelm),
+        "starcoder2": Architecture(layer_norm.read_starcoder2),
         "vaultgemma": Architecture(gemma.read_vaultgemma),
     }
 )

@@ -13,8 +13,8 @@ from fastserve_backend.checkpoints.hf_config import HFConfig, checked_head_dim
 from fastserve_backend.checkpoints.model_config import CommonFields, ModelConfig
 from fastserve_backend.checkpoints.rotary_config import Rotary
 
-NormKind = Literal["rms", "rms_plus_one", "layer"]
-"""Root mean square; the same with weights that are stored less 1 (Gemma); layer norm."""
+NormKind = Literal["rms", "layer"]
+"""Root mean square, or layer norm."""
 QKNorm = Literal["head", "all_heads"]
 """RMS norm of queries and keys: of each head, or of all heads of a token together."""
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
@@ -117,6 +117,7 @@ class Switches(TypedDict, total=False):
     """The fields of a `DecoderConfig` in which a family differs from LLaMA."""
 
     norm: NormKind
+    norm_plus_one: bool
     norm_has_weight: bool
     norm_has_bias: bool
     norms: NormNames
@@ -146,6 +147,8 @@ class DecoderConfig(ModelConfig):
 
     norm_eps: float
     norm: NormKind = "rms"
+    norm_plus_one: bool = False
+    """The weights of norms are stored less 1."""
     norm_has_weight: bool = True
     norm_has_bias: bool = False
     norms: NormNames = NormNames()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.hf_config import HFConfig
@@ -31,6 +31,9 @@ class Rotary:
     """A factor for sines and cosines (YaRN's attention factor)."""
     max_positions: int
     """Beyond so many positions other frequencies would apply."""
+    query_growth: tuple[float, int] | None = None
+    """(b, n): the query at position p is multiplied by 1 + b · ln(1 + floor(p / n)), so that scores
+    stay sharp in long contexts (Llama 4, Ministral 3)."""
 
 
 Field = tuple[str, float]
@@ -128,7 +131,9 @@ def _read_rope(
     trained = raw.integer(trained_key, rope.integer(trained_key, positions))
     frequencies = [theta ** (-2 * i / dim) for i in range(dim // 2)]
     if kind == "yarn":
-        return _yarn(frequencies, rope, theta, dim, positions, trained)
+        rotary = _yarn(frequencies, rope, theta, dim, positions, trained)
+        beta = rope.number_or_zero("llama_4_scaling_beta")
+        return replace(rotary, query_growth=(beta, trained)) if beta else rotary
     if kind == "longrope":
         return _longrope(frequencies, rope, positions, trained)
     if kind == "linear":

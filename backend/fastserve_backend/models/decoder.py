@@ -28,7 +28,7 @@ from fastserve_backend.models.layers import (
 )
 from fastserve_backend.models.model_part import ModelPart
 from fastserve_backend.models.qk_norms import qk_norms_of
-from fastserve_backend.models.rotary_lm import RotaryEmbedding, RotaryLM
+from fastserve_backend.models.rotary_lm import RotaryEmbedding, RotaryLM, Rotation
 from fastserve_backend.models.weights import Parameter, StoredTensor, WeightSource, split_rows
 
 
@@ -77,19 +77,19 @@ class SelfAttention:
         return {**qkv, **self._out.parameters(), **norms, **sinks}
 
     def __call__(
-        self, x: Tensor, rotations: Sequence[Tensor], batch: AttentionBatch, kv: Tensor
+        self, x: Tensor, rotations: Sequence[Rotation], batch: AttentionBatch, kv: Tensor
     ) -> Tensor:
-        """x [T, hidden] -> [T, hidden].
-
-        Args:
-            rotations: float32 [T, dim] each, see `RotaryEmbedding`.
-        """
+        """x [T, hidden] -> [T, hidden]. For ``rotations`` see `RotaryLayer`."""
         qkv = self._qkv(x)
         if self._config.clip_qkv is not None:
             qkv.clamp_(-self._config.clip_qkv, self._config.clip_qkv)
         if self._norms is not None:
             self._norms(qkv)
-        cos_sin = None if self._rotation is None else rotations[self._rotation]
+        if self._rotation is None:
+            return self._out(self._attend(qkv, batch, kv))
+        cos_sin, query_factors = rotations[self._rotation]
+        if query_factors is not None:
+            qkv[:, : self._attend.heads * self._attend.head_dim] *= query_factors
         return self._out(self._attend(qkv, batch, kv, cos_sin))
 
     def _take_sinks(self, tensor: Tensor) -> None:
@@ -144,7 +144,7 @@ class DecoderLayer:
         self,
         update: Tensor,
         residual: Tensor,
-        rotations: Sequence[Tensor],
+        rotations: Sequence[Rotation],
         batch: AttentionBatch,
         kv: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -219,6 +219,7 @@ def _norm(config: DecoderConfig, part: ModelPart) -> RMSNorm | LayerNorm:
         config.hidden_size,
         has_weight=config.norm_has_weight,
         has_bias=config.norm_has_bias,
+        plus_one=config.norm_plus_one,
         part=part,
         eps=config.norm_eps,
     )
@@ -226,8 +227,9 @@ def _norm(config: DecoderConfig, part: ModelPart) -> RMSNorm | LayerNorm:
 
 def _norm_alone(config: DecoderConfig, part: ModelPart) -> RMSNorm:
     """A norm that can also normalise one tensor."""
-    plus_one = config.norm == "rms_plus_one"
-    return RMSNorm(config.hidden_size, part=part, eps=config.norm_eps, plus_one=plus_one)
+    return RMSNorm(
+        config.hidden_size, part=part, eps=config.norm_eps, plus_one=config.norm_plus_one
+    )
 
 
 def _added(

@@ -24,7 +24,7 @@ from fastserve_backend.models.layers import (
     prefixed,
 )
 from fastserve_backend.models.model_part import ModelPart
-from fastserve_backend.models.rotary_lm import RotaryEmbedding, RotaryLM
+from fastserve_backend.models.rotary_lm import RotaryEmbedding, RotaryLM, Rotation
 from fastserve_backend.models.weights import Parameter, StoredTensor, WeightSource
 
 _TANH_GELU = partial(torch.nn.functional.gelu, approximate="tanh")
@@ -81,14 +81,14 @@ class GPTNeoXLayer:
         self,
         update: Tensor,
         residual: Tensor,
-        rotations: Sequence[Tensor],
+        rotations: Sequence[Rotation],
         batch: AttentionBatch,
         kv: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """See `RotaryLayer`."""
         total, normed = self._attention_norm(update, residual)
         qkv = self._qkv(normed)
-        attended = self._out(self._attend(qkv, batch, kv, rotations[0]))
+        attended = self._out(self._attend(qkv, batch, kv, rotations[0].cos_sin))
         if self._parallel:  # both sub-layers see the same input
             _, normed = self._feed_forward_norm(update, residual)
             return self._tensor.sum(attended + self._feed_forward(normed)), total

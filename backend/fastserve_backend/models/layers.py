@@ -228,6 +228,29 @@ class VocabEmbedding(Embedding):
         return self._part.tensor.sum(looked_up.masked_fill_(absent[:, None], 0))
 
 
+class _NormWeight:
+    """The weight of a norm.
+
+    Args:
+        plus_one: the checkpoint has the weight less 1.
+        shard: this rank's part; () is the whole.
+    """
+
+    def __init__(
+        self, width: int, part: ModelPart, *, plus_one: bool, shard: tuple[slice, ...] = ()
+    ) -> None:
+        self._width, self._shard, self._plus_one = width, shard, plus_one
+        own = len(range(width)[shard[0]]) if shard else width
+        self.values = torch.empty(own, dtype=part.dtype, device=part.device)
+
+    def parameter(self) -> Parameter:
+        load = self._take_plus_one if self._plus_one else self.values.copy_
+        return Parameter((self._width,), load, self._shard, is_scale=not self._plus_one)
+
+    def _take_plus_one(self, tensor: Tensor) -> None:
+        self.values.copy_(tensor.float() + 1.0)
+
+
 class LayerNorm:
     """Layer normalisation of a sum, [T, width], with a weight and a bias if it has them."""
 
@@ -237,34 +260,33 @@ class LayerNorm:
         *,
         has_weight: bool = True,
         has_bias: bool = True,
+        plus_one: bool = False,
         part: ModelPart,
         eps: float = 1e-5,
     ) -> None:
         self._eps = eps
-        empty = partial(torch.empty, width, dtype=part.dtype, device=part.device)
-        self._weight = empty() if has_weight else None
-        self._bias = empty() if has_bias else None
+        self._weight = _NormWeight(width, part, plus_one=plus_one) if has_weight else None
+        self._bias = torch.empty(width, dtype=part.dtype, device=part.device) if has_bias else None
 
     def parameters(self) -> dict[str, Parameter]:
         wanted: dict[str, Parameter] = {}
         if self._weight is not None:
-            shape = tuple(self._weight.shape)
-            wanted["weight"] = Parameter(shape, self._weight.copy_, is_scale=True)
+            wanted["weight"] = self._weight.parameter()
         if self._bias is not None:
             wanted["bias"] = Parameter(tuple(self._bias.shape), self._bias.copy_)
         return wanted
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x and residual [T, width] -> (their sum, the normalised sum), both [T, width]."""
-        return ops.add_layer_norm(x, residual, self._weight, self._bias, self._eps)
+        weight = None if self._weight is None else self._weight.values
+        return ops.add_layer_norm(x, residual, weight, self._bias, self._eps)
 
 
 class RMSNorm:
     """Root-mean-square normalisation.
 
     Args:
-        plus_one: the checkpoint's weight is to be increased by 1 (Gemma).
-        shard: this rank's part of the weight; () is the whole.
+        plus_one, shard: as for `_NormWeight`.
     """
 
     def __init__(
@@ -277,9 +299,8 @@ class RMSNorm:
         shard: tuple[slice, ...] = (),
     ) -> None:
         self.eps, self.width = eps, width
-        self._shard, self._plus_one = shard, plus_one
-        own = len(range(width)[shard[0]]) if shard else width
-        self.weight = torch.empty(own, dtype=part.dtype, device=part.device)
+        self._weight = _NormWeight(width, part, plus_one=plus_one, shard=shard)
+        self.weight = self._weight.values
 
     @property
     def is_whole(self) -> bool:
@@ -287,12 +308,7 @@ class RMSNorm:
         return len(self.weight) == self.width
 
     def parameters(self) -> dict[str, Parameter]:
-        load = self._take_plus_one if self._plus_one else self.weight.copy_
-        is_scale = not self._plus_one
-        return {"weight": Parameter((self.width,), load, self._shard, is_scale)}
-
-    def _take_plus_one(self, tensor: Tensor) -> None:
-        self.weight.copy_(tensor.float() + 1.0)
+        return {"weight": self._weight.parameter()}
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x and residual [T, width] -> (their sum, the normalised sum), both [T, width]."""

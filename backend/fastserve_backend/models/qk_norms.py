@@ -52,7 +52,7 @@ def qk_norms_of(config: DecoderConfig, part: ModelPart) -> QKNorms | None:
     """The norms of a layer; None if the model has none."""
     if config.qk_norm is None:
         return None
-    plus_one = config.norm == "rms_plus_one"
+    plus_one = config.norm_plus_one
 
     def norm(heads: int) -> RMSNorm:
         if config.qk_norm == "head":

@@ -6,7 +6,7 @@ An architecture adds its layers and the names of its tensors; `RotaryLM.forward`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,15 @@ from fastserve_backend.models.weights import Parameter
 _ROTARY_BUFFERS = tuple(f".rotary_emb.{one}" for one in ("inv_freq", "cos_cached", "sin_cached"))
 
 
+class Rotation(NamedTuple):
+    """How the queries and keys of T tokens are rotated."""
+
+    cos_sin: Tensor
+    """float32 [T, dim]: dim / 2 cosines, then dim / 2 sines."""
+    query_factors: Tensor | None = None
+    """float32 [T, 1]: factors of the queries; None: all 1."""
+
+
 class RotaryLayer(Protocol):
     """One decoder layer."""
 
@@ -32,13 +41,13 @@ class RotaryLayer(Protocol):
         self,
         update: Tensor,
         residual: Tensor,
-        rotations: Sequence[Tensor],
+        rotations: Sequence[Rotation],
         batch: AttentionBatch,
         kv: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """(update, residual), both [T, hidden], of the layer before -> those of this layer.
 
-        rotations: float32 [T, dim] each, see `RotaryEmbedding`.
+        rotations: those of the model's rotary embeddings, in order.
 
         Their sum is the hidden state. The next norm adds them, in the same kernel.
         """
@@ -119,7 +128,12 @@ class RotaryEmbedding:
         parts = [function(angles, dtype=np.float64) for function in (np.cos, np.sin)]
         table = np.concatenate(parts, axis=1) * rotary.scale
         self._table = torch.from_numpy(table.astype(np.float32)).to(device)
+        self._growth = rotary.query_growth
 
-    def __call__(self, positions: Tensor) -> Tensor:
-        """positions int64 [T] -> float32 [T, dim]: dim / 2 cosines, then dim / 2 sines."""
-        return self._table[positions]
+    def __call__(self, positions: Tensor) -> Rotation:
+        """The rotations of T tokens: positions int64 [T]."""
+        if self._growth is None:
+            return Rotation(self._table[positions])
+        beta, trained = self._growth
+        factors = 1 + beta * torch.log1p((positions // trained).float())
+        return Rotation(self._table[positions], factors[:, None])

@@ -48,6 +48,26 @@ def read_ministral(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConf
     )
 
 
+def read_ministral3(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
+    """Mistral whose queries grow with their position."""
+    sizes = Sizes.read(
+        raw, layers=34, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=131072,
+        positions=262144,
+    )  # fmt: skip
+    if "rope_parameters" not in raw and "rope_scaling" not in raw:
+        raise raw.error("rope_parameters", "an object: the family has no plain rotation")
+    return DecoderConfig.read(
+        raw,
+        common,
+        "ministral3",
+        sizes,
+        [whole_rotary(raw, sizes, theta=1e6)],
+        norm_eps=raw.number("rms_norm_eps", 1e-5),
+        activation=read_activation(raw, "hidden_act", "silu"),
+        window_of_layer=(raw.optional_integer("sliding_window"),) * sizes.layers,
+    )
+
+
 def _sizes(raw: HFConfig) -> Sizes:
     return Sizes.read(
         raw, layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000,

@@ -134,6 +134,13 @@ def _llama_fields(config: Any) -> Fields:
     }
 
 
+def _ministral3_fields(config: Any) -> Fields:
+    return _llama_fields(config) | {
+        "attention.temperature_scale": config.rope_parameters["llama_4_scaling_beta"],
+        "rope.scaling.yarn_log_multiplier": config.rope_parameters["mscale_all_dim"],
+    }
+
+
 def _granite_fields(config: Any) -> Fields:
     return _llama_fields(config) | {
         "attention.scale": config.attention_multiplier,
@@ -244,6 +251,26 @@ VARIANTS: dict[str, Variant] = {
         "mistral",
         {**_HEADS, "sliding_window": None},
         fields=_llama_fields,
+        permuted=True,
+    ),
+    "ministral3": Variant(
+        "mistral3",
+        "ministral3",
+        {
+            **_HEADS,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 4.0,
+                "original_max_position_embeddings": 12,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        fields=_ministral3_fields,
         permuted=True,
     ),
     "qwen2": Variant("qwen2", "qwen2", {"rope_parameters": {"rope_theta": 1e6}}),

@@ -135,7 +135,7 @@ def test_experts_that_cannot_be_served_are_named(
     ("variant", "key", "value", "supported"),
     [
         ("granite", "granite.rope.scaling.finetuned", False, "True"),
-        ("mistral3", "mistral3.attention.temperature_scale", 0.1, "0.0"),
+        ("mistral3", "mistral3.rope.scaling.yarn_log_multiplier", 0.1, "0.0"),
         ("qwen2", "qwen2.attention.sliding_window", 16, "0"),
         ("qwen3", "qwen3.final_logit_softcapping", 30.0, "0.0"),
         ("gemma2", "gemma2.rope.freq_base_swa", 500.0, "10000.0"),

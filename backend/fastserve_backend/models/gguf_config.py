@@ -69,8 +69,8 @@ def hf_config(file: GGUFFile, family: Family) -> dict[str, Any]:
     config["pad_token_id"] = None  # transformers' defaults may lie beyond the vocabulary
     config |= {ours: tensor in file.shapes for ours, tensor in family.biases.items()}
     config |= family.constants
-    # Refuse what cannot be served before anything is computed with it.
-    _check_served(config)
+    # Refuse what cannot be served, such as too large heads, before its rotation is computed.
+    _check_served(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
     config |= family.computed(file, config)
     _refuse_unsupported(file, family, config)
     config["rope_parameters"] = family.rotary(file, config)

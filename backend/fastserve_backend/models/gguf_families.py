@@ -36,6 +36,7 @@ from fastserve_backend.models.gguf_rotary import (
     rotary,
     rotary_by_layer_type,
     rotary_of_gemma3,
+    rotary_with_growing_queries,
     untruncated_yarn,
 )
 from fastserve_backend.models.gguf_tensors import TensorRule, linear, weight
@@ -118,6 +119,7 @@ _LLAMA_BIASES = {
     "attention_bias": "blk.0.attn_q.bias",
     "mlp_bias": "blk.0.ffn_gate.bias",
 }
+_MISTRAL_LAYER = (*attention(permuted=True), *gated_mlp(), *PRE_NORMS)
 _OLMO2_LAYER = (*attention(), *head_norms("q", "kv"), *gated_mlp(), *POST_NORMS)
 _LLAMA_LAYER = (
     *attention(bias="attention_bias", permuted=True),
@@ -180,7 +182,7 @@ _FAMILIES: Mapping[str, Family] = {
     "mistral3": Family(
         "mistral",
         "MistralForCausalLM",
-        (*attention(permuted=True), *gated_mlp(), *PRE_NORMS),
+        _MISTRAL_LAYER,
         fields=_RMS_EPS,
         constants={"sliding_window": None},
     ),
@@ -371,6 +373,15 @@ _BY_FIELD: Mapping[tuple[str, str], Family] = {
             *PRE_NORMS,
         ),
         fields=_RMS_EPS | _EXPERTS_PER_TOKEN | {"num_local_experts": Field("expert_count")},
+    ),
+    ("mistral3", "attention.temperature_scale"): Family(
+        "ministral3",
+        "Ministral3ForCausalLM",
+        _MISTRAL_LAYER,
+        fields=_RMS_EPS,
+        constants={"sliding_window": None},
+        rotary=rotary_with_growing_queries,
+        used=frozenset({"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"}),
     ),
     ("olmo2", _WINDOW): Family(
         "olmo3",

@@ -100,6 +100,16 @@ def untruncated_yarn(file: GGUFFile, config: Config) -> dict[str, Any]:
     return rotary(file, config) | {"truncate": False}
 
 
+def rotary_with_growing_queries(file: GGUFFile, config: Config) -> dict[str, Any]:
+    """Ministral 3's YaRN, which does not scale attention, but queries by their positions."""
+    mscale = file.own("rope.scaling.yarn_log_multiplier", 1.0)
+    return rotary(file, config) | {
+        "mscale": mscale,
+        "mscale_all_dim": mscale,
+        "llama_4_scaling_beta": file.own("attention.temperature_scale"),
+    }
+
+
 def _llama3(rope: dict[str, Any], factors: list[float], config: Config) -> dict[str, Any]:
     """The parameters of Llama 3.1's scaling that give these factors for the frequencies."""
     scaled = rope | {

@@ -16,7 +16,8 @@ import gguf
 import numpy as np
 import torch
 from fastserve_backend.checkpoints.architectures import ARCHITECTURES
-from gguf_files import VOCAB_SIZE, Arrays, Fields, permute, tokenizer_fields, write_gguf
+from gguf import GGMLQuantizationType
+from gguf_files import F32, VOCAB_SIZE, Arrays, Fields, permute, tokenizer_fields, write_gguf
 from paged_executor import POSITIONS
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -70,13 +71,14 @@ class Variant:
         path: Path,
         model: PreTrainedModel,
         change: Callable[[Fields, Arrays], None] = lambda fields, arrays: None,
+        kind: GGMLQuantizationType = F32,
     ) -> Path:
         fields = tokenizer_fields()
         own = _common_fields(model.config) | self.fields(model.config)
         fields |= {f"{self.architecture}.{key}": value for key, value in own.items()}
         arrays = self._arrays(model)
         change(fields, arrays)
-        return write_gguf(path, fields, arrays, architecture=self.architecture)
+        return write_gguf(path, fields, arrays, kind=kind, architecture=self.architecture)
 
     def _arrays(self, model: PreTrainedModel) -> Arrays:
         config = model.config
@@ -384,7 +386,7 @@ VARIANTS: dict[str, Variant] = {
             "head_dim": 16,
             "num_experts": 4,
             "num_experts_per_tok": 2,
-            "moe_intermediate_size": 40,
+            "moe_intermediate_size": 32,
             "norm_topk_prob": True,
         },
         fields=partial(_expert_fields, size="moe_intermediate_size"),

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from fastserve_backend.models.gguf_conversion import convert
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize, quantize
 from gguf_families import SERVED, VARIANTS, Variant
-from gguf_files import assert_equal, tensors_of
+from gguf_files import Arrays, Fields, assert_equal, tensors_of
 from paged_executor import PagedExecutor, check, expected_logits, load, prompts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -79,3 +81,20 @@ def test_logits_are_the_models(converted: tuple[PreTrainedModel, Path]) -> None:
     executor = PagedExecutor(load(directory), model.config, prompts(30, 7), seed=1)
     executor.step([(0, 30), (1, 7)])
     check(model, executor)
+
+
+@pytest.mark.parametrize("name", [name for name in ("gpt_oss", "qwen3moe") if name in SERVED])
+@pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.Q8_0])
+def test_quantised_experts(tmp_path: Path, name: str, kind: Kind) -> None:
+    """The weights are exactly the file's values, rounded once."""
+    variant = VARIANTS[name]
+    model = variant.model()
+
+    def round_as_stored(fields: Fields, arrays: Arrays) -> None:
+        for key, array in arrays.items():
+            if array.ndim > 1:
+                arrays[key] = dequantize(quantize(array, kind), kind)
+
+    convert(variant.write(tmp_path / "m.gguf", model, kind=kind), tmp_path / "out")
+    convert(variant.write(tmp_path / "exact.gguf", model, round_as_stored), tmp_path / "exact")
+    assert_equal(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "exact"))

@@ -108,7 +108,7 @@ def of_another_size(name: str) -> Change:
             (
                 "qwen3moe",
                 of_another_size("blk.1.ffn_up_exps.weight"),
-                r"has shape \(4, 40, 63\), but its metadata asks for \(4, 40, 64\)",
+                r"has shape \(4, 32, 63\), but its metadata asks for \(4, 32, 64\)",
             ),
             (
                 "qwen3moe",

@@ -76,6 +76,17 @@ class ModelConfigSection(_Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the model runs; auto: cuda if there is one, else cpu."
     )
+    generation_config: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: sampling fields of the model's generation_config.json are the defaults "
+        "of requests; off: they are not.",
+    )
+
+    @field_validator("generation_config", mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, value: object) -> object:
+        """YAML reads a bare ``off`` as false."""
+        return "off" if value is False else value
 
 
 class ParallelSection(_Section):

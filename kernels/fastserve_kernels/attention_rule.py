@@ -24,11 +24,6 @@ class AttentionRule:
     soft_cap: float | None = None
     sinks: Tensor | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether only the scale is set."""
-        return self.window is None and self.soft_cap is None and self.sinks is None
-
     def first_visible(self, position: int) -> int:
         """The first position to which the row at `position` attends."""
         return 0 if self.window is None else max(0, position + 1 - self.window)

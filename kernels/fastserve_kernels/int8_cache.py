@@ -24,6 +24,11 @@ def is_int8(kv: Tensor) -> bool:
     return kv.dtype == torch.int8
 
 
+def token_width(kv: Tensor) -> int:
+    """Elements or codes of a row of the cache, which holds one token of a head."""
+    return kv.shape[-1] - SCALE_BYTES if is_int8(kv) else kv.shape[-1]
+
+
 def codes_and_scales(kv: Tensor) -> tuple[Tensor, Tensor]:
     """Views of the cache: codes int8 ``[…, block_size, head_dim]`` and scales float32
     ``[…, block_size]``, with the leading dimensions of ``kv``."""

@@ -13,9 +13,13 @@ Attention here is for a CPU. A GPU's is `gpu.paged_decode` and `gpu.paged_prefil
 lists that the host has made (`gpu.work_lists`) and never wait for the device. A CUDA graph can
 capture the first.
 
-KV cache: one contiguous tensor [num_blocks, layers, 2, kv_heads, block_size, head_dim]. Dimension 2
-is (K, V), and slot = block_id * block_size + offset. It has the model's dtype, or int8 as
-`int8_cache` describes; then what is written is rounded.
+KV cache: one contiguous tensor [num_blocks, layers, 2, kv_heads, block_size, width]. Dimension 2 is
+(K, V), and slot = block_id * block_size + offset. It has the model's dtype, or int8 as `int8_cache`
+describes; then what is written is rounded.
+
+width is head_dim, the elements of a key or value of a head. Where keys and values have different
+sizes, key_dim and value_dim, width is the larger of them. Then the rest of the rows of the others
+is never written or read. The size of keys is that of queries, and the size of values that of `out`.
 
 Block tables: int32 [N], contiguous, the block ids of all jobs, each job's in the order of its
 tokens. table_starts: int32, contiguous, where each job's ids begin. Entries between and behind the
@@ -63,8 +67,8 @@ __all__ = [
 def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """Write the K and V of T tokens into one layer of the cache, in place.
 
-    key, value: [T, kv_heads, head_dim] of the model's dtype; only the last dimension must be
-        contiguous.
+    key, value: [T, kv_heads, key_dim] and [T, kv_heads, value_dim] of the model's dtype; only the
+        last dimension must be contiguous.
     slots: int64 [T], contiguous; -1 skips the token.
     """
     kernels_for(key).kv_write(kv, layer, key, value, slots)
@@ -103,19 +107,20 @@ def paged_decode(
 ) -> Tensor:
     """Attention of one query row for each job over the paged cache.
 
-    query: [B, heads, head_dim] of the model's dtype; only the last dimension must be contiguous.
-        heads is a multiple of kv_heads, head_dim a multiple of 8 up to 256.
+    query: [B, heads, key_dim] of the model's dtype; only the last dimension must be contiguous.
+        heads is a multiple of kv_heads; key_dim and value_dim are multiples of 8 up to 256.
     block_tables, table_starts: [N] and [B], see the module.
     context_lens: int32 [B], contiguous. Row t attends to the positions [0, context_lens[t]) of its
         job, or to the last of them within the rule's window; 0 gives zeros (padding).
-    out: [B, heads, head_dim] of query's dtype, to write to; each row contiguous.
+    out: [B, heads, value_dim] of query's dtype, to write to; each row contiguous.
 
-    Returns out, or a new contiguous tensor. Blocks and slots past a context are never used,
-    whatever they hold. With compiled kernels a row is bit for bit independent of the other rows.
+    Returns out, or a new contiguous tensor like query. Table entries, blocks and slots past a
+    context, or before a row's window, are never used, whatever they hold. With compiled kernels a
+    row is bit for bit independent of the other rows.
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    kernels = (compiled_for(query) if rule.is_plain else None) or plain_torch
+    kernels = compiled_for(query) or plain_torch
     kernels.paged_decode(query, kv, layer, block_tables, table_starts, context_lens, rule, out)
     return out
 
@@ -133,20 +138,21 @@ def paged_prefill(
 ) -> Tensor:
     """Causal attention of prompts, or chunks of prompts, whose keys and values are in the cache.
 
-    query: [T, heads, head_dim], as in `paged_decode`.
+    query: [T, heads, key_dim], as in `paged_decode`.
     block_tables, table_starts: [N] and [S], see the module.
     context_lens: int32 [S], contiguous, a job's tokens in the cache, including this call's rows.
         Its last row attends to all of them.
     query_starts: int32 [S + 1], contiguous, from 0 to T. The rows [query_starts[j],
         query_starts[j + 1]), at least one, are the last ones of job j.
-    out: [T, heads, head_dim] of query's dtype, to write to; each row contiguous.
+    out: [T, heads, value_dim] of query's dtype, to write to; each row contiguous.
 
-    Returns out, or a new contiguous tensor. What lies past a context is never used. With compiled
-    kernels a row is bit for bit independent of other jobs and of how its prompt is cut into chunks.
+    Returns out, or a new contiguous tensor like query. What lies past a context, or before the
+    window of a job's first row, is never used. With compiled kernels a row is bit for bit
+    independent of other jobs and of how its prompt is cut into chunks.
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    kernels = (compiled_for(query) if rule.is_plain else None) or plain_torch
+    kernels = compiled_for(query) or plain_torch
     kernels.paged_prefill(
         query, kv, layer, block_tables, table_starts, context_lens, query_starts, rule, out
     )

@@ -48,7 +48,7 @@ table_starts, starts = torch.zeros(40).int(), torch.tensor([0, 40], dtype=torch.
 rule = ops.AttentionRule(0.1)
 out = ops.paged_prefill(query, kv, 0, table, table_starts[:1], context, starts, rule)
 lengths = torch.arange(1, 41)
-expected = reference.paged_attention(query, kv, 0, table, table_starts, lengths, 0.1)
+expected = reference.paged_attention(query, kv, 0, table, table_starts, lengths, rule, 48)
 torch.testing.assert_close(out, expected.bfloat16(), atol=0.02, rtol=0.02)
 """
 PRINT_BACKEND = """

@@ -10,6 +10,7 @@ import math
 from itertools import product
 
 import torch
+from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.int8_cache import codes_and_scales, is_int8
 from torch import Tensor
 
@@ -26,9 +27,9 @@ def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) 
                     codes, scales = codes_and_scales(kv)
                     for head, row in enumerate(heads):
                         place = block, layer, side, head, offset
-                        codes[place], scales[place] = quantize_token(row)
+                        codes[place][: len(row)], scales[place] = quantize_token(row)
                 else:
-                    kv[block, layer, side, :, offset] = heads
+                    kv[block, layer, side, :, offset, : heads.shape[1]] = heads
     return kv
 
 
@@ -48,40 +49,51 @@ def widened(kv: Tensor) -> Tensor:
     return codes.double() * scales.double()[..., None]
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """One query head over its whole context: query [d], key, value [n, d] -> [d]."""
-    scores = key.double() @ query.double() * scale
-    return torch.softmax(scores, 0) @ value.double()
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, sink: Tensor | None
+) -> Tensor:
+    """One query head over all that it sees: query [k], key [n, k], value [n, v] -> [v]."""
+    scores = key.double() @ query.double() * rule.scale
+    if rule.soft_cap is not None:
+        scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
+    if sink is None:
+        return torch.softmax(scores, 0) @ value.double()
+    weights = torch.softmax(torch.cat([scores, sink.double().view(1)]), 0)
+    return weights[:-1] @ value.double()
 
 
 def paged_attention(
     query: Tensor, kv: Tensor, layer: int, block_tables: Tensor, table_starts: Tensor,
-    context_lens: Tensor, scale: float,
+    context_lens: Tensor, rule: AttentionRule, value_dim: int,
 ) -> Tensor:  # fmt: skip
     """Attention of T queries over the paged cache: for decodes (one row a job) and prefills (more).
 
-    query: [T, heads, head_dim].
+    query: [T, heads, key_dim].
     table_starts: int [T], where the blocks of query t's job begin in block_tables, int [N].
-    context_lens: int [T]. Query t attends to the positions [0, context_lens[t]); 0 gives zeros.
+    context_lens: int [T]. Query t is at the position context_lens[t] - 1, and attends to what the
+        rule lets it see; 0 gives zeros.
+
+    Returns [T, heads, value_dim].
     """
     kv = widened(kv) if is_int8(kv) else kv
-    tokens, heads, _ = query.shape
+    tokens, heads, key_dim = query.shape
     kv_heads, block_size = kv.shape[3:5]
-    out = torch.zeros(query.shape, dtype=torch.float64)
+    out = torch.zeros(tokens, heads, value_dim, dtype=torch.float64)
     for t in range(tokens):
-        table = block_tables[int(table_starts[t]) :].tolist()
+        table, context = block_tables[int(table_starts[t]) :].tolist(), int(context_lens[t])
         slots = [
             (table[position // block_size], position % block_size)
-            for position in range(int(context_lens[t]))
+            for position in range(rule.first_visible(context - 1), context)
         ]
         if not slots:
             continue
         blocks, offsets = (torch.tensor(column) for column in zip(*slots, strict=True))
         for head in range(heads):
             kv_head = head // (heads // kv_heads)
-            key = kv[blocks, layer, 0, kv_head, offsets]
-            value = kv[blocks, layer, 1, kv_head, offsets]
-            out[t, head] = attend(query[t, head], key, value, scale)
+            key = kv[blocks, layer, 0, kv_head, offsets, :key_dim]
+            value = kv[blocks, layer, 1, kv_head, offsets, :value_dim]
+            sink = None if rule.sinks is None else rule.sinks[head]
+            out[t, head] = attend(query[t, head], key, value, rule, sink)
     return out
 
 

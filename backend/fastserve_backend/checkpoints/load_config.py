@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 _EOS = "eos_token_id"
 
+GENERATION_FILE = "generation_config.json"
+
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -121,7 +123,7 @@ def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
             )
         return HFConfig(builtin, f"built-in {model}"), None
     directory = _directory(model, load_format)
-    raw = _read_json(directory / "config.json", model)
+    raw = read_json(directory / "config.json", model)
     _add_end_tokens(raw, directory, model)
     if load_format == "auto" and not any((directory / f).is_file() for f in WEIGHT_FILES):
         raise ModelError(
@@ -146,10 +148,10 @@ def _text_model(raw: dict[str, Any], model: str) -> dict[str, Any]:
 def _add_end_tokens(raw: dict[str, Any], directory: Path, model: str) -> None:
     """Add the end tokens of generation_config.json to those of config.json. Authors correct one of
     the files and not the other, and an end token too many costs nothing."""
-    generation = directory / "generation_config.json"
+    generation = directory / GENERATION_FILE
     if not generation.is_file():
         return
-    named = HFConfig(_read_json(generation, model), str(generation)).token_ids(_EOS, ())
+    named = HFConfig(read_json(generation, model), str(generation)).token_ids(_EOS, ())
     if named:
         own = HFConfig(raw, str(directory / "config.json")).token_ids(_EOS, ())
         raw[_EOS] = list(dict.fromkeys([*own, *named]))
@@ -181,7 +183,8 @@ def _directory(model: str, load_format: LoadFormat) -> Path:
     )
 
 
-def _read_json(path: Path, model: str) -> dict[str, Any]:
+def read_json(path: Path, model: str) -> dict[str, Any]:
+    """The JSON object in a file of `model`. Raises ModelError."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

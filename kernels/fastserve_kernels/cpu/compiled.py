@@ -12,17 +12,17 @@ from torch import Tensor
 
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.cpu.builder import BuildError, build
-from fastserve_kernels.int8_cache import is_int8
+from fastserve_kernels.int8_cache import is_int8, token_width
 
 _INT = ctypes.c_int64
 _REAL = ctypes.c_double
 _POINTER = ctypes.c_void_p
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "fs_kv_write": (None, [_POINTER] * 4 + [_INT] * 10),
-    "fs_int8_kv_write": (None, [_INT] + [_POINTER] * 4 + [_INT] * 10),
-    "fs_paged_decode": (None, [_INT] * 2 + [_POINTER] * 6 + [_INT] * 10 + [_REAL]),
-    "fs_paged_prefill": (None, [_INT] * 2 + [_POINTER] * 7 + [_INT] * 10 + [_REAL]),
+    "fs_kv_write": (None, [_POINTER] * 4 + [_INT] * 12),
+    "fs_int8_kv_write": (None, [_INT] + [_POINTER] * 4 + [_INT] * 12),
+    "fs_paged_decode": (None, [_INT] * 2 + [_POINTER] * 7 + [_INT] * 13 + [_REAL] * 2),
+    "fs_paged_prefill": (None, [_INT] * 2 + [_POINTER] * 8 + [_INT] * 13 + [_REAL] * 2),
     "fs_add_layer_norm": (None, [_INT] + [_POINTER] * 6 + [_INT] * 4 + [_REAL]),
     "fs_add_rms_norm": (None, [_INT] + [_POINTER] * 5 + [_INT] * 4 + [_REAL]),
     "fs_rms_norm_heads": (None, [_INT] + [_POINTER] * 2 + [_INT] * 5 + [_REAL]),
@@ -36,6 +36,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "fs_linear": (None, [_INT] + [_POINTER] * 4 + [_INT] * 5),
     "fs_int8_linear": (None, [_INT] + [_POINTER] * 5 + [_INT] * 5),
 }
+_NO_WINDOW = 2**62
 _DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
@@ -91,20 +92,20 @@ class CompiledKernels:
     def kv_write(self, kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         """See `ops.kv_write`."""
         _, layers, _, kv_heads, block_size, _ = kv.shape
-        head_dim = key.shape[2]
+        key_dim, value_dim, width = key.shape[2], value.shape[2], token_width(kv)
         key_t, key_h, _ = key.stride()
         value_t, value_h, _ = value.stride()
         if is_int8(kv):
             self._int8_kv_write(
                 _DTYPE_CODES[key.dtype], kv.data_ptr(), key.data_ptr(), value.data_ptr(),
-                slots.data_ptr(), key.shape[0], kv_heads, head_dim, block_size, layers, layer,
-                key_t, key_h, value_t, value_h,
+                slots.data_ptr(), key.shape[0], kv_heads, key_dim, value_dim, width, block_size,
+                layers, layer, key_t, key_h, value_t, value_h,
             )  # fmt: skip
             return
         item = kv.element_size()
         self._kv_write(
             kv.data_ptr(), key.data_ptr(), value.data_ptr(), slots.data_ptr(), key.shape[0],
-            kv_heads, head_dim * item, block_size, layers, layer,
+            kv_heads, key_dim * item, value_dim * item, width * item, block_size, layers, layer,
             key_t * item, key_h * item, value_t * item, value_h * item,
         )  # fmt: skip
 
@@ -119,8 +120,9 @@ class CompiledKernels:
         self._paged_decode(
             _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
             out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
-            context_lens.data_ptr(), tokens, heads, kv_heads, head_dim, block_size, layers, layer,
-            stride_t, stride_h, out.stride(0), rule.scale,
+            context_lens.data_ptr(), _sinks(rule), tokens, heads, kv_heads, head_dim, out.shape[2],
+            token_width(kv), block_size, layers, layer, stride_t, stride_h, out.stride(0),
+            rule.window or _NO_WINDOW, rule.scale, rule.soft_cap or 0.0,
         )  # fmt: skip
 
     def paged_prefill(
@@ -134,8 +136,10 @@ class CompiledKernels:
         self._paged_prefill(
             _DTYPE_CODES[query.dtype], _DTYPE_CODES[kv.dtype], query.data_ptr(), kv.data_ptr(),
             out.data_ptr(), block_tables.data_ptr(), table_starts.data_ptr(),
-            context_lens.data_ptr(), query_starts.data_ptr(), len(context_lens), heads, kv_heads,
-            head_dim, block_size, layers, layer, stride_t, stride_h, out.stride(0), rule.scale,
+            context_lens.data_ptr(), query_starts.data_ptr(), _sinks(rule), len(context_lens),
+            heads, kv_heads, head_dim, out.shape[2], token_width(kv), block_size, layers, layer,
+            stride_t, stride_h, out.stride(0),
+            rule.window or _NO_WINDOW, rule.scale, rule.soft_cap or 0.0,
         )  # fmt: skip
 
     def add_layer_norm(
@@ -253,6 +257,10 @@ class CompiledKernels:
             x.stride(0), relu,
         )  # fmt: skip
         return y
+
+
+def _sinks(rule: AttentionRule) -> int | None:
+    return None if rule.sinks is None else rule.sinks.data_ptr()
 
 
 def _gate_mul(function: Any, x: Tensor) -> Tensor:

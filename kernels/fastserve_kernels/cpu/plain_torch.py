@@ -27,13 +27,14 @@ def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) 
     slots = slots[written]
     blocks, offsets = slots // block_size, slots % block_size
     for side, tokens in enumerate((key[written], value[written])):
+        used = slice(tokens.shape[2])
         if is_int8(kv):
             codes, scales = codes_and_scales(kv)
             new_codes, new_scales = quantize_tokens(tokens)
-            codes[blocks, layer, side, :, offsets] = new_codes
+            codes[blocks, layer, side, :, offsets, used] = new_codes
             scales[blocks, layer, side, :, offsets] = new_scales
         else:
-            kv[blocks, layer, side, :, offsets] = tokens
+            kv[blocks, layer, side, :, offsets, used] = tokens
 
 
 def paged_decode(
@@ -44,7 +45,8 @@ def paged_decode(
     jobs = zip(table_starts.tolist(), context_lens.tolist(), strict=True)
     for row, (table_start, context) in enumerate(jobs):
         one = slice(row, row + 1)
-        out[one] = _attend(query[one], kv, layer, block_tables[table_start:], context, rule)
+        table = block_tables[table_start:]
+        _attend(query[one], kv, layer, table, context, rule, out[one])
 
 
 def paged_prefill(
@@ -56,7 +58,8 @@ def paged_prefill(
     jobs = zip(spans, table_starts.tolist(), context_lens.tolist(), strict=True)
     for (start, end), table_start, context in jobs:
         rows = slice(start, end)
-        out[rows] = _attend(query[rows], kv, layer, block_tables[table_start:], context, rule)
+        table = block_tables[table_start:]
+        _attend(query[rows], kv, layer, table, context, rule, out[rows])
 
 
 def add_layer_norm(
@@ -111,9 +114,11 @@ def argmax_rows(logits: Tensor) -> Tensor:
 
 
 def _attend(
-    query: Tensor, kv: Tensor, layer: int, table: Tensor, context: int, rule: AttentionRule
-) -> Tensor:
-    """Attention of the last n rows of a job's context: query [n, heads, head_dim] -> same shape.
+    query: Tensor, kv: Tensor, layer: int, table: Tensor, context: int, rule: AttentionRule,
+    out: Tensor,
+) -> None:  # fmt: skip
+    """Attention of the last n rows of a job's context: query [n, heads, key_dim] to out [n, heads,
+    value_dim].
 
     An empty context gives zeros.
 
@@ -121,7 +126,8 @@ def _attend(
         used.
     """
     if context == 0:
-        return torch.zeros_like(query)
+        out.zero_()
+        return
     kv_heads, block_size = kv.shape[3:5]
     count = len(query)
     first_block = rule.first_visible(context - count) // block_size
@@ -129,8 +135,9 @@ def _attend(
     tokens = kv[table[first_block : -(-context // block_size)].long(), layer]
     if is_int8(kv):
         tokens = dequantize_tokens(*codes_and_scales(tokens), query.dtype)
-    # [2, kv_heads, context - first, head_dim]
+    # [2, kv_heads, context - first, width]
     key, value = tokens.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : context - first]
+    key, value = key[..., : query.shape[2]], value[..., : out.shape[2]]
     row = torch.arange(context - count, context, device=query.device)[:, None]
     position = torch.arange(first, context, device=query.device)
     visible = position <= row
@@ -141,7 +148,7 @@ def _attend(
         key, value = key.masked_fill(~seen, 0), value.masked_fill(~seen, 0)
     query = query.transpose(0, 1)
     if rule.soft_cap is None and rule.sinks is None:
-        out = F.scaled_dot_product_attention(
+        result = F.scaled_dot_product_attention(
             query[None],
             key[None],
             value[None],
@@ -150,15 +157,15 @@ def _attend(
             enable_gqa=len(query) != kv_heads,
         )[0]
     else:
-        out = _capped_attention(query, key, value, visible, rule)
-    return out.transpose(0, 1)
+        result = _capped_attention(query, key, value, visible, rule)
+    out.copy_(result.transpose(0, 1))
 
 
 def _capped_attention(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor, rule: AttentionRule
 ) -> Tensor:
-    """query [heads, n, head_dim], key and value [kv_heads, c, head_dim], visible bool [n, c] ->
-    [heads, n, head_dim]."""
+    """query [heads, n, key_dim], key and value [kv_heads, c, …], visible bool [n, c] -> [heads, n,
+    value_dim]."""
     group = len(query) // len(key)
     key, value = (one.repeat_interleave(group, dim=0).float() for one in (key, value))
     scores = query.float() @ key.transpose(1, 2) * rule.scale

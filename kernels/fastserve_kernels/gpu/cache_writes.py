@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastserve_kernels.gpu.launch_parameters import cdiv, next_power_of_2
-from fastserve_kernels.int8_cache import MOST, is_int8
+from fastserve_kernels.int8_cache import MOST, is_int8, token_width
 
 # A warp moves so many elements at once: 16 bytes of a 16-bit type for each thread. Programs are
 # small, because a decode step has few tokens to spread over the multiprocessors.
@@ -26,15 +26,17 @@ _ROUNDING = tl.constexpr(1.5 * 2.0**23)
 
 def kv_write(kv: Tensor, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
     """See `ops.kv_write`. Grid: (T, tiles of kv_heads)."""
-    num_tokens, kv_heads, head_dim = key.shape
-    heads_tile = _heads_of_a_tile(head_dim)
+    num_tokens, kv_heads, key_dim = key.shape
+    value_dim = value.shape[2]
+    heads_tile = _heads_of_a_tile(max(key_dim, value_dim))
     if num_tokens:
         _kv_write[(num_tokens, cdiv(kv_heads, heads_tile))](
             kv, layer, key, value, slots,
             kv.shape[1], kv_heads,
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            BLOCK_SIZE=kv.shape[4], HEAD_DIM=head_dim, WIDTH=kv.shape[5], INT8=is_int8(kv),
-            HEADS_TILE=heads_tile, DIM_TILE=next_power_of_2(head_dim),
+            BLOCK_SIZE=kv.shape[4], KEY_DIM=key_dim, VALUE_DIM=value_dim, ROW=token_width(kv),
+            WIDTH=kv.shape[5], INT8=is_int8(kv), HEADS_TILE=heads_tile,
+            KEY_TILE=next_power_of_2(key_dim), VALUE_TILE=next_power_of_2(value_dim),
             num_warps=_NUM_WARPS,
         )  # fmt: skip
 
@@ -83,7 +85,7 @@ def _cache_heads(
 ):
     """Addresses of the keys of some heads in a slot's block. Values are kv_heads heads further.
 
-    WIDTH: elements of the cache for one token of a head.
+    WIDTH: elements of the cache for one token of a head, with its scale. (ROW: without it.)
     """
     first_head = (slot // BLOCK_SIZE * layers + layer) * 2 * kv_heads
     return kv + (first_head + head) * (BLOCK_SIZE * WIDTH)
@@ -110,48 +112,51 @@ def _codes(values, scale):
 
 
 @triton.jit
-def _store_scale(heads, place, scale, is_head, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _store_scale(heads, place, scale, is_head, BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr):
     """heads, scale, is_head: [heads, 1]. place: the token's place in its block."""
-    scales = (heads + BLOCK_SIZE * HEAD_DIM).to(tl.pointer_type(tl.float32))
+    scales = (heads + BLOCK_SIZE * ROW).to(tl.pointer_type(tl.float32))
     tl.store(scales + place, scale, is_head)
 
 
 @triton.jit
 def _store_tokens(
     heads, place, dim, values, inside, is_head,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, INT8: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, INT8: tl.constexpr,
 ):  # fmt: skip
     """Store one token for each of the heads."""
     if INT8:
         values = values.to(tl.float32)
         scale = tl.div_rn(_largest(values), _MOST)
-        _store_scale(heads, place, scale, is_head, BLOCK_SIZE, HEAD_DIM)
+        _store_scale(heads, place, scale, is_head, BLOCK_SIZE, ROW)
         values = _codes(values, scale)
-    tl.store(heads + place * HEAD_DIM + dim, values, inside)
+    tl.store(heads + place * ROW + dim, values, inside)
 
 
 @triton.jit(do_not_specialize=["layer"])
 def _kv_write(
     kv, layer, key, value, slots, layers, kv_heads,
     key_token, key_head, value_token, value_head,
-    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, INT8: tl.constexpr,
-    HEADS_TILE: tl.constexpr, DIM_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, ROW: tl.constexpr,
+    WIDTH: tl.constexpr, INT8: tl.constexpr,
+    HEADS_TILE: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:
         return
     head = tl.program_id(1) * HEADS_TILE + tl.arange(0, HEADS_TILE)[:, None]
-    dim = tl.arange(0, DIM_TILE)[None, :]
+    key_dim, value_dim = tl.arange(0, KEY_TILE)[None, :], tl.arange(0, VALUE_TILE)[None, :]
     is_head = head < kv_heads
-    inside = is_head & (dim < HEAD_DIM)
-    keys = tl.load(key + token * key_token + head * key_head + dim, inside, other=0.0)
-    values = tl.load(value + token * value_token + head * value_head + dim, inside, other=0.0)
+    is_key, is_value = is_head & (key_dim < KEY_DIM), is_head & (value_dim < VALUE_DIM)
+    keys = tl.load(key + token * key_token + head * key_head + key_dim, is_key, other=0.0)
+    values = tl.load(
+        value + token * value_token + head * value_head + value_dim, is_value, other=0.0
+    )
     heads = _cache_heads(kv, layer, slot, layers, kv_heads, head, BLOCK_SIZE, WIDTH)
     place = slot % BLOCK_SIZE
-    _store_tokens(heads, place, dim, keys, inside, is_head, BLOCK_SIZE, HEAD_DIM, INT8)
+    _store_tokens(heads, place, key_dim, keys, is_key, is_head, BLOCK_SIZE, ROW, INT8)
     heads += kv_heads * BLOCK_SIZE * WIDTH
-    _store_tokens(heads, place, dim, values, inside, is_head, BLOCK_SIZE, HEAD_DIM, INT8)
+    _store_tokens(heads, place, value_dim, values, is_value, is_head, BLOCK_SIZE, ROW, INT8)
 
 
 @triton.jit(do_not_specialize=["layer", "query_tiles"])

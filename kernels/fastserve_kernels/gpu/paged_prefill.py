@@ -10,13 +10,22 @@ from torch import Tensor
 from fastserve_kernels.attention_rule import AttentionRule
 from fastserve_kernels.gpu import launch_parameters
 from fastserve_kernels.gpu.device import capability
-from fastserve_kernels.gpu.paged_cache import LOG2_E, NO_SCORE, load_tokens, token_offsets
-from fastserve_kernels.int8_cache import is_int8
+from fastserve_kernels.gpu.paged_cache import (
+    NO_SCORE,
+    first_visible,
+    load_tokens,
+    rule_arguments,
+    share_beside_sinks,
+    tanh_of,
+    token_offsets,
+)
+from fastserve_kernels.int8_cache import is_int8, token_width
 
 
 def query_tile(head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
     """Rows of a tile of `paged_prefill`, as `work_lists.prefill_work` needs them.
 
+    head_dim: the larger one of keys' and values'.
     dtype: that of queries.
     """
     parameters = launch_parameters.prefill(head_dim, dtype.itemsize, capability(device), int8=False)
@@ -38,37 +47,39 @@ def paged_prefill(
     """Causal attention of the rows of S jobs, whose K and V are already in the cache.
 
     The rows query_starts[j] to query_starts[j + 1] are the last ones of job j's context_lens[j]
-    tokens. Each attends to all tokens up to itself.
+    tokens. Each attends to all tokens up to itself, or to those of them within the rule's window.
 
-    query: [T, heads, head_dim] of the model's dtype; only the last dimension must be contiguous.
+    query: [T, heads, key_dim] of the model's dtype; only the last dimension must be contiguous.
         heads is a multiple of kv_heads.
     kv: see `fastserve_kernels.ops`; block_size is a power of two.
     block_tables, table_starts: [N] and [S], see `fastserve_kernels.ops`.
     context_lens: int32 [S]. query_starts: int32 [S + 1].
     work: int32 [n, 2] from `work_lists.prefill_work`, with tiles of `query_tile` rows.
-    rule: only its scale may be set.
-    out: [T, heads, head_dim] of query's dtype; only the last dimension must be contiguous. Rows
+    rule: its sinks are on the device.
+    out: [T, heads, value_dim] of query's dtype; only the last dimension must be contiguous. Rows
         that belong to no job are not written.
 
     A row's result does not depend on other jobs.
     Grid: (n * heads,). A program has a tile of rows of one head. The heads of a tile are
     neighbours, and among them those that share K and V.
     """
-    heads, head_dim = query.shape[1:]
+    heads, key_dim = query.shape[1:]
+    value_dim = out.shape[2]
     kv_heads, block_size = kv.shape[3:5]
     if not work.shape[0]:
         return
     parameters = launch_parameters.prefill(
-        head_dim, query.element_size(), capability(query.device), is_int8(kv)
+        max(key_dim, value_dim), query.element_size(), capability(query.device), is_int8(kv)
     )
     _attend_tiles[(work.shape[0] * heads,)](
         query, kv, block_tables, table_starts, context_lens, query_starts, work, out,
-        layer, rule.scale * LOG2_E,
-        query.stride(0), query.stride(1), out.stride(0), out.stride(1),
-        kv.stride(0), kv.stride(1),
-        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
-        PADDED_DIM=launch_parameters.padded_head_dim(head_dim), BLOCK_SIZE=block_size,
-        HEAD_SIZE=block_size * kv.shape[5], INT8=is_int8(kv),
+        layer, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+        kv.stride(0), kv.stride(1), **rule_arguments(rule),
+        HEADS=heads, KV_HEADS=kv_heads,
+        KEY_DIM=key_dim, PADDED_KEY_DIM=launch_parameters.padded_head_dim(key_dim),
+        VALUE_DIM=value_dim, PADDED_VALUE_DIM=launch_parameters.padded_head_dim(value_dim),
+        BLOCK_SIZE=block_size, ROW=token_width(kv), HEAD_SIZE=block_size * kv.shape[5],
+        INT8=is_int8(kv),
         QUERY_TILE=parameters.query_tile, KEY_TILE=parameters.key_tile,
         num_warps=parameters.num_warps, num_stages=parameters.num_stages,
     )  # fmt: skip
@@ -76,21 +87,24 @@ def paged_prefill(
 
 # Do not specialise on what differs from step to step: serving must not wait for a compiler.
 @triton.jit(
-    do_not_specialize=["layer"],
+    do_not_specialize=["layer", "window"],
     do_not_specialize_on_alignment=["table_starts", "context_lens"],
 )
 def _attend_tiles(
     query, kv, block_tables, table_starts, context_lens, query_starts, work, out,
-    layer, scale,
-    query_row_stride, query_head_stride, out_row_stride, out_head_stride,
-    block_stride, layer_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    layer, query_row_stride, query_head_stride, out_row_stride, out_head_stride,
+    block_stride, layer_stride, scale, in_tanh, window, sinks,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, PADDED_KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, HEAD_SIZE: tl.constexpr,
     INT8: tl.constexpr, QUERY_TILE: tl.constexpr, KEY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Attend for a tile of rows of one head: first the keys that all its rows see, then the others.
+    """Attend for a tile of rows of one head: first to keys that the window hides from some of its
+    rows, then to those that all rows see, then to those behind some of the rows.
 
-    HEAD_SIZE: elements of one head in one block of the cache.
+    ROW: elements of the cache for one token of a head, without a scale. HEAD_SIZE: elements of one
+    head in one block.
     """
     item, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     job, tile = tl.load(work + 2 * item), tl.load(work + 2 * item + 1)
@@ -99,12 +113,12 @@ def _attend_tiles(
     context = tl.load(context_lens + job)
     start = tile * QUERY_TILE
     rows = start + tl.arange(0, QUERY_TILE)
-    dims = tl.arange(0, PADDED_DIM)
-    used = (rows < last_row - first_row)[:, None] & (dims < HEAD_DIM)[None, :]
+    key_dims, value_dims = tl.arange(0, PADDED_KEY_DIM), tl.arange(0, PADDED_VALUE_DIM)
+    is_row = (rows < last_row - first_row)[:, None]
     queries = query + first_row.to(tl.int64) * query_row_stride + head * query_head_stride
     q = tl.load(
-        queries + rows.to(tl.int64)[:, None] * query_row_stride + dims[None, :],
-        mask=used,
+        queries + rows.to(tl.int64)[:, None] * query_row_stride + key_dims[None, :],
+        mask=is_row & (key_dims < KEY_DIM)[None, :],
         other=0.0,
     )
     before = context - (last_row - first_row)
@@ -114,56 +128,84 @@ def _attend_tiles(
     values = keys + KV_HEADS * HEAD_SIZE
     maximum = tl.full([QUERY_TILE], NO_SCORE, tl.float32)
     total = tl.zeros([QUERY_TILE], tl.float32)
-    result = tl.zeros([QUERY_TILE, PADDED_DIM], tl.float32)
+    result = tl.zeros([QUERY_TILE, PADDED_VALUE_DIM], tl.float32)
     # All rows see the keys up to the first row's own position.
     seen_by_all = (before + start + 1) // KEY_TILE * KEY_TILE
     end = tl.minimum(before + start + QUERY_TILE, context)
+    first, begin = None, 0
+    if window is not None:
+        # No row sees a key before `first`, and all rows see those from `begin` on.
+        first = first_visible(before + start + 1, window)
+        hidden = first_visible(before + start + QUERY_TILE, window)
+        begin = tl.minimum(tl.cdiv(hidden, KEY_TILE) * KEY_TILE, seen_by_all)
+        maximum, total, result = _attend_keys(
+            q, maximum, total, result, keys, values, table, block_stride,
+            first // KEY_TILE * KEY_TILE, begin, positions, first, context, scale, in_tanh, window,
+            KEY_DIM, VALUE_DIM, BLOCK_SIZE, ROW, INT8, KEY_TILE, True,
+        )  # fmt: skip
     maximum, total, result = _attend_keys(
-        q, maximum, total, result, keys, values, table, block_stride, 0, seen_by_all, positions,
-        context, scale, HEAD_DIM, BLOCK_SIZE, INT8, KEY_TILE, False,
+        q, maximum, total, result, keys, values, table, block_stride,
+        begin, seen_by_all, positions, first, context, scale, in_tanh, window,
+        KEY_DIM, VALUE_DIM, BLOCK_SIZE, ROW, INT8, KEY_TILE, False,
     )  # fmt: skip
     maximum, total, result = _attend_keys(
-        q, maximum, total, result, keys, values, table, block_stride, seen_by_all, end, positions,
-        context, scale, HEAD_DIM, BLOCK_SIZE, INT8, KEY_TILE, True,
+        q, maximum, total, result, keys, values, table, block_stride,
+        seen_by_all, end, positions, first, context, scale, in_tanh, window,
+        KEY_DIM, VALUE_DIM, BLOCK_SIZE, ROW, INT8, KEY_TILE, True,
     )  # fmt: skip
     result = result / total[:, None]
+    if sinks is not None:
+        result *= share_beside_sinks(maximum + tl.log2(total), sinks, head, None)[:, None]
     outs = out + first_row.to(tl.int64) * out_row_stride + head * out_head_stride
     tl.store(
-        outs + rows.to(tl.int64)[:, None] * out_row_stride + dims[None, :],
-        result.to(out.dtype.element_ty), mask=used,
+        outs + rows.to(tl.int64)[:, None] * out_row_stride + value_dims[None, :],
+        result.to(out.dtype.element_ty), mask=is_row & (value_dims < VALUE_DIM)[None, :],
     )  # fmt: skip
 
 
 @triton.jit
 def _attend_keys(
-    q, maximum, total, result, keys, values, table, block_stride, start, end, positions, context,
-    scale, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, INT8: tl.constexpr,
-    KEY_TILE: tl.constexpr, MASKED: tl.constexpr,
+    q, maximum, total, result, keys, values, table, block_stride, start, end, positions, first,
+    context, scale, in_tanh, window,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr,
+    INT8: tl.constexpr, KEY_TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Continue the online softmax of the rows at `positions` over the keys [start, end).
 
-    start is a multiple of KEY_TILE. MASKED: a key may lie behind a row or the context.
+    start is a multiple of KEY_TILE. MASKED: a key may lie behind a row or the context, or before a
+    row's window. first: the first key that any row sees, or None.
     """
-    PADDED_DIM: tl.constexpr = q.shape[1]
-    dims = tl.arange(0, PADDED_DIM)
+    PADDED_KEY_DIM: tl.constexpr = q.shape[1]
+    PADDED_VALUE_DIM: tl.constexpr = result.shape[1]
+    is_key = (tl.arange(0, PADDED_KEY_DIM) < KEY_DIM)[None, :]
+    is_value = (tl.arange(0, PADDED_VALUE_DIM) < VALUE_DIM)[None, :]
     for tile in range(start, end, KEY_TILE):
         key_positions = tile + tl.arange(0, KEY_TILE)
         vectors, scales = token_offsets(
-            table, block_stride, key_positions, context, HEAD_DIM, BLOCK_SIZE, MASKED
+            table, block_stride, key_positions, first, context, ROW, BLOCK_SIZE, MASKED
         )
+        used_keys, used_values = is_key, is_value
         if MASKED:
-            used = (key_positions < context)[:, None] & (dims < HEAD_DIM)[None, :]
-        else:
-            used = (dims < HEAD_DIM)[None, :]
-        k = load_tokens(keys, vectors, scales, used, q.dtype, PADDED_DIM, INT8, MASKED)
+            inside = key_positions < context
+            if window is not None:
+                inside &= key_positions >= first
+            used_keys, used_values = inside[:, None] & is_key, inside[:, None] & is_value
+        k = load_tokens(keys, vectors, scales, used_keys, q.dtype, PADDED_KEY_DIM, INT8, MASKED)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if in_tanh is not None:
+            scores = tanh_of(scores, in_tanh)
         if MASKED:
-            scores = tl.where(key_positions[None, :] <= positions[:, None], scores, float("-inf"))
+            is_visible = key_positions[None, :] <= positions[:, None]
+            if window is not None:
+                is_visible &= key_positions[None, :] > positions[:, None] - window
+            scores = tl.where(is_visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * scale)
         correction = tl.exp2(maximum - new_maximum)
         weights = tl.exp2(scores * scale - new_maximum[:, None])
         total = total * correction + tl.sum(weights, axis=1)
-        v = load_tokens(values, vectors, scales, used, q.dtype, PADDED_DIM, INT8, MASKED)
+        v = load_tokens(
+            values, vectors, scales, used_values, q.dtype, PADDED_VALUE_DIM, INT8, MASKED
+        )
         result = tl.dot(
             weights.to(v.dtype), v, acc=result * correction[:, None], input_precision="ieee"
         )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from attention_cases import LAYER, Cache, Shape, cases, queries, run_decode, run_prefill
 from case_shapes import but_dtype
+from fastserve_kernels.attention_rule import AttentionRule
 from kernel_cases import Case
 from triton import knobs
 
@@ -31,10 +32,10 @@ def test_no_number_of_another_layer_or_token_counts(
     shape, contexts = Shape(2, 1, 64), [20, 260]
     cache = Cache.filled(contexts, shape, dtype)
     query = queries(2, shape, dtype)
-    poisoned = cache.kv.isnan()
+    poisoned, rule = cache.kv.isnan(), AttentionRule(0.1)
     runs: list[Callable[[Cache], torch.Tensor]] = [
-        lambda filled: run_decode(filled, query, contexts, 0.1, kernel_device),
-        lambda filled: run_prefill(filled, query, [(1, 20), (1, 260)], 0.1, kernel_device),
+        lambda filled: run_decode(filled, query, contexts, rule, kernel_device),
+        lambda filled: run_prefill(filled, query, [(1, 20), (1, 260)], rule, kernel_device),
     ]
     for run in runs:
         small, large = (
@@ -51,10 +52,11 @@ def test_scores_of_any_size(dtype: torch.dtype, kernel_device: torch.device) -> 
     shape, length = Shape(2, 1, 64), 600
     cache = Cache.filled([length], shape, dtype)
     query = queries(1, shape, dtype)
-    expected = cache.decode(query, [length], 3.0)
+    rule = AttentionRule(3.0)
+    expected = cache.decode(query, [length], rule)
     limit = 1e-4 if dtype == torch.float32 else 2e-3
     for result in (
-        run_decode(cache, query, [length], 3.0, kernel_device),
-        run_prefill(cache, query, [(1, length)], 3.0, kernel_device),
+        run_decode(cache, query, [length], rule, kernel_device),
+        run_prefill(cache, query, [(1, length)], rule, kernel_device),
     ):
         assert (result - expected).abs().max() <= limit * expected.abs().max()

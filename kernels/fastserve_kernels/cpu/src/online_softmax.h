@@ -4,11 +4,10 @@
 #include <algorithm>
 #include <cmath>
 
+#include "attention_rule.h"
 #include "vec.h"
 
 namespace fastserve {
-
-constexpr float LOG2E = 1.44269504088896340736f;
 
 // With up to CHUNK positions that share one softmax update.
 template <int CHUNK>
@@ -20,23 +19,35 @@ struct Query {
     // Scores in the log2 domain, then softmax weights, of the current chunk.
     alignas(64) float weights[CHUNK];
 
-    void begin(float* memory, int pairs) {
+    // sink: a score without a value, in the log2 domain; -INFINITY: there is none.
+    void begin(float* memory, int pairs, float sink) {
         acc = memory;
-        max = -INFINITY;
+        max = sink;
         sums = vf{};
+        if (sink != -INFINITY) sums[0] = 1.f;
         std::fill(acc, acc + pairs * PAIR, 0.f);
     }
 
-    // From the first `count` scores, in Pairs of T and still without their scale, to weights; those after
-    // them to the next multiple of PAIR are 0.
+    // From the scores [begin, end), in Pairs of T and still without their scale, to weights; the others of
+    // their Pairs are 0.
     template <typename T>
-    void softmax(int count, float scale) {
-        const int padded = (count + PAIR - 1) / PAIR * PAIR;
+    void softmax(int begin, int end, const AttentionRule& rule) {
+        if (rule.in_tanh != 0.f) return softmax_of<T, true>(begin, end, rule);
+        softmax_of<T, false>(begin, end, rule);
+    }
+
+    template <typename T, bool CAPPED>
+    inline void softmax_of(int begin, int end, const AttentionRule& rule) {
+        const int first = begin / PAIR * PAIR, padded = (end + PAIR - 1) / PAIR * PAIR;
+        const auto is_whole = [&](int i) {
+            const int pair = i / PAIR * PAIR;
+            return begin <= pair && pair + PAIR <= end;
+        };
         vf high = splat(max);
-        for (int i = 0; i < padded; i += W) {
-            vf score = *(const vf_mem*)(weights + i) * scale;
-            if (i / PAIR * PAIR + PAIR > count)
-                score = positions<T>(i) < count ? score : splat(-INFINITY);
+        for (int i = first; i < padded; i += W) {
+            vf score = *(const vf_mem*)(weights + i);
+            score = (CAPPED ? tanh(score * rule.in_tanh) : score) * rule.scale;
+            if (!is_whole(i)) score = is_within<T>(i, begin, end) ? score : splat(-INFINITY);
             *(vf_mem*)(weights + i) = score;
             high = vmax(score, high);
         }
@@ -46,23 +57,23 @@ struct Query {
         rescale = highest == max ? 1.f : less;
         max = highest;
         vf total = sums * rescale;
-        for (int i = 0; i < padded; i += W) {
+        for (int i = first; i < padded; i += W) {
             vf e = exp2_nonpositive(*(const vf_mem*)(weights + i) - max);
-            if (i / PAIR * PAIR + PAIR > count) e = positions<T>(i) < count ? e : vf{};
+            if (!is_whole(i)) e = is_within<T>(i, begin, end) ? e : vf{};
             total += e;
             *(vf_mem*)(weights + i) = e;
         }
         sums = total;
     }
 
-    // Of the scores from `first` on, a multiple of W, that are kept in Pairs of T.
+    // Whether the scores from `first` on, a multiple of W, are of [begin, end). They are in Pairs of T.
     template <typename T>
-    static vi positions(int first) {
+    static vi is_within(int first, int begin, int end) {
         const int pair = first / PAIR * PAIR, second = first % PAIR / W;
         vi lanes;
         for (int i = 0; i < W; ++i)
             lanes[i] = sizeof(T) == sizeof(float) ? first + i : pair + 2 * i + second;
-        return lanes;
+        return (lanes >= begin) & (lanes < end);
     }
 
     // Of `size` elements.

@@ -97,15 +97,19 @@ template <typename T, typename S, int D>
 struct Attend {
     using Part = QueryPart<T, S>;
     using Places = Rows<S, CHUNK>;
-    const int dim;
-    const float scale;  // of scores, to the log2 domain
+    // Elements of a head of keys, or of values: a multiple of Pairs, and the rest.
+    struct Size {
+        const int dim;
 
-    // Functions, not members: with a known D they are constants wherever they are used.
-    inline int size() const { return D ? D : dim; }
-    inline int pairs() const { return (size() + PAIR - 1) / PAIR; }
-    inline int full() const { return size() / PAIR; }   // Pairs without padding
-    inline int tail() const { return size() % PAIR; }   // elements of the padded Pair, or 0
-    inline int width(int c) const { return c < full() ? PAIR : tail(); }
+        // Functions, not members: with a known D they are constants wherever they are used.
+        inline int size() const { return D ? D : dim; }
+        inline int pairs() const { return (size() + PAIR - 1) / PAIR; }
+        inline int full() const { return size() / PAIR; }   // Pairs without padding
+        inline int tail() const { return size() % PAIR; }   // elements of the padded Pair, or 0
+        inline int width(int c) const { return c < full() ? PAIR : tail(); }
+    };
+    const Size of_key, of_value;
+    const AttentionRule rule;
 
     __attribute__((always_inline)) inline vf dots(const float* q, const S* const* rows,
                                                   int64_t head_offset) const {
@@ -115,8 +119,8 @@ struct Attend {
             for (int i = 0; i < W; ++i)
                 Part::add_product(acc[i], part, rows[i] + head_offset + c * PAIR, n);
         };
-        for (int c = 0; c < full(); ++c) add(c, PAIR);
-        if (tail()) add(full(), tail());
+        for (int c = 0; c < of_key.full(); ++c) add(c, PAIR);
+        if (of_key.tail()) add(of_key.full(), of_key.tail());
         return transpose_sum(acc);
     }
 
@@ -160,10 +164,11 @@ struct Attend {
         scale_weights(query, v, count, head_offset);
         // Four Pairs of accumulators at a time: they fit the registers of every target.
         int c = 0;
-        for (; c + 4 <= full(); c += 4) accumulate<4>(query, c, v.at, head_offset, count);
-        for (; c + 2 <= full(); c += 2) accumulate<2>(query, c, v.at, head_offset, count);
-        for (; c < full(); ++c) accumulate<1>(query, c, v.at, head_offset, count);
-        if (tail()) accumulate<1>(query, c, v.at, head_offset, count, tail());
+        const int full = of_value.full(), tail = of_value.tail();
+        for (; c + 4 <= full; c += 4) accumulate<4>(query, c, v.at, head_offset, count);
+        for (; c + 2 <= full; c += 2) accumulate<2>(query, c, v.at, head_offset, count);
+        for (; c < full; ++c) accumulate<1>(query, c, v.at, head_offset, count);
+        if (tail) accumulate<1>(query, c, v.at, head_offset, count, tail);
     }
 
     // Codes stand for themselves times their row's scale.
@@ -172,37 +177,41 @@ struct Attend {
             for (int i = 0; i < count; ++i) query.weights[i] *= rows.scale(i, head_offset);
     }
 
-    // All queries attend to the same `context` positions. Each step goes over all of them before the
+    // All queries attend to the same positions of `context`. Each step goes over all of them before the
     // next one starts: their short dependency chains then overlap, and K and V are each read in address
     // order.
     void run(CacheQuery* queries, int count, int64_t context, const PagedCache<S>& cache,
              const int32_t* table) const {
+        const int64_t begin = rule.first_visible(context);
         Places places[2][2];  // of keys and values, of this chunk and the next
+        const auto places_of = [&](int64_t first) -> auto& {
+            return places[(first - begin) / CHUNK % 2];
+        };
         const auto locate = [&](int64_t first) {
-            auto& [k, v] = places[first / CHUNK % 2];
+            auto& [k, v] = places_of(first);
             const int located = (int)std::clamp<int64_t>(context - first, 0, CHUNK);
             cache.locate(table, first, located, k, v);
             for (int i = located; i % W; ++i) k.at[i] = k.at[located - 1];
             return located;
         };
-        int located = locate(0);
-        for (int64_t first = 0; first < context; first += CHUNK) {
-            const auto& [k, v] = places[first / CHUNK % 2];
+        int located = locate(begin);
+        for (int64_t first = begin; first < context; first += CHUNK) {
+            const auto& [k, v] = places_of(first);
             const int64_t next = first + CHUNK;
             const int next_located = locate(next);
-            const Places& next_k = places[next / CHUNK % 2][0];
+            const Places& next_k = places_of(next)[0];
             const auto begins_head = [&](int i) {
                 return i == 0 || queries[i].kv_head != queries[i - 1].kv_head;
             };
             for (int i = 0; i < count; ++i) {
                 const int64_t head_offset = queries[i].kv_head * cache.head_stride;
-                if (begins_head(i)) fetch(v, located, head_offset);
+                if (begins_head(i)) fetch(v, located, head_offset, of_value.size());
                 score(queries[i], k, located, head_offset);
             }
-            for (int i = 0; i < count; ++i) queries[i].template softmax<float>(located, scale);
+            for (int i = 0; i < count; ++i) queries[i].template softmax<float>(0, located, rule);
             for (int i = 0; i < count; ++i) {
                 const int64_t head_offset = queries[i].kv_head * cache.head_stride;
-                if (begins_head(i)) fetch(next_k, next_located, head_offset);
+                if (begins_head(i)) fetch(next_k, next_located, head_offset, of_key.size());
                 add_values(queries[i], v, located, head_offset);
             }
             located = next_located;
@@ -210,27 +219,29 @@ struct Attend {
     }
 
     // Into the caches, ahead of their use. Rows of fp32 are long enough for the hardware to do so.
-    void fetch(const Places& rows, int count, int64_t head_offset) const {
+    void fetch(const Places& rows, int count, int64_t head_offset, int size) const {
         if (sizeof(S) == sizeof(float)) return;
         for (int i = 0; i < count; ++i)
-            for (int64_t byte = 0; byte < size() * (int64_t)sizeof(S); byte += 64)
+            for (int64_t byte = 0; byte < size * (int64_t)sizeof(S); byte += 64)
                 __builtin_prefetch((const char*)(rows.at[i] + head_offset) + byte);
     }
 
-    // `memory`: 2 * pairs() * PAIR floats.
-    void begin(CacheQuery& query, const T* source, float* memory) const {
-        query.begin(memory, pairs());
-        query.q = memory + pairs() * PAIR;
-        for (int c = 0; c < pairs(); ++c)
-            Part::keep(query.q + c * Part::FLOATS, source + c * PAIR, width(c));
+    int64_t floats_of_query() const { return (of_key.pairs() + of_value.pairs()) * PAIR; }
+
+    // `memory`: floats_of_query().
+    void begin(CacheQuery& query, int64_t head, const T* source, float* memory) const {
+        query.begin(memory, of_value.pairs(), rule.sink_of(head));
+        query.q = memory + of_value.pairs() * PAIR;
+        for (int c = 0; c < of_key.pairs(); ++c)
+            Part::keep(query.q + c * Part::FLOATS, source + c * PAIR, of_key.width(c));
     }
 
     void finish(CacheQuery& query, T* target) const {
         if constexpr (!std::is_same_v<T, S>)  // the output's Pairs are those of S
-            for (int c = 0; c < pairs(); ++c)
+            for (int c = 0; c < of_value.pairs(); ++c)
                 store_pair(query.acc + c * PAIR,
                            spread_like(target, query.acc + c * PAIR, PAIR));
-        query.finish(target, size());
+        query.finish(target, of_value.size());
     }
 };
 
@@ -247,22 +258,22 @@ struct DecodeArgs {
     const void *query, *kv;
     void* out;
     const int32_t *block_tables, *table_starts, *context_lens;
-    int64_t tokens, heads, kv_heads, dim, block_size, layers, layer;
+    int64_t tokens, heads, kv_heads, key_dim, value_dim, width, block_size, layers, layer;
     int64_t query_stride_t, query_stride_h, out_stride_t;
-    float scale;
+    AttentionRule rule;
 };
 
 template <typename T, typename S, int D>
 static void decode(const DecodeArgs& a) {
-    const Attend<T, S, D> attend{(int)a.dim, a.scale * LOG2E};
-    const PagedCache<S> cache(a.kv, a.layers, a.layer, a.kv_heads, a.block_size, a.dim);
+    const Attend<T, S, D> attend{{(int)a.key_dim}, {(int)a.value_dim}, a.rule};
+    const PagedCache<S> cache(a.kv, a.layers, a.layer, a.kv_heads, a.block_size, a.width);
     const int64_t group = a.heads / a.kv_heads;
     const int64_t per_item = heads_per_item(a.tokens, a.kv_heads, group, omp_get_max_threads());
     const int64_t splits = (a.kv_heads + per_item - 1) / per_item;
     const int64_t items = a.tokens * splits;
 #pragma omp parallel if (items > 1)
     {
-        const int64_t stride = 2 * attend.pairs() * PAIR;
+        const int64_t stride = attend.floats_of_query();
         std::vector<float> memory(per_item * group * stride);
         std::vector<CacheQuery> queries(per_item * group);
 #pragma omp for schedule(dynamic, 1)
@@ -275,22 +286,23 @@ static void decode(const DecodeArgs& a) {
             for (int i = 0; i < count; ++i) {
                 const int64_t head = first * group + i;
                 queries[i].kv_head = head / group;
-                attend.begin(queries[i], query + head * a.query_stride_h,
+                attend.begin(queries[i], head, query + head * a.query_stride_h,
                              memory.data() + i * stride);
             }
             attend.run(queries.data(), count, a.context_lens[t], cache,
                        a.block_tables + a.table_starts[t]);
             for (int i = 0; i < count; ++i)
-                attend.finish(queries[i], out + (first * group + i) * a.dim);
+                attend.finish(queries[i], out + (first * group + i) * a.value_dim);
         }
     }
 }
 
 template <typename T, typename S>
 static void decode_any(const DecodeArgs& a) {
-    if (a.dim == 64) return decode<T, S, 64>(a);
-    if (a.dim == 80) return decode<T, S, 80>(a);
-    if (a.dim == 128) return decode<T, S, 128>(a);
+    const int64_t dim = a.key_dim == a.value_dim ? a.key_dim : 0;
+    if (dim == 64) return decode<T, S, 64>(a);
+    if (dim == 80) return decode<T, S, 80>(a);
+    if (dim == 128) return decode<T, S, 128>(a);
     decode<T, S, 0>(a);
 }
 
@@ -298,13 +310,15 @@ static void decode_any(const DecodeArgs& a) {
 
 extern "C" void fs_paged_decode(
     int64_t dtype, int64_t kv_dtype, const void* query, const void* kv, void* out,
-    const int32_t* block_tables,
-    const int32_t* table_starts, const int32_t* context_lens, int64_t tokens, int64_t heads,
-    int64_t kv_heads, int64_t dim, int64_t block_size, int64_t layers, int64_t layer,
-    int64_t query_stride_t, int64_t query_stride_h, int64_t out_stride_t, double scale) {
+    const int32_t* block_tables, const int32_t* table_starts, const int32_t* context_lens,
+    const float* sinks, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t key_dim,
+    int64_t value_dim, int64_t width, int64_t block_size, int64_t layers, int64_t layer,
+    int64_t query_stride_t, int64_t query_stride_h, int64_t out_stride_t, int64_t window,
+    double scale, double soft_cap) {
     const fastserve::DecodeArgs args{
-        query, kv, out, block_tables, table_starts, context_lens, tokens, heads, kv_heads, dim,
-        block_size, layers, layer, query_stride_t, query_stride_h, out_stride_t, (float)scale};
+        query, kv, out, block_tables, table_starts, context_lens, tokens, heads, kv_heads, key_dim,
+        value_dim, width, block_size, layers, layer, query_stride_t, query_stride_h, out_stride_t,
+        fastserve::AttentionRule(scale, window, soft_cap, sinks)};
     fastserve::with_type(dtype, [&](auto type) {
         using T = decltype(type);
         if (kv_dtype == fastserve::kInt8) return fastserve::decode_any<T, int8_t>(args);

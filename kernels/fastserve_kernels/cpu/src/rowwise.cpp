@@ -210,46 +210,48 @@ static void argmax_rows(const T* x, int64_t* out, int64_t rows, int64_t size, in
 
 // Sizes and strides in bytes where named so: the copy does not depend on the element type.
 extern "C" void fs_kv_write(char* kv, const char* key, const char* value, const int64_t* slots,
-                            int64_t tokens, int64_t kv_heads, int64_t head_bytes,
-                            int64_t block_size, int64_t layers, int64_t layer,
+                            int64_t tokens, int64_t kv_heads, int64_t key_bytes,
+                            int64_t value_bytes, int64_t row_bytes, int64_t block_size,
+                            int64_t layers, int64_t layer,
                             int64_t key_stride_t_bytes, int64_t key_stride_h_bytes,
                             int64_t value_stride_t_bytes, int64_t value_stride_h_bytes) {
-    const int64_t part = kv_heads * block_size * head_bytes;
-#pragma omp parallel for if (tokens * kv_heads * head_bytes >= fastserve::PARALLEL_ELEMENTS)
+    const int64_t part = kv_heads * block_size * row_bytes;
+#pragma omp parallel for if (tokens * kv_heads * row_bytes >= fastserve::PARALLEL_ELEMENTS)
     for (int64_t t = 0; t < tokens; ++t) {
         if (slots[t] < 0) continue;
         const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
-        char* k = kv + (block * layers + layer) * 2 * part + offset * head_bytes;
-        for (int64_t h = 0; h < kv_heads; ++h, k += block_size * head_bytes) {
-            std::memcpy(k, key + t * key_stride_t_bytes + h * key_stride_h_bytes, head_bytes);
+        char* k = kv + (block * layers + layer) * 2 * part + offset * row_bytes;
+        for (int64_t h = 0; h < kv_heads; ++h, k += block_size * row_bytes) {
+            std::memcpy(k, key + t * key_stride_t_bytes + h * key_stride_h_bytes, key_bytes);
             std::memcpy(k + part, value + t * value_stride_t_bytes + h * value_stride_h_bytes,
-                        head_bytes);
+                        value_bytes);
         }
     }
 }
 
 // To codes and scales: see int8_cache.py. Strides in elements.
 extern "C" void fs_int8_kv_write(int64_t dtype, int8_t* kv, const void* key, const void* value,
-                                 const int64_t* slots, int64_t tokens, int64_t kv_heads, int64_t dim,
+                                 const int64_t* slots, int64_t tokens, int64_t kv_heads,
+                                 int64_t key_dim, int64_t value_dim, int64_t width,
                                  int64_t block_size, int64_t layers, int64_t layer,
                                  int64_t key_stride_t, int64_t key_stride_h,
                                  int64_t value_stride_t, int64_t value_stride_h) {
-    const int64_t head_bytes = block_size * (dim + (int64_t)sizeof(float));
+    const int64_t head_bytes = block_size * (width + (int64_t)sizeof(float));
     fastserve::with_type(dtype, [&](auto type) {
         using T = decltype(type);
-#pragma omp parallel for if (tokens * kv_heads * dim >= fastserve::PARALLEL_ELEMENTS)
+#pragma omp parallel for if (tokens * kv_heads * width >= fastserve::PARALLEL_ELEMENTS)
         for (int64_t t = 0; t < tokens; ++t) {
             if (slots[t] < 0) continue;
             const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
-            const auto write = [&](int8_t* head, const T* token) {
-                float* scales = (float*)(head + block_size * dim);
-                fastserve::quantize_token(token, dim, head + offset * dim, scales + offset);
+            const auto write = [&](int8_t* head, const T* token, int64_t dim) {
+                float* scales = (float*)(head + block_size * width);
+                fastserve::quantize_token(token, dim, head + offset * width, scales + offset);
             };
             int8_t* head = kv + (block * layers + layer) * 2 * kv_heads * head_bytes;
             for (int64_t h = 0; h < kv_heads; ++h, head += head_bytes) {
-                write(head, (const T*)key + t * key_stride_t + h * key_stride_h);
+                write(head, (const T*)key + t * key_stride_t + h * key_stride_h, key_dim);
                 write(head + kv_heads * head_bytes,
-                      (const T*)value + t * value_stride_t + h * value_stride_h);
+                      (const T*)value + t * value_stride_t + h * value_stride_h, value_dim);
             }
         }
     });

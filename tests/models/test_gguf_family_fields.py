@@ -43,7 +43,8 @@ def test_layers_with_a_window(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "expected"), [([False, True, True, False], [1, 2]), (3, [0, 1, 3]), (1, [])]
+    ("pattern", "expected"),
+    [([False, True, True, False], [1, 2]), (3, [0, 1, 3]), (1, []), (0, [0, 1, 2, 3])],
 )
 def test_layers_with_a_window_where_the_file_names_them(
     tmp_path: Path, pattern: Any, expected: list[int]
@@ -74,7 +75,12 @@ def test_a_window_of_all_positions_is_none(tmp_path: Path) -> None:
         (
             "phi3_long",
             remove("rope_factors_short.weight"),
-            r"has tensor 'rope_factors_long\.weight', but lacks 'rope_factors_short\.weight'",
+            r"lacks tensor 'rope_factors_short\.weight', which its rotary scaling asks for",
+        ),
+        (
+            "phi3",
+            with_field("phi3.rope.scaling.type", "longrope"),
+            r"lacks tensor 'rope_factors_long\.weight', which its rotary scaling asks for",
         ),
     ],
 )

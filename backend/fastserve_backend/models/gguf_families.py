@@ -130,13 +130,13 @@ _LLAMA_LAYER = (
 
 def _sliding_layers(period: int) -> Callable[[GGUFFile, Config], Config]:
     """Which layers have a sliding window: all but the last of each `period`, unless the file says
-    otherwise."""
+    otherwise. A period of 0 means all."""
 
     def layer_types(file: GGUFFile, config: Config) -> Config:
         pattern = file.own(_PATTERN, period)
         layers = range(config["num_hidden_layers"])
         if isinstance(pattern, int):
-            pattern = [(layer + 1) % pattern != 0 for layer in layers]
+            pattern = [pattern == 0 or (layer + 1) % pattern != 0 for layer in layers]
         if not config.get("sliding_window"):
             pattern = [False for _ in layers]
         kinds = {True: "sliding_attention", False: "full_attention"}

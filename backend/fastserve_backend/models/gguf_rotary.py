@@ -77,10 +77,11 @@ def partial_rotary(file: GGUFFile, config: Config) -> dict[str, Any]:
     """Phi-3's rotation of a part of each head, with LongRoPE if the file has its factors."""
     head_dim = sizes(config)["head_dim"]
     share = {"partial_rotary_factor": file.own("rope.dimension_count", head_dim) / head_dim}
-    if LONG_FACTORS not in file.shapes:
+    missing = [name for name in (LONG_FACTORS, SHORT_FACTORS) if name not in file.shapes]
+    if len(missing) == 2 and file.own("rope.scaling.type") != "longrope":
         return rotary(file, config) | share
-    if SHORT_FACTORS not in file.shapes:
-        raise ModelError(f"it has tensor {LONG_FACTORS!r}, but lacks {SHORT_FACTORS!r}")
+    if missing:
+        raise ModelError(f"it lacks tensor {missing[0]!r}, which its rotary scaling asks for")
     rope = {
         "rope_type": "longrope",
         "rope_theta": file.own("rope.freq_base") or 1e4,

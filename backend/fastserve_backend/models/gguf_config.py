@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from fastserve_backend.checkpoints.architectures import ARCHITECTURES
-from fastserve_backend.checkpoints.end_tokens import TURN_ENDS
+from fastserve_backend.checkpoints.end_tokens import TURN_ENDS, named_turn_ends
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.gguf_vocabulary import NO_TOKEN
 from fastserve_backend.checkpoints.hf_config import HFConfig
@@ -111,8 +111,10 @@ def _refuse_unsupported(file: GGUFFile, family: Family, config: dict[str, Any]) 
 def _end_tokens(file: GGUFFile) -> list[int]:
     """Ids of the ends of a text, of a turn in a chat and of a message. Older files lack the
     fields, so tokens with the usual names count too."""
+    tokens = dict(enumerate(file.required("tokenizer.ggml.tokens")))
+    ends = named_turn_ends(set(tokens.values()))
+    no_ends = [name for name in TURN_ENDS if name not in ends]  # in gpt-oss <|end|> is none
     fields = (file.field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    ids = [token_id for token_id in fields if token_id not in NO_TOKEN]
-    tokens = file.required("tokenizer.ggml.tokens")
-    ids += [token_id for token_id, token in enumerate(tokens) if token in TURN_ENDS]
+    ids = [one for one in fields if one not in NO_TOKEN and tokens.get(one) not in no_ends]
+    ids += [token_id for token_id, token in tokens.items() if token in ends]
     return list(dict.fromkeys(ids))

@@ -9,22 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.scheduler.registry import (
-    BUILT_IN_POLICIES,
-    is_known_policy,
-    known_policies,
-)
+from fastserve_backend.scheduler.registry import BUILT_IN_POLICIES, is_known_policy, known_policies
 
 START_TIMEOUT_S = 600.0
 """How long ranks may take to load the model. Large weights take minutes from a slow disk."""

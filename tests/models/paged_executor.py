@@ -97,7 +97,7 @@ class PagedExecutor:
             query_starts=torch.tensor(starts, dtype=torch.int32),
         )
         rows = torch.arange(len(ids))
-        logits = self._model(
+        logits = self._model.forward(
             torch.tensor(ids), torch.tensor(positions), batch, self._kv, None, rows
         )
         assert logits is not None

@@ -34,19 +34,23 @@ def test_low_precision_stays_near(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-7b", "llama-3-8b", "smollm2-135m", "pythia-160m", "pythia-12b"]
+    ("name", "millions"),
+    [
+        ("llama-7b", 6738.4),
+        ("llama-3-8b", 8030.3),
+        ("smollm2-135m", 134.5),
+        ("pythia-160m", 162.3),
+        ("pythia-12b", 11846.1),
+        ("qwen2.5-0.5b", 494.0),
+        ("qwen3-8b", 8190.7),
+        ("mistral-7b", 7241.7),
+        ("gemma-3-1b", 999.9),
+    ],
 )
-def test_published_sizes(name: str) -> None:
-    """Parameters of the published checkpoints, in millions."""
-    known = {
-        "llama-7b": 6738.4,
-        "llama-3-8b": 8030.3,
-        "smollm2-135m": 134.5,
-        "pythia-160m": 162.3,
-        "pythia-12b": 11846.1,
-    }
+def test_published_sizes(name: str, millions: float) -> None:
+    """Parameters of the published checkpoints."""
     config = load_model_config(name, load_format="dummy")
-    assert round(config.num_parameters / 1e6, 1) == known[name]
+    assert round(config.num_parameters / 1e6, 1) == millions
 
 
 @pytest.mark.parametrize("name", MODELS)

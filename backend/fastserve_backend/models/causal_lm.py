@@ -83,24 +83,6 @@ class CausalLM(ABC):
         """
         self._head.load_stage(self._parameters, self._canonical(source), elsewhere)
 
-    def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        batch: AttentionBatch,
-        kv: Tensor,
-        hidden: Tensor | None,
-        sampled: Tensor,
-    ) -> Tensor | None:
-        """Run the step as `forward` does. Returns its hidden states, but in the last stage the
-        `logits` of the rows ``sampled``, int64 [R] in ascending order."""
-        hidden = self.forward(token_ids, positions, batch, kv, hidden)
-        if not self._part.is_last:
-            return hidden
-        if len(sampled) != len(hidden):
-            hidden = hidden[sampled]  # a prefill needs only its last token's
-        return self.logits(hidden)
-
     @abstractmethod
     def forward(
         self,
@@ -109,18 +91,29 @@ class CausalLM(ABC):
         batch: AttentionBatch,
         kv: Tensor,
         hidden: Tensor | None = None,
-    ) -> Tensor:
-        """Run the step's T tokens: token_ids and positions int64 [T] -> hidden states [T, hidden].
+        sampled: Tensor | None = None,
+    ) -> Tensor | None:
+        """Run the step's T tokens: token_ids and positions int64 [T] -> `_output` of their hidden
+        states [T, hidden].
 
         Writes their keys and values to the cache `kv`, [blocks, layers, 2, kv_heads, block_size,
         head_dim].
 
         Args:
             hidden: what the stage before returned, [T, hidden]; None in the first stage.
+            sampled: int64 [R], in ascending order: the rows whose logits are wanted.
         """
 
+    def _output(self, hidden: Tensor, sampled: Tensor | None) -> Tensor | None:
+        """What `forward` returns: hidden states; in the last stage `logits`, if `sampled` asks."""
+        if sampled is None or not self._part.is_last:
+            return hidden
+        if len(sampled) != len(hidden):
+            hidden = hidden[sampled]  # a prefill needs only its last token's
+        return self.logits(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """Logits of rows of what the last stage's `forward` returned: [R, hidden] -> [R, vocab].
+        """Logits of rows of the last stage's hidden states: [R, hidden] -> [R, vocab].
         None if there are no rows, and on all ranks of the stage but the first."""
         return self._head(hidden) if len(hidden) else None
 

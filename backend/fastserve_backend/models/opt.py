@@ -117,7 +117,8 @@ class OPTModel(CausalLM):
         batch: AttentionBatch,
         kv: Tensor,
         hidden: Tensor | None = None,
-    ) -> Tensor:
+        sampled: Tensor | None = None,
+    ) -> Tensor | None:
         if hidden is not None:
             update, residual = hidden, torch.zeros_like(hidden)
         else:
@@ -126,8 +127,8 @@ class OPTModel(CausalLM):
                 update = self._project_in(update)
             residual = self._positions(positions + POSITION_OFFSET)
         if self.config.do_layer_norm_before:
-            return self._pre_norm(update, residual, batch, kv)
-        return self._post_norm(update + residual, batch, kv)
+            return self._output(self._pre_norm(update, residual, batch, kv), sampled)
+        return self._output(self._post_norm(update + residual, batch, kv), sampled)
 
     def _pre_norm(
         self, update: Tensor, residual: Tensor, batch: AttentionBatch, kv: Tensor

@@ -100,7 +100,8 @@ class RotaryLM(CausalLM):
         batch: AttentionBatch,
         kv: Tensor,
         hidden: Tensor | None = None,
-    ) -> Tensor:
+        sampled: Tensor | None = None,
+    ) -> Tensor | None:
         rotations = [rotary(positions) for rotary in self._rotaries]
         residual = self._embedded(token_ids) if hidden is None else hidden
         update = torch.zeros_like(residual)
@@ -108,7 +109,7 @@ class RotaryLM(CausalLM):
             update, residual = layer(update, residual, rotations, batch, kv)
         if not self._part.is_last:
             return residual + update
-        return self._final_norm(update, residual)[1]
+        return self._output(self._final_norm(update, residual)[1], sampled)
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         embedded = self._tokens(token_ids)

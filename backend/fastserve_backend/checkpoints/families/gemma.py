@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Unpack
 
 from fastserve_backend.checkpoints.decoder_config import (
     FULL,
@@ -14,10 +16,19 @@ from fastserve_backend.checkpoints.decoder_config import (
     read_activation,
     read_windows,
 )
+from fastserve_backend.checkpoints.families.published import published
 from fastserve_backend.checkpoints.families.rotation import whole_rotary
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.model_config import CommonFields
 from fastserve_backend.checkpoints.rotary_config import read_rotary_by_type
+
+GEMMA3: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "gemma-3-1b": published(
+            "gemma3_text", 26, 4, 1, 1152, 6912, 32768, vocab_size=262144, sliding_window=512
+        )
+    }
+)
 
 
 def read_gemma(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:

@@ -18,38 +18,20 @@ from fastserve_backend.checkpoints.decoder_config import (
     read_activation,
     read_windows,
 )
+from fastserve_backend.checkpoints.families.published import published
 from fastserve_backend.checkpoints.families.rotation import whole_rotary
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.model_config import CommonFields
 
-
-def _published(
-    layers: int, heads: int, kv_heads: int, hidden: int, ffn: int, positions: int, **more: Any
-) -> Mapping[str, Any]:
-    return MappingProxyType(
-        {
-            "model_type": "llama",
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "hidden_size": hidden,
-            "intermediate_size": ffn,
-            "max_position_embeddings": positions,
-            "torch_dtype": "bfloat16",
-            **more,
-        }
-    )
-
-
 BUILTIN: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "llama-7b": _published(32, 32, 32, 4096, 11008, 2048),
-        "llama-13b": _published(40, 40, 40, 5120, 13824, 2048),
-        "llama-3-8b": _published(
-            32, 32, 8, 4096, 14336, 8192, vocab_size=128256, rope_theta=500000.0
+        "llama-7b": published("llama", 32, 32, 32, 4096, 11008, 2048),
+        "llama-13b": published("llama", 40, 40, 40, 5120, 13824, 2048),
+        "llama-3-8b": published(
+            "llama", 32, 32, 8, 4096, 14336, 8192, vocab_size=128256, rope_theta=500000.0
         ),
-        "smollm2-135m": _published(
-            30, 9, 3, 576, 1536, 8192,
+        "smollm2-135m": published(
+            "llama", 30, 9, 3, 576, 1536, 8192,
             vocab_size=49152, rope_theta=100000.0, tie_word_embeddings=True,
         ),
     }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Unpack
 
 from fastserve_backend.checkpoints.decoder_config import (
     SLIDING,
@@ -11,9 +13,14 @@ from fastserve_backend.checkpoints.decoder_config import (
     read_activation,
     read_windows,
 )
+from fastserve_backend.checkpoints.families.published import published
 from fastserve_backend.checkpoints.families.rotation import whole_rotary
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.model_config import CommonFields
+
+MISTRAL: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"mistral-7b": published("mistral", 32, 32, 8, 4096, 14336, 32768)}  # version 0.1
+)
 
 
 def read_mistral(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Unpack
 
 from fastserve_backend.checkpoints.decoder_config import (
     FULL,
@@ -12,9 +14,21 @@ from fastserve_backend.checkpoints.decoder_config import (
     read_activation,
     read_windows,
 )
+from fastserve_backend.checkpoints.families.published import published
 from fastserve_backend.checkpoints.families.rotation import whole_rotary
 from fastserve_backend.checkpoints.hf_config import HFConfig
 from fastserve_backend.checkpoints.model_config import CommonFields
+
+QWEN2: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "qwen2.5-0.5b": published(
+            "qwen2", 24, 14, 2, 896, 4864, 32768, rope_theta=1e6, tie_word_embeddings=True
+        )
+    }
+)
+QWEN3: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"qwen3-8b": published("qwen3", 36, 32, 8, 4096, 12288, 40960, rope_theta=1e6)}
+)
 
 
 def _windows(raw: HFConfig, num_layers: int) -> tuple[int | None, ...]:

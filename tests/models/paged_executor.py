@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decoder_checkpoints import POSITIONS
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.attention import CPUBatch
 from fastserve_backend.models.causal_lm import CausalLM
@@ -16,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 BLOCK_SIZE = 4
-POSITIONS = 48
 TOLERANCE = 1e-4
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,14 @@ def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:
     listed = str(error.value).partition("supported for ")[2].partition(";")[0].split(", ")
     assert known <= set(listed)
     assert sorted(listed) == listed
+
+
+def test_the_page_lists_the_architectures() -> None:
+    page = Path(__file__).parents[2] / "docs" / "serve.md"
+    table = page.read_text().partition("### GGUF files")[2].partition("- A file of another")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    listed = {name for row in rows for name in re.findall("`(.*?)`", row)}
+    assert listed == {variant.architecture for variant in VARIANTS.values()}
 
 
 @pytest.mark.parametrize("architecture", ["phi3", "qwen2"])

@@ -32,6 +32,11 @@ class Variant:
         self._fields = SIZES | fields
 
     @property
+    def model_type(self) -> str:
+        model_type: str = self._class.model_type
+        return model_type
+
+    @property
     def has_windows(self) -> bool:
         return self._fields.get("sliding_window") is not None
 

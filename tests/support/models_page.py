@@ -80,7 +80,6 @@ def _switches(config: DecoderConfig) -> dict[str, bool]:
         "queries that grow with their position": config.rotaries[0].query_growth is not None,
         "soft caps": bool(config.attention_soft_cap or config.logit_soft_cap),
         "attention sinks": config.has_sinks,
-        "a mixture of experts": config.experts is not None,
         "a feed-forward without gate": len(config.mlp) == 2,
         "a mixture of experts": config.experts is not None,
         "a shared expert": bool(config.experts and config.experts.shared_size),

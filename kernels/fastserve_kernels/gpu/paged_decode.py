@@ -316,8 +316,8 @@ def _merge_splits(
             maximum = new_maximum
         highest = tl.max(maximum, axis=0)
         shares = tl.exp2(maximum - highest)
-        total = tl.sum(total * shares, axis=0)
-        merged = tl.sum(result * shares[:, None], axis=0) / tl.where(splits > 0, total, 1.0)
+        total = tl.where(splits > 0, tl.sum(total * shares, axis=0), 1.0)
+        merged = tl.sum(result * shares[:, None], axis=0) / total
         if sinks is not None:
             merged *= share_beside_sinks(highest + tl.log2(total), sinks, head, None)
         offset = row.to(tl.int64) * out_row_stride + head * out_head_stride

@@ -144,9 +144,9 @@ def _attend_splits(
         end = tl.minimum(context, start + SPLIT)
         is_only_split = context <= SPLIT
         if window is not None:
-            first = first_visible(context, window)
-            start = tl.maximum(start, first)
-            is_only_split = (context - first // SPLIT * SPLIT <= SPLIT) & (start < end)
+            start = tl.maximum(start, context - window)
+            first_split = first_visible(context, window) // SPLIT
+            is_only_split = (context - first_split * SPLIT <= SPLIT) & (start < end)
         side_stride = KV_HEADS * HEAD_SIZE
         keys = kv + layer * layer_stride + kv_head * HEAD_SIZE
         if GROUP == 1:

@@ -125,10 +125,7 @@ FCFS = (
     Variant("fcfs, whole prompts", "fcfs", {"prefill_chunk_tokens": "whole"}),
 )
 DEFAULT = EngineConfig().scheduler.policy
-OURS = (
-    Variant(DEFAULT, DEFAULT),
-    Variant(f"{DEFAULT}, predicted", DEFAULT, is_predicted=True),
-)
+OURS = (Variant(DEFAULT, DEFAULT), Variant(f"{DEFAULT}, predicted", DEFAULT, is_predicted=True))
 ORACLE = Variant("srpt (oracle)", "srpt")
 OTHERS = (
     Variant("gittins, normalized latency", "gittins", {"objective": "normalized_latency"}),

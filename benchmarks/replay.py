@@ -24,10 +24,7 @@ class TooSlow(Exception):
 
 
 def on_the_engine(
-    engine: Engine,
-    trace: list[TraceJob],
-    *,
-    deadline_s: float = DEADLINE_S,
+    engine: Engine, trace: list[TraceJob], *, deadline_s: float = DEADLINE_S
 ) -> list[JobRecord]:
     """Submits each job at its time; returns the engine's record of each.
 

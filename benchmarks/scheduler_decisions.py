@@ -186,8 +186,7 @@ def main() -> None:
             for is_short in (True, False):
                 cells = [
                     median_and_p99(
-                        Decisions(name, seats, num_waiting, prompt_tokens, is_short),
-                        args.decisions,
+                        Decisions(name, seats, num_waiting, prompt_tokens, is_short), args.decisions
                     )
                     for num_waiting, prompt_tokens in columns
                 ]

@@ -9,22 +9,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from fastserve_backend.errors import ConfigError
-from fastserve_backend.scheduler.registry import (
-    BUILT_IN_POLICIES,
-    is_known_policy,
-    known_policies,
-)
+from fastserve_backend.scheduler.registry import BUILT_IN_POLICIES, is_known_policy, known_policies
 
 START_TIMEOUT_S = 600.0
 """How long ranks may take to load the model. Large weights take minutes from a slow disk."""
@@ -76,6 +65,17 @@ class ModelConfigSection(_Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="Where the model runs; auto: cuda if there is one, else cpu."
     )
+    generation_config: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: sampling fields of the model's generation_config.json are the defaults "
+        "of requests; off: they are not.",
+    )
+
+    @field_validator("generation_config", mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, value: object) -> object:
+        """YAML reads a bare ``off`` as false."""
+        return "off" if value is False else value
 
 
 class ParallelSection(_Section):

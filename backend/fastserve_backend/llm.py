@@ -81,7 +81,8 @@ class LLM:
 
         Args:
             prompts: a text, token ids, or a list of either.
-            params: one for all prompts, or one each.
+            params: one for all prompts, or one each. The model's own defaults replace what they
+                leave out.
 
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be used. Nothing is generated

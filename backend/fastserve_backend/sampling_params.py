@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastserve_backend.errors import InvalidRequestError
@@ -23,9 +23,23 @@ MAX_LOGIT_BIAS = 100.0
 LEAST_TEMPERATURE = 1e-5
 
 
+class _DefaultFloat(float):
+    """The default of a field, as a number that tells that the field was left out."""
+
+
+class _DefaultInt(int):
+    """The same as an integer."""
+
+
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "repetition_penalty")
+"""Fields for which a model may have defaults of its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Sampling and stopping of one job; field names follow the request fields.
+
+    The model's own defaults replace those of ``MODEL_DEFAULTS`` that are left out.
 
     Raises:
         InvalidRequestError: a value is outside its range (NaN counts as outside).
@@ -36,13 +50,13 @@ class SamplingParams:
     min_tokens: int = 0
     """Before this many tokens, end-of-sequence and stop tokens are not chosen, and stop words are
     ignored."""
-    temperature: float = 1.0
+    temperature: float = _DefaultFloat(1.0)
     """0 means greedy, and so does anything below ``LEAST_TEMPERATURE``."""
-    top_p: float = 1.0
+    top_p: float = _DefaultFloat(1.0)
     """Smallest set of tokens whose probability reaches this; in (0, 1]."""
-    top_k: int = -1
+    top_k: int = _DefaultInt(-1)
     """Only the k most likely tokens; -1 (or 0) means all."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = _DefaultFloat(1.0)
     """> 1 makes tokens of the prompt and the output less likely (CTRL, Keskar et al. 2019)."""
     presence_penalty: float = 0.0
     """Subtracted once from the logit of every token that was generated; in [-2, 2]."""
@@ -113,6 +127,19 @@ class SamplingParams:
         for token_id in token_ids:
             _check_int("stop_token_ids", token_id, 0, 2**31 - 1, "a token id")
         object.__setattr__(self, "stop_token_ids", frozenset(token_ids))
+
+    def with_model_defaults(self, defaults: Mapping[str, float]) -> SamplingParams:
+        """A copy in which ``defaults``, some of ``MODEL_DEFAULTS``, replace what was left out."""
+        left_out = {
+            name: value
+            for name in MODEL_DEFAULTS
+            if isinstance(value := getattr(self, name), _DefaultFloat | _DefaultInt)
+        }
+        # A plus makes a plain number, because messages to the ranks take no other.
+        chosen: dict[str, Any] = {
+            name: defaults.get(name, +value) for name, value in left_out.items()
+        }
+        return replace(self, **chosen)
 
     @property
     def greedy(self) -> bool:

@@ -106,12 +106,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         default="sharegpt",
         help="real lengths (CSV or JSON) instead of the packaged synthetic ones",
     )
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        default=8.0,
-        help="for everything (8)",
-    )
+    parser.add_argument("--minutes", type=float, default=8.0, help="for everything (8)")
     parser.add_argument("--tiny", action="store_true", help="dry run on a CPU, of tiny sizes")
     return parser.parse_args(argv)
 

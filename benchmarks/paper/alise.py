@@ -9,11 +9,7 @@ from typing import Any
 
 from fastserve_backend.profile.hardware import HARDWARE
 
-from benchmarks.paper.figures import (
-    add_dataset,
-    fcfs_run,
-    jobs_of,
-)
+from benchmarks.paper.figures import add_dataset, fcfs_run, jobs_of
 from benchmarks.paper.prediction_errors import MEASURED, PredictionErrors
 from benchmarks.paper.simulated_runs import BATCH, Run, System, scheduler
 

@@ -39,11 +39,7 @@ Gains = Mapping[tuple[str, str], Sequence[str]]
 
 
 def draw(
-    title: str,
-    models: Sequence[str],
-    labels: Sequence[str],
-    paper: Gains,
-    args: argparse.Namespace,
+    title: str, models: Sequence[str], labels: Sequence[str], paper: Gains, args: argparse.Namespace
 ) -> list[Table]:
     """
     Args:

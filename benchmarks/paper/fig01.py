@@ -16,13 +16,7 @@ from fastserve_bench.report.records import JobRecord
 from fastserve_bench.workload import load_lengths
 from rich.table import Table
 
-from benchmarks.paper.figures import (
-    Figure,
-    lengths_of,
-    new_table,
-    save_json,
-    save_plot,
-)
+from benchmarks.paper.figures import Figure, lengths_of, new_table, save_json, save_plot
 from benchmarks.paper.simulated_runs import OPT_13B, RECOMPUTE, Run, on_all_cores, scheduler
 
 LOADS = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1, 1.3)

@@ -10,13 +10,7 @@ import argparse
 
 from rich.table import Table
 
-from benchmarks.paper.figures import (
-    Figure,
-    lengths_of,
-    new_table,
-    save_json,
-    save_plot,
-)
+from benchmarks.paper.figures import Figure, lengths_of, new_table, save_json, save_plot
 from benchmarks.paper.simulated_runs import (
     BLOCK_SIZE,
     Run,

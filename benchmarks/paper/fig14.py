@@ -11,14 +11,7 @@ import argparse
 from fastserve_bench.workload import AUTHORS_LIMITS, scale_ratio
 from rich.table import Table
 
-from benchmarks.paper.figures import (
-    Figure,
-    lengths_of,
-    new_table,
-    number,
-    save_json,
-    save_plot,
-)
+from benchmarks.paper.figures import Figure, lengths_of, new_table, number, save_json, save_plot
 from benchmarks.paper.simulated_runs import (
     BATCH,
     OPT_13B,

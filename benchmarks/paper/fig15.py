@@ -13,14 +13,7 @@ from dataclasses import dataclass
 from fastserve_bench.report.summary import summarize
 from rich.table import Table
 
-from benchmarks.paper.figures import (
-    Figure,
-    lengths_of,
-    new_table,
-    number,
-    save_json,
-    save_plot,
-)
+from benchmarks.paper.figures import Figure, lengths_of, new_table, number, save_json, save_plot
 from benchmarks.paper.simulated_runs import BATCH, OPT_13B, Run, on_all_cores, scheduler
 
 LOADS = (0.6, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)

@@ -73,9 +73,7 @@ def search_all(
     ]
 
 
-def _searches(
-    task: tuple[Run, Sequence[Callable[[Summary], float]], float, float],
-) -> list[Search]:
+def _searches(task: tuple[Run, Sequence[Callable[[Summary], float]], float, float]) -> list[Search]:
     run, statistics, bound_s, tolerance = task
     summaries: dict[float, Summary] = {}
     return [_search(run, summaries, statistic, bound_s, tolerance) for statistic in statistics]

@@ -22,12 +22,7 @@ from fastserve_bench.connection import Connection, Target
 from fastserve_bench.figures import write_figures
 from fastserve_bench.openai_connection import API_KEY_VARIABLE
 from fastserve_bench.own_server import OwnServer
-from fastserve_bench.points import (
-    Point,
-    WithinObjectives,
-    gather_points,
-    within_objectives,
-)
+from fastserve_bench.points import Point, WithinObjectives, gather_points, within_objectives
 from fastserve_bench.progress import RunProgress
 from fastserve_bench.report.objectives import Objectives
 from fastserve_bench.report.output import Output, write_json

@@ -172,9 +172,7 @@ def _has_text(choice: Mapping[str, Any]) -> bool:
     return any((choice.get("text"), *shown))
 
 
-async def _events(
-    response: aiohttp.ClientResponse,
-) -> AsyncIterator[tuple[float, dict[str, Any]]]:
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float, dict[str, Any]]]:
     """Yields server-sent events, each with the time when it came.
 
     Raises:

@@ -19,9 +19,7 @@ from fastserve_bench.session import Run
 
 
 def report_json(
-    points: Sequence[Point],
-    settings: Mapping[str, Any],
-    within: Mapping[str, WithinObjectives],
+    points: Sequence[Point], settings: Mapping[str, Any], within: Mapping[str, WithinObjectives]
 ) -> str:
     """Settings, machine, and every run with every job's record, as indented text.
 

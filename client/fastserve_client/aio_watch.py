@@ -31,10 +31,7 @@ class AsyncEngineWatch(AsyncIterator[EngineState]):
     """
 
     def __init__(
-        self,
-        send: Callable[[InferRequest, float | None], AioCall],
-        request: InferRequest,
-        url: str,
+        self, send: Callable[[InferRequest, float | None], AioCall], request: InferRequest, url: str
     ) -> None:
         """
         Args:

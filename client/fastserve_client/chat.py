@@ -27,11 +27,7 @@ _MAKE_ROOM = f"{_FORGET} forgets the conversation, which is sent with each messa
 
 
 def chat_in_terminal(
-    *,
-    url: str,
-    system: str | None,
-    timeout_s: float | None,
-    **sampling: Unpack[SamplingOptions],
+    *, url: str, system: str | None, timeout_s: float | None, **sampling: Unpack[SamplingOptions]
 ) -> ExitCode:
     """Reads messages, a line each, from stdin until its end and streams the answers to stdout.
 

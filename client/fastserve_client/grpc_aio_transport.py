@@ -61,11 +61,7 @@ class AioGrpcCall(AsyncIterator[Outputs]):
     """
 
     def __init__(
-        self,
-        call: Any,
-        url: str,
-        transport_closed: asyncio.Event,
-        ending: set[asyncio.Task[None]],
+        self, call: Any, url: str, transport_closed: asyncio.Event, ending: set[asyncio.Task[None]]
     ) -> None:
         self._call = call
         self._responses = aiter(call)

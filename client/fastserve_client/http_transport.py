@@ -106,10 +106,7 @@ class HttpCall(Iterator[Outputs]):
     """One POST to ``generate_stream``; the transport lives as long as it does."""
 
     def __init__(
-        self,
-        transport: HttpTransport,
-        task: asyncio.Task[None],
-        items: queue.SimpleQueue[Item],
+        self, transport: HttpTransport, task: asyncio.Task[None], items: queue.SimpleQueue[Item]
     ) -> None:
         self._transport = transport
         self._task = task

@@ -18,7 +18,8 @@ Prompt = str | Sequence[int] | Sequence[Message]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Sampling and stopping. An option that is left out or ``None`` takes the server's default.
+    """Sampling and stopping. An option that is left out or ``None`` takes the server's default,
+    which may be the model's own.
 
     The server checks the values, so that every client sees the same limits and messages.
     """

@@ -20,12 +20,7 @@ from fastserve_gateway.body import RequestT, check_fields, read_body
 from fastserve_gateway.chat import ChatAnswer
 from fastserve_gateway.completions import CompletionAnswer
 from fastserve_gateway.disconnect import while_connected
-from fastserve_gateway.errors import (
-    ApiError,
-    from_client_error,
-    no_such_model,
-    no_such_route,
-)
+from fastserve_gateway.errors import ApiError, from_client_error, no_such_model, no_such_route
 from fastserve_gateway.event_stream import EventStream
 from fastserve_gateway.held_bodies import HeldBodies, Take
 from fastserve_gateway.jobs import complete_all, stream_all
@@ -114,12 +109,7 @@ def create_app(settings: GatewaySettings) -> FastAPI:
     async def chat_completions(request: Request, take: Take = with_body) -> Response:
         return await respond(request, take, ChatRequest, ChatAnswer)
 
-    model = {
-        "id": settings.model,
-        "object": "model",
-        "created": started,
-        "owned_by": "fastserve",
-    }
+    model = {"id": settings.model, "object": "model", "created": started, "owned_by": "fastserve"}
 
     @app.get("/v1/models", dependencies=with_key)
     async def models() -> Response:

@@ -63,8 +63,4 @@ class ChatAnswer(Answer):
 
 
 def _token(entry: TokenLogprob) -> dict[str, Any]:
-    return {
-        "token": entry.token,
-        "logprob": entry.logprob,
-        "bytes": list(entry.utf8),
-    }
+    return {"token": entry.token, "logprob": entry.logprob, "bytes": list(entry.utf8)}

@@ -70,11 +70,7 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error"} | dict.fromkeys(
 _TOO_LARGE = re.compile(r"\b(larger than max|too large)\b", re.IGNORECASE)
 
 # The server's field → the field of completions.
-_FIELDS = {
-    protocol.TEXT_INPUT: "prompt",
-    protocol.INPUT_IDS: "prompt",
-    protocol.STOP_WORDS: "stop",
-}
+_FIELDS = {protocol.TEXT_INPUT: "prompt", protocol.INPUT_IDS: "prompt", protocol.STOP_WORDS: "stop"}
 
 
 # Types of pydantic's errors whose own messages name Python classes.

@@ -10,14 +10,7 @@ from fastserve_client.message_text import NOT_TEXT, joined_text
 from fastserve_client.options import Message, Prompt, SamplingOptions
 from fastserve_client.protocol import MAX_INT32, MAX_SEED, STRUCTURED_OUTPUT
 from fastserve_client.schema_formats import has_unknown_format, schema_parts
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
 MAX_CHOICES = 128
@@ -389,8 +382,7 @@ class ChatRequest(_GenerationRequest):
         """All options but the seed. Without ``max_tokens`` the answer may take what the prompt
         leaves."""
         options = SamplingOptions(
-            **self._common_options(),
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            **self._common_options(), logprobs=(self.top_logprobs or 0) if self.logprobs else None
         )
         if self.max_completion_tokens is not None:
             options["max_tokens"] = self.max_completion_tokens

@@ -282,8 +282,7 @@ def test_who_sends_too_slowly_may_go_on(gateway: Gateway, monkeypatch: pytest.Mo
         assert status(connection, b"bc" + MODELS) == 200
 
 
-# --- idle and slow connections
-# ----------------------------------------------------------------------
+# --- idle and slow connections -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("before", [b"", MODELS])

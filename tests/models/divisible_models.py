@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from decoder_checkpoints import FAMILIES as DECODERS
 from opt_checkpoints import VARIANTS as OPT_VARIANTS
 from opt_checkpoints import random_opt
 from rotary_checkpoints import LLAMA, NEOX, random_model
@@ -24,6 +25,7 @@ ROTARY = {
     "neox_sequential": GPTNeoXConfig(**NEOX, use_parallel_residual=False),
     "neox_tied": GPTNeoXConfig(**NEOX, tie_word_embeddings=True),
 }
+ROTARY |= {name: variant.config(num_key_value_heads=4) for name, variant in DECODERS.items()}
 MODELS: dict[str, Any] = ROTARY | {f"opt_{name}": None for name in OPT_VARIANTS}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from fastserve_backend.checkpoints.llama_config import LlamaConfig as OurConfig
+from fastserve_backend.checkpoints.decoder_config import DecoderConfig as OurConfig
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.weights import checkpoint_tensors
 from gguf import GGMLQuantizationType, GGUFValueType

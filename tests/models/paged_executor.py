@@ -54,6 +54,7 @@ class PagedExecutor:
             Job(tokens, order[i * blocks_a_job : (i + 1) * blocks_a_job])
             for i, tokens in enumerate(prompts)
         ]
+        config = config.get_text_config()
         heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
         self._kv = torch.full(
@@ -96,7 +97,7 @@ class PagedExecutor:
             query_starts=torch.tensor(starts, dtype=torch.int32),
         )
         rows = torch.arange(len(ids))
-        logits = self._model(
+        logits = self._model.forward(
             torch.tensor(ids), torch.tensor(positions), batch, self._kv, None, rows
         )
         assert logits is not None

@@ -69,7 +69,7 @@ class DividedModel:
             for layers, meeting in zip(self._stages, self.meetings, strict=True)
         ]
 
-    def __call__(
+    def forward(
         self,
         token_ids: Tensor,
         positions: Tensor,
@@ -117,4 +117,4 @@ def _run(
     sampled: Tensor,
     rank: int,
 ) -> Tensor | None:
-    return models[rank](*step, parts[rank], received[rank], sampled)
+    return models[rank].forward(*step, parts[rank], received[rank], sampled)

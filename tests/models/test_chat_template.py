@@ -180,6 +180,27 @@ class TestWhereATemplateComesFrom:
         write_tokenizer(tmp_path, chat_template=named)
         assert self.text(tmp_path) == "other"
 
+    def test_object_by_name(self, tmp_path: Path) -> None:
+        named = {"tool_use": self.ONE, "default": self.OTHER}
+        write_tokenizer(tmp_path, chat_template=named)
+        assert self.text(tmp_path) == "other"
+
+    def test_default_file_beside_others(self, tmp_path: Path) -> None:
+        write_tokenizer(tmp_path, chat_template=self.ONE)
+        (tmp_path / "chat_template.jinja").write_text(self.OTHER)
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(self.ONE)
+        assert self.text(tmp_path) == "other"
+
+    def test_file_of_a_processor(self, tmp_path: Path) -> None:
+        """Where transformers' tokenizer has no template, its processor has one."""
+        write_tokenizer(tmp_path)
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": self.OTHER}))
+        messages = [{"role": "user", "content": "other"}]
+        assert HFTokenizer(tmp_path, VOCAB_SIZE).render_chat(messages) == "other"
+        write_tokenizer(tmp_path, chat_template=self.ONE)
+        assert HFTokenizer(tmp_path, VOCAB_SIZE).render_chat(messages) == "one"
+
     def test_special_tokens_with_flags_and_of_the_model_alone(self, tmp_path: Path) -> None:
         flags = {"__type": "AddedToken", "lstrip": False, "rstrip": False, "normalized": False}
         flags |= {"single_word": False, "special": True}

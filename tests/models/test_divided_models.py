@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoder_checkpoints import FAMILIES as DECODERS
 from divisible_models import MODELS, saved
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.load_config import load_model_config
@@ -16,14 +17,23 @@ from opt_checkpoints import FORMATS, random_opt, rewrite, save_tied_with_head
 from paged_executor import PagedExecutor, check_chunked_prompts, check_prompt, prompts
 from rank_threads import DividedModel
 
+SIZES = [(4, 1), (1, 3), (2, 2)]
+"""Ranks of a stage, and stages."""
+
 
 def divided(directory: Path, tensor_size: int, num_stages: int) -> DividedModel:
     config = load_model_config(str(directory), load_format="auto", dtype="float32")
     return DividedModel(config, tensor_size, num_stages)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("tensor_size", "num_stages"), [(4, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("name", "tensor_size", "num_stages"),
+    [
+        *((name, *sizes) for name in MODELS if name not in DECODERS for sizes in SIZES),
+        # They share the classes that divide a model, so that one division of each is enough.
+        *((name, *SIZES[index % len(SIZES)]) for index, name in enumerate(DECODERS)),
+    ],
+)
 def test_logits(name: str, tensor_size: int, num_stages: int, tmp_path: Path) -> None:
     theirs = saved(name, tmp_path)
     check_chunked_prompts(divided(tmp_path, tensor_size, num_stages), theirs)  # type: ignore[arg-type]

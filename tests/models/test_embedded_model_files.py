@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from fastserve_backend.checkpoints.decoder_config import DecoderConfig
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL, embedded_file
 from fastserve_backend.checkpoints.errors import ModelError
-from fastserve_backend.checkpoints.llama_config import LlamaConfig
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from fastserve_backend.models.gguf_conversion import convert
@@ -77,18 +77,18 @@ def theirs(file: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def config(directory: Path) -> LlamaConfig:
+def config(directory: Path) -> DecoderConfig:
     config = load_model_config(str(directory), load_format="auto")
-    assert isinstance(config, LlamaConfig)
+    assert isinstance(config, DecoderConfig)
     return config
 
 
 @pytest.fixture(scope="module")
-def ours(directory: Path, config: LlamaConfig) -> Tokenizer:
+def ours(directory: Path, config: DecoderConfig) -> Tokenizer:
     return load_tokenizer(EMBEDDED_MODEL, None, config)
 
 
-def test_weights_and_configuration(file: Path, directory: Path, config: LlamaConfig) -> None:
+def test_weights_and_configuration(file: Path, directory: Path, config: DecoderConfig) -> None:
     options: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):  # transformers would keep weights quantised
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
@@ -110,15 +110,18 @@ def test_weights_and_configuration(file: Path, directory: Path, config: LlamaCon
     assert config.num_heads == model.config.num_attention_heads
     assert config.num_kv_heads == model.config.num_key_value_heads
     assert config.head_dim == model.config.head_dim
-    assert config.rms_norm_eps == pytest.approx(model.config.rms_norm_eps)
+    assert config.norm_eps == pytest.approx(model.config.rms_norm_eps)
     assert config.tie_word_embeddings is model.config.tie_word_embeddings is True
     assert config.dtype == "bfloat16"
     torch.testing.assert_close(
-        torch.tensor(config.rotary.frequencies), model.model.rotary_emb.inv_freq, rtol=1e-5, atol=0
+        torch.tensor(config.rotaries[0].frequencies),
+        model.model.rotary_emb.inv_freq,
+        rtol=1e-5,
+        atol=0,
     )
 
 
-def test_a_chat_ends_at_the_end_token(ours: Tokenizer, config: LlamaConfig) -> None:
+def test_a_chat_ends_at_the_end_token(ours: Tokenizer, config: DecoderConfig) -> None:
     assert config.eos_token_ids == tuple(ours.encode("<|im_end|>"))
 
 

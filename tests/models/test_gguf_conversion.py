@@ -13,8 +13,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from fastserve_backend.checkpoints.decoder_config import DecoderConfig as OurConfig
 from fastserve_backend.checkpoints.errors import ModelError
-from fastserve_backend.checkpoints.llama_config import LlamaConfig as OurConfig
 from fastserve_backend.checkpoints.load_config import load_model_config
 from fastserve_backend.models.gguf_conversion import convert
 from gguf import GGMLQuantizationType as Kind
@@ -101,7 +101,7 @@ def test_configuration(pair: tuple[LlamaForCausalLM, Path]) -> None:
     assert config.vocab_size == theirs.vocab_size
     assert config.num_kv_heads == theirs.num_key_value_heads
     assert config.head_dim == theirs.head_dim
-    assert config.rms_norm_eps == pytest.approx(theirs.rms_norm_eps)
+    assert config.norm_eps == pytest.approx(theirs.rms_norm_eps)
     assert config.tie_word_embeddings is theirs.tie_word_embeddings
     assert config.num_parameters == sum(p.numel() for p in model.parameters())
     assert config.dtype == "bfloat16"
@@ -120,9 +120,9 @@ def test_the_end_of_a_turn_is_found_where_its_field_is_missing(tmp_path: Path) -
 
 def check_rotation(model: LlamaForCausalLM, config: OurConfig) -> None:
     rotation = model.model.rotary_emb
-    ours = torch.tensor(config.rotary.frequencies)
+    ours = torch.tensor(config.rotaries[0].frequencies)
     torch.testing.assert_close(ours, rotation.inv_freq, rtol=1e-5, atol=0)
-    assert config.rotary.scale == pytest.approx(rotation.attention_scaling)
+    assert config.rotaries[0].scale == pytest.approx(rotation.attention_scaling)
 
 
 def test_transformers_reads_the_directory(pair: tuple[LlamaForCausalLM, Path]) -> None:

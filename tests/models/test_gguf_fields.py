@@ -24,7 +24,7 @@ def rotary(tmp_path: Path, added: dict[str, Any]) -> Rotary:
 
     convert(write_llama(tmp_path / "m.gguf", random_llama(), change=change), tmp_path / "out")
     config = load_model_config(str(tmp_path / "out"), load_format="auto")
-    return config.rotary  # type: ignore[attr-defined, no-any-return]
+    return config.rotaries[0]  # type: ignore[attr-defined, no-any-return]
 
 
 def test_attention_factor_of_yarn(tmp_path: Path) -> None:

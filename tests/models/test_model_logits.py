@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from decoder_checkpoints import VARIANTS as DECODER_VARIANTS
 from fastserve_backend.models.causal_lm import CausalLM
 from opt_checkpoints import VARIANTS as OPT_VARIANTS
 from opt_checkpoints import random_opt
@@ -18,7 +19,10 @@ from transformers import PreTrainedModel
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     f"opt_{name}": partial(random_opt, **changes) for name, changes in OPT_VARIANTS.items()
 }
-MODELS |= {name: partial(random_model, config) for name, config in ROTARY_VARIANTS.items()}
+MODELS |= {
+    name: partial(random_model, config)
+    for name, config in (ROTARY_VARIANTS | DECODER_VARIANTS).items()
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)

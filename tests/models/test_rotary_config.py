@@ -33,7 +33,7 @@ TRAINED = "original_max_position_embeddings"
 def read(directory: Path, fields: dict[str, Any]) -> Rotary:
     (directory / "config.json").write_text(json.dumps(fields))
     config = load_model_config(str(directory), load_format="dummy")
-    rotary = config.rotary  # type: ignore[attr-defined]
+    rotary = config.rotaries[0]  # type: ignore[attr-defined]
     assert isinstance(rotary, Rotary)
     return rotary
 
@@ -102,7 +102,7 @@ def test_as_transformers(tmp_path: Path, fields: dict[str, Any]) -> None:
         (NEOX | {"rotary_pct": 2.0}, r"\(rotary_pct\) is 2, expected a share"),
         (NEOX | {"rotary_pct": 0.03}, r"\(rotary_pct\) is 0\.03, expected a share"),
         (NEOX | {"rotary_pct": 0.3}, "that is an even number of them"),
-        (LLAMA | {"partial_rotary_factor": 0.5}, "a LLaMA model rotates them all"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "of this family rotate them all"),
         (
             LLAMA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "rotation of 16 of a head's 32 elements, but",

@@ -227,6 +227,18 @@ class TestSentencePiece:
         )
         assert decoded.removeprefix(" ") == expected
 
+    @pytest.mark.parametrize("text", [*SENTENCEPIECE_TEXTS, *SPACED_TEXTS])
+    def test_gemma_adds_no_space_before_a_text(self, tmp_path: Path, text: str) -> None:
+        from transformers import AutoTokenizer
+
+        write_sentencepiece(tmp_path, "gemma", "PreTrainedTokenizerFast")
+        ours = HFTokenizer(tmp_path, SENTENCEPIECE_SIZE)
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        ids = ours.encode(text)
+        assert ids == theirs(text).input_ids
+        expected = theirs.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids) == expected.replace("<tool call>", "<tool▁call>")
+
     @pytest.mark.parametrize("text", SENTENCEPIECE_TEXTS)
     def test_equals_transformers_class_for_llama(self, tmp_path: Path, text: str) -> None:
         """That class treats leading spaces in its own way, whatever tokenizer.json says."""

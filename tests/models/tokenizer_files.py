@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import (
     AddedToken,
+    Regex,
     decoders,
     models,
     normalizers,
@@ -97,6 +98,48 @@ def write_tokenizer_json(directory: Path) -> Path:
     return directory
 
 
+# How words are split before they are encoded: Qwen's digits stand alone, Mistral's go by three.
+QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def write_split(directory: Path, split: str, tokenizer_class: str, **named: str) -> Path:
+    """Byte-level BPE that splits words by a pattern, as most families since 2024 do."""
+    fast = train()
+    if tokenizer_class == "Qwen2Tokenizer":
+        fast.normalizer = normalizers.NFC()
+    fast.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(split), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    fast.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    fast.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": tokenizer_class, "eos_token": "<|im_end|>", **named}
+    write_json(directory, "tokenizer_config.json", settings)
+    return directory
+
+
+def write_starcoder(directory: Path) -> Path:
+    """GPT-2's class, but digits are split from each other (StarCoder2, Granite)."""
+    fast = train()
+    fast.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    fast.save(str(directory / "tokenizer.json"))
+    named = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>")
+    write_json(directory, "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer", **named})
+    return directory
+
+
 LAYOUTS = {
     "opt": write_opt_files,
     "opt_no_bos": lambda directory: write_opt_files(directory, add_bos_token=False),
@@ -106,6 +149,11 @@ LAYOUTS = {
     "special_tokens_map": write_special_tokens_map,
     "added_tokens": write_added_tokens,
     "tokenizer_json": write_tokenizer_json,
+    "qwen": lambda directory: write_split(
+        directory, QWEN_SPLIT, "Qwen2Tokenizer", pad_token="</s>"
+    ),
+    "tekken": lambda directory: write_split(directory, TEKKEN_SPLIT, "PreTrainedTokenizerFast"),
+    "starcoder": write_starcoder,
 }
 
 
@@ -125,7 +173,9 @@ def sentencepiece(style: str) -> FastTokenizer:
     fields = json.loads(fast.to_str())
     fields["added_tokens"] = [one for one in fields["added_tokens"] if one["content"] in special]
     fast = FastTokenizer.from_str(json.dumps(fields))
-    if style != "legacy":
+    if style == "gemma":  # no space before a text
+        fast.normalizer = normalizers.Replace(" ", "▁")
+    elif style != "legacy":
         fast.normalizer = None
         fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=style, split=False)
     fast.decoder = decoders.Sequence(
@@ -136,6 +186,10 @@ def sentencepiece(style: str) -> FastTokenizer:
             decoders.Strip(" ", 1, 0),
         ]
     )
+    if style == "gemma":
+        fast.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
     fast.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )

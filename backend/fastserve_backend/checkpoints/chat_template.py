@@ -22,6 +22,10 @@ Message = Mapping[str, Any]
 template may know, such as ``tool_calls``."""
 
 _FILE = "chat_template.jinja"
+_NAME = "default"
+_KEY = "chat_template"
+# Repositories of models that also see images have it, for the program that prepares those.
+_PROCESSORS_FILE = "chat_template.json"
 
 # Words that occur in no template.
 _QUESTION, _ANSWER = "wolpertinger", "jackalope"
@@ -58,14 +62,19 @@ class ChatTemplate:
     def load(
         cls, directory: Path, settings: Mapping[str, Any], special_tokens: Mapping[str, str]
     ) -> ChatTemplate | None:
-        """The template of a checkpoint, or None if it has none. It is the file chat_template.jinja,
-        or ``chat_template`` in `settings`, the content of tokenizer_config.json."""
+        """The template of a checkpoint, or None if it has none.
+
+        The first of these that exists: the file chat_template.jinja; ``chat_template`` in
+        `settings`, the content of tokenizer_config.json; the same in the file chat_template.json.
+        Of several named templates it is the one named "default".
+        """
         if (directory / _FILE).is_file():
             return cls((directory / _FILE).read_text(encoding="utf-8"), special_tokens)
-        source = settings.get("chat_template")
-        if isinstance(source, list):  # named templates, for programs that choose one
-            source = next((one["template"] for one in source if one["name"] == "default"), None)
-        return cls(source, special_tokens) if isinstance(source, str) else None
+        source = _default_template(settings.get(_KEY))
+        if source is None and (directory / _PROCESSORS_FILE).is_file():
+            fields = json.loads((directory / _PROCESSORS_FILE).read_text(encoding="utf-8"))
+            source = _default_template(fields.get(_KEY))
+        return None if source is None else cls(source, special_tokens)
 
     def render(self, messages: Sequence[Message]) -> str:
         """The prompt after which the model answers. Raises ChatTemplateError."""
@@ -102,6 +111,15 @@ class ChatTemplate:
             raise ChatTemplateError(str(error)) from error
         except Exception as error:  # a template is a program and can raise anything
             raise ChatTemplateError(f"{type(error).__name__}: {error}") from error
+
+
+def _default_template(value: Any) -> str | None:
+    """The template in a ``chat_template`` field: a text, or several texts by name."""
+    if isinstance(value, list):
+        value = {one["name"]: one["template"] for one in value}
+    if isinstance(value, dict):
+        value = value.get(_NAME)
+    return value if isinstance(value, str) else None
 
 
 class _GenerationBlock(Extension):

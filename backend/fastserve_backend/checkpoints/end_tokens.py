@@ -29,7 +29,11 @@ TURN_ENDS = (
     "<EOT>",
     "▁<EOT>",
 )
-"""Tokens with these names end a turn, in every vocabulary that has them."""
+"""Tokens with these names end a turn, in every vocabulary that has them but that of gpt-oss."""
+
+# gpt-oss ends an answer with one of these. Its <|end|> only ends a message of the answer, such as
+# the reasoning, and the next message follows.
+_HARMONY_ENDS = ("<|return|>", "<|call|>")
 
 # Special tokens with these names end a text.
 _TEXT_ENDS = (
@@ -72,13 +76,14 @@ def tokenizer_ends(
     prompt, text = (fast.encode("a", add_special_tokens=around).ids for around in (True, False))
     if prompt[-1:] != text[-1:]:  # the tokenizer ends a prompt with a token
         texts += [added[token_id].content for token_id in prompt[-1:] if token_id in added]
-    if template is not None:
-        texts += _turn_ends(template, list(added.values()))
-    texts += [
-        token.content
-        for token in added.values()
-        if token.content in TURN_ENDS or (token.special and token.content in _TEXT_ENDS)
-    ]
+    contents = {token.content for token in added.values()}
+    if contents.issuperset(_HARMONY_ENDS):
+        texts += _HARMONY_ENDS
+    else:
+        if template is not None:
+            texts += _turn_ends(template, list(added.values()))
+        texts += [name for name in TURN_ENDS if name in contents]
+    texts += [t.content for t in added.values() if t.special and t.content in _TEXT_ENDS]
     ids = [token_id for text in texts if (token_id := fast.token_to_id(text)) is not None]
     # A token may have a second id.
     ids += [token_id for token_id, token in added.items() if token.content in texts]

@@ -33,7 +33,7 @@ def _pythia(layers: int, heads: int, hidden: int, vocab: int = 50304) -> Mapping
 @dataclass(frozen=True, kw_only=True)
 class GPTNeoXConfig(ModelConfig):
     layer_norm_eps: float
-    rotary: Rotary
+    rotaries: tuple[Rotary, ...]
     activation: str
     use_parallel_residual: bool
     attention_bias: bool
@@ -76,7 +76,7 @@ class GPTNeoXConfig(ModelConfig):
             max_model_len=rotary.max_positions,
             eos_token_ids=raw.token_ids("eos_token_id", (2,)),
             layer_norm_eps=raw.number("layer_norm_eps", 1e-5),
-            rotary=rotary,
+            rotaries=(rotary,),
             activation=raw.choice(
                 "hidden_act", "gelu", ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
             ),

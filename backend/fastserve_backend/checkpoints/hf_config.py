@@ -57,6 +57,58 @@ class HFConfig:
         """A finite number above 0; 0 if the field is 0 or missing."""
         return 0.0 if self._raw.get(key) == 0 else self.number(key, 0.0)
 
+    def optional_integer(self, key: str, default: int | None = None) -> int | None:
+        """An integer of at least 1; None if the field is null, ``default`` if it is missing."""
+        if key in self._raw and self._raw[key] is None:
+            return None
+        return default if key not in self else self.integer(key, 1)
+
+    def optional_number(self, key: str, default: float | None = None) -> float | None:
+        """A finite number above 0; None if the field is null, ``default`` if it is missing."""
+        if key in self._raw and self._raw[key] is None:
+            return None
+        return default if key not in self else self.number(key, None)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """``count`` finite numbers above 0."""
+        values = self._raw.get(key)
+        if not isinstance(values, list) or len(values) != count:
+            raise self.error(key, f"a list of {count} numbers")
+        items = (HFConfig({key: value}, self.source) for value in values)
+        return tuple(item.number(key, None) for item in items)
+
+    def choices(
+        self, key: str, default: tuple[_Choice, ...], allowed: tuple[_Choice, ...]
+    ) -> tuple[_Choice, ...]:
+        """A choice for each of ``len(default)`` layers."""
+        values = self._raw.get(key)
+        if values is None:
+            return default
+        if not isinstance(values, list) or len(values) < len(default):
+            raise self.error(key, f"a list with an entry for each of {len(default)} layers")
+        for value in values[: len(default)]:
+            HFConfig({key: value}, self.source).choice(key, None, allowed)
+        return tuple(values[: len(default)])
+
+    def flags(self, key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+        """A 0 or 1 for each of ``len(default)`` layers."""
+        values = self._raw.get(key)
+        if values is None:
+            return default
+        if not isinstance(values, list) or any(value not in (0, 1) for value in values):
+            raise self.error(key, "a list of 0 and 1")
+        if len(values) < len(default):
+            raise self.error(key, f"an entry for each of {len(default)} layers")
+        return tuple(map(int, values[: len(default)]))
+
+    def period(self, key: str, default: int) -> int:
+        """After how many layers a pattern repeats: a number, or a letter for each layer of one
+        period."""
+        value = self._raw.get(key)
+        if isinstance(value, str) and value:
+            return len(value)
+        return self.integer(key, default)
+
     def mapping(self, key: str) -> HFConfig | None:
         """The fields of an object; None if it is missing or empty."""
         value = self._raw.get(key)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fastserve_backend.checkpoints.architectures import ARCHITECTURES
+from fastserve_backend.checkpoints.architectures import ARCHITECTURES, TEXT_OF
 from fastserve_backend.checkpoints.embedded import EMBEDDED_MODEL, embedded_file
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.gguf import converted_gguf
@@ -27,6 +27,8 @@ from fastserve_backend.checkpoints.model_config import (
 _log = logging.getLogger(__name__)
 
 _EOS = "eos_token_id"
+
+GENERATION_FILE = "generation_config.json"
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -78,7 +80,7 @@ def load_model_config(
             "supported; use the model's unquantized checkpoint, with quantization int8 if its "
             "weights are to take less memory"
         )
-    config = ARCHITECTURES[model_type].config.from_hf(
+    config = ARCHITECTURES[model_type].read(
         raw,
         name=model,
         directory=directory,
@@ -121,23 +123,35 @@ def _read(model: str, load_format: LoadFormat) -> tuple[HFConfig, str | None]:
             )
         return HFConfig(builtin, f"built-in {model}"), None
     directory = _directory(model, load_format)
-    raw = _read_json(directory / "config.json", model)
+    raw = read_json(directory / "config.json", model)
     _add_end_tokens(raw, directory, model)
     if load_format == "auto" and not any((directory / f).is_file() for f in WEIGHT_FILES):
         raise ModelError(
             f"model {model!r}: {directory} holds no weights ({', '.join(WEIGHT_FILES)}); "
             "download them, or use load_format dummy for random weights"
         )
-    return HFConfig(raw, str(directory / "config.json")), str(directory)
+    return HFConfig(_text_model(raw, model), str(directory / "config.json")), str(directory)
+
+
+def _text_model(raw: dict[str, Any], model: str) -> dict[str, Any]:
+    """The fields of the text model, if the model also reads images."""
+    text_type = TEXT_OF.get(str(raw.get("model_type")))
+    text = raw.get("text_config")
+    if text_type is None or not isinstance(text, dict):
+        return raw
+    _log.warning("model %r also reads images: only its text model is served", model)
+    whole = {name: raw[name] for name in (_EOS, "dtype", "torch_dtype") if name in raw}
+    ties = {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
+    return {"model_type": text_type, **ties, **text, **whole}
 
 
 def _add_end_tokens(raw: dict[str, Any], directory: Path, model: str) -> None:
     """Add the end tokens of generation_config.json to those of config.json. Authors correct one of
     the files and not the other, and an end token too many costs nothing."""
-    generation = directory / "generation_config.json"
+    generation = directory / GENERATION_FILE
     if not generation.is_file():
         return
-    named = HFConfig(_read_json(generation, model), str(generation)).token_ids(_EOS, ())
+    named = HFConfig(read_json(generation, model), str(generation)).token_ids(_EOS, ())
     if named:
         own = HFConfig(raw, str(directory / "config.json")).token_ids(_EOS, ())
         raw[_EOS] = list(dict.fromkeys([*own, *named]))
@@ -145,9 +159,7 @@ def _add_end_tokens(raw: dict[str, Any], directory: Path, model: str) -> None:
 
 def _builtins() -> dict[str, Mapping[str, Any]]:
     return {
-        name: fields
-        for arch in ARCHITECTURES.values()
-        for name, fields in arch.config.builtin.items()
+        name: fields for arch in ARCHITECTURES.values() for name, fields in arch.builtin.items()
     }
 
 
@@ -171,7 +183,8 @@ def _directory(model: str, load_format: LoadFormat) -> Path:
     )
 
 
-def _read_json(path: Path, model: str) -> dict[str, Any]:
+def read_json(path: Path, model: str) -> dict[str, Any]:
+    """The JSON object in a file of `model`. Raises ModelError."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypedDict, Unpack
-
-from fastserve_backend.checkpoints.hf_config import HFConfig
+from typing import Literal, TypedDict
 
 LoadFormat = Literal["auto", "dummy"]
 DType = Literal["float32", "bfloat16", "float16"]
@@ -63,18 +61,6 @@ class ModelConfig:
     adds those of the other files."""
     eos_is_default: bool = False
     """Whether neither file names an end token, so that the architecture's default is used."""
-
-    # Built-in configurations: name -> the fields of a config.json.
-    builtin: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
-
-    @classmethod
-    def from_hf(cls, raw: HFConfig, **common: Unpack[CommonFields]) -> ModelConfig:
-        """Build it from the fields of a config.json. `max_model_len` is all positions.
-
-        Raises:
-            ModelError: a field is wrong.
-        """
-        raise NotImplementedError
 
     @property
     def windows(self) -> tuple[int | None, ...]:

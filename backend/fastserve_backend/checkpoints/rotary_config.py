@@ -8,12 +8,14 @@ configurations.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from fastserve_backend.checkpoints.errors import ModelError
 from fastserve_backend.checkpoints.hf_config import HFConfig
 
-_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_OLD_NAMES = {"su": "longrope"}  # the type's name until 2024
 _OBJECTS = ("rope_parameters", "rope_scaling")  # the name since transformers 5, and the one before
 
 
@@ -29,6 +31,9 @@ class Rotary:
     """A factor for sines and cosines (YaRN's attention factor)."""
     max_positions: int
     """Beyond so many positions other frequencies would apply."""
+    query_growth: tuple[float, int] | None = None
+    """(b, n): the query at position p is multiplied by 1 + b · ln(1 + floor(p / n)), so that scores
+    stay sharp in long contexts (Llama 4, Ministral 3)."""
 
 
 Field = tuple[str, float]
@@ -78,11 +83,40 @@ def read_rotary(
     return rotary
 
 
+def read_rotary_by_type(
+    raw: HFConfig, head_dim: int, positions: int, thetas: Mapping[str, Field]
+) -> dict[str, Rotary]:
+    """The rotary embedding of each type of layer, for models whose types differ.
+
+    ``rope_parameters`` has an object for each type (transformers 5). Before that, ``rope_scaling``
+    counted for the layers of type "full_attention".
+
+    Args:
+        thetas: for each type the field with the base of its frequencies.
+
+    Raises:
+        ModelError: the type of a rotation is unknown or a field is wrong.
+    """
+    whole = raw.mapping(_OBJECTS[0]) or HFConfig({}, raw.source)
+    before = raw.mapping(_OBJECTS[1]) or HFConfig({}, raw.source)
+    is_by_type = any(name in whole for name in thetas)
+    rotaries = {}
+    for name, (field, default) in thetas.items():
+        rope = whole.mapping(name) if is_by_type else whole
+        if not is_by_type and name == "full_attention" and before:
+            rope = before
+        rope = rope or HFConfig({}, raw.source)
+        theta = rope.number("rope_theta", raw.number(field, default))
+        rotaries[name] = _read_rope(raw, rope, head_dim, positions, theta=theta, share=1.0)
+    return rotaries
+
+
 def _read_rope(
     raw: HFConfig, rope: HFConfig, head_dim: int, positions: int, *, theta: float, share: float
 ) -> Rotary:
     kind_key = "rope_type" if "rope_type" in rope else "type"  # its name until 2024
-    kind = rope.choice(kind_key, "default", _TYPES)
+    kind = rope.choice(kind_key, "default", (*_TYPES, *_OLD_NAMES))
+    kind = _OLD_NAMES.get(kind, kind)
     dim = int(head_dim * share)
     if theta <= 1:
         raise ModelError(f"{raw.source}: rope_theta is {theta:g}, expected a number above 1")
@@ -97,7 +131,11 @@ def _read_rope(
     trained = raw.integer(trained_key, rope.integer(trained_key, positions))
     frequencies = [theta ** (-2 * i / dim) for i in range(dim // 2)]
     if kind == "yarn":
-        return _yarn(frequencies, rope, theta, dim, positions, trained)
+        rotary = _yarn(frequencies, rope, theta, dim, positions, trained)
+        beta = rope.number_or_zero("llama_4_scaling_beta")
+        return replace(rotary, query_growth=(beta, trained)) if beta else rotary
+    if kind == "longrope":
+        return _longrope(frequencies, rope, positions, trained)
     if kind == "linear":
         factor = rope.number("factor", None)
         frequencies = [one / factor for one in frequencies]
@@ -144,6 +182,21 @@ def _yarn(
         frequencies.append(one / factor * interpolated + one * (1 - interpolated))
     scale = rope.number("attention_factor", 0.0) or _yarn_scale(factor, rope)
     return Rotary(dim, tuple(frequencies), scale, positions)
+
+
+def _longrope(plain: list[float], rope: HFConfig, positions: int, trained: int) -> Rotary:
+    """LongRoPE (Ding et al. 2024) divides each frequency by a factor of its own.
+
+    A job of more than ``trained`` tokens has other factors. They change all its keys, so such jobs
+    are not served.
+    """
+    factor = rope.number("factor", positions / trained)
+    scale = rope.number("attention_factor", 0.0)
+    if not scale:
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
+    factors = rope.numbers("short_factor", len(plain))
+    frequencies = tuple(one / factor for one, factor in zip(plain, factors, strict=True))
+    return Rotary(2 * len(plain), frequencies, scale, min(positions, trained))
 
 
 def _yarn_scale(factor: float, rope: HFConfig) -> float:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 # Options of several commands.
 _Url = Annotated[str, typer.Option(help="The server: grpc://, or http:// with its HTTP port.")]
+_Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")]
 _TopP = Annotated[float | None, typer.Option(help="Nucleus sampling, in (0, 1].")]
 _TopK = Annotated[int | None, typer.Option(help="Only the k most likely tokens.")]
 _Config = Annotated[Path | None, typer.Option(help="An engine.yaml; flags override it.")]
@@ -98,7 +99,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     url: _Url = DEFAULT_URL,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    temperature: _Temperature = None,
     top_p: _TopP = None,
     top_k: _TopK = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
@@ -133,7 +134,7 @@ def chat(
         str | None, typer.Option(help="What the model is told before the first message.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    temperature: _Temperature = None,
     top_p: _TopP = None,
     top_k: _TopK = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
@@ -271,7 +272,8 @@ def _print_endpoints(endpoints: Endpoints) -> None:
 @app.command()
 @with_config_flags(
     without=(
-        "policy", "tokenizer", "device", "prefix_caching", "max_queued_requests", "stream_interval",
+        "policy", "tokenizer", "device", "generation_config",
+        "prefix_caching", "max_queued_requests", "stream_interval",
         "length_prediction", "length_prediction_dir", "length_prediction_capacity",
         "nnodes", "node_rank", "master_addr", "master_port",
     )

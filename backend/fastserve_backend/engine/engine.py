@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 
 from fastserve_backend.checkpoints.configured_model import load_model_and_tokenizer
+from fastserve_backend.checkpoints.generation_defaults import load_generation_defaults
 from fastserve_backend.config import START_TIMEOUT_S, EngineConfig
 from fastserve_backend.engine.admission import Admission
 from fastserve_backend.engine.delivery import TextDelivery
@@ -102,6 +103,11 @@ class Engine:
             self._cluster = Cluster.of(config.parallel)  # first: a port in use shows at once
             undo.callback(self._close_cluster)
             self.model_config, self.tokenizer = load_model_and_tokenizer(config)
+            self._sampling_defaults = (
+                load_generation_defaults(self.model_config)
+                if config.model.generation_config == "auto"
+                else {}
+            )
             self.predictions: JobPredictions | None = None
             """Predictions of output lengths, if the configuration asks for them."""
             if predictor is not None:  # before the ranks: both load at the same time
@@ -185,6 +191,7 @@ class Engine:
         """Accept a job and return its number; ``sink`` then gets its outputs and one end.
 
         Args:
+            params: the model's own defaults replace what they leave out.
             prompt_text: the user's words, from which the length of the answer is predicted if the
                 configuration asks for that; default: the text of ``prompt_ids``.
 
@@ -198,7 +205,7 @@ class Engine:
             id=job_id,
             number=next(self._job_numbers),
             prompt_ids=array("i", prompt_ids),
-            params=params,
+            params=params.with_model_defaults(self._sampling_defaults),
             arrival_s=self.clock.now(),
             sink=sink,
             seed=random.randint(0, MAX_SEED) if params.seed is None else params.seed,

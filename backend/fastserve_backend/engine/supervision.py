@@ -77,9 +77,7 @@ class RankSupervisor:
             raise
 
     def restart(
-        self,
-        error: FastServeError,
-        wait_for: Callable[[Future[StartedRanks]], bool],
+        self, error: FastServeError, wait_for: Callable[[Future[StartedRanks]], bool]
     ) -> bool:
         """Replace the ranks, after ``error`` of the old ones; tries again when a start fails.
 

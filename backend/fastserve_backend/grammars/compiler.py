@@ -11,13 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastserve_client.schema_formats import has_unknown_format, schema_parts
-from llguidance import (
-    LLMatcher,
-    LLParserLimits,
-    LLTokenizer,
-    TokenizerWrapper,
-    regex_to_lark,
-)
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

@@ -83,24 +83,6 @@ class CausalLM(ABC):
         """
         self._head.load_stage(self._parameters, self._canonical(source), elsewhere)
 
-    def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        batch: AttentionBatch,
-        kv: Tensor,
-        hidden: Tensor | None,
-        sampled: Tensor,
-    ) -> Tensor | None:
-        """Run the step as `forward` does. Returns its hidden states, but in the last stage the
-        `logits` of the rows ``sampled``, int64 [R] in ascending order."""
-        hidden = self.forward(token_ids, positions, batch, kv, hidden)
-        if not self._part.is_last:
-            return hidden
-        if len(sampled) != len(hidden):
-            hidden = hidden[sampled]  # a prefill needs only its last token's
-        return self.logits(hidden)
-
     @abstractmethod
     def forward(
         self,
@@ -109,18 +91,29 @@ class CausalLM(ABC):
         batch: AttentionBatch,
         kv: Tensor,
         hidden: Tensor | None = None,
-    ) -> Tensor:
-        """Run the step's T tokens: token_ids and positions int64 [T] -> hidden states [T, hidden].
+        sampled: Tensor | None = None,
+    ) -> Tensor | None:
+        """Run the step's T tokens: token_ids and positions int64 [T] -> `_output` of their hidden
+        states [T, hidden].
 
         Writes their keys and values to the cache `kv`, [blocks, layers, 2, kv_heads, block_size,
         head_dim].
 
         Args:
             hidden: what the stage before returned, [T, hidden]; None in the first stage.
+            sampled: int64 [R], in ascending order: the rows whose logits are wanted.
         """
 
+    def _output(self, hidden: Tensor, sampled: Tensor | None) -> Tensor | None:
+        """What `forward` returns: hidden states; in the last stage `logits`, if `sampled` asks."""
+        if sampled is None or not self._part.is_last:
+            return hidden
+        if len(sampled) != len(hidden):
+            hidden = hidden[sampled]  # a prefill needs only its last token's
+        return self.logits(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """Logits of rows of what the last stage's `forward` returned: [R, hidden] -> [R, vocab].
+        """Logits of rows of the last stage's hidden states: [R, hidden] -> [R, vocab].
         None if there are no rows, and on all ranks of the stage but the first."""
         return self._head(hidden) if len(hidden) else None
 
@@ -155,6 +148,8 @@ class LMHead:
         tied_to: the name of the embedding's tensor, and the embedding whose table the head shares;
             None if the head has a table of its own.
         projection: a layer of the architecture that comes before the head.
+        factor: of the logits.
+        soft_cap: c turns each logit l into c · tanh(l / c), after the factor.
     """
 
     def __init__(
@@ -166,9 +161,12 @@ class LMHead:
         tied_to: tuple[str, VocabEmbedding] | None,
         part: ModelPart,
         projection: Linear | None = None,
+        factor: float = 1.0,
+        soft_cap: float | None = None,
     ) -> None:
         self.name = name
         self._projection = projection
+        self._factor, self._soft_cap = factor, soft_cap
         self._linear = ColumnLinear(hidden, {name: vocab}, bias=False, part=part)
         self._tensor_name = f"{name}.weight"
         self._vocab = vocab
@@ -191,7 +189,14 @@ class LMHead:
         others."""
         if self._projection is not None:
             hidden = self._projection(hidden)
-        return self._part.tensor.gather_columns(self._linear(hidden), self._vocab)
+        logits = self._part.tensor.gather_columns(self._linear(hidden), self._vocab)
+        if logits is None:
+            return None
+        if self._factor != 1.0:
+            logits.mul_(self._factor)
+        if self._soft_cap is not None:
+            logits.div_(self._soft_cap).tanh_().mul_(self._soft_cap)
+        return logits
 
     def load_stage(
         self, parameters: Mapping[str, Parameter], source: WeightSource, elsewhere: Collection[str]

@@ -23,13 +23,14 @@ from rich.progress import Progress
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fastserve_backend.checkpoints.decoder_config import DecoderConfig
 from fastserve_backend.checkpoints.end_tokens import TURN_ENDS
 from fastserve_backend.checkpoints.errors import ModelError
+from fastserve_backend.checkpoints.families.llama import read_llama
 from fastserve_backend.checkpoints.gguf_tokenizer import save_tokenizer
 from fastserve_backend.checkpoints.gguf_vocabulary import NO_TOKEN
 from fastserve_backend.checkpoints.hf_config import HFConfig
-from fastserve_backend.checkpoints.llama_config import LlamaConfig
-from fastserve_backend.models.llama import LlamaModel
+from fastserve_backend.models.decoder import DecoderModel
 from fastserve_backend.models.model_part import ModelPart
 
 _LLAMA = gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA]
@@ -223,8 +224,8 @@ class GGUFFile:
         return rope
 
 
-def _read_config(config: dict[str, Any]) -> LlamaConfig:
-    return LlamaConfig.from_hf(
+def _read_config(config: dict[str, Any]) -> DecoderConfig:
+    return read_llama(
         HFConfig(config, "its metadata"),
         name="",
         directory=None,
@@ -245,7 +246,7 @@ def _llama3(rope: dict[str, Any], factors: list[float], config: dict[str, Any]) 
         "original_max_position_embeddings": 8192,
     }
     plain, wanted = (
-        _read_config(config | {"rope_parameters": one}).rotary for one in (rope, scaled)
+        _read_config(config | {"rope_parameters": one}).rotaries[0] for one in (rope, scaled)
     )
     given = [one / factor for one, factor in zip(plain.frequencies, factors, strict=False)]
     if len(factors) != len(plain.frequencies) or not all(
@@ -283,12 +284,12 @@ def _names(num_layers: int) -> dict[str, str]:
     return names
 
 
-def _shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def _shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of the model's tensors, by their names in GGUF."""
     layers = range(config.num_layers)
     part = ModelPart(torch.device("meta"), torch.bfloat16, layers, config.num_layers)
     # One position: even with the meta device the table of positions is real memory.
-    parameters = LlamaModel(replace(config, max_model_len=1), part).parameters()
+    parameters = DecoderModel(replace(config, max_model_len=1), part).parameters()
     names = {theirs: ours.removeprefix("model.") for theirs, ours in _names(len(layers)).items()}
     return {theirs: parameters[ours].shape for theirs, ours in names.items() if ours in parameters}
 

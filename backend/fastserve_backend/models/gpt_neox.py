@@ -6,7 +6,7 @@ those that `transformers.GPTNeoXForCausalLM` writes, without "gpt_neox.".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +24,7 @@ from fastserve_backend.models.layers import (
     prefixed,
 )
 from fastserve_backend.models.model_part import ModelPart
-from fastserve_backend.models.rotary_lm import RotaryEmbedding, RotaryLM
+from fastserve_backend.models.rotary_lm import RotaryEmbedding, RotaryLM, Rotation
 from fastserve_backend.models.weights import Parameter, StoredTensor, WeightSource
 
 _TANH_GELU = partial(torch.nn.functional.gelu, approximate="tanh")
@@ -42,7 +42,7 @@ class GPTNeoXLayer:
 
     def __init__(self, config: GPTNeoXConfig, layer: int, part: ModelPart) -> None:
         hidden, ffn = config.hidden_size, config.intermediate_size
-        norm = partial(LayerNorm, hidden, affine=True, part=part, eps=config.layer_norm_eps)
+        norm = partial(LayerNorm, hidden, part=part, eps=config.layer_norm_eps)
         self._parallel = config.use_parallel_residual
         column = partial(ColumnLinear, part=part)
         # With a parallel residual one sum over the ranks serves both sub-layers.
@@ -78,12 +78,17 @@ class GPTNeoXLayer:
         return replace(parameter, load=load)
 
     def __call__(
-        self, update: Tensor, residual: Tensor, cos_sin: Tensor, batch: AttentionBatch, kv: Tensor
+        self,
+        update: Tensor,
+        residual: Tensor,
+        rotations: Sequence[Rotation],
+        batch: AttentionBatch,
+        kv: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """See `RotaryLayer`."""
         total, normed = self._attention_norm(update, residual)
         qkv = self._qkv(normed)
-        attended = self._out(self._attend(qkv, batch, kv, cos_sin))
+        attended = self._out(self._attend(qkv, batch, kv, rotations[0].cos_sin))
         if self._parallel:  # both sub-layers see the same input
             _, normed = self._feed_forward_norm(update, residual)
             return self._tensor.sum(attended + self._feed_forward(normed)), total
@@ -99,13 +104,13 @@ class GPTNeoXModel(RotaryLM):
         hidden, vocab = config.hidden_size, config.vocab_size
         tokens = VocabEmbedding(vocab, hidden, part=part)
         tied_to = ("embed_in.weight", tokens) if config.tie_word_embeddings else None
-        norm = LayerNorm(hidden, affine=True, part=part, eps=config.layer_norm_eps)
+        norm = LayerNorm(hidden, part=part, eps=config.layer_norm_eps)
         super().__init__(
-            prefix="gpt_neox.",
+            prefixes=("gpt_neox.",),
             computed=(".attention.bias", ".attention.masked_bias"),
             part=part,
             tokens=("embed_in", tokens),
-            rotary=RotaryEmbedding(config.rotary, config.max_model_len, part.device),
+            rotaries=[RotaryEmbedding(config.rotaries[0], config.max_model_len, part.device)],
             layers=[GPTNeoXLayer(config, layer, part) for layer in range(len(part.layers))],
             final_norm=("final_layer_norm", norm),
             head=LMHead("embed_out", hidden, vocab, tied_to=tied_to, part=part),

@@ -228,43 +228,96 @@ class VocabEmbedding(Embedding):
         return self._part.tensor.sum(looked_up.masked_fill_(absent[:, None], 0))
 
 
-class LayerNorm:
-    """Layer normalisation of a sum, [T, width]. Without `affine` it has no weights."""
+class _NormWeight:
+    """The weight of a norm.
 
-    def __init__(self, width: int, *, affine: bool, part: ModelPart, eps: float = 1e-5) -> None:
+    Args:
+        plus_one: the checkpoint has the weight less 1.
+        shard: this rank's part; () is the whole.
+    """
+
+    def __init__(
+        self, width: int, part: ModelPart, *, plus_one: bool, shard: tuple[slice, ...] = ()
+    ) -> None:
+        self._width, self._shard, self._plus_one = width, shard, plus_one
+        own = len(range(width)[shard[0]]) if shard else width
+        self.values = torch.empty(own, dtype=part.dtype, device=part.device)
+
+    def parameter(self) -> Parameter:
+        load = self._take_plus_one if self._plus_one else self.values.copy_
+        return Parameter((self._width,), load, self._shard, is_scale=not self._plus_one)
+
+    def _take_plus_one(self, tensor: Tensor) -> None:
+        self.values.copy_(tensor.float() + 1.0)
+
+
+class LayerNorm:
+    """Layer normalisation of a sum, [T, width], with a weight and a bias if it has them."""
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        has_weight: bool = True,
+        has_bias: bool = True,
+        plus_one: bool = False,
+        part: ModelPart,
+        eps: float = 1e-5,
+    ) -> None:
         self._eps = eps
-        empty = partial(torch.empty, width, dtype=part.dtype, device=part.device)
-        self._weight = empty() if affine else None
-        self._bias = empty() if affine else None
+        self._weight = _NormWeight(width, part, plus_one=plus_one) if has_weight else None
+        self._bias = torch.empty(width, dtype=part.dtype, device=part.device) if has_bias else None
 
     def parameters(self) -> dict[str, Parameter]:
-        if self._weight is None or self._bias is None:
-            return {}
-        shape = tuple(self._weight.shape)
-        return {
-            "weight": Parameter(shape, self._weight.copy_, is_scale=True),
-            "bias": Parameter(shape, self._bias.copy_),
-        }
+        wanted: dict[str, Parameter] = {}
+        if self._weight is not None:
+            wanted["weight"] = self._weight.parameter()
+        if self._bias is not None:
+            wanted["bias"] = Parameter(tuple(self._bias.shape), self._bias.copy_)
+        return wanted
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x and residual [T, width] -> (their sum, the normalised sum), both [T, width]."""
-        return ops.add_layer_norm(x, residual, self._weight, self._bias, self._eps)
+        weight = None if self._weight is None else self._weight.values
+        return ops.add_layer_norm(x, residual, weight, self._bias, self._eps)
 
 
 class RMSNorm:
-    """Root-mean-square normalisation of a sum, [T, width]."""
+    """Root-mean-square normalisation.
 
-    def __init__(self, width: int, *, part: ModelPart, eps: float) -> None:
-        self._eps = eps
-        self._weight = torch.empty(width, dtype=part.dtype, device=part.device)
+    Args:
+        plus_one, shard: as for `_NormWeight`.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        *,
+        part: ModelPart,
+        eps: float,
+        plus_one: bool = False,
+        shard: tuple[slice, ...] = (),
+    ) -> None:
+        self.eps, self.width = eps, width
+        self._weight = _NormWeight(width, part, plus_one=plus_one, shard=shard)
+        self.weight = self._weight.values
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has all of the weight."""
+        return len(self.weight) == self.width
 
     def parameters(self) -> dict[str, Parameter]:
-        shape = tuple(self._weight.shape)
-        return {"weight": Parameter(shape, self._weight.copy_, is_scale=True)}
+        return {"weight": self._weight.parameter()}
 
     def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x and residual [T, width] -> (their sum, the normalised sum), both [T, width]."""
-        return ops.add_rms_norm(x, residual, self._weight, self._eps)
+        return ops.add_rms_norm(x, residual, self.weight, self.eps)
+
+    def alone(self, x: Tensor) -> Tensor:
+        """x [T, width], normalised in place. Rows must be contiguous."""
+        ops.rms_norm_heads(x[:, None], self.weight, self.eps)
+        return x
 
 
 def prefixed(prefix: str, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:

@@ -34,7 +34,8 @@ class OPTLayer:
         hidden, ffn = config.hidden_size, config.intermediate_size
         column = partial(ColumnLinear, bias=config.enable_bias, part=part)
         row = partial(RowLinear, bias=config.enable_bias, part=part)
-        norm = partial(LayerNorm, hidden, affine=config.layer_norm_elementwise_affine, part=part)
+        affine = config.layer_norm_elementwise_affine
+        norm = partial(LayerNorm, hidden, has_weight=affine, has_bias=affine, part=part)
         self._qkv = column(hidden, {"q_proj": hidden, "k_proj": hidden, "v_proj": hidden})
         self._attend = Attention.of(config, layer, part)
         self._out = row(hidden, {"out_proj": hidden})
@@ -77,8 +78,9 @@ class OPTModel(CausalLM):
         self._project_in = linear(embed, {"project_in": hidden}) if projected else None
         project_out = linear(hidden, {"project_out": embed}) if projected else None
         self._layers = [OPTLayer(config, layer, part) for layer in range(len(part.layers))]
+        affine = config.layer_norm_elementwise_affine
         self._final_norm = (
-            LayerNorm(hidden, affine=config.layer_norm_elementwise_affine, part=part)
+            LayerNorm(hidden, has_weight=affine, has_bias=affine, part=part)
             if config.has_final_layer_norm
             else None
         )
@@ -115,7 +117,8 @@ class OPTModel(CausalLM):
         batch: AttentionBatch,
         kv: Tensor,
         hidden: Tensor | None = None,
-    ) -> Tensor:
+        sampled: Tensor | None = None,
+    ) -> Tensor | None:
         if hidden is not None:
             update, residual = hidden, torch.zeros_like(hidden)
         else:
@@ -124,8 +127,8 @@ class OPTModel(CausalLM):
                 update = self._project_in(update)
             residual = self._positions(positions + POSITION_OFFSET)
         if self.config.do_layer_norm_before:
-            return self._pre_norm(update, residual, batch, kv)
-        return self._post_norm(update + residual, batch, kv)
+            return self._output(self._pre_norm(update, residual, batch, kv), sampled)
+        return self._output(self._post_norm(update + residual, batch, kv), sampled)
 
     def _pre_norm(
         self, update: Tensor, residual: Tensor, batch: AttentionBatch, kv: Tensor

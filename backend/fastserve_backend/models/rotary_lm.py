@@ -6,7 +6,7 @@ An architecture adds its layers and the names of its tensors; `RotaryLM.forward`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,15 +23,31 @@ from fastserve_backend.models.weights import Parameter
 _ROTARY_BUFFERS = tuple(f".rotary_emb.{one}" for one in ("inv_freq", "cos_cached", "sin_cached"))
 
 
+class Rotation(NamedTuple):
+    """How the queries and keys of T tokens are rotated."""
+
+    cos_sin: Tensor
+    """float32 [T, dim]: dim / 2 cosines, then dim / 2 sines."""
+    query_factors: Tensor | None = None
+    """float32 [T, 1]: factors of the queries; None: all 1."""
+
+
 class RotaryLayer(Protocol):
     """One decoder layer."""
 
     def parameters(self) -> dict[str, Parameter]: ...
 
     def __call__(
-        self, update: Tensor, residual: Tensor, cos_sin: Tensor, batch: AttentionBatch, kv: Tensor
+        self,
+        update: Tensor,
+        residual: Tensor,
+        rotations: Sequence[Rotation],
+        batch: AttentionBatch,
+        kv: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """(update, residual), both [T, hidden], of the layer before -> those of this layer.
+
+        rotations: those of the model's rotary embeddings, in order.
 
         Their sum is the hidden state. The next norm adds them, in the same kernel.
         """
@@ -42,30 +58,34 @@ class RotaryLM(CausalLM):
     """Embeds tokens, runs the layers with their rotations, and normalises.
 
     Args:
-        prefix, computed: as in `CausalLM`; the rotary tables need not be named.
+        prefixes, computed: as in `CausalLM`; the rotary tables need not be named.
         tokens, final_norm: blocks with their checkpoint names.
+        embedding_factor: factor of the embeddings. It is rounded to the model's dtype.
+        rotaries: the layers' rotations, from which each layer chooses.
         layers: those of the part, in order.
     """
 
     def __init__(
         self,
         *,
-        prefix: str,
+        prefixes: tuple[str, ...],
         computed: tuple[str, ...] = (),
         part: ModelPart,
         tokens: tuple[str, VocabEmbedding],
-        rotary: RotaryEmbedding,
+        embedding_factor: float = 1.0,
+        rotaries: Sequence[RotaryEmbedding],
         layers: Sequence[RotaryLayer],
         final_norm: tuple[str, LayerNorm | RMSNorm],
         head: LMHead,
     ) -> None:
         tokens_name, self._tokens = tokens
-        self._rotary = rotary
+        self._embedding_factor = float(torch.tensor(embedding_factor, dtype=part.dtype))
+        self._rotaries = rotaries
         self._layers = layers
         final_norm_name, self._final_norm = final_norm
         super().__init__(
             part,
-            prefixes=(prefix,),
+            prefixes=prefixes,
             computed=(*_ROTARY_BUFFERS, *computed),
             first=prefixed(tokens_name, self._tokens.parameters()),
             layers=[layer.parameters() for layer in layers],
@@ -80,15 +100,21 @@ class RotaryLM(CausalLM):
         batch: AttentionBatch,
         kv: Tensor,
         hidden: Tensor | None = None,
-    ) -> Tensor:
-        cos_sin = self._rotary(positions)
-        residual = self._tokens(token_ids) if hidden is None else hidden
+        sampled: Tensor | None = None,
+    ) -> Tensor | None:
+        rotations = [rotary(positions) for rotary in self._rotaries]
+        residual = self._embedded(token_ids) if hidden is None else hidden
         update = torch.zeros_like(residual)
         for layer in self._layers:
-            update, residual = layer(update, residual, cos_sin, batch, kv)
+            update, residual = layer(update, residual, rotations, batch, kv)
         if not self._part.is_last:
             return residual + update
-        return self._final_norm(update, residual)[1]
+        return self._output(self._final_norm(update, residual)[1], sampled)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        embedded = self._tokens(token_ids)
+        factor = self._embedding_factor
+        return embedded if factor == 1.0 else embedded.mul_(factor)
 
 
 class RotaryEmbedding:
@@ -103,7 +129,12 @@ class RotaryEmbedding:
         parts = [function(angles, dtype=np.float64) for function in (np.cos, np.sin)]
         table = np.concatenate(parts, axis=1) * rotary.scale
         self._table = torch.from_numpy(table.astype(np.float32)).to(device)
+        self._growth = rotary.query_growth
 
-    def __call__(self, positions: Tensor) -> Tensor:
-        """positions int64 [T] -> float32 [T, dim]: dim / 2 cosines, then dim / 2 sines."""
-        return self._table[positions]
+    def __call__(self, positions: Tensor) -> Rotation:
+        """The rotations of T tokens: positions int64 [T]."""
+        if self._growth is None:
+            return Rotation(self._table[positions])
+        beta, trained = self._growth
+        factors = 1 + beta * torch.log1p((positions // trained).float())
+        return Rotation(self._table[positions], factors[:, None])

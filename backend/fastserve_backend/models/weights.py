@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -74,6 +74,26 @@ class Parameter:
     load: Callable[[Tensor], object]
     shard: Shard = ()
     is_scale: bool = False
+
+
+def split_rows(stored: StoredTensor, parts: Mapping[str, int]) -> Iterator[StoredTensor]:
+    """Divide a tensor into parts, name -> rows, which are read one by one.
+
+    Raises:
+        ModelError: the tensor has another number of rows.
+    """
+    check_tensor(stored, (sum(parts.values()), *stored.shape[1:]))
+    start = 0
+    for name, count in parts.items():
+        read = partial(_read_rows, stored, range(start, start + count))
+        yield replace(stored, name=name, shape=(count, *stored.shape[1:]), read=read)
+        start += count
+
+
+def _read_rows(stored: StoredTensor, rows: range, shard: Shard) -> Tensor:
+    """The part ``shard`` of these rows."""
+    own = rows[shard[0]] if shard else rows
+    return stored.read((slice(own.start, own.stop), *shard[1:]))
 
 
 def load_parameters(

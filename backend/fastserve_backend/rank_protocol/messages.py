@@ -55,10 +55,7 @@ class Setup(msgspec.Struct, tag="setup", array_like=True):
 
     @classmethod
     def of(
-        cls,
-        config: EngineConfig,
-        directory: str | None = None,
-        eos_token_ids: tuple[int, ...] = (),
+        cls, config: EngineConfig, directory: str | None = None, eos_token_ids: tuple[int, ...] = ()
     ) -> Setup:
         """
         Args:

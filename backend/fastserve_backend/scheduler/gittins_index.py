@@ -19,11 +19,7 @@ _LEAST_EXTRA, _MOST_EXTRA = 0.05, 10_000.0
 # token's KV costs.
 _PROMPT_RATIO = 1.25
 # Finishing a job with N tokens is worth N to the power of minus this.
-_WORTH_EXPONENT: dict[Objective, float] = {
-    "normalized_latency": 1.0,
-    "balanced": 0.5,
-    "jct": 0.0,
-}
+_WORTH_EXPONENT: dict[Objective, float] = {"normalized_latency": 1.0, "balanced": 0.5, "jct": 0.0}
 
 
 @dataclass(frozen=True, slots=True)

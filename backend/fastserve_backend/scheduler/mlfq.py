@@ -249,9 +249,7 @@ class MLFQ:
         entry.used_s = 0.0
 
 
-def _by_level(
-    queues: Sequence[Iterable[tuple[OrderKey, Job]]],
-) -> Iterator[tuple[OrderKey, Job]]:
+def _by_level(queues: Sequence[Iterable[tuple[OrderKey, Job]]]) -> Iterator[tuple[OrderKey, Job]]:
     for level, queue in enumerate(queues):
         for (ticket, _), job in queue:
             yield (level, ticket), job

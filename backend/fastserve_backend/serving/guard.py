@@ -12,11 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from fastserve_backend.engine.engine import Engine
-from fastserve_backend.serving.runtime import (
-    LAUNCHER_VARIABLE,
-    RuntimeDirectory,
-    wait_readable,
-)
+from fastserve_backend.serving.runtime import LAUNCHER_VARIABLE, RuntimeDirectory, wait_readable
 
 logger = logging.getLogger(__name__)
 

@@ -26,11 +26,7 @@ from fastserve_backend.job import FinishReason
 from fastserve_backend.metrics.counters import EngineSnapshot
 from fastserve_backend.metrics.latency_histograms import Histogram, LatencyHistograms
 from fastserve_backend.serving import prediction_metrics
-from fastserve_backend.serving.metric_histograms import (
-    Call,
-    PublishedHistogram,
-    publish_histogram,
-)
+from fastserve_backend.serving.metric_histograms import Call, PublishedHistogram, publish_histogram
 
 logger = logging.getLogger(__name__)
 

@@ -139,11 +139,7 @@ class TritonPythonModel:
         return self._engine.drain(0.0) and not any(emitter.num_active for emitter in self._emitters)
 
     def _submit(
-        self,
-        request_id: str,
-        wanted: GenerateRequest,
-        channel: ResponseChannel,
-        emitter: Emitter,
+        self, request_id: str, wanted: GenerateRequest, channel: ResponseChannel, emitter: Emitter
     ) -> None:
         engine = self._engine
         users_words = wanted.text

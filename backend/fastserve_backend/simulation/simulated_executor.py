@@ -8,12 +8,7 @@ from collections import deque
 
 from fastserve_backend.profile.iteration import IterationLoad, LatencyModel
 from fastserve_backend.rank_protocol.link import Link
-from fastserve_backend.rank_protocol.messages import (
-    CopyBlocks,
-    CopyResult,
-    Step,
-    StepResult,
-)
+from fastserve_backend.rank_protocol.messages import CopyBlocks, CopyResult, Step, StepResult
 from fastserve_backend.system.clock import VirtualClock
 
 

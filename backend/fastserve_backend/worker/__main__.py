@@ -20,7 +20,7 @@ from fastserve_backend.system.logs import log_to_stderr
 def main() -> int:
     parser = argparse.ArgumentParser(
         description="One rank of a FastServe engine. On the first host the engine starts its ranks "
-        "itself; on every other one torchrun does, and FASTSERVE_CLUSTER_SECRET is to be set.",
+        "itself; on every other one torchrun does, and FASTSERVE_CLUSTER_SECRET is to be set."
     )
     parser.add_argument(
         "--engine",

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastserve_backend.worker.step_inputs import StepLayout, StepTensors, WorkListInputs
 
-Forward = Callable[[StepTensors, Tensor | None], Tensor]
+Forward = Callable[[StepTensors, Tensor | None], Tensor | None]
 
 
 class DecodeGraphs:
@@ -73,7 +73,9 @@ class DecodeGraphs:
         received = None if self._received is None else self._received[:size]
 
         def forward() -> Tensor:
-            return self._forward(tensors, received)
+            hidden = self._forward(tensors, received)
+            assert hidden is not None  # no logits are asked for
+            return hidden
 
         if self._device.type != "cuda":
             return forward

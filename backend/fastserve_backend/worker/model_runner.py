@@ -141,19 +141,18 @@ class ModelRunner:
         """The activations for the next stage, [T, width]. On the last stage the sampled rows'
         logits (see `CausalLM.logits`)."""
         if self._graphs is None or not inputs.is_padded:
-            return self._model(
-                inputs.token_ids, inputs.positions, inputs.batch, self._kv, received, inputs.sampled
-            )
+            return self._forward(inputs, received, inputs.sampled)
         hidden = self._graphs.run(inputs, received)
         if self._place.is_last_stage:
             return self._model.logits(hidden)
         # The graph may run again before these activations have been sent.
         return hidden.clone()
 
-    def _forward(self, inputs: StepTensors, received: Tensor | None) -> Tensor:
-        """What the graphs capture."""
+    def _forward(
+        self, inputs: StepTensors, received: Tensor | None, sampled: Tensor | None = None
+    ) -> Tensor | None:
         return self._model.forward(
-            inputs.token_ids, inputs.positions, inputs.batch, self._kv, received
+            inputs.token_ids, inputs.positions, inputs.batch, self._kv, received, sampled
         )
 
     def _sample(
@@ -190,14 +189,7 @@ class LaunchedStep:
             return StageDone(self.step_id, compute_s)
         if self.tokens is None:
             return StepResult(self.step_id, b"", compute_s, b"", [])
-        chosen = self.tokens.on_host()
-        return StepResult(
-            step_id=self.step_id,
-            token_ids=chosen.token_ids.to(torch.int32).numpy().tobytes(),
-            compute_s=compute_s,
-            logprobs=chosen.logprobs,
-            top_logprobs=chosen.top_logprobs,
-        )
+        return self.tokens.result(self.step_id, compute_s)
 
 
 class Stopwatch:

@@ -26,6 +26,7 @@ from fastserve_backend.rank_protocol.messages import (
     LogitBias,
     Penalties,
     Sampling,
+    StepResult,
     TopLogprobs,
 )
 from fastserve_backend.worker.staging import Uploads
@@ -74,6 +75,17 @@ class SampledTokens:
         self._groups = groups
         self._uploads = uploads
         self._on_host = _start_copy([torch.where(chosen.isnan(), NO_TOKEN, token_ids), *logprobs])
+
+    def result(self, step_id: int, compute_s: float) -> StepResult:
+        """The message that answers the step. Call this only when the device has finished it."""
+        chosen = self.on_host()
+        return StepResult(
+            step_id=step_id,
+            token_ids=chosen.token_ids.to(torch.int32).numpy().tobytes(),
+            compute_s=compute_s,
+            logprobs=chosen.logprobs,
+            top_logprobs=chosen.top_logprobs,
+        )
 
     def on_host(self) -> ChosenTokens:
         """Call this only when the device has finished the sampling."""

@@ -78,7 +78,7 @@ def run_largest_step(
     received = None
     if not place.is_first_stage:
         received = torch.zeros(shape, dtype=torch_dtype(config), device=kv.device)
-    output = model(
+    output = model.forward(
         tensors.token_ids, tensors.positions, tensors.batch, kv, received, tensors.sampled
     )
     if place.is_last_stage and output is not None:

@@ -33,12 +33,7 @@ class SwapEngine:
     """
 
     def __init__(
-        self,
-        store: HostStore,
-        device: torch.device,
-        *,
-        send_out: SendResult,
-        send_in: SendResult,
+        self, store: HostStore, device: torch.device, *, send_out: SendResult, send_in: SendResult
     ) -> None:
         self._store = store
         self._device = device

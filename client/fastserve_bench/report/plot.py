@@ -7,13 +7,7 @@ from pathlib import Path
 
 from fastserve_client.errors import WorkloadError
 
-from fastserve_bench.report.style import (
-    GREY,
-    light_grid,
-    line_styles,
-    log_latency_axis,
-    new_figure,
-)
+from fastserve_bench.report.style import GREY, light_grid, line_styles, log_latency_axis, new_figure
 from fastserve_bench.report.sweep import SweepPoint
 
 

@@ -1,0 +1,280 @@
+"""The configuration of a rotary decoder: the switches by which most families of models differ.
+
+The defaults are LLaMA's. `families` reads each family's config.json into one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Self, TypedDict, Unpack
+
+from fastserve_backend.checkpoints.hf_config import HFConfig, checked_head_dim
+from fastserve_backend.checkpoints.model_config import CommonFields, ModelConfig
+from fastserve_backend.checkpoints.rotary_config import Rotary
+
+NormKind = Literal["rms", "layer"]
+"""Root mean square, or layer norm."""
+QKNorm = Literal["head", "all_heads"]
+"""RMS norm of queries and keys: of each head, or of all heads of a token together."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"]
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The types of layers, as config.json names them."""
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
+
+
+@dataclass(frozen=True)
+class NormNames:
+    """The checkpoint names of a layer's norms. None: the layer has no such norm."""
+
+    attention_in: str | None = "input_layernorm"
+    attention_out: str | None = None
+    feed_forward_in: str | None = "post_attention_layernorm"
+    feed_forward_out: str | None = None
+
+    @property
+    def count(self) -> int:
+        names = self.attention_in, self.attention_out, self.feed_forward_in, self.feed_forward_out
+        return sum(name is not None for name in names)
+
+
+NORMS_AFTER = NormNames(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+NORMS_AROUND = NormNames(
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+GATED = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a decoder, in elements; ``positions`` in tokens."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    positions: int
+
+    @classmethod
+    def read(
+        cls,
+        raw: HFConfig,
+        *,
+        layers: int,
+        hidden: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        ffn: int,
+        vocab: int,
+        positions: int,
+    ) -> Self:
+        """The sizes in a config.json.
+
+        Args:
+            layers, …: the family's defaults. kv_heads None: as many as heads. head_dim None:
+                hidden / heads.
+
+        Raises:
+            ModelError: a size is wrong.
+        """
+        width = raw.integer("hidden_size", hidden)
+        num_heads = raw.integer("num_attention_heads", heads)
+        num_kv_heads = raw.integer("num_key_value_heads", kv_heads or num_heads)
+        if num_heads % num_kv_heads:
+            raise raw.error("num_key_value_heads", f"a divisor of the {num_heads} heads")
+        if "head_dim" not in raw and head_dim is None and width % num_heads:
+            raise raw.error("hidden_size", f"a multiple of num_attention_heads, {num_heads}")
+        return cls(
+            layers=raw.integer("num_hidden_layers", layers),
+            hidden=width,
+            heads=num_heads,
+            kv_heads=num_kv_heads,
+            head_dim=checked_head_dim(raw, raw.integer("head_dim", head_dim or width // num_heads)),
+            ffn=raw.integer("intermediate_size", ffn),
+            vocab=raw.integer("vocab_size", vocab),
+            positions=raw.integer("max_position_embeddings", positions),
+        )
+
+
+class Switches(TypedDict, total=False):
+    """The fields of a `DecoderConfig` in which a family differs from LLaMA."""
+
+    norm: NormKind
+    norm_plus_one: bool
+    norm_has_weight: bool
+    norm_has_bias: bool
+    norms: NormNames
+    qk_norm: QKNorm
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    mlp: tuple[str, ...]
+    activation: Activation
+    is_parallel: bool
+    rotates_neighbours: bool
+    rotary_of_layer: tuple[int | None, ...]
+    window_of_layer: tuple[int | None, ...]
+    attention_scale: float | None
+    attention_soft_cap: float | None
+    has_sinks: bool
+    clip_qkv: float | None
+    embedding_factor: float
+    residual_factor: float
+    logit_factor: float
+    logit_soft_cap: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """A decoder with rotary positions."""
+
+    norm_eps: float
+    norm: NormKind = "rms"
+    norm_plus_one: bool = False
+    """The weights of norms are stored less 1."""
+    norm_has_weight: bool = True
+    norm_has_bias: bool = False
+    norms: NormNames = NormNames()
+    qk_norm: QKNorm | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    mlp: tuple[str, ...] = GATED
+    """Checkpoint names of the feed-forward's matrices: three of a gated one, else two."""
+    activation: Activation = "silu"
+    is_parallel: bool = False
+    """Attention and feed-forward read the same input, with one norm."""
+    rotaries: tuple[Rotary, ...]
+    rotates_neighbours: bool = False
+    """The pairs to rotate are (2i, 2i + 1) of a head, not (i, i + dim / 2)."""
+    rotary_of_layer: tuple[int | None, ...] = ()
+    """For each layer the index of its rotation; None: none. Empty: all have the first."""
+    window_of_layer: tuple[int | None, ...] = ()
+    """See `ModelConfig.windows`. Empty: no layer has one."""
+    attention_scale: float | None = None
+    """None: head_dim ** -0.5."""
+    attention_soft_cap: float | None = None
+    has_sinks: bool = False
+    """Each head has one more score, which is a weight (`AttentionRule.sinks`)."""
+    clip_qkv: float | None = None
+    """Queries, keys and values are cut off at this magnitude."""
+    embedding_factor: float = 1.0
+    residual_factor: float = 1.0
+    """Factor for what attention and feed-forward add to the residual."""
+    logit_factor: float = 1.0
+    logit_soft_cap: float | None = None
+    """c: a logit l becomes c · tanh(l / c)."""
+
+    @classmethod
+    def read(
+        cls,
+        raw: HFConfig,
+        common: CommonFields,
+        name: str,
+        sizes: Sizes,
+        rotaries: Sequence[Rotary],
+        *,
+        norm_eps: float,
+        ties: bool = False,
+        end: tuple[int, ...] = (2,),
+        **switches: Unpack[Switches],
+    ) -> Self:
+        """Build it from the fields of a config.json.
+
+        Args:
+            name: the family's key in `ARCHITECTURES`.
+            norm_eps, ties, end: the family's defaults for the norms' epsilon, a tied head and the
+                end tokens.
+
+        Raises:
+            ModelError: a field is wrong.
+        """
+        return cls(
+            **common,
+            architecture=name,
+            num_layers=sizes.layers,
+            hidden_size=sizes.hidden,
+            num_heads=sizes.heads,
+            num_kv_heads=sizes.kv_heads,
+            head_dim=sizes.head_dim,
+            intermediate_size=sizes.ffn,
+            vocab_size=sizes.vocab,
+            max_model_len=min(rotary.max_positions for rotary in rotaries),
+            eos_token_ids=raw.token_ids("eos_token_id", end),
+            tie_word_embeddings=raw.boolean("tie_word_embeddings", ties),
+            norm_eps=norm_eps,
+            rotaries=tuple(rotaries),
+            **switches,
+        )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        return self.window_of_layer or super().windows
+
+    @property
+    def num_layer_parameters(self) -> int:
+        hidden, ffn = self.hidden_size, self.intermediate_size
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = hidden * (2 * q + 2 * kv) + len(self.mlp) * hidden * ffn
+        layer += self.norms.count * self._num_norm_parameters
+        layer += self.qkv_bias * (q + 2 * kv) + self.out_bias * hidden
+        layer += self.mlp_bias * ((len(self.mlp) - 1) * ffn + hidden)
+        if self.qk_norm == "head":
+            layer += 2 * self.head_dim
+        elif self.qk_norm == "all_heads":
+            layer += q + kv
+        return layer + self.has_sinks * self.num_heads
+
+    @property
+    def num_parameters(self) -> int:
+        tables = 1 if self.tie_word_embeddings else 2
+        total = self.num_layers * self.num_layer_parameters
+        return total + tables * self.num_head_parameters + self._num_norm_parameters
+
+    @property
+    def _num_norm_parameters(self) -> int:
+        return self.hidden_size * (self.norm_has_weight + self.norm_has_bias)
+
+
+def read_activation(raw: HFConfig, key: str, default: str) -> Activation:
+    """The activation of a feed-forward, by transformers' name for it.
+
+    Raises:
+        ModelError: it is none of those that are known.
+    """
+    return _ACTIVATIONS[raw.choice(key, default, tuple(_ACTIVATIONS))]
+
+
+def read_windows(
+    raw: HFConfig, window: int | None, default: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
+    """The type and the window of each layer.
+
+    Args:
+        window: tokens to which a token attends in layers of type "sliding_attention".
+        default: the types if ``layer_types`` is missing.
+
+    Raises:
+        ModelError: a type is unknown, or a layer's window is missing.
+    """
+    types = raw.choices("layer_types", tuple(default), (FULL, SLIDING))
+    if SLIDING in types and window is None:
+        raise raw.error("sliding_window", f"a number of tokens, since a layer is {SLIDING}")
+    return types, tuple(window if one == SLIDING else None for one in types)

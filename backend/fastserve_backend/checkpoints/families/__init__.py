@@ -1,0 +1,1 @@
+"""Each family's config.json, read into a `DecoderConfig`. No module here imports torch."""

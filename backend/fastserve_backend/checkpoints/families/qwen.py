@@ -1,0 +1,82 @@
+"""Qwen 2 and 2.5 (LLaMA with biases on query, key and value) and Qwen 3 (with norms of both)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Unpack
+
+from fastserve_backend.checkpoints.decoder_config import (
+    FULL,
+    SLIDING,
+    DecoderConfig,
+    Sizes,
+    read_activation,
+    read_windows,
+)
+from fastserve_backend.checkpoints.families.published import published
+from fastserve_backend.checkpoints.families.rotation import whole_rotary
+from fastserve_backend.checkpoints.hf_config import HFConfig
+from fastserve_backend.checkpoints.model_config import CommonFields
+
+QWEN2: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "qwen2.5-0.5b": published(
+            "qwen2", 24, 14, 2, 896, 4864, 32768, rope_theta=1e6, tie_word_embeddings=True
+        )
+    }
+)
+QWEN3: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {"qwen3-8b": published("qwen3", 36, 32, 8, 4096, 12288, 40960, rope_theta=1e6)}
+)
+
+
+def _windows(raw: HFConfig, num_layers: int) -> tuple[int | None, ...]:
+    """Windows are for the layers from ``max_window_layers`` on, and off unless asked for."""
+    window = None
+    if raw.boolean("use_sliding_window", False):
+        window = raw.optional_integer("sliding_window", 4096)
+    first = num_layers if window is None else raw.integer("max_window_layers", 28)
+    default = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    return read_windows(raw, window, default)[1]
+
+
+def read_qwen2(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
+    sizes = Sizes.read(
+        raw, layers=32, hidden=4096, heads=32, kv_heads=32, ffn=22016, vocab=151936,
+        positions=32768,
+    )  # fmt: skip
+    return DecoderConfig.read(
+        raw,
+        common,
+        "qwen2",
+        sizes,
+        [whole_rotary(raw, sizes)],
+        norm_eps=raw.number("rms_norm_eps", 1e-6),
+        end=(),
+        qkv_bias=True,
+        activation=read_activation(raw, "hidden_act", "silu"),
+        window_of_layer=_windows(raw, sizes.layers),
+    )
+
+
+def read_qwen3(raw: HFConfig, **common: Unpack[CommonFields]) -> DecoderConfig:
+    sizes = Sizes.read(
+        raw, layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, ffn=22016, vocab=151936,
+        positions=32768,
+    )  # fmt: skip
+    has_bias = raw.boolean("attention_bias", False)
+    return DecoderConfig.read(
+        raw,
+        common,
+        "qwen3",
+        sizes,
+        [whole_rotary(raw, sizes)],
+        norm_eps=raw.number("rms_norm_eps", 1e-6),
+        end=(),
+        qk_norm="head",
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        activation=read_activation(raw, "hidden_act", "silu"),
+        window_of_layer=_windows(raw, sizes.layers),
+    )

@@ -1,0 +1,242 @@
+"""The decoder that `DecoderConfig` describes: LLaMA and most families since.
+
+`DecoderLayer.__call__` computes a layer; `RotaryLM.forward` runs all layers between the embedding
+and the final norm. Checkpoint names are those of transformers' models without "model.".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from fastserve_kernels.ops import AttentionRule
+from torch import Tensor
+
+from fastserve_backend.checkpoints.decoder_config import DecoderConfig
+from fastserve_backend.models.attention import Attention, AttentionBatch
+from fastserve_backend.models.causal_lm import LMHead
+from fastserve_backend.models.feed_forward import FeedForward
+from fastserve_backend.models.layers import (
+    ColumnLinear,
+    LayerNorm,
+    RMSNorm,
+    RowLinear,
+    VocabEmbedding,
+    prefixed,
+)
+from fastserve_backend.models.model_part import ModelPart
+from fastserve_backend.models.qk_norms import qk_norms_of
+from fastserve_backend.models.rotary_lm import RotaryEmbedding, RotaryLM, Rotation
+from fastserve_backend.models.weights import Parameter, StoredTensor, WeightSource, split_rows
+
+
+class SelfAttention:
+    """Query, key and value from one product, norms and rotation, attention, output."""
+
+    def __init__(self, config: DecoderConfig, layer: int, part: ModelPart) -> None:
+        self._config = config
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._qkv = ColumnLinear(
+            config.hidden_size,
+            {"q_proj": q, "k_proj": kv, "v_proj": kv},
+            bias=config.qkv_bias,
+            part=part,
+        )
+        self._out = RowLinear(
+            q,
+            {"o_proj": config.hidden_size},
+            bias=config.out_bias,
+            part=part,
+            reduce=not config.is_parallel,
+        )
+        self._norms = qk_norms_of(config, part)
+        heads = part.tensor.part(config.num_heads)
+        self._sinks = Parameter((config.num_heads,), self._take_sinks, (heads,))
+        number = part.layers[layer]
+        self._rule = AttentionRule(
+            scale=config.attention_scale or config.head_dim**-0.5,
+            window=config.windows[number],
+            soft_cap=config.attention_soft_cap,
+            sinks=torch.empty(heads.stop - heads.start, device=part.device)
+            if config.has_sinks
+            else None,
+        )
+        self._attend = Attention.of(config, layer, part, self._rule)
+        rotations = config.rotary_of_layer
+        self._rotation = rotations[number] if rotations else 0
+
+    def parameters(self) -> dict[str, Parameter]:
+        qkv = self._qkv.parameters()
+        if self._config.rotates_neighbours:
+            for name in [name for name in qkv if name.startswith(("q_proj", "k_proj"))]:
+                qkv[name] = self._with_halves(qkv[name])
+        norms = {} if self._norms is None else self._norms.parameters()
+        sinks = {"sinks": self._sinks} if self._config.has_sinks else {}
+        return {**qkv, **self._out.parameters(), **norms, **sinks}
+
+    def __call__(
+        self, x: Tensor, rotations: Sequence[Rotation], batch: AttentionBatch, kv: Tensor
+    ) -> Tensor:
+        """x [T, hidden] -> [T, hidden]. For ``rotations`` see `RotaryLayer`."""
+        qkv = self._qkv(x)
+        if self._config.clip_qkv is not None:
+            qkv.clamp_(-self._config.clip_qkv, self._config.clip_qkv)
+        if self._norms is not None:
+            self._norms(qkv)
+        if self._rotation is None:
+            return self._out(self._attend(qkv, batch, kv))
+        cos_sin, query_factors = rotations[self._rotation]
+        if query_factors is not None:
+            qkv[:, : self._attend.heads * self._attend.head_dim] *= query_factors
+        return self._out(self._attend(qkv, batch, kv, cos_sin))
+
+    def _take_sinks(self, tensor: Tensor) -> None:
+        assert self._rule.sinks is not None
+        self._rule.sinks.copy_(tensor)
+
+    def _with_halves(self, parameter: Parameter) -> Parameter:
+        """Reorder each head while loading, so that the pairs (2i, 2i + 1) become (i, i + dim / 2),
+        which the kernels rotate. Scores stay, since queries and keys are reordered alike."""
+        head_dim, dim = self._config.head_dim, self._config.rotaries[0].dim
+        order = [*range(0, dim, 2), *range(1, dim, 2), *range(dim, head_dim)]
+
+        def load(tensor: Tensor) -> None:
+            by_head = tensor.view(-1, head_dim, *tensor.shape[1:])
+            parameter.load(by_head[:, order].reshape(tensor.shape))
+
+        return replace(parameter, load=load)
+
+
+class DecoderLayer:
+    """One decoder layer (`RotaryLayer`)."""
+
+    def __init__(self, config: DecoderConfig, layer: int, part: ModelPart) -> None:
+        names = config.norms
+        norm = partial(_norm, config, part)
+        self._names = names
+        self._tensor = part.tensor
+        self._is_parallel = config.is_parallel
+        self._residual_factor = config.residual_factor
+        self._attention = SelfAttention(config, layer, part)
+        self._feed_forward = FeedForward(config, part)
+        self._attention_in = norm() if names.attention_in else None
+        self._attention_out = _norm_alone(config, part) if names.attention_out else None
+        self._feed_forward_in = norm() if names.feed_forward_in else None
+        self._feed_forward_out = _norm_alone(config, part) if names.feed_forward_out else None
+
+    def parameters(self) -> dict[str, Parameter]:
+        names = self._names
+        wanted = prefixed("self_attn", self._attention.parameters())
+        wanted |= prefixed("mlp", self._feed_forward.parameters())
+        for name, norm in (
+            (names.attention_in, self._attention_in),
+            (names.attention_out, self._attention_out),
+            (names.feed_forward_in, self._feed_forward_in),
+            (names.feed_forward_out, self._feed_forward_out),
+        ):
+            if name is not None and norm is not None:
+                wanted |= prefixed(name, norm.parameters())
+        return wanted
+
+    def __call__(
+        self,
+        update: Tensor,
+        residual: Tensor,
+        rotations: Sequence[Rotation],
+        batch: AttentionBatch,
+        kv: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """See `RotaryLayer`."""
+        residual, normed = _added(self._attention_in, update, residual)
+        attended = self._attention(normed, rotations, batch, kv)
+        if self._is_parallel:  # both read the same input, and one sum over the ranks serves both
+            return self._tensor.sum(attended + self._feed_forward(normed)), residual
+        attended = self._finished(attended, self._attention_out)
+        residual, normed = _added(self._feed_forward_in, attended, residual)
+        return self._finished(self._feed_forward(normed), self._feed_forward_out), residual
+
+    def _finished(self, update: Tensor, norm: RMSNorm | None) -> Tensor:
+        """What a block adds to the residual."""
+        if norm is not None:
+            update = norm.alone(update)
+        return update if self._residual_factor == 1.0 else update.mul_(self._residual_factor)
+
+
+class DecoderModel(RotaryLM):
+    def __init__(self, config: DecoderConfig, part: ModelPart) -> None:
+        hidden, vocab = config.hidden_size, config.vocab_size
+        self._config = config
+        tokens = VocabEmbedding(vocab, hidden, part=part)
+        tied_to = ("embed_tokens.weight", tokens) if config.tie_word_embeddings else None
+        super().__init__(
+            prefixes=("model.", "language_model.", "model."),
+            part=part,
+            tokens=("embed_tokens", tokens),
+            embedding_factor=config.embedding_factor,
+            rotaries=[
+                RotaryEmbedding(rotary, config.max_model_len, part.device)
+                for rotary in config.rotaries
+            ],
+            layers=[DecoderLayer(config, layer, part) for layer in range(len(part.layers))],
+            final_norm=("norm", _norm(config, part)),
+            head=LMHead(
+                "lm_head",
+                hidden,
+                vocab,
+                tied_to=tied_to,
+                part=part,
+                factor=config.logit_factor,
+                soft_cap=config.logit_soft_cap,
+            ),
+        )
+
+    def _canonical(self, source: WeightSource) -> Iterator[StoredTensor]:
+        """Also divides products that a checkpoint has fused."""
+        config = self._config
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        ffn = config.intermediate_size
+        fused = {
+            "self_attn.qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
+            "mlp.gate_up_proj": {"gate_proj": ffn, "up_proj": ffn},
+        }
+        for stored in super()._canonical(source):
+            layer, _, kind = stored.name.rpartition(".")
+            parts = next((fused[one] for one in fused if layer.endswith(one)), None)
+            if parts is None:
+                yield stored
+            else:
+                block, _, _ = layer.rpartition(".")
+                names = {f"{block}.{part}.{kind}": size for part, size in parts.items()}
+                yield from split_rows(stored, names)
+
+
+def _norm(config: DecoderConfig, part: ModelPart) -> RMSNorm | LayerNorm:
+    if config.norm != "layer":
+        return _norm_alone(config, part)
+    return LayerNorm(
+        config.hidden_size,
+        has_weight=config.norm_has_weight,
+        has_bias=config.norm_has_bias,
+        plus_one=config.norm_plus_one,
+        part=part,
+        eps=config.norm_eps,
+    )
+
+
+def _norm_alone(config: DecoderConfig, part: ModelPart) -> RMSNorm:
+    """A norm that can also normalise one tensor."""
+    return RMSNorm(
+        config.hidden_size, part=part, eps=config.norm_eps, plus_one=config.norm_plus_one
+    )
+
+
+def _added(
+    norm: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None, update: Tensor, residual: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(The sum, the normalised sum)."""
+    if norm is not None:
+        return norm(update, residual)
+    total = update + residual
+    return total, total

@@ -1,0 +1,144 @@
+"""Small random models of the families that `DecoderConfig` describes, in every variant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig
+
+POSITIONS = 48
+WINDOW = 9
+SIZES: dict[str, Any] = {
+    "vocab_size": 301,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+    "pad_token_id": None,
+}
+HEAD_DIM = {"head_dim": 16}
+WINDOWED = {"sliding_window": WINDOW}
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+
+class Variant:
+    """Fields of a family's configuration, beside small sizes."""
+
+    def __init__(self, family: str, **fields: Any) -> None:
+        self._class = getattr(transformers, f"{family}Config")
+        self._fields = SIZES | fields
+
+    @property
+    def has_windows(self) -> bool:
+        return self._fields.get("sliding_window") is not None
+
+    def config(self, **changes: Any) -> PreTrainedConfig:
+        config: PreTrainedConfig = self._class(**self._fields | changes)
+        return config
+
+
+def long_rope(pairs: int, trained: int) -> dict[str, Any]:
+    return {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * pair for pair in range(pairs)],
+        "long_factor": [2.0 + pair for pair in range(pairs)],
+        "original_max_position_embeddings": trained,
+    }
+
+
+FAMILIES: dict[str, Variant] = {
+    "arcee": Variant("Arcee", mlp_bias=True),
+    "cohere": Variant("Cohere"),
+    "cohere2": Variant("Cohere2", **WINDOWED, **ALTERNATING),
+    "cwm": Variant("Cwm", **HEAD_DIM, **WINDOWED, rope_parameters={"rope_theta": 1e4}),
+    "ernie4_5": Variant("Ernie4_5", **HEAD_DIM, use_bias=True),
+    "exaone4": Variant("Exaone4", **WINDOWED, **ALTERNATING),
+    "exaone4_without_windows": Variant(
+        "Exaone4", sliding_window=None, layer_types=3 * ["full_attention"]
+    ),
+    "gemma": Variant("Gemma", **HEAD_DIM),
+    "gemma2": Variant("Gemma2", **HEAD_DIM, **WINDOWED, query_pre_attn_scalar=20),
+    "gemma2_capped": Variant(
+        "Gemma2", **HEAD_DIM, **WINDOWED, attn_logit_softcapping=1.5, final_logit_softcapping=2.5
+    ),
+    "gemma3": Variant("Gemma3Text", **HEAD_DIM, **WINDOWED, **ALTERNATING),
+    "gemma3_scaled": Variant(
+        "Gemma3Text",
+        **HEAD_DIM,
+        **WINDOWED,
+        **ALTERNATING,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        },
+    ),
+    "glm": Variant("Glm", **HEAD_DIM),
+    "glm4": Variant("Glm4", **HEAD_DIM),
+    "granite": Variant(
+        "Granite",
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.3,
+        logits_scaling=8.0,
+    ),
+    "helium": Variant("Helium", **HEAD_DIM, hidden_size=64),
+    "ministral": Variant("Ministral", **HEAD_DIM, **WINDOWED, **ALTERNATING),
+    "ministral3": Variant(
+        "Ministral3",
+        **HEAD_DIM,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "original_max_position_embeddings": 12,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
+    "mistral": Variant("Mistral", **WINDOWED),
+    "mistral_without_windows": Variant("Mistral", **HEAD_DIM, sliding_window=None),
+    "nemotron": Variant("Nemotron", **HEAD_DIM),
+    "olmo": Variant("Olmo", clip_qkv=0.4),
+    "olmo2": Variant("Olmo2"),
+    "olmo3": Variant(
+        "Olmo3",
+        **WINDOWED,
+        **ALTERNATING,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 12,
+            "attention_factor": 1.2,
+        },
+    ),
+    "phi3": Variant("Phi3", **WINDOWED),
+    "phi3_long": Variant(
+        "Phi3", max_position_embeddings=4 * POSITIONS, rope_parameters=long_rope(4, POSITIONS)
+    ),
+    "phi4_mini": Variant(
+        "Phi3",
+        hidden_size=64,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.75},
+    ),
+    "qwen2": Variant("Qwen2"),
+    "qwen2_windows": Variant(
+        "Qwen2", use_sliding_window=True, max_window_layers=1, **WINDOWED, tie_word_embeddings=True
+    ),
+    "qwen3": Variant("Qwen3", **HEAD_DIM),
+    "qwen3_biases": Variant("Qwen3", **HEAD_DIM, attention_bias=True),
+    "seed_oss": Variant("SeedOss", **HEAD_DIM),
+    "smollm3": Variant("SmolLM3", no_rope_layer_interval=2),
+    "smollm3_windows": Variant(
+        "SmolLM3", no_rope_layers=[0, 1, 0], use_sliding_window=True, **WINDOWED
+    ),
+    "stablelm": Variant("StableLm", hidden_size=64, use_qkv_bias=True),
+    "starcoder2": Variant("Starcoder2", **WINDOWED),
+    "starcoder2_without_biases": Variant("Starcoder2", use_bias=False),
+    "vaultgemma": Variant("VaultGemma", **HEAD_DIM, **WINDOWED),
+}
+VARIANTS = {name: variant.config() for name, variant in FAMILIES.items()}

@@ -31,9 +31,9 @@ struct Query {
         std::fill(acc, acc + pairs * PAIR, 0.f);
     }
 
-    // From the scores [first, end) to their tanh, whatever lies between them and multiples of W.
+    // From the scores [first, end), and the others of their Pairs, to their tanh.
     void cap(int first, int end, float in_tanh) {
-        for (int i = first / W * W; i < end; i += W)
+        for (int i = first / PAIR * PAIR; i < (end + PAIR - 1) / PAIR * PAIR; i += W)
             *(vf_mem*)(weights + i) = tanh(*(const vf_mem*)(weights + i) * in_tanh);
     }
 

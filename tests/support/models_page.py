@@ -80,6 +80,7 @@ def _switches(config: DecoderConfig) -> dict[str, bool]:
         "queries that grow with their position": config.rotaries[0].query_growth is not None,
         "soft caps": bool(config.attention_soft_cap or config.logit_soft_cap),
         "attention sinks": config.has_sinks,
+        "a mixture of experts": config.experts is not None,
         "a feed-forward without gate": len(config.mlp) == 2,
         "scaled embeddings": config.embedding_factor != 1.0,
         "scaled logits": config.logit_factor != 1.0,

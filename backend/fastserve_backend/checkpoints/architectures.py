@@ -21,6 +21,7 @@ from fastserve_backend.checkpoints.families import (
     layer_norm,
     llama,
     mistral,
+    mixtures,
     olmo,
     phi,
     qwen,
@@ -44,6 +45,8 @@ class Architecture:
     """"module:class" of the model class, in ``fastserve_backend.models``."""
     builtin: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Built-in configurations: name -> the fields of a config.json."""
+    quantizations: tuple[str, ...] = ()
+    """Of checkpoints that can be read: ``quant_method`` in ``quantization_config``."""
 
     def model_class(self) -> Any:
         """The `CausalLM` subclass. Importing it imports torch."""
@@ -71,6 +74,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             "gpt_neox:GPTNeoXModel",
             GPTNeoXConfig.builtin,
         ),
+        "gpt_oss": Architecture(
+            "gpt-oss", mixtures.read_gpt_oss, builtin=mixtures.GPT_OSS, quantizations=("mxfp4",)
+        ),
         "granite": Architecture("Granite 3", granite.read_granite),
         "helium": Architecture("Helium", llama.read_helium),
         "llama": Architecture(
@@ -83,16 +89,22 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "mistral": Architecture(
             "Mistral 7B, Nemo, Small", mistral.read_mistral, builtin=mistral.MISTRAL
         ),
+        "mixtral": Architecture("Mixtral", mixtures.read_mixtral, builtin=mixtures.MIXTRAL),
         "nemotron": Architecture("Nemotron 4, Minitron", layer_norm.read_nemotron),
         "olmo": Architecture("OLMo 1", olmo.read_olmo),
         "olmo2": Architecture("OLMo 2", olmo.read_olmo2),
         "olmo3": Architecture("OLMo 3", olmo.read_olmo3),
+        "olmoe": Architecture("OLMoE", mixtures.read_olmoe, builtin=mixtures.OLMOE),
         "opt": Architecture("OPT", OPTConfig.from_hf, "opt:OPTModel", OPTConfig.builtin),
         "phi3": Architecture("Phi 3, 3.5, 4, 4-mini", phi.read_phi3),
         "qwen2": Architecture(
             "Qwen 2, 2.5; DeepSeek-R1-Distill-Qwen", qwen.read_qwen2, builtin=qwen.QWEN2
         ),
+        "qwen2_moe": Architecture("Qwen 1.5 and 2 MoE", mixtures.read_qwen2_moe),
         "qwen3": Architecture("Qwen 3", qwen.read_qwen3, builtin=qwen.QWEN3),
+        "qwen3_moe": Architecture(
+            "Qwen 3 MoE", mixtures.read_qwen3_moe, builtin=mixtures.QWEN3_MOE
+        ),
         "seed_oss": Architecture("Seed-OSS", llama.read_seed_oss),
         "smollm3": Architecture("SmolLM3", smollm.read_smollm3),
         "stablelm": Architecture("StableLM 2 1.6B, Zephyr 3B", layer_norm.read_stablelm),

@@ -75,7 +75,10 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             GPTNeoXConfig.builtin,
         ),
         "gpt_oss": Architecture(
-            "gpt-oss", mixtures.read_gpt_oss, builtin=mixtures.GPT_OSS, quantizations=("mxfp4",)
+            "gpt-oss",
+            mixtures.read_gpt_oss,
+            builtin=mixtures.GPT_OSS,
+            quantizations=("mxfp4",),
         ),
         "granite": Architecture("Granite 3", granite.read_granite),
         "helium": Architecture("Helium", llama.read_helium),
@@ -100,10 +103,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "qwen2": Architecture(
             "Qwen 2, 2.5; DeepSeek-R1-Distill-Qwen", qwen.read_qwen2, builtin=qwen.QWEN2
         ),
-        "qwen2_moe": Architecture("Qwen 1.5 and 2 MoE", mixtures.read_qwen2_moe),
+        "qwen2_moe": Architecture("Qwen 1.5 MoE, Qwen 2 57B-A14B", mixtures.read_qwen2_moe),
         "qwen3": Architecture("Qwen 3", qwen.read_qwen3, builtin=qwen.QWEN3),
         "qwen3_moe": Architecture(
-            "Qwen 3 MoE", mixtures.read_qwen3_moe, builtin=mixtures.QWEN3_MOE
+            "Qwen 3 30B-A3B, 235B-A22B; Qwen3-Coder",
+            mixtures.read_qwen3_moe,
+            builtin=mixtures.QWEN3_MOE,
         ),
         "seed_oss": Architecture("Seed-OSS", llama.read_seed_oss),
         "smollm3": Architecture("SmolLM3", smollm.read_smollm3),
